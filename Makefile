@@ -1,0 +1,45 @@
+# make demo   the built-in model answers a sum in all three modes (simulated ranks where there are no GPUs)
+# make test   ruff, then the tests on the main environment and on the newest Triton
+# make clean  remove both environments
+#
+# PYTHON=python3.12 picks the interpreter; otherwise scripts/bootstrap.py takes the newest of 3.10 to 3.13.
+
+# What lies on these would hide what the environments have.
+unexport PYTHONPATH PYTHONHOME
+
+PYTHON ?=
+WORKERS ?= 2
+BOOTSTRAP := $(or $(PYTHON),python3) scripts/bootstrap.py $(if $(PYTHON),--python $(PYTHON))
+PYTEST := -m pytest -q -n $(WORKERS) -m "not gpu"
+
+.PHONY: demo test test-gpu lint format env clean
+
+demo: .venv/.ready
+	.venv/bin/python scripts/demo.py
+
+test: lint .venv/.ready .venv-newest/.ready
+	.venv/bin/python $(PYTEST) tests
+	.venv-newest/bin/python $(PYTEST) --triton-sensitive tests
+
+# One process: every GPU test starts a process per GPU itself.
+test-gpu: .venv/.ready
+	.venv/bin/python -m pytest -q -m gpu tests
+
+lint: .venv/.ready
+	.venv/bin/python -m ruff check --quiet .
+	.venv/bin/python -m ruff format --check --quiet .
+
+format: .venv/.ready
+	.venv/bin/python -m ruff check --quiet --fix .
+	.venv/bin/python -m ruff format --quiet .
+
+env: .venv/.ready
+
+.venv/.ready: pyproject.toml scripts/bootstrap.py
+	@$(BOOTSTRAP) main
+
+.venv-newest/.ready: .venv/.ready
+	@$(BOOTSTRAP) newest
+
+clean:
+	rm -rf .venv .venv-newest

@@ -1,0 +1,151 @@
+"""`weft doctor` here and on machines that are made up: what is missing, what will be used, what mends it."""
+
+import importlib
+import json
+import types
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.runtime import capabilities, doctor
+
+
+def named(findings, name):
+    return next(finding for finding in findings if finding.name == name)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """without(*modules): those cannot be imported."""
+    real = importlib.import_module
+
+    def hide(*hidden):
+        def fake(name, *rest):
+            if name in hidden:
+                raise ModuleNotFoundError(name)
+            return real(name, *rest)
+
+        monkeypatch.setattr(doctor, "import_module", fake)
+
+    return hide
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(count, cut): `count` H200s, of which the pairs in `cut` have no peer access."""
+
+    def plug_in(count, cut=()):
+        card = types.SimpleNamespace(
+            name="NVIDIA H200", total_memory=140 << 30, major=9, minor=0, multi_processor_count=132
+        )
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) not in cut)
+        monkeypatch.setattr(doctor, "_output", lambda *command: TOPOLOGY)
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+
+    return plug_in
+
+
+TOPOLOGY = """\
+\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tSYS\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\t0-31\t0\t\tN/A
+NIC0\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
+def test_here_it_is_the_simulator():
+    findings = doctor.examine()
+    assert doctor.runnable(findings)
+    assert named(findings, doctor.VERDICT).value == "the simulator"
+    assert named(findings, "GPUs").value == "none"
+
+
+def test_linked_gpus_are_used(gpus):
+    gpus(2)
+    findings = doctor.examine()
+    assert named(findings, "GPUs").value == "2 x NVIDIA H200, 140 GiB"
+    assert named(findings, "links").value == "NV18"
+    assert named(findings, "peer access").value == "every pair"
+    assert named(findings, "multicast").status == "unused"
+    assert named(findings, doctor.VERDICT).value == "the GPUs"
+
+
+def test_gpus_that_do_not_reach_each_other_are_named(gpus):
+    gpus(3, cut=[(0, 2), (2, 0)])
+    findings = doctor.examine()
+    assert named(findings, "peer access").value == "not between 0-2, 2-0"
+    assert named(findings, "peer access").remedy
+    assert named(findings, doctor.VERDICT).value == "the simulator"
+
+
+def test_one_gpu_is_one_rank(gpus):
+    gpus(1)
+    assert named(doctor.examine(), doctor.VERDICT).value == "the GPU"
+
+
+def test_gpus_run_without_the_simulators_packages(gpus, without):
+    gpus(2)
+    without("greenlet", "ml_dtypes")
+    findings = doctor.examine()
+    assert doctor.runnable(findings)
+    assert named(findings, "greenlet").status == "missing"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
+def test_without_anything_to_run_on_it_exits_with_1_and_says_what_to_type(without):
+    without("greenlet", "ml_dtypes")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "pip install greenlet && pip install ml_dtypes" in result.stdout
+
+
+def test_a_broken_package_does_not_hide_the_rest(monkeypatch):
+    real = importlib.import_module
+
+    def broken(name, *rest):
+        if name == "numpy":
+            raise OSError("libopenblas: wrong ELF class")
+        return real(name, *rest)
+
+    monkeypatch.setattr(doctor, "import_module", broken)
+    findings = doctor.examine()
+    assert "wrong ELF class" in named(findings, "NumPy").explanation
+    assert named(findings, "Triton").status == "ok"
+
+
+def test_a_triton_that_is_too_new_is_named(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.10.1")
+    finding = named(doctor.examine(), "Triton")
+    assert finding.status == "missing"
+    assert "< 3.10" in finding.explanation
+
+
+def test_json_has_every_field():
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    for finding in json.loads(result.stdout):
+        assert set(finding) == {"name", "value", "status", "explanation", "remedy"}
+        assert finding["status"] in ("ok", "missing", "unused")
+
+
+def test_probed_capabilities_name_the_ranks_out_of_reach(gpus):
+    gpus(4, cut=[(1, 3)])
+    caps = capabilities.probe(torch.device("cuda", 1), peers=range(4))
+    assert (caps.arch, caps.sms, caps.peer_access) == ("sm_90", 132, (True, True, True, False))
+    assert caps.unreachable() == (3,)
+
+
+def test_a_cpu_has_no_capabilities_to_probe():
+    with pytest.raises(ValueError, match="cpu is not a GPU"):
+        capabilities.probe(torch.device("cpu"), peers=[0])
+    assert capabilities.simulated(3, sms=8).peer_access == (True, True, True)

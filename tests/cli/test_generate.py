@@ -1,0 +1,109 @@
+"""`weft generate` as a person meets it: a sum over virtual ranks, and one line for each thing they can get wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.models.builtin import PATH as BUILTIN
+
+
+def weft(*arguments):
+    return CliRunner().invoke(app, ["generate", "--device", "sim", *map(str, arguments)])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of the built-in model that a test may spoil."""
+    return shutil.copytree(BUILTIN, tmp_path / "model")
+
+
+@pytest.mark.parametrize("mode", ["torch", "ag_rs", "gemm_ar"])
+def test_adds_in_every_mode(mode):
+    result = weft("--mode", mode, "--world-size", 2)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == "123+456=579"
+    assert f"mode {mode}, 2 ranks, simulated" in result.stderr
+    assert "first token after" in result.stderr
+
+
+def test_several_prompts_keep_their_order():
+    result = weft("--prompt", "20+22=", "--prompt", "123+456=", "--world-size", 2)
+    assert result.stdout.split() == ["20+22=42", "123+456=579"]
+
+
+def test_flags_reach_the_engine():
+    assert weft("--max-new-tokens", 2, "--world-size", 1).stdout.strip() == "123+456=57"
+    assert weft("--stop", "9", "--world-size", 1).stdout.strip() == "123+456=57"
+
+
+def test_runs_as_a_module():
+    command = [sys.executable, "-m", "weft", "generate", "--device", "sim", "--world-size", "1", "--prompt", "1+1="]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.strip()) == (0, "1+1=2"), done.stderr
+
+
+def edit_config(checkpoint, **changes):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def not_a_qwen3(checkpoint):
+    edit_config(checkpoint, model_type="llama", architectures=["LlamaForCausalLM"])
+
+
+def truncated(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def no_config(checkpoint):
+    (checkpoint / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [(not_a_qwen3, "llama"), (truncated, "model.safetensors"), (no_config, "config.json")],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
+    spoil(checkpoint)
+    one_line(weft("--model", checkpoint, "--world-size", 2), says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "/nowhere"], "/nowhere: no such directory"),
+        (["--mode", "fast"], "choose one of torch, ag_rs, gemm_ar"),
+        (["--device", "tpu"], "choose one of auto, cuda, sim"),
+        (["--dtype", "int8"], "choose one of auto, bfloat16, float16, float32"),
+        (["--world-size", "7"], "7"),
+        (["--world-size", "0"], "0"),
+        (["--prompt", "1+" * 5000], "tokens"),
+        (["--prompt", ""], "empty"),
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+    ],
+    ids=lambda value: "-".join(value)[:30].strip("-") if isinstance(value, list) else None,
+)
+def test_bad_input(arguments, says):
+    ranks = [] if "--world-size" in arguments else ["--world-size", "2"]
+    one_line(weft(*arguments, *ranks), says)
+
+
+def one_line(result, says):
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert says in result.stderr
+
+
+def test_traceback_shows_where_it_came_from():
+    result = weft("--model", "/nowhere", "--traceback")
+    assert isinstance(result.exception, ValueError)

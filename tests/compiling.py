@@ -1,0 +1,68 @@
+"""Compile kernels for GPUs that are not here, to assert on what the compiler makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from weft.runtime.view import MAX_BARRIER_PROGRAMS, RECORD_WORDS, TeamView, make_view
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class _StubDriver:
+    """Just enough of a Triton driver for ``kernel.warmup``."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compiling_for(arch: str) -> Iterator[None]:
+    """Kernels' ``warmup`` compiles for ``arch``, a key of TARGETS."""
+    triton.runtime.driver.set_active(_StubDriver(TARGETS[arch]))
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            triton.runtime.driver.reset_active()
+
+
+def compiled(kernel: Any, *args: Any, arch: str, **options: Any) -> Any:
+    """The compiled kernel: ``.asm["ptx"]``, ``.metadata``."""
+    with compiling_for(arch):
+        return kernel.warmup(*args, grid=(1,), **options)
+
+
+def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0) -> TeamView:
+    """A team's view that is good for compiling only."""
+    return make_view(
+        rank,
+        world_size,
+        torch.zeros(world_size, dtype=torch.int64),
+        torch.zeros((MAX_BARRIER_PROGRAMS, world_size + 1), dtype=torch.int32),
+        torch.zeros(RECORD_WORDS, dtype=torch.int64),
+        patience_us,
+    )

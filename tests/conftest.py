@@ -1,0 +1,34 @@
+"""What all tests share: the `gpu` marker, the choice of tests for another Triton, one CPU thread a worker."""
+
+import pytest
+import torch
+
+# Several workers share few cores, and simulated tiles are small: more threads only get in each other's way.
+torch.set_num_threads(1)
+
+TRITON_SENSITIVE = ("tests/simulator/", "tests/language/")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--triton-sensitive",
+        action="store_true",
+        help="only what another Triton may change: tests/simulator, tests/language, the triton_internals marker",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    gpus = torch.cuda.device_count()
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        needed = marker.args[0] if marker and marker.args else 1
+        if marker and gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {gpus}"))
+    if config.getoption("--triton-sensitive"):
+        kept = [item for item in items if is_triton_sensitive(item)]
+        config.hook.pytest_deselected(items=[item for item in items if not is_triton_sensitive(item)])
+        items[:] = kept
+
+
+def is_triton_sensitive(item):
+    return item.nodeid.startswith(TRITON_SENSITIVE) or item.get_closest_marker("triton_internals") is not None

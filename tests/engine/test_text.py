@@ -1,0 +1,81 @@
+"""Pieces of text, joined, are the decoded tokens, whatever characters and stop strings they are cut through."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from weft.engine.text import TextStream, load_tokenizer
+from weft.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_model) -> Tokenizer:
+    return load_tokenizer(byte_model)
+
+
+def pieces(tokenizer, text, stop=()):
+    """(piece after each token until a stop string, the rest, whether it stopped)."""
+    stream = TextStream(tokenizer, stop)
+    found = []
+    for token in tokenizer.encode(text).ids:
+        piece, stopped = stream.push(token)
+        found.append(piece)
+        if stopped:
+            return found, "", True
+    rest, stopped = stream.finish()
+    return found, rest, stopped
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer):
+    assert pieces(tokenizer, "aé€b") == (["a", "", "é", "", "", "€", "b"], "", False)
+
+
+def test_an_unfinished_character_comes_at_the_end(tokenizer):
+    stream = TextStream(tokenizer)
+    ids = tokenizer.encode("a€").ids
+    assert [stream.push(token) for token in ids[:3]] == [("a", False), ("", False), ("", False)]
+    assert stream.finish() == ("\ufffd", False)
+
+
+def test_what_a_stop_string_may_begin_with_is_held_back(tokenizer):
+    assert pieces(tokenizer, "xaby", ["abc"]) == (["x", "", "", "aby"], "", False)
+    assert pieces(tokenizer, "xab", ["abc"]) == (["x", "", ""], "ab", False)
+    assert pieces(tokenizer, "xaabcz", ["abc"]) == (["x", "", "a", "", ""], "", True)
+
+
+def test_of_several_stop_strings_the_first_to_be_complete_wins(tokenizer):
+    assert pieces(tokenizer, "one two", ["two", "ne"]) == (["o", "", ""], "", True)
+    assert pieces(tokenizer, "aba", ["aba", "b"]) == (["", "a"], "", True)
+
+
+def test_special_tokens_are_not_text(tokenizer):
+    stream = TextStream(tokenizer)
+    assert stream.push(tokenizer.token_to_id("<eos>")) == ("", False)
+    assert stream.push(tokenizer.encode("a").ids[0]) == ("a", False)
+
+
+def before_stop(text, stop):
+    """(text up to a stop string as soon as one is complete, whether there was one)."""
+    for end in range(len(text) + 1):
+        begins = [text.find(one, 0, end) for one in stop if one in text[:end]]
+        if begins:
+            return text[: min(begins)], True
+    return text, False
+
+
+@given(
+    text=st.text(st.sampled_from("ab€") | st.characters()),
+    stop=st.lists(st.text(alphabet="ab€", min_size=1, max_size=3), max_size=2),
+)
+def test_joined_pieces_are_the_text_before_the_first_stop_string(tokenizer, text, stop):
+    found, rest, stopped = pieces(tokenizer, text, stop)
+    assert ("".join(found) + rest, stopped) == before_stop(text, stop)
+
+
+def test_a_directory_without_a_readable_tokenizer_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no tokenizer.json in it"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not a readable tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,289 @@
+"""Everything about ops that only real GPUs can show: ``python -m tests.gpu.suite --world-size 2 [--json FILE]``.
+
+table         the case table (tests/ops/cases.py), three calls in a row each, and the same bits on all ranks and in a second run
+large         sizes that go round a bounded workspace many times
+graph         captured once, replayed 20 times with new inputs, eager calls of the same op in between
+back-to-back  200 calls without a host barrier, random delays on random ranks, every result checked
+compile       torch.compile(fullgraph=True) of a function of several ops
+
+A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+import weft
+from tests.ops import cases
+from tests.ops.cases import BF16, FP16, FP32, OPERATIONS, Case, check, inputs_of
+from tests.ops.closeness import assert_close, assert_identical, bits
+from weft import ops
+
+REPLAYS = 20
+CALLS = 200
+# Different inputs of the back-to-back calls: stale data of the last buffers is always somebody else's.
+DATASETS = 10
+LONGEST_DELAY = 400_000  # cycles, about 0.2 ms
+
+
+class Desynchronised(Exception):
+    """Some ranks gave work to their GPUs and others could not: kernels wait for peers that will not come."""
+
+
+@dataclass
+class Group:
+    name: str
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Suite:
+    """One rank's end of the run."""
+
+    def __init__(self, team: Any) -> None:
+        self.team = team
+        self.groups: list[Group] = []
+
+    def group(self, name: str, attempts: Iterable[tuple[str, Callable[[], Any], Callable[[Any], Any]]]) -> None:
+        """Attempts are (label, launch, verify): ``launch()`` gives the GPU work, ``verify(made)`` judges it and returns what
+        must be equal on all ranks, or None."""
+        group = Group(name)
+        self.groups.append(group)
+        started = time.perf_counter()
+        for label, launch, verify in attempts:
+            wrong = self.attempt(launch, verify)
+            if wrong:
+                group.failures.append(f"{label}: {wrong}")
+                self.say(f"  FAILED {name}: {label}: {wrong}")
+            else:
+                group.passed += 1
+        group.seconds = time.perf_counter() - started
+        self.say(f"{name:14} {group.passed:4} passed, {len(group.failures)} failed   {group.seconds:6.1f} s")
+
+    def attempt(self, launch: Callable[[], Any], verify: Callable[[Any], Any]) -> str:
+        """What went wrong on any rank, the same text on all; empty if nothing."""
+        made, error = None, ""
+        try:
+            made = launch()
+        except Exception as failure:  # noqa: BLE001  every failure is a verdict
+            error = one_line(failure)
+        errors = self.team.exchange(error)
+        if any(errors):
+            if not all(errors):
+                raise Desynchronised(first_of(errors))
+            return first_of(errors)
+        self.team.synchronize()
+        token = None
+        try:
+            token = verify(made)
+        except Exception as failure:  # noqa: BLE001
+            error = one_line(failure)
+        verdicts = self.team.exchange((error, token))
+        if any(error for error, _ in verdicts):
+            return first_of([error for error, _ in verdicts])
+        if len({token for _, token in verdicts}) > 1:
+            return "ranks that should have the same bits differ"
+        return ""
+
+    def say(self, line: str) -> None:
+        if self.team.rank == 0:
+            print(line, flush=True)
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:600]
+
+
+def first_of(errors: list[str]) -> str:
+    return next(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)
+
+
+def run(case: Case, team: Any, call: int) -> torch.Tensor:
+    return OPERATIONS[case.op].run(case, team, *inputs_of(case, team.rank, call, team.device))
+
+
+def digest(results: Iterable[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for result in results:
+        found.update(bits(result).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def table(team: Any, chosen: Iterable[Case], again: bool = True):
+    """Three calls in a row; then the first two once more, which must give the same bits."""
+
+    def attempt(case: Case):
+        def launch():
+            return [run(case, team, call) for call in ((0, 1, 2, 0, 1) if again else (0, 1))]
+
+        def verify(results):
+            for call, result in enumerate(results[:3]):
+                check(case, team.rank, call, result)
+            for call, result in enumerate(results[3:]):
+                assert_identical(result, results[call], what=f"{case} run again")
+            return digest(results[:1]) if OPERATIONS[case.op].replicated else None
+
+        return str(case), launch, verify
+
+    return map(attempt, chosen)
+
+
+def graphs(team: Any, chosen: Iterable[Case]):
+    def attempt(case: Case):
+        def launch():
+            static = inputs_of(case, team.rank, 0, team.device)
+            OPERATIONS[case.op].run(case, team, *static)  # makes the workspace, compiles
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = OPERATIONS[case.op].run(case, team, *static)
+            results = []
+            for call in range(REPLAYS):
+                for old, new in zip(static, inputs_of(case, team.rank, call, team.device), strict=True):
+                    old.copy_(new)
+                graph.replay()
+                results.append((call, out.clone()))
+                if call % 5 == 4:
+                    results.append((100 + call, run(case, team, 100 + call)))
+            return graph, results
+
+        def verify(made):
+            for call, result in made[1]:
+                check(case, team.rank, call, result)
+
+        return str(case), launch, verify
+
+    return map(attempt, chosen)
+
+
+def back_to_back(team: Any, mixes: dict[str, list[Case]]):
+    """``mixes``: label -> the cases that the calls are drawn from, the same draw on every rank."""
+
+    def attempt(item: tuple[str, list[Case]]):
+        label, mix = item
+        draw = random.Random(label)
+        plan = [(draw.choice(mix), draw.randrange(DATASETS)) for _ in range(CALLS)]
+
+        def launch():
+            mine = {key: inputs_of(key[0], team.rank, key[1], team.device) for key in set(plan)}
+            for case in mix:  # compiled and with a workspace before the delays begin
+                run(case, team, 0)
+            team.barrier()
+            delay = random.Random(f"{label} {team.rank}")
+            results = []
+            for case, dataset in plan:
+                if team.device.type == "cuda" and delay.random() < 0.3:
+                    torch.cuda._sleep(int(delay.random() * LONGEST_DELAY))
+                results.append(OPERATIONS[case.op].run(case, team, *mine[case, dataset]))
+            return results
+
+        def verify(results):
+            checked: dict[tuple[Case, int], torch.Tensor] = {}
+            for number, (key, result) in enumerate(zip(plan, results, strict=True)):
+                if key in checked:
+                    assert_identical(result, checked[key], what=f"{key[0]} data {key[1]} in call {number}")
+                else:
+                    check(key[0], team.rank, key[1], result)
+                    checked[key] = result
+
+        return label, launch, verify
+
+    return map(attempt, mixes.items())
+
+
+def several(x: torch.Tensor, team: Any) -> torch.Tensor:
+    y = ops.all_reduce(torch.relu(x) * 2, team)
+    z = ops.all_gather(y[:2] + 1, team)
+    z = ops.all_to_all(z.float() * 0.5, team)
+    return ops.reduce_scatter(z, team) + ops.all_reduce(y, team, "two_shot")[:2]
+
+
+def compiled(team: Any):
+    def launch():
+        function = torch.compile(lambda x: several(x, team), fullgraph=True)
+        results = []
+        for call in range(3):
+            generator = torch.Generator(team.device).manual_seed(call * 100 + team.rank)
+            x = torch.randn(8, 256, generator=generator, device=team.device).to(BF16)
+            results.append((function(x), several(x, team)))
+        return results
+
+    def verify(results):
+        for call, (actual, expected) in enumerate(results):
+            # Inductor may keep an intermediate wider than eager does: bf16 steps of the parts, not of their sum.
+            assert_close(actual.to(BF16), expected.float(), team.size, partials=team.size, what=f"call {call}")
+
+    yield "several ops in one function", launch, verify
+
+
+def representative(world_size: int) -> list[Case]:
+    """One case of each algorithm: what graphs and back-to-back calls are tried with."""
+    w = world_size
+    signalled = (("algorithm", "two_shot"), ("transport", "signals"))
+    matmuls = {case.op: case for case in matmul_cases(w) if case.dtype == BF16}
+    return [
+        Case(op="all_reduce", world_size=w, dtype=BF16, shape=(16, 512), algorithm="one_shot"),
+        Case(op="all_reduce", world_size=w, dtype=FP32, shape=(1001,), algorithm="one_shot"),
+        Case(op="all_reduce", world_size=w, dtype=BF16, shape=(70000,), algorithm="two_shot"),
+        Case(op="all_reduce", world_size=w, dtype=FP16, shape=(70000,), config=signalled),
+        Case(op="reduce_scatter", world_size=w, dtype=BF16, shape=(w * 8, 1000)),
+        Case(op="reduce_scatter", world_size=w, dtype=FP32, shape=(w, 9000), config=(("transport", "signals"),)),
+        Case(op="all_gather", world_size=w, dtype=BF16, shape=(5, 1001)),
+        Case(op="all_to_all", world_size=w, dtype=FP32, shape=(w * 3, 800)),
+        *matmuls.values(),
+    ]
+
+
+def matmul_cases(world_size: int) -> list[Case]:
+    return [case for case in cases.MATMULS if case.world_size == world_size]
+
+
+def main(team: Any) -> list[dict[str, Any]]:
+    suite, w = Suite(team), team.size
+    suite.say(f"{w} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
+    on_gpu = team.device.type == "cuda"
+    try:
+        suite.group("collectives", table(team, [case for case in cases.COLLECTIVES if case.world_size == w]))
+        suite.group("matmuls", table(team, matmul_cases(w)))
+        chosen = representative(w)
+        suite.group("back-to-back", back_to_back(team, {**{str(c): [c] for c in chosen}, "all of them mixed": chosen}))
+        suite.group("compile", compiled(team))
+        if on_gpu:
+            suite.group("graph", graphs(team, chosen))
+            suite.group("large", table(team, [case for case in cases.LARGE if case.world_size == w], again=False))
+    except Desynchronised as failure:
+        suite.groups[-1].failures.append(f"given up: {failure}")
+        suite.say(f"  GIVEN UP, later groups did not run: {failure}")
+    return [vars(group) for group in suite.groups]
+
+
+def command(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim: the groups that need no GPU")
+    parser.add_argument("--json", metavar="FILE", help="write the groups there")
+    chosen = parser.parse_args(arguments)
+    started = time.perf_counter()
+    groups = weft.launch(main, chosen.world_size, device=chosen.device)[0]
+    passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
+    print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump({"world_size": chosen.world_size, "passed": passed, "failed": failed, "groups": groups}, file, indent=2)
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())

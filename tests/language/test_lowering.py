@@ -1,0 +1,153 @@
+"""What the words become: they compile for every GPU, and on sm_90 the PTX shows what they promise."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import weft.language as wl
+from tests.compiling import TARGETS, a_view, compiled
+from weft.language.shmem import CMP_GE, SIGNAL_ADD
+
+X = torch.zeros((64, 64), dtype=torch.bfloat16)
+SIGNALS = torch.zeros(8, dtype=torch.int32)
+
+
+def positions(ptx, *needles):
+    """Where each needle first stands after the one before it; fails if one is missing."""
+    at, found = 0, []
+    for needle in needles:
+        at = ptx.find(needle, at)
+        assert at >= 0, f"{needle!r} is missing or out of order"
+        found.append(at)
+        at += len(needle)
+    return found
+
+
+@triton.jit
+def every_word(x, out, signals, n, team, BLOCK: tl.constexpr):
+    me = wl.rank(team)
+    offsets = tl.arange(0, BLOCK)
+    for peer in tl.static_range(wl.num_ranks(team)):
+        tl.store(wl.symm_at(x, peer, team) + me * BLOCK + offsets, tl.load(x + offsets))
+        wl.notify(signals + me, peer, 1, team)
+    token = wl.wait(signals + 1, 1, team)
+    first = wl.consume_token(tl.load(out + offsets), token)
+    tl.store(out + offsets, first)
+    wl.put(x, out, n, 1, team)
+    wl.get(out, x, n, 1, team)
+    wl.put_nbi(x, out, n, 1, team)
+    wl.get_nbi(out, x, n, 1, team)
+    wl.put_signal(x, out, n, signals, 3, 1, team, "add")
+    wl.put_signal_nbi(x, out, n, signals, 3, 1, team)
+    wl.fence(team)
+    wl.quiet(team)
+    wl.barrier(team)
+    words = wl.lamport_load(x + offsets, offsets < n, team)
+    wl.lamport_store(out + offsets, words, offsets < n)
+    wl.lamport_clear(x + offsets, offsets < n)
+    now = wl.next_epoch(signals)
+    wl.advance_epoch(signals, now)
+
+
+@triton.jit
+def every_shmem_word(x, out, signals, n, team):
+    pe = (wl.shmem.my_pe(team) + 1) % wl.shmem.n_pes(team)
+    wl.shmem.putmem_block(x, out, n, pe, team)
+    wl.shmem.putmem_nbi_block(x, out, n, pe, team)
+    wl.shmem.getmem_block(out, x, n, pe, team)
+    wl.shmem.getmem_nbi_block(out, x, n, pe, team)
+    wl.shmem.putmem_signal_block(x, out, n, signals, 1, SIGNAL_ADD, pe, team)
+    wl.shmem.putmem_signal_nbi_block(x, out, n, signals, 1, SIGNAL_ADD, pe, team)
+    wl.shmem.signal_wait_until(signals, CMP_GE, 2, team)
+    wl.shmem.int_p(signals + 1, 5, pe, team)
+    tl.store(signals + 2, wl.shmem.int_g(signals + 1, pe, team))
+    tl.store(wl.shmem.remote_ptr(signals + 3, pe, team), 1)
+    wl.shmem.fence(team)
+    wl.shmem.quiet(team)
+    wl.shmem.barrier_all_block(team)
+    wl.shmem.sync_all_block(team)
+
+
+@triton.jit
+def tma_store_then_notify(source, target, signals, team):
+    target.store([0, 0], source.load([0, 0]))
+    wl.notify(signals, 1, 1, team)
+
+
+@triton.jit
+def wait_then_tma_load(source, target, signals, team):
+    wl.wait(signals, 1, team)
+    target.store([0, 0], source.load([0, 0]))
+
+
+@triton.jit
+def push_tile(x, out, team, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(wl.symm_at(out, 1, team) + offsets, tl.load(x + offsets))
+
+
+@triton.jit
+def use_multimem(x, team, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    wl.multimem_store(x + offsets, tl.load(x + offsets), offsets < BLOCK, team)
+
+
+@pytest.mark.parametrize("patience_us", [0, 1_000_000], ids=["release", "debug"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_word_compiles(arch, patience_us):
+    view = a_view(patience_us=patience_us)
+    assert compiled(every_word, X, X, SIGNALS, 100, view, 1024, arch=arch).asm
+    assert compiled(every_shmem_word, X, X, SIGNALS, 100, view, arch=arch).asm
+
+
+def test_all_ranks_run_the_same_machine_code():
+    codes = {compiled(push_tile, X, X, a_view(4, rank), 1024, arch="sm_90").asm["ptx"] for rank in range(4)}
+    assert len(codes) == 1
+
+
+def test_notify_drains_tma_stores_then_meets_its_threads_then_releases():
+    tile = TensorDescriptor.from_tensor(X, [64, 64])
+    ptx = compiled(tma_store_then_notify, tile, tile, SIGNALS, a_view(), arch="sm_90").asm["ptx"]
+    positions(ptx, "cp.async.bulk.tensor.2d.global", "cp.async.bulk.wait_group 0;", "bar.sync", "st.release.sys.global")
+
+
+def test_notify_without_tma_has_the_barrier_before_the_release_on_sm_80():
+    ptx = compiled(every_word, X, X, SIGNALS, 100, a_view(), 1024, arch="sm_80").asm["ptx"]
+    assert "cp.async.bulk" not in ptx and "fence.proxy" not in ptx
+    positions(ptx, "st.global", "bar.sync", "st.release.sys.global")
+
+
+def test_wait_acquires_at_system_scope_and_fences_the_async_proxy_before_a_tma_load():
+    tile = TensorDescriptor.from_tensor(X, [64, 64])
+    ptx = compiled(wait_then_tma_load, tile, tile, SIGNALS, a_view(), arch="sm_90").asm["ptx"]
+    positions(ptx, "ld.global.sys.acquire", "bar.sync", "fence.proxy.async", "cp.async.bulk.tensor.2d.shared")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_stores_to_a_peer_are_16_bytes_wide(dtype):
+    x = torch.zeros(4096, dtype=dtype)
+    ptx = compiled(push_tile, x, x, a_view(), 4096, arch="sm_90").asm["ptx"]
+    stores = [line for line in ptx.splitlines() if "st.global" in line]
+    assert stores and all("st.global.v4.b32" in line for line in stores)
+
+
+def test_a_debug_wait_knows_its_kernel_and_traps():
+    ptx = compiled(wait_then_tma_load, *[TensorDescriptor.from_tensor(X, [64, 64])] * 2, SIGNALS, a_view(patience_us=5), arch="sm_90").asm["ptx"]  # fmt: skip
+    name = int.from_bytes(b"wait_the", "little", signed=True)
+    assert "trap;" in ptx and (str(name) in ptx or f"{name:#x}" in ptx.lower())
+
+
+def test_multimem_without_multicast_is_a_compile_time_error_that_says_so():
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(use_multimem, X, a_view(), 64, arch="sm_90")
+    assert "multicast" in _whole_story(caught.value)
+
+
+def _whole_story(error):
+    story = ""
+    while error is not None:
+        story += str(error)
+        error = error.__cause__ or error.__context__
+    return story

@@ -1,0 +1,53 @@
+"""Small random Qwen3 checkpoints, and what transformers makes of them."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory):
+    """make_checkpoint(**changes) -> (directory, transformers' model), made so that a wrong model cannot look right.
+
+    heads * head_dim != hidden, weights large enough for attention to choose, norm weights random (with all ones,
+    swapped q- and k-norms go unseen), a vocabulary that no world size divides, several safetensors files.
+    """
+    transformers = pytest.importorskip("transformers")
+    made = {}
+
+    def make(*, tied=False, kv_heads=2, **changes):
+        key = (tied, kv_heads, *sorted(changes.items()))
+        if key in made:
+            return made[key]
+        config = transformers.Qwen3Config(
+            **{
+                "vocab_size": 257,
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 8,
+                "num_key_value_heads": kv_heads,
+                "head_dim": 16,
+                "max_position_embeddings": 256,
+                "initializer_range": 0.1,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+                "tie_word_embeddings": tied,
+                "eos_token_id": None,
+                "pad_token_id": None,
+                "bos_token_id": None,
+                "dtype": "float32",
+            }
+            | changes
+        )
+        torch.manual_seed(kv_heads + 100 * tied)
+        model = transformers.Qwen3ForCausalLM(config).eval()
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
+        # Both signs: a tied head would otherwise mostly answer with the token it was given.
+        model.model.norm.weight.data *= torch.randint(2, model.model.norm.weight.shape) * 2 - 1
+        directory = tmp_path_factory.mktemp("qwen3")
+        model.save_pretrained(directory, max_shard_size="100KB")
+        made[key] = directory, model
+        return made[key]
+
+    return make

@@ -1,0 +1,106 @@
+"""The built-in checkpoint is small, complete, and adds. A sample of what `accuracy.json` reports is measured again."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from weft.models.builtin import PATH
+from weft.models.builtin.train import TrainConfig, both_orders, count_right, held_out_sums, make_batch
+
+REPORT = json.loads((PATH / "accuracy.json").read_text())
+SEED = REPORT["config"]["seed"]
+
+
+def test_the_directory_is_complete_and_under_two_megabytes():
+    files = {file.name: file.stat().st_size for file in PATH.iterdir()}
+    assert files.keys() == {
+        "accuracy.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert sum(files.values()) < 2_000_000
+
+
+def test_the_config_splits_evenly_over_eight_ranks():
+    config = AutoConfig.from_pretrained(PATH)
+    assert config.model_type == "qwen3"
+    assert config.tie_word_embeddings
+    heads = config.num_attention_heads * config.head_dim
+    assert heads != config.hidden_size
+    assert config.hidden_size % 16 == 0
+    for sharded in (heads, config.intermediate_size, config.vocab_size):
+        assert sharded % (8 * 16) == 0
+    for world_size in (1, 2, 4, 8):
+        assert config.num_attention_heads % world_size == 0
+
+
+def test_the_weights_are_stored_in_bfloat16():
+    with safe_open(PATH / "model.safetensors", framework="pt") as weights:
+        tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 (not a dict)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in tensors
+    assert sum(tensor.numel() for tensor in tensors.values()) == REPORT["parameters"]
+    norms = [tensor for name, tensor in tensors.items() if name.endswith("_norm.weight")]
+    assert all((norm != 1).any() for norm in norms)  # trained: a loader that skips one changes the logits
+
+
+@pytest.mark.parametrize("text", ["123+456=", "0+999=999", "7", ""])
+def test_the_tokenizer_gives_back_what_it_was_given(text):
+    alone = Tokenizer.from_file(str(PATH / "tokenizer.json"))
+    transformers_ids = AutoTokenizer.from_pretrained(PATH)(text)["input_ids"]
+    assert alone.encode(text).ids == transformers_ids
+    assert len(transformers_ids) == len(text)
+    assert alone.decode(transformers_ids) == text
+
+
+@pytest.mark.parametrize("text", ["1 2", "12-3=", "1\n", "x", "９"])
+def test_the_tokenizer_marks_characters_it_does_not_know(text):
+    alone = Tokenizer.from_file(str(PATH / "tokenizer.json"))
+    assert alone.token_to_id("<unk>") in alone.encode(text).ids
+
+
+def test_training_batches_hold_no_held_out_sum():
+    """10,000 sums drawn as in training; without the exclusion some thirty of them would be held-out ones."""
+    config = TrainConfig(batch_size=10_000)
+    excluded = both_orders(*held_out_sums(config.held_out, SEED))
+    tokens, _ = make_batch(random.Random(0), config, excluded)
+    decoder = AutoTokenizer.from_pretrained(PATH)
+    texts = decoder.batch_decode(tokens, skip_special_tokens=True)
+    drawn = {tuple(int(operand) for operand in text.split("=")[0].split("+")) for text in texts}
+    assert len(drawn) > 5_000
+    assert drawn.isdisjoint(excluded)
+
+
+def test_held_out_sums_are_different_sums():
+    three_digit, shorter = held_out_sums(1000, SEED)
+    assert len(three_digit) == len(shorter) == 1000
+    assert len({tuple(sorted(pair)) for pair in three_digit + shorter}) == 2000
+    assert all(min(pair) >= 100 and max(pair) <= 999 for pair in three_digit)
+    assert all(min(pair) < 100 for pair in shorter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_adds_sums_it_has_not_seen(dtype):
+    three_digit, shorter = held_out_sums(1000, SEED)
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    model = AutoModelForCausalLM.from_pretrained(PATH, dtype=dtype).eval()
+    assert count_right(model, tokenizer, three_digit[:100]) >= 97
+    assert count_right(model, tokenizer, shorter[:100]) >= 97
+    assert count_right(model, tokenizer, [(123, 456)]) == 1  # the sum of the README and of `make demo`
+
+
+def test_the_measured_accuracy_is_what_we_promise():
+    right = REPORT["right"]
+    for compute in ("float32", "bfloat16"):
+        assert right["of"]["unseen_three_digit"] == 1000
+        assert right[compute]["unseen_three_digit"] >= 990

@@ -1,0 +1,198 @@
+"""Qwen3 over 1, 2 and 4 virtual ranks is transformers' Qwen3, in every mode; these tests would notice if not."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import weft
+from weft.engine.decoder import Decoder
+from weft.engine.sampling import Sampling
+from weft.models import Qwen3Config, Qwen3ForCausalLM
+
+TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
+GQA = [(False, 8), (True, 4), (False, 2), (True, 1)]  # (tied head, KV heads of 8 query heads)
+
+
+def prompt(batch, length, seed=0):
+    return torch.randint(257, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def relative_rms(found, expected):
+    return ((found.float() - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+def reference_logits(model, tokens):
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def reference_greedy(model, tokens, steps):
+    with torch.no_grad():
+        return model.generate(tokens, do_sample=False, max_new_tokens=steps, use_cache=True)[:, tokens.shape[1] :]
+
+
+def greedy(model, prompts, steps):
+    """[steps, batch] greedy tokens of our model, by prefill and then decode."""
+    decoder = Decoder(model, len(prompts), 128)
+    decoder.prefill(prompts, Sampling(max_new_tokens=steps))
+    tokens = [decoder.tokens.clone()]
+    for _ in range(steps - 1):
+        decoder.step()
+        tokens.append(decoder.tokens.clone())
+    return torch.stack(tokens)
+
+
+@pytest.fixture
+def plain_ops(monkeypatch):
+    """weft.ops by their definitions, so that the modes' shapes and padding are tested without simulating each tile."""
+
+    def matmul_all_reduce(a, b, team):
+        return team.library.all_reduce(a @ b.T)
+
+    def matmul_reduce_scatter(a, b, team):
+        assert a.shape[0] % team.size == 0
+        return team.library.reduce_scatter(a @ b.T)
+
+    plain = SimpleNamespace(
+        all_reduce=lambda x, team: team.library.all_reduce(x),
+        all_gather=lambda x, team: team.library.all_gather(x),
+        reduce_scatter=lambda x, team: team.library.reduce_scatter(x),
+        all_gather_matmul=lambda a, b, team: team.library.all_gather(a) @ b.T,
+        matmul_reduce_scatter=matmul_reduce_scatter,
+        matmul_all_reduce=matmul_all_reduce,
+    )
+    monkeypatch.setattr("weft.layers.parallel.ops", plain)
+    monkeypatch.setattr("weft.layers.vocabulary.ops", plain)
+
+
+def check_logits_and_tokens(team, directory, mode, tokens, steps):
+    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode)
+    return model.logits(tokens), greedy(model, tokens.tolist(), steps) if steps else None
+
+
+@pytest.mark.parametrize(("tied", "kv_heads"), GQA)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(make_checkpoint, tied, kv_heads, world_size):
+    directory, reference = make_checkpoint(tied=tied, kv_heads=kv_heads)
+    tokens = prompt(3, 7)
+    expected, expected_tokens = reference_logits(reference, tokens), reference_greedy(reference, tokens, 64)
+    assert len(expected_tokens.unique()) > 20  # a model that repeats itself would agree too easily
+    for logits, generated in weft.simulate(check_logits_and_tokens, world_size, args=(directory, "torch", tokens, 64)):
+        assert relative_rms(logits, expected) <= TOLERANCE
+        assert torch.equal(generated.T, expected_tokens)
+
+
+@pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 5), (2, 8)])
+def test_the_modes_agree_with_transformers_whatever_has_to_be_padded(
+    make_checkpoint, plain_ops, mode, world_size, batch, length
+):
+    directory, reference = make_checkpoint()
+    tokens = prompt(batch, length)
+    expected, expected_tokens = reference_logits(reference, tokens), reference_greedy(reference, tokens, 12)
+    for logits, generated in weft.simulate(check_logits_and_tokens, world_size, args=(directory, mode, tokens, 12)):
+        assert relative_rms(logits, expected) <= TOLERANCE
+        assert torch.equal(generated.T, expected_tokens)
+
+
+@pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_modes_agree_with_transformers_over_simulated_kernels(make_checkpoint, mode, world_size):
+    directory, reference = make_checkpoint(num_hidden_layers=1)
+    tokens = prompt(1, 5)
+    expected, expected_tokens = reference_logits(reference, tokens), reference_greedy(reference, tokens, 3)
+    for logits, generated in weft.simulate(check_logits_and_tokens, world_size, args=(directory, mode, tokens, 3)):
+        assert relative_rms(logits, expected) <= TOLERANCE
+        assert torch.equal(generated.T, expected_tokens)
+
+
+def test_prompts_of_unequal_length_are_answered_as_if_alone(make_checkpoint):
+    directory, reference = make_checkpoint(kv_heads=4)
+    prompts = [prompt(1, length, seed=length)[0].tolist() for length in (9, 1, 4)]
+    expected = [reference_greedy(reference, torch.tensor([tokens]), 20)[0] for tokens in prompts]
+    [found] = weft.simulate(
+        lambda team: greedy(Qwen3ForCausalLM.from_pretrained(directory, team, mode="torch"), prompts, 20), 1
+    )
+    assert torch.equal(found.T, torch.stack(expected))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_prefill_of_one_more_token_is_prefill_and_one_decode(make_checkpoint, world_size):
+    directory, _ = make_checkpoint()
+    tokens, lengths = prompt(2, 6), torch.tensor([6, 4])
+
+    def main(team):
+        model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="torch")
+        whole = model.prefill(tokens, lengths)
+        cache = model.new_cache(2, 16)
+        model.prefill(tokens, lengths - 1, cache)
+        last = tokens[torch.arange(2), lengths - 1]
+        by_decode = model.decode(last, lengths - 1, cache)
+        return relative_rms(model.lm_head.gather(by_decode), model.lm_head.gather(whole))
+
+    assert max(weft.simulate(main, world_size)) <= TOLERANCE
+
+
+def swap_qk_norms(model):
+    for layer in model.layers:
+        q, k = layer.self_attn.q_norm.weight.data, layer.self_attn.k_norm.weight.data
+        layer.self_attn.q_norm.weight.data, layer.self_attn.k_norm.weight.data = k, q
+
+
+def change_theta(model):
+    # 10000 is what a config.json read in the wrong place gives.
+    model.config = dataclasses.replace(model.config, rope_theta=10000.0)
+
+
+def roll_kv_heads(model):
+    for layer in model.layers:
+        attention = layer.self_attn
+        q, kv = (n * attention.head_dim for n in (attention.num_heads, attention.num_kv_heads))
+        key = attention.qkv_proj.weight.data[q : q + kv]
+        key.copy_(key.roll(attention.head_dim, 0))
+
+
+def swap_gate_up(model):
+    for layer in model.layers:
+        gate, up = layer.mlp.gate_up_proj.weight.data.chunk(2)
+        layer.mlp.gate_up_proj.weight.data = torch.cat((up, gate))
+
+
+@pytest.mark.parametrize("mutate", [swap_qk_norms, change_theta, roll_kv_heads, swap_gate_up], ids=lambda f: f.__name__)
+def test_of_the_test_a_mutant_is_far_beyond_the_tolerance(make_checkpoint, mutate):
+    directory, reference = make_checkpoint()
+    tokens = prompt(3, 40)
+
+    def main(team):
+        model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="torch")
+        mutate(model)
+        return model.logits(tokens)
+
+    [logits] = weft.simulate(main, 1)
+    assert relative_rms(logits, reference_logits(reference, tokens)) > 0.1  # bf16 noise is 0.03: seen on GPUs too
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "message"),
+    [
+        (3, {}, r"num_attention_heads=8 .*world_size=3; use a world size of 1, 2, 4, 8"),
+        (2, {"intermediate_size": 33}, r"intermediate_size=33 .*world_size=2; use a world size of 1, 3, 11, 33"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, r"num_key_value_heads=3.*world size of 1, 3, 6, 12"),
+    ],
+)
+def test_a_world_size_that_does_not_divide_the_model_is_refused(make_checkpoint, world_size, changes, message):
+    _, reference = make_checkpoint()
+    config = Qwen3Config.from_dict(reference.config.to_dict() | changes)
+    with pytest.raises(ValueError, match=message):
+        weft.simulate(lambda team: Qwen3ForCausalLM(config, team, mode="torch"), world_size)
+
+
+def test_an_unknown_mode_and_dtype_are_refused(make_checkpoint):
+    directory, _ = make_checkpoint()
+    with pytest.raises(ValueError, match="mode='fast' is unknown; choose one of torch, ag_rs, gemm_ar"):
+        weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, mode="fast"), 1)
+    with pytest.raises(ValueError, match="dtype=torch.int8 is not supported"):
+        weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, dtype=torch.int8), 1)

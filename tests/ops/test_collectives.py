@@ -1,0 +1,131 @@
+"""Collectives against plain PyTorch, on virtual ranks: one table, several schedules, several calls in a row."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+import weft
+from tests.ops.cases import BF16, COLLECTIVES, FP32, OPERATIONS, Case, check, inputs_of
+from tests.ops.closeness import assert_identical
+from weft import ops
+from weft.errors import TeamClosed
+
+
+def run_cases(team, cases: Iterable[Case], calls: int = 3):
+    """Every case ``calls`` times, all on one team and without a host barrier between; then everything is checked."""
+    results = []
+    for case in cases:
+        for call in range(calls):
+            inputs = inputs_of(case, team.rank, call)
+            results.append((case, call, OPERATIONS[case.op].run(case, team, *inputs)))
+    for case, call, result in results:
+        check(case, team.rank, call, result)
+    return results
+
+
+def check_replicated(by_rank):
+    """Ops that give all ranks the same give them the same bits."""
+    for others in by_rank[1:]:
+        for (case, call, first), (_, _, other) in zip(by_rank[0], others, strict=True):
+            if OPERATIONS[case.op].replicated:
+                assert_identical(other, first, what=f"{case} call {call}, another rank")
+
+
+def interleaved(world_size, dtypes=(BF16, FP32)):
+    """Calls of different ops and sizes that share a workspace, large after small and small after large."""
+    for dtype in dtypes:
+        for length, algorithm in ((7, "one_shot"), (6000, "two_shot"), (300, "two_shot"), (5000, "one_shot"), (64, "auto")):
+            yield Case(op="all_reduce", world_size=world_size, dtype=dtype, shape=(length,), algorithm=algorithm)
+            yield Case(op="reduce_scatter", world_size=world_size, dtype=dtype, shape=(world_size, length // 3))
+            yield Case(op="all_gather", world_size=world_size, dtype=dtype, shape=(length // 2,))
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_table(world_size, op):
+    cases = [case for case in COLLECTIVES if case.op == op and case.world_size == world_size]
+    check_replicated(weft.simulate(run_cases, world_size, seed=world_size, args=(cases,)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("world_size", "slow"), [(2, {1: 20.0}), (3, None), (4, {0: 20.0})])
+def test_mixed_sizes_back_to_back(world_size, slow, seed):
+    cases = list(interleaved(world_size, (BF16,) if seed else (BF16, FP32)))
+    check_replicated(weft.simulate(run_cases, world_size, seed=seed, slow=slow, args=(cases, 2)))
+
+
+def test_more_tiles_than_programs():
+    """Two programs a rank go round many times in one launch."""
+    case = Case(op="all_reduce", world_size=2, dtype=BF16, shape=(9000,), algorithm="two_shot")
+    gather = Case(op="all_gather", world_size=2, dtype=FP32, shape=(11000,))
+    check_replicated(weft.simulate(run_cases, 2, sms=2, args=([case, gather, case],)))
+
+
+def test_the_same_bits_from_run_to_run():
+    case = Case(op="all_reduce", world_size=4, dtype=BF16, shape=(3000,), algorithm="two_shot")
+    first, second = (weft.simulate(run_cases, 4, seed=seed, args=([case], 1)) for seed in (11, 12))
+    assert_identical(first[0][0][2], second[0][0][2])
+
+
+def test_barrier_orders_streams():
+    """What a rank stored before the barrier is there after it."""
+
+    def main(team):
+        box = team.zeros((team.size,), torch.int32)
+        seen = []
+        for turn in range(3):
+            for peer in range(team.size):
+                team.at_peer(box, peer)[team.rank] = turn * 10 + team.rank
+            ops.barrier(team)
+            seen.append(box.tolist())
+            ops.barrier(team)
+        return seen
+
+    for seen in weft.simulate(main, 3, seed=5, slow={2: 10.0}):
+        assert seen == [[turn * 10 + r for r in range(3)] for turn in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda team: ops.all_reduce(torch.ones(4, dtype=torch.float64), team), r"x\.dtype=torch\.float64 .* convert"),
+        (lambda team: ops.all_reduce(torch.ones(4, device="meta"), team), r"x is on meta and team .* on cpu; move"),
+        (lambda team: ops.all_reduce(torch.ones(4), team, "ring"), r"algorithm='ring' is not one of 'auto', 'one_shot'"),
+        (lambda team: ops.reduce_scatter(torch.ones(5), team), r"x\.shape\[0\]=5 .* world_size=2; pad dimension 0 to 6"),
+        (lambda team: ops.all_to_all(torch.ones(3, 2), team), r"x\.shape\[0\]=3 .* pad dimension 0 to 4"),
+        (lambda team: ops.all_gather(torch.tensor(1.0), team), r"no dimension 0 .* x\.reshape\(1\)"),
+        (lambda team: ops.all_gather(torch.ones(2, dtype=torch.complex128), team), r"16 bytes an element"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    def main(team):
+        with pytest.raises(ValueError, match=message):
+            call(team)
+
+    weft.simulate(main, 2)
+
+
+def test_a_closed_team_is_refused():
+    def main(team):
+        team.close()
+        for call in (ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.all_to_all):
+            with pytest.raises(TeamClosed):
+                call(torch.ones(2), team)
+        with pytest.raises(TeamClosed):
+            ops.barrier(team)
+
+    weft.simulate(main, 2)
+
+
+def test_explain_says_what_and_why():
+    small = ops.explain("all_reduce", (16, 5120), BF16, 4)
+    assert (small.algorithm, small.transport) == ("one_shot", "lamport")
+    assert "163,840 bytes <= 262,144" in small.reason
+    large = ops.explain("all_reduce", (4096, 5120), BF16, 4)
+    assert (large.algorithm, large.transport) == ("two_shot", "signals")
+    assert ops.explain("all_reduce", (4096, 5120), BF16, 4, algorithm="one_shot").algorithm == "one_shot"
+    assert ops.explain("all_reduce", (16,), BF16, 1).algorithm == "copy"
+    assert ops.explain("all_gather", (16,), BF16, 6).transport == "signals"
+    with pytest.raises(ValueError, match="op='broadcast' is not one of"):
+        ops.explain("broadcast", (16,), BF16, 4)

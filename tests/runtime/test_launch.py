@@ -1,0 +1,41 @@
+"""launch chooses between GPUs and virtual ranks, and refuses what cannot run."""
+
+import pytest
+import torch
+
+import weft
+from weft.errors import NotEnoughGPUs, NoTeam
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+def rank_of(team, offset=0):
+    return team.rank + offset
+
+
+def test_virtual_ranks_return_their_results_in_order():
+    assert weft.launch(rank_of, 3, "sim", args=(10,)) == [10, 11, 12]
+
+
+@NO_GPU
+def test_auto_takes_virtual_ranks_where_there_are_too_few_gpus():
+    assert weft.launch(rank_of, 2) == [0, 1]
+    assert weft.launch(rank_of) == [0, 1, 2, 3]
+
+
+@NO_GPU
+def test_more_ranks_than_gpus_is_an_error_with_the_way_out():
+    with pytest.raises(NotEnoughGPUs, match="world_size=2 needs 2 GPUs and this machine has 0.*--device sim"):
+        weft.launch(rank_of, 2, "cuda")
+
+
+@pytest.mark.parametrize(("world_size", "device", "said"), [(2, "tpu", "device='tpu'"), (0, "sim", "world_size=0")])
+def test_bad_arguments_are_named(world_size, device, said):
+    with pytest.raises(ValueError, match=said):
+        weft.launch(rank_of, world_size, device)
+
+
+@NO_GPU
+def test_init_without_ranks_says_what_to_do():
+    with pytest.raises(NoTeam, match="weft.simulate"):
+        weft.init()

@@ -1,0 +1,162 @@
+"""Teams: symmetric memory, collective host calls, and errors that name ranks and values and hang nobody."""
+
+import pytest
+import torch
+
+import weft
+from weft.errors import AllocationMismatch, Deadlock, HeapExhausted, NotSymmetric, TeamClosed
+from weft.runtime.heap import ALIGNMENT, HeapLayout
+from weft.runtime.team import find_team
+
+
+def test_symmetric_tensors_lie_at_equal_offsets_and_peers_are_reachable():
+    def main(team):
+        a, b = team.empty((3, 5), torch.float32), team.zeros(7, torch.int32)
+        a.fill_(team.rank)
+        team.barrier()
+        peer = (team.rank + 1) % team.size
+        base = team._platform.heap.data_ptr()
+        return [t.data_ptr() - base for t in (a, b)], team.at_peer(a, peer).mean().item(), a.shape, b.dtype
+
+    results = weft.simulate(main, 3)
+    assert len({tuple(offsets) for offsets, *_ in results}) == 1
+    assert [mean for _, mean, *_ in results] == [1.0, 2.0, 0.0]
+    assert all(shape == (3, 5) and dtype == torch.int32 for *_, shape, dtype in results)
+    assert all(offset % ALIGNMENT == 0 for offsets, *_ in results for offset in offsets)
+
+
+def test_a_full_heap_says_how_large_it_must_be():
+    def main(team):
+        team.empty(1 << 20, torch.float32, name="activations")
+        team.empty(1 << 20, torch.float32)
+
+    with pytest.raises(HeapExhausted, match=r"rank \d: 4,194,304 bytes wanted.*activations \(4,194,304 bytes\).*heap_bytes="):
+        weft.simulate(main, 2, heap_bytes=6 << 20)
+
+
+@pytest.mark.parametrize("other", [((4,), torch.float32), ((8,), torch.bfloat16)])
+def test_ranks_that_allocate_differently_learn_it_on_every_rank(other):
+    def main(team):
+        with pytest.raises(AllocationMismatch) as caught:
+            team.empty(*(other if team.rank == 1 else ((8,), torch.float32)))
+        return caught.value.rank, str(caught.value)
+
+    for rank, (named, message) in enumerate(weft.simulate(main, 2)):
+        assert named == rank
+        assert "rank 0: (8,) torch.float32" in message and "rank 1: " in message
+
+
+def test_a_rank_that_does_not_allocate_is_named():
+    def main(team):
+        if team.rank != 2:
+            team.empty(4)
+
+    with pytest.raises(Deadlock, match=r"waits in team0's allocation #\d+ .* for rank 2"):
+        weft.simulate(main, 3)
+
+
+def test_an_ordinary_tensor_is_refused_where_a_symmetric_one_is_needed():
+    def main(team):
+        with pytest.raises(NotSymmetric, match=r"rank 0: .*shape \(3,\).*team.empty"):
+            team.at_peer(torch.zeros(3), 0)
+        with pytest.raises(NotSymmetric):
+            team.copy_engine.put(torch.zeros(3), torch.zeros(3), 0)
+        with pytest.raises(ValueError, match="peer=5"):
+            team.at_peer(team.empty(4), 5)
+        with pytest.raises(ValueError, match="dtype and number of elements"):
+            team.copy_engine.put(team.empty(4), torch.zeros(3), 0)
+
+    weft.simulate(main, 1)
+
+
+def test_every_use_after_close_is_an_error():
+    def main(team):
+        x = team.empty(4)
+        team.close()
+        team.close()
+        for use in (
+            lambda: team.empty(4),
+            lambda: team.view,
+            team.barrier,
+            lambda: team.copy_engine,
+            lambda: team.at_peer(x, 0),
+            lambda: find_team(team.name),
+            lambda: team.exchange(1),
+        ):
+            with pytest.raises(TeamClosed, match="after close"):
+                use()
+
+    weft.simulate(main, 2)
+
+
+def test_teams_are_found_by_name_and_init_makes_another():
+    def main(team):
+        second = weft.init(heap_bytes=1 << 20)
+        assert find_team(team.name) is team and find_team(second.name) is second
+        assert second.name != team.name
+        return second.exchange(team.rank)
+
+    assert weft.simulate(main, 2) == [[0, 1]] * 2
+    with pytest.raises(ValueError, match="no team called 'nobody'"):
+        find_team("nobody")
+
+
+def test_a_subset_is_a_team_of_its_own():
+    def main(team):
+        inner = team.subset([3, 1], heap_bytes=1 << 20)
+        if inner is None:
+            return None
+        x = inner.zeros(4, torch.float32)
+        inner.at_peer(x, 1 - inner.rank).fill_(team.rank)
+        inner.barrier()
+        return inner.rank, inner.size, x[0].item()
+
+    assert weft.simulate(main, 4) == [None, (1, 2, 3.0), None, (0, 2, 1.0)]
+
+
+def test_subset_ranks_are_checked():
+    with pytest.raises(ValueError, match=r"ranks=\[0, 4\] must be different ranks of this team, 0 to 1"):
+        weft.simulate(lambda team: team.subset([0, 4]), 2)
+
+
+def test_freed_memory_is_used_again():
+    def main(team):
+        first = team.empty(1000)
+        address = first.data_ptr()
+        team.free(first)
+        return team.empty(500).data_ptr() == address
+
+    assert weft.simulate(main, 2) == [True, True]
+
+
+def test_a_workspace_is_made_once():
+    def main(team):
+        made = []
+        for _ in range(3):
+            team.workspace(("op", 4), lambda: made.append(team.empty(4)) or made[-1])
+        return len(made)
+
+    assert weft.simulate(main, 2) == [1, 1]
+
+
+def test_library_collectives_sum_in_rank_order():
+    def main(team):
+        x = torch.arange(4.0) + team.rank
+        return team.library.all_reduce(x), team.library.all_gather(x), team.library.reduce_scatter(x)
+
+    for rank, (reduced, gathered, scattered) in enumerate(weft.simulate(main, 2)):
+        assert reduced.tolist() == [1, 3, 5, 7]
+        assert gathered.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+        assert scattered.tolist() == [[1, 3], [5, 7]][rank]
+
+
+def test_the_heap_layout_joins_free_neighbours():
+    heap = HeapLayout(8 * ALIGNMENT, rank=0)
+    a, b, c = (heap.take(2 * ALIGNMENT, name) for name in "abc")
+    heap.give_back(a)
+    heap.give_back(c)
+    assert heap.take(3 * ALIGNMENT, "d") == c
+    heap.give_back(b)
+    assert heap.take(4 * ALIGNMENT, "e") == a
+    assert heap.holder(ALIGNMENT).name == "e"
+    assert heap.free_bytes == ALIGNMENT

@@ -1,0 +1,130 @@
+"""The layout's rules, read off the source: imports point downward, and what must live in one place lives there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "weft").rglob("*.py"))
+
+# From DESIGN.md, top first. A file may import from its own layer and from those below it.
+LAYERS = ("cli", "engine", "models", "layers", "ops", "language", "runtime", "simulator", "errors")
+# Beside the cli: they may use everything but it and one another.
+BESIDE_CLI = ("bench", "tune", "trace")
+
+ENVIRONMENT_FILE = "weft/runtime/launch.py"
+ASSEMBLY_FILE = "weft/language/lowering/ptx.py"
+# `import weft` must work without them.
+SIMULATOR_ONLY = ("greenlet", "ml_dtypes")
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def layer_of(file: Path) -> str:
+    """The first part below weft/: "ops" for weft/ops/gemm.py, "cli" for weft/cli.py."""
+    return file.relative_to(ROOT / "weft").parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, relative ones resolved; `from weft import ops` gives weft.ops."""
+    package = name_of(file).removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*parents, *filter(None, [node.module])])
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+
+
+def upward(source: str, file: Path) -> list[str]:
+    """Imports of `file` that its layer may not make."""
+    here = layer_of(file)
+    tree = ast.parse(source)
+    if here in ("__init__", "__main__"):  # the package's front doors name everything
+        return []
+    wrong = []
+    for line, module in imports(tree, file):
+        parts = module.split(".")
+        if parts[0] != "weft" or len(parts) < 2 or parts[1] == here:
+            continue
+        there = parts[1]
+        if there not in LAYERS and there not in BESIDE_CLI:
+            allowed = False  # weft itself, or a layer that nobody has placed
+        elif here in BESIDE_CLI:
+            allowed = there in LAYERS[1:]
+        elif here == "cli":
+            allowed = True
+        else:
+            allowed = there in LAYERS and LAYERS.index(there) > LAYERS.index(here)
+        if not allowed:
+            wrong.append(f"{name_of(file)}:{line} imports {module}")
+    return wrong
+
+
+def test_every_part_of_weft_has_a_place():
+    placed = {*LAYERS, *BESIDE_CLI, "__init__", "__main__"}
+    assert {layer_of(file) for file in FILES} <= placed
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_point_downward(file):
+    assert upward(file.read_text(), file) == []
+
+
+def test_an_upward_import_would_be_seen():
+    file = ROOT / "weft/ops/example.py"
+    assert upward("from weft.layers import TPMLP", file)
+    assert upward("from weft import engine", file)
+    assert upward("def f():\n    import weft.cli", file)
+    assert upward("from ..models import qwen3", file)
+    assert not upward("from weft.language import wait\nfrom . import tiles\nfrom weft.errors import WeftError", file)
+
+
+def attributes_and_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.lineno, alias.name
+
+
+@pytest.mark.parametrize(
+    ("words", "home"),
+    [
+        ({"environ", "environb", "getenv", "putenv"}, ENVIRONMENT_FILE),
+        ({"inline_asm_elementwise"}, ASSEMBLY_FILE),
+    ],
+    ids=["environment", "assembly"],
+)
+def test_lives_in_one_file(words, home):
+    strays = [
+        f"{name_of(file)}:{line} {word}"
+        for file in FILES
+        if name_of(file) != home
+        for line, word in attributes_and_names(ast.parse(file.read_text()))
+        if word in words
+    ]
+    assert strays == []
+
+
+def test_only_the_simulator_needs_its_packages():
+    strays = [
+        f"{name_of(file)}:{line} imports {module}"
+        for file in FILES
+        if layer_of(file) != "simulator"
+        for line, module in imports(ast.parse(file.read_text()), file)
+        if module.split(".")[0] in SIMULATOR_ONLY
+    ]
+    assert strays == []

@@ -1,0 +1,33 @@
+"""weft: communication overlapped with computation across GPUs, in plain Python on stock Triton."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Name -> the module that defines it. Loaded on first use: `import weft` costs nothing and needs neither GPU nor greenlet.
+_EXPORTS = {
+    "init": "weft.runtime.team",
+    "Team": "weft.runtime.team",
+    "launch": "weft.runtime.launch",
+    "simulate": "weft.runtime.simulate",
+    "Engine": "weft.engine",
+    "ops": "weft.ops",
+    "layers": "weft.layers",
+    "models": "weft.models",
+    "language": "weft.language",
+}
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    module = importlib.import_module(_EXPORTS[name])
+    return module if module.__name__ == f"weft.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m weft`, and so `torchrun --nproc-per-node 4 -m weft generate`."""
+
+from weft.cli import app
+
+app(prog_name="weft")

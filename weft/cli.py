@@ -1,0 +1,223 @@
+"""The `weft` command: flags to dataclasses, and what comes back printed. Nothing else happens here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.engine import Engine, Piece
+    from weft.runtime.doctor import Finding
+    from weft.runtime.team import Team
+
+app = typer.Typer(
+    help="Overlapped multi-GPU kernels in plain Python, and a simulator for machines without a GPU.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+DEVICES = ("auto", "cuda", "sim")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+# --- weft generate ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """What every rank is told. ValueError for a value that no model could make right."""
+
+    prompts: tuple[str, ...]
+    model: Path | None = None
+    mode: str = "gemm_ar"
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        from weft.layers import MODES
+
+        _one_of("mode", self.mode, MODES)
+        _one_of("dtype", self.dtype, DTYPES)
+        if self.model is not None and not self.model.is_dir():
+            raise ValueError(
+                f"--model {self.model}: no such directory; pass one with config.json and *.safetensors in it"
+            )
+
+
+@app.command()
+def generate(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory [default: the built-in adder]")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None,
+    mode: Annotated[str, typer.Option(help="torch, ag_rs or gemm_ar")] = "gemm_ar",
+    max_new_tokens: Annotated[int, typer.Option()] = 64,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None,
+    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "auto",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "auto",
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
+) -> None:
+    """Continue prompts with a model that is spread over several ranks."""
+    with _one_line_errors(traceback):
+        import weft
+
+        _one_of("device", device, DEVICES)
+        options = GenerateOptions(
+            prompts=tuple(prompt or ["123+456="]),
+            model=model,
+            mode=mode,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            dtype=dtype,
+        )
+        weft.launch(generate_on_rank, world_size=world_size, device=device, args=(options,))
+
+
+def generate_on_rank(team: Team, options: GenerateOptions) -> None:
+    """What each rank runs. Rank 0 prints; the others only take part."""
+    import torch
+
+    from weft.engine import Engine
+
+    talks = team.rank == 0
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    with _loading(talks) as progress:
+        engine = Engine(options.model, team, mode=options.mode, dtype=dtype, progress=progress)
+    pieces = engine.stream(
+        list(options.prompts),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=list(options.stop),
+    )
+    if talks:
+        _print_answers(options.prompts, pieces)
+        _print_speed(engine, team, options)
+    else:
+        for _ in pieces:
+            pass
+
+
+def _print_answers(prompts: tuple[str, ...], pieces: Iterator[Piece]) -> None:
+    """One prompt: its text as it comes. Several grow at once: a line each on a terminal, at the end elsewhere."""
+    if len(prompts) == 1:
+        typer.echo(prompts[0], nl=False)
+        for piece in pieces:
+            typer.echo(piece.text, nl=False)
+        typer.echo()
+        return
+    console = Console(soft_wrap=True)
+    answers = list(prompts)
+    with Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else _nothing() as live:
+        for piece in pieces:
+            answers[piece.prompt] += piece.text
+            if live is not None:
+                live.update(Text("\n".join(answers)), refresh=True)
+    for answer in answers:
+        typer.echo(answer)
+
+
+def _print_speed(engine: Engine, team: Team, options: GenerateOptions) -> None:
+    stats = engine.stats
+    ranks = f"{team.size} rank{'s' if team.size > 1 else ''}"
+    where = f"{ranks}, simulated" if team.is_simulated else f"{ranks} on {team.caps.device_name}"
+    note = " (the simulator's times mean nothing)" if team.is_simulated else ""
+    typer.echo(
+        f"first token after {stats.time_to_first_token:.3f} s, {stats.tokens_per_second:.1f} tokens/s{note}\n"
+        f"mode {options.mode}, {where}; loaded in {stats.load_seconds:.1f} s",
+        err=True,
+    )
+
+
+@contextmanager
+def _loading(shown: bool) -> Iterator:
+    """Yields progress(bytes so far, bytes in all) for the engine, drawn on stderr where that is a terminal."""
+    if not shown:
+        yield None
+        return
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# --- weft doctor -----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
+    """Say what is here, what weft will use and why, and how to get what is missing. Exit status 1: nothing can run."""
+    from weft.runtime.doctor import examine, runnable
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_findings(findings)
+    raise typer.Exit(0 if runnable(findings) else 1)
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    marks = {"ok": Text("ok", style="green"), "missing": Text("missing", style="red"), "unused": Text("-", style="dim")}
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for finding in findings:
+        explanation = Text(finding.explanation, style="dim")
+        table.add_row(marks[finding.status], Text(finding.name, style="bold"), Text(finding.value), explanation)
+    console = Console(highlight=False)
+    console.print(table)
+    for finding in findings:
+        if finding.remedy:
+            console.print(Text(f"\n{finding.name}: {finding.remedy}"), soft_wrap=True)
+
+
+# --- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"--{name} {value} is unknown; choose one of {', '.join(allowed)}")
+
+
+@contextmanager
+def _one_line_errors(traceback: bool) -> Iterator[None]:
+    """What a person got wrong is said on stderr, exit status 2. All else is our mistake and keeps its traceback."""
+    try:
+        yield
+    except (WeftError, ValueError) as error:
+        if traceback:
+            raise
+        typer.echo(f"weft: {error}", err=True)
+        sys.exit(2)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield None

@@ -1,0 +1,157 @@
+"""Every error a user of weft can meet: fields first, the message built from them.
+
+Wrong arguments are also ``ValueError``, so that callers who know nothing of weft catch them as they would expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class WeftError(Exception):
+    """Base of all errors that weft raises on purpose; its message is one that a user can act on."""
+
+    def __reduce__(self) -> tuple:
+        # Errors travel between rank processes. Constructors take fields, not messages, so pickle must not call them.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+# --- teams and the symmetric heap ------------------------------------------------------------------------------------
+
+
+class NoTeam(WeftError):
+    """``weft.init()`` where there is nothing to build a team from."""
+
+
+class TeamClosed(WeftError):
+    def __init__(self, team: str, rank: int, what: str) -> None:
+        super().__init__(f"rank {rank}: {what} on team '{team}' after close(); make a new team with weft.init()")
+        self.team, self.rank, self.what = team, rank, what
+
+
+class HeapExhausted(WeftError):
+    def __init__(self, rank: int, wanted: int, free: int, total: int, largest: Sequence[str] = ()) -> None:
+        held = f"; the largest tensors in it: {', '.join(largest)}" if largest else ""
+        super().__init__(
+            f"rank {rank}: {wanted:,} bytes wanted of a symmetric heap of {total:,} bytes that has {free:,} left{held}. "
+            f"Make it larger: weft.init(heap_bytes={_round_up(total - free + wanted):_})"
+        )
+        self.rank, self.wanted, self.free, self.total = rank, wanted, free, total
+
+
+class NotSymmetric(WeftError, ValueError):
+    def __init__(self, rank: int, argument: str, shape: Sequence[int]) -> None:
+        super().__init__(
+            f"rank {rank}: {argument} of shape {tuple(shape)} does not lie in the team's symmetric heap, so no peer can "
+            f"reach it; make it with team.empty(), team.zeros() or team.signals()"
+        )
+        self.rank, self.argument = rank, argument
+
+
+class AllocationMismatch(WeftError):
+    def __init__(self, rank: int, index: int, by_rank: Sequence[str]) -> None:
+        listed = "; ".join(f"rank {r}: {what}" for r, what in enumerate(by_rank))
+        super().__init__(
+            f"rank {rank}: symmetric allocation #{index} differs between ranks ({listed}). All ranks must allocate the "
+            f"same shapes and dtypes in the same order"
+        )
+        self.rank, self.index, self.by_rank = rank, index, tuple(by_rank)
+
+
+class PeerSilent(WeftError):
+    """A peer did not take part in a collective host call in time."""
+
+    def __init__(self, rank: int, peers: Sequence[int], what: str, seconds: float) -> None:
+        names = ", ".join(map(str, peers))
+        super().__init__(
+            f"rank {rank}: rank {names} did not reach {what} within {seconds:g} s. All ranks must make the same calls in the "
+            f"same order; look at what rank {names} is doing"
+        )
+        self.rank, self.peers, self.what, self.seconds = rank, tuple(peers), what, seconds
+
+
+class PeerFailed(WeftError):
+    """Another rank raised; this rank stops instead of waiting for it."""
+
+    def __init__(self, rank: int, peer: int, message: str) -> None:
+        super().__init__(f"rank {rank}: rank {peer} failed: {message}")
+        self.rank, self.peer, self.message = rank, peer, message
+
+
+class NoPeerAccess(WeftError):
+    def __init__(self, rank: int, peer: int, device: str, peer_device: str) -> None:
+        super().__init__(
+            f"rank {rank} on {device} cannot reach rank {peer} on {peer_device}: no peer-to-peer access between these GPUs. "
+            f"Choose GPUs that are linked (weft doctor prints the matrix), for example through CUDA_VISIBLE_DEVICES"
+        )
+        self.rank, self.peer = rank, peer
+
+
+class NotEnoughGPUs(WeftError):
+    def __init__(self, world_size: int, available: int) -> None:
+        super().__init__(
+            f"world_size={world_size} needs {world_size} GPUs and this machine has {available}; "
+            f"use --world-size {max(available, 1)} or --device sim (virtual ranks)"
+        )
+        self.world_size, self.available = world_size, available
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+class WaitTimeout(WeftError):
+    """A debug-mode wait gave up: the signal never reached the wanted value."""
+
+    def __init__(
+        self, rank: int, kernel: str, program: int, line: int, signal: str, wanted: int, seen: int, seconds: float
+    ) -> None:
+        super().__init__(
+            f"rank {rank}: kernel {kernel}, program {program}, line {line} waited {seconds:g} s for {signal} >= {wanted} and "
+            f"last saw {seen}. Nobody sent the missing notify: look at who should have"
+        )
+        self.rank, self.kernel, self.program, self.line = rank, kernel, program, line
+        self.signal, self.wanted, self.seen, self.seconds = signal, wanted, seen, seconds
+
+
+class Deadlock(WeftError):
+    """The simulator found that no task can go on. ``waiting`` has one line for each of them."""
+
+    def __init__(self, waiting: Sequence[str], replay: str) -> None:
+        listed = "\n".join(f"  {line}" for line in waiting)
+        super().__init__(f"deadlock: no task can go on\n{listed}\n  replay: {replay}")
+        self.waiting, self.replay = tuple(waiting), replay
+
+
+class InvalidAccess(WeftError):
+    """A simulated kernel read or wrote outside every tensor it could know."""
+
+    def __init__(self, who: str, verb: str, address: int, size: int, nearest: str) -> None:
+        super().__init__(f"{who}: {verb} of {size} bytes at {address:#x}, outside every known tensor; nearest: {nearest}")
+        self.who, self.verb, self.address, self.size, self.nearest = who, verb, address, size, nearest
+
+
+# --- kernels and languages -------------------------------------------------------------------------------------------
+
+
+class NotInterpretable(WeftError):
+    """Kernel code that the simulator cannot run: inline assembly or a foreign function without a portable twin."""
+
+
+class Unsupported(WeftError):
+    """A word of the language that this machine or this build has no lowering for."""
+
+
+class CheckpointError(WeftError, ValueError):
+    """A checkpoint directory that cannot be loaded, with the reason in one line."""
+
+
+def _rebuild(kind: type[WeftError], args: tuple, fields: dict) -> WeftError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+def _round_up(size: int) -> int:
+    """The next power of two, at least one MiB: a heap size that a person would type."""
+    return max(1 << 20, 1 << (size - 1).bit_length())

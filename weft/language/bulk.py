@@ -1,0 +1,68 @@
+"""Block-wide bulk copies to and from a peer. Over NVLink they are the program's own loads and stores.
+
+``n`` counts elements of the pointers' type; ``BLOCK`` is how many the program moves at a time. All threads take part.
+"""
+
+import triton
+import triton.language as tl
+
+from weft.language.coordinates import symm_at
+from weft.language.signals import SET, notify
+
+
+@triton.jit
+def _copy(target, source, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    whole = n // BLOCK
+    # Whole blocks without a mask, so that they move 16 bytes a thread; a mask would split them into single elements.
+    for block in range(whole):
+        at = block.to(tl.int64) * BLOCK + offsets
+        tl.store(target + at, tl.load(source + at))
+    at = whole.to(tl.int64) * BLOCK + offsets
+    rest = at < n
+    tl.store(target + at, tl.load(source + at, mask=rest), mask=rest)
+
+
+@triton.jit
+def put(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
+    """``dst[0:n]`` at ``peer`` = ``src[0:n]`` here. ``dst`` is symmetric.
+
+    On return ``src`` may be overwritten. The peer may read after a ``notify`` (or ``quiet`` and any other release) of this
+    program that it waited for.
+    """
+    _copy(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK)
+
+
+@triton.jit
+def get(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
+    """``dst[0:n]`` here = ``src[0:n]`` at ``peer``. ``src`` is symmetric.
+
+    On return this program may read ``dst`` (the CTA barrier is in it).
+    """
+    _copy(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK)
+    tl.debug_barrier()
+
+
+@triton.jit
+def put_signal(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
+    """``put``, then ``notify(signal, peer, value, team, op)``: who waits for the signal sees the data."""
+    put(dst, src, n, peer, team, BLOCK)
+    notify(signal, peer, value, team, op)
+
+
+@triton.jit
+def put_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
+    """``put`` that may return before it has read ``src``: ``src`` may be overwritten after ``quiet(team)`` only."""
+    put(dst, src, n, peer, team, BLOCK)
+
+
+@triton.jit
+def get_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
+    """``get`` that may return before the data are here: read ``dst`` after ``quiet(team)`` only."""
+    _copy(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK)
+
+
+@triton.jit
+def put_signal_nbi(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
+    """``put_signal`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only."""
+    put_signal(dst, src, n, signal, value, peer, team, op, BLOCK)

@@ -1,0 +1,31 @@
+"""Who am I, how many are we, and where is this object in a peer's memory."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rank(team):
+    """This rank, an int32 scalar in ``0 .. num_ranks(team) - 1``."""
+    return (team.coords >> 1) - 1
+
+
+@tl.core.builtin
+def num_ranks(team, _semantic=None):
+    """The world size, a compile-time constant: ``tl.static_range(num_ranks(team))`` unrolls over the ranks."""
+    return team.size
+
+
+@triton.jit
+def symm_at(ptr, peer, team):
+    """The symmetric object behind ``ptr``, in ``peer``'s memory.
+
+    ``ptr``: scalar pointer into this rank's symmetric heap. ``peer``: int in ``0 .. num_ranks(team) - 1``; for
+    ``peer == rank(team)`` the result is ``ptr``. What is known of ``ptr``'s alignment up to 16 bytes stays known, so tile
+    stores through the result are as wide as local ones. One load and one add.
+    """
+    item: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    # Deltas are multiples of 16 bytes. Said of an element offset and added to a typed pointer, the compiler keeps it;
+    # through an integer cast it would be lost, and every bf16 would be stored alone.
+    delta = tl.multiple_of(tl.load(team.deltas + peer) // item, 16 // item)
+    return ptr + delta

@@ -1,0 +1,1 @@
+"""What stands under the words: stock Triton (``stock``), PTX (``ptx``, the one file with assembly), the simulator."""

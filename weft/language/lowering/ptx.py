@@ -1,0 +1,60 @@
+"""NVIDIA assembly, all of it. Each function says which instruction it is and why stock Triton does not give it.
+
+Every thread of the program runs each of these; where one thread must act, the predicate is inside.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_release_sys(ptr, value):
+    """``st.release.sys`` by one thread. Stock Triton has release atomics only, whose result would cross the link back."""
+    if ptr.dtype.element_ty.primitive_bitwidth == 64:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0; "
+            "@one st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,l", [ptr, tl.cast(value, tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0; "
+            "@one st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r", [ptr, tl.cast(value, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def drain_bulk_stores():
+    """``cp.async.bulk.wait_group 0``: this thread's bulk stores are complete and visible.
+
+    Stock Triton emits the ``.read`` form, after which shared memory may be reused but the data need not have landed.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fence_proxy_async():
+    """``fence.proxy.async.global``: what generic loads may see, later bulk (TMA) loads of this thread see too."""
+    tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def fence_acq_rel_sys():
+    """``fence.acq_rel.sys`` in every thread (``__threadfence_system``)."""
+    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def globaltimer_us():
+    """Microseconds of the GPU's global clock, int64."""
+    ns = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    return ns // 1000
+
+
+@triton.jit
+def trap():
+    """End the kernel with an error that the host sees at its next call."""
+    tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,51 @@
+"""The words that spin, as the simulator runs them: the task blocks, so that a deadlock is seen at once and reported by name.
+
+All other words are interpreted as they are written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from weft.language import lamport, signals
+from weft.simulator.words import simulated
+
+
+@simulated(signals.wait)
+def _wait(machine: Any, signal: Any, value: Any, team: Any) -> Any:
+    from weft.simulator import interpreter as interp  # needs NumPy types that only the simulator installs
+
+    address = int(interp.addresses_of(signal).ravel()[0])
+    bits = interp.element_dtype(signal).primitive_bitwidth
+    wanted = int(np.asarray(interp.value_of(value)).ravel()[0])
+    half = 1 << (bits - 1)
+
+    def reached(word: int) -> bool:
+        return (word - wanted + half) % (2 * half) >= half
+
+    word = machine.wait_for_word(address, bits // 8, reached, f">= {wanted}")
+    return interp.scalar(word - 2 * half if word >= half else word, tl.int64 if bits == 64 else tl.int32)
+
+
+@simulated(lamport.lamport_load)
+def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
+    from weft.simulator import interpreter as interp
+
+    addresses = interp.addresses_of(ptr)
+    active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
+    dtype = interp.element_dtype(ptr)
+    itemsize = dtype.primitive_bitwidth // 8
+    unwritten = 1 << (8 * itemsize - 1)  # the bits of -0.0
+
+    def missing() -> int:
+        return int((machine.memory.load(addresses, active, itemsize, machine.who) == unwritten).sum())
+
+    if missing() and active.any():
+        low, high = int(addresses[active].min()), int(addresses[active].max()) + itemsize
+        what = machine.memory.describe(low)
+        machine.wait_for_bytes(low, high, lambda: missing() == 0, lambda: f"waits for {missing()} unwritten elements from {what}")
+    bits = machine.load(addresses, active, itemsize, "volatile")
+    return interp.block(bits.view(interp.numpy_dtype(dtype)), dtype)

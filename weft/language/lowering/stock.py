@@ -1,0 +1,95 @@
+"""The leaves under the words, chosen by target at compile time: PTX where stock Triton has no equal, else stock Triton."""
+
+import triton
+import triton.language as tl
+from triton.language import target_info
+
+from weft.language.lowering import ptx
+from weft.language.lowering.site import kernel_line, kernel_name_word
+
+
+@triton.jit
+def load_acquire(ptr):
+    """Load with acquire order at system scope, for all threads: ``ld.acquire.sys`` and a CTA barrier on NVIDIA."""
+    return tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def store_release(ptr, value):
+    """Store with release order at system scope, by one thread, after what its CTA barrier has gathered."""
+    if target_info.is_cuda():
+        ptx.store_release_sys(ptr, value)
+    else:
+        tl.atomic_xchg(ptr, tl.cast(value, ptr.dtype.element_ty), sem="release", scope="sys")
+
+
+@triton.jit
+def add_release(ptr, value):
+    tl.atomic_add(ptr, tl.cast(value, ptr.dtype.element_ty), sem="release", scope="sys")
+
+
+@triton.jit
+def drain_tma_stores():
+    """Tensor-descriptor stores of this thread have landed. Nothing to do where they are ordinary stores."""
+    if target_info.cuda_capability_geq(9, 0):
+        ptx.drain_bulk_stores()
+
+
+@triton.jit
+def fence_before_tma_loads():
+    """Tensor-descriptor loads see what an acquire has made visible. Nothing to do where they are ordinary loads."""
+    if target_info.cuda_capability_geq(9, 0):
+        ptx.fence_proxy_async()
+
+
+@triton.jit
+def fence_system(word):
+    """A system-scope fence in every thread. ``word``: any int32 of this rank (used where the target has no bare fence)."""
+    if target_info.is_cuda():
+        ptx.fence_acq_rel_sys()
+    else:
+        tl.atomic_add(word, 0, sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def count_unwritten(x):
+    """How many elements of ``x`` have the bit pattern of -0.0 (lamport.py)."""
+    if x.dtype.primitive_bitwidth == 32:
+        unwritten = x.to(tl.int32, bitcast=True) == -2147483648
+    else:
+        tl.static_assert(x.dtype.primitive_bitwidth == 16, "lamport words carry fp16, bf16 or fp32")
+        unwritten = x.to(tl.int16, bitcast=True) == -32768
+    return tl.sum(unwritten.to(tl.int32))
+
+
+@triton.jit
+def microseconds():
+    """A clock for debug-mode waits. Zero where the target has none here, so that such waits go on for ever."""
+    if target_info.is_cuda():
+        return ptx.globaltimer_us()
+    else:
+        return tl.full((), 0, tl.int64)
+
+
+@triton.jit
+def give_up(signal, wanted, seen, rank, patience_us, record):
+    """Leave a record for the host and trap. The first program to come here writes it.
+
+    record  int64: 0 state (1 claimed, 2 written), 1 rank, 2 program, 3 line, 4 signal's address, 5 wanted, 6 seen,
+            7 patience in microseconds, 8..15 the kernel's name, 8 bytes a word
+    """
+    if tl.atomic_cas(record, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
+        tl.store(record + 1, tl.cast(rank, tl.int64))
+        tl.store(record + 2, tl.program_id(0).to(tl.int64))
+        tl.store(record + 3, tl.full((), kernel_line(), tl.int64))
+        tl.store(record + 4, signal.to(tl.int64))
+        tl.store(record + 5, tl.cast(wanted, tl.int64))
+        tl.store(record + 6, tl.cast(seen, tl.int64))
+        tl.store(record + 7, tl.cast(patience_us, tl.int64))
+        for word in tl.static_range(8):
+            tl.store(record + 8 + word, tl.full((), kernel_name_word(word), tl.int64))
+        tl.debug_barrier()
+        tl.atomic_xchg(record, tl.full((), 2, tl.int64), sem="release", scope="sys")
+        tl.debug_barrier()
+        if target_info.is_cuda():
+            ptx.trap()

@@ -1,0 +1,129 @@
+"""The language in OpenSHMEM's spelling, so that a kernel written for NVSHMEM ports line by line.
+
+The names, argument orders and constants are NVSHMEM's device API with ``team`` added at the end. Sizes of ``*mem`` calls are
+bytes. Scope is the block: every call is made by the whole program. Signals are this library's 32-bit words.
+"""
+
+import triton
+import triton.language as tl
+
+from weft.language import bulk, coordinates, ordering, signals
+from weft.language.lowering import stock
+
+CMP_EQ: tl.constexpr = tl.constexpr(0)
+CMP_NE: tl.constexpr = tl.constexpr(1)
+CMP_GT: tl.constexpr = tl.constexpr(2)
+CMP_LE: tl.constexpr = tl.constexpr(3)
+CMP_LT: tl.constexpr = tl.constexpr(4)
+CMP_GE: tl.constexpr = tl.constexpr(5)
+SIGNAL_SET: tl.constexpr = tl.constexpr(9)
+SIGNAL_ADD: tl.constexpr = tl.constexpr(10)
+
+
+@triton.jit
+def my_pe(team):
+    return coordinates.rank(team)
+
+
+@tl.core.builtin
+def n_pes(team, _semantic=None):
+    return team.size
+
+
+@triton.jit
+def remote_ptr(dest, pe, team):
+    """``nvshmem_ptr``: ``dest`` in ``pe``'s memory, for ordinary loads and stores."""
+    return coordinates.symm_at(dest, pe, team)
+
+
+@triton.jit
+def _bytes(ptr):
+    return ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+
+
+@triton.jit
+def putmem_block(dest, source, nelems, pe, team):
+    """``nelems`` bytes of ``source`` to ``dest`` at ``pe``; ``source`` may be reused on return."""
+    bulk.put(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+
+
+@triton.jit
+def putmem_nbi_block(dest, source, nelems, pe, team):
+    bulk.put_nbi(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+
+
+@triton.jit
+def getmem_block(dest, source, nelems, pe, team):
+    bulk.get(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+
+
+@triton.jit
+def getmem_nbi_block(dest, source, nelems, pe, team):
+    bulk.get_nbi(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+
+
+@triton.jit
+def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, team):
+    """Set or add to the signal at ``pe``; releases this program's earlier stores, as ``notify`` does."""
+    if sig_op == SIGNAL_ADD:
+        signals.notify(sig_addr, pe, signal, team, "add")
+    else:
+        tl.static_assert(sig_op == SIGNAL_SET, "signal_op: sig_op must be SIGNAL_SET or SIGNAL_ADD")
+        signals.notify(sig_addr, pe, signal, team, "set")
+
+
+@triton.jit
+def putmem_signal_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+    putmem_block(dest, source, nelems, pe, team)
+    signal_op(sig_addr, signal, sig_op, pe, team)
+
+
+@triton.jit
+def putmem_signal_nbi_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+    putmem_nbi_block(dest, source, nelems, pe, team)
+    signal_op(sig_addr, signal, sig_op, pe, team)
+
+
+@triton.jit
+def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, team):
+    """Wait for a signal of one's own; returns the value seen. ``CMP_GE`` and ``CMP_GT`` only: signals grow, and a wait for
+    equality misses a value that was passed."""
+    if cmp == CMP_GT:
+        return signals.wait(sig_addr, cmp_value + 1, team)
+    else:
+        tl.static_assert(cmp == CMP_GE, "signal_wait_until: signals only grow, so cmp must be CMP_GE or CMP_GT")
+        return signals.wait(sig_addr, cmp_value, team)
+
+
+@triton.jit
+def int_p(dest, value, pe, team):
+    """One element to ``dest`` at ``pe``; delivered by the next ``quiet`` or ``signal_op``."""
+    tl.store(coordinates.symm_at(dest, pe, team), value)
+
+
+@triton.jit
+def int_g(source, pe, team):
+    """One element of ``source`` at ``pe``."""
+    return tl.load(coordinates.symm_at(source, pe, team), volatile=True)
+
+
+@triton.jit
+def fence(team):
+    ordering.fence(team)
+
+
+@triton.jit
+def quiet(team):
+    ordering.quiet(team)
+
+
+@triton.jit
+def barrier_all_block(team):
+    """``quiet``, then every rank's program of this id has come here."""
+    ordering.quiet(team)
+    signals.barrier(team)
+
+
+@triton.jit
+def sync_all_block(team):
+    signals.barrier(team)

@@ -1,0 +1,86 @@
+"""Order between ranks: ``notify`` releases, ``wait`` acquires, ``barrier`` is both with everybody.
+
+A signal is an int32 word of the symmetric heap (``team.signals(shape)``). Signals only grow, and a wait asks for ``>=``.
+The comparison is of the signed difference, so that counting past 2**31 goes on working.
+"""
+
+import triton
+import triton.language as tl
+
+from weft.language.coordinates import num_ranks, rank, symm_at
+from weft.language.lowering import stock
+
+# What `notify` does to a signal. Constexpr objects because Triton 3.6 takes no plain string as a default.
+SET: tl.constexpr = tl.constexpr("set")
+ADD: tl.constexpr = tl.constexpr("add")
+
+
+@triton.jit
+def notify(signal, peer, value, team, op: tl.constexpr = SET):
+    """Release: all that this program has stored is visible to whoever sees ``value``.
+
+    ``signal``: scalar pointer to a symmetric int32. ``op``: "set" stores ``value`` at ``peer``; "add" adds it atomically.
+    Promise: every earlier store of this *program* (all its threads, remote ones and tensor-descriptor stores included) is
+    visible system-wide before ``peer`` can see the new value. Contains a CTA barrier: call it where all threads come.
+    """
+    stock.drain_tma_stores()
+    tl.debug_barrier()
+    target = symm_at(signal, peer, team)
+    if op == "add":
+        stock.add_release(target, value)
+    else:
+        tl.static_assert(op == "set", "notify: op must be 'set' or 'add'")
+        stock.store_release(target, value)
+
+
+@triton.jit
+def wait(signal, value, team):
+    """Acquire: returns once ``*signal >= value``, with the value seen (a token for ``consume_token``).
+
+    ``signal``: scalar pointer to an int32 in this rank's memory. Promise: all that the notifier's program stored before its
+    ``notify`` is visible to every thread of this program afterwards, to plain loads and to tensor-descriptor loads. In debug
+    builds (``weft.init(debug=True)``) gives up after the team's patience, leaves a record and traps.
+    """
+    seen = stock.load_acquire(signal)
+    if team.patience_us > 0:
+        started = stock.microseconds()
+        while seen - value < 0:
+            seen = stock.load_acquire(signal)
+            if stock.microseconds() - started > team.patience_us:
+                stock.give_up(signal, value, seen, (team.coords >> 1) - 1, team.patience_us, team.record)
+    else:
+        while seen - value < 0:
+            seen = stock.load_acquire(signal)
+    stock.fence_before_tma_loads()
+    return seen
+
+
+@triton.jit
+def consume_token(x, token):
+    """``x``, tied to the wait that gave ``token``.
+
+    A wait is an atomic with side effects and stock Triton moves no load across it, so this is the identity here; write it
+    where only data flow orders a use after a wait, for the reader and for lowerings that need it.
+    """
+    return x
+
+
+@triton.jit
+def barrier(team):
+    """All ranks: programs with the same ``tl.program_id(0)`` meet; what each stored before is visible to the others after.
+
+    Every rank must call it in the same programs the same number of times; at most ``MAX_BARRIER_PROGRAMS`` programs.
+    One-dimensional grids. The counters live in the team and only grow, so it may be called any number of times.
+    """
+    world: tl.constexpr = num_ranks(team)
+    me = rank(team)
+    row = team.barriers + tl.program_id(0) * (world + 1)
+    round = tl.load(row + world) + 1
+    for step in tl.static_range(world):
+        # Own slot last: everybody is told before anybody is waited for.
+        notify(row + me, (me + step + 1) % world, round, team)
+    for peer in tl.static_range(world):
+        wait(row + peer, round, team)
+    tl.store(row + world, round)
+    # The next barrier of this program reads the count back with all its threads.
+    tl.debug_barrier()

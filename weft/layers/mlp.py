@@ -1,0 +1,63 @@
+"""The gated MLP of Qwen, Llama and Mistral, its intermediate features split over the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from weft.layers.parallel import ColumnParallelLinear, Mode, RowParallelLinear, Rows
+from weft.layers.shard import Shard, fill_from_module
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+
+class TPMLP(nn.Module):
+    """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    x, y: [M, hidden] on every rank; in mode "ag_rs" this rank's [M/W, hidden], M a multiple of W.
+    For inference: its weights carry no gradients. ValueError where W does not divide `intermediate_size`.
+    """
+
+    def __init__(self, *, hidden_size: int, intermediate_size: int, team: Team, mode: Mode, dtype: torch.dtype) -> None:
+        super().__init__()
+        rows = Rows.even("intermediate_size", intermediate_size, team)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden_size, {"gate_proj": rows, "up_proj": rows}, team=team, mode=mode, dtype=dtype
+        )
+        self.down_proj = RowParallelLinear(
+            "down_proj", intermediate_size, hidden_size, team=team, mode=mode, dtype=dtype
+        )
+
+    @classmethod
+    def from_module(cls, module: nn.Module, team: Team, mode: Mode) -> TPMLP:
+        """This rank's share of a whole MLP: `gate_proj`, `up_proj`, `down_proj`, as in transformers' Qwen3MLP."""
+        _check_silu(module)
+        intermediate_size, hidden_size = module.gate_proj.weight.shape
+        mlp = cls(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            team=team,
+            mode=mode,
+            dtype=module.gate_proj.weight.dtype,
+        )
+        fill_from_module(mlp.shards(), module)
+        return mlp
+
+    def shards(self) -> dict[str, Shard]:
+        return self.gate_up_proj.shards() | self.down_proj.shards()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def _check_silu(module: nn.Module) -> None:
+    act_fn = getattr(module, "act_fn", None)
+    points = torch.linspace(-4, 4, 9)
+    if act_fn is None or not torch.allclose(act_fn(points), F.silu(points)):
+        name = "no act_fn" if act_fn is None else f"act_fn={type(act_fn).__name__}"
+        raise ValueError(f"module={type(module).__name__} has {name}; TPMLP computes silu(gate) * up and nothing else")

@@ -1,0 +1,118 @@
+"""Linear layers split over the ranks of a team, and the three ways to bring their results together.
+
+mode      tokens between layers     column-parallel            row-parallel
+torch     replicated [M, H]         cuBLAS                     cuBLAS, then torch.distributed's all-reduce
+ag_rs     sharded    [M/W, H]       all_gather_matmul          matmul_reduce_scatter
+gemm_ar   replicated [M, H]         cuBLAS                     matmul_all_reduce
+
+M is a multiple of W in ag_rs. A column-parallel layer always returns all M tokens, of its own share of the features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from weft import ops
+from weft.layers.shard import Shard
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+Mode = Literal["torch", "ag_rs", "gemm_ar"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+def check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
+
+
+def split_evenly(name: str, value: int, team: Team) -> int:
+    """value / W; ValueError where that is not whole."""
+    if value % team.size:
+        possible = ", ".join(str(w) for w in range(1, min(value, 64) + 1) if value % w == 0)
+        raise ValueError(f"{name}={value} is not divisible by world_size={team.size}; use a world size of {possible}")
+    return value // team.size
+
+
+def empty_parameter(*shape: int, team: Team, dtype: torch.dtype) -> nn.Parameter:
+    """Inference only: no gradients are kept."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=team.device), requires_grad=False)
+
+
+def all_reduce(x: torch.Tensor, team: Team, mode: Mode) -> torch.Tensor:
+    return team.library.all_reduce(x) if mode == "torch" else ops.all_reduce(x, team)
+
+
+def all_gather(x: torch.Tensor, team: Team, mode: Mode) -> torch.Tensor:
+    """x[n, ...] of every rank, one under another: [W * n, ...]."""
+    return team.library.all_gather(x) if mode == "torch" else ops.all_gather(x, team)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows start .. start + size of a checkpoint weight that has `total`."""
+
+    total: int
+    start: int
+    size: int
+
+    @classmethod
+    def even(cls, name: str, total: int, team: Team) -> Rows:
+        size = split_evenly(name, total, team)
+        return cls(total, team.rank * size, size)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y[M, N_local] = x @ weight[N_local, K].T          x: [M, K], or [M/W, K] in mode ag_rs
+
+    `weight` is this rank's rows of several checkpoint weights, one under another: one GEMM computes q, k and v.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, Rows], *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
+        super().__init__()
+        check_mode(mode)
+        self.team, self.mode, self.parts = team, mode, parts
+        self.weight = empty_parameter(sum(rows.size for rows in parts.values()), in_features, team=team, dtype=dtype)
+
+    def shards(self) -> dict[str, Shard]:
+        targets = self.weight.data.split([rows.size for rows in self.parts.values()])
+        return {
+            f"{name}.weight": Shard(target=target, shape=(rows.total, self.weight.shape[1]), start=rows.start)
+            for (name, rows), target in zip(self.parts.items(), targets, strict=True)
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "ag_rs":
+            return ops.all_gather_matmul(x, self.weight, self.team)
+        return F.linear(x, self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x[M, K_local] @ weight[N, K_local].T          y: [M, N], or its [M/W, N] in mode ag_rs"""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, *, team: Team, mode: Mode, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        check_mode(mode)
+        self.team, self.mode, self.name, self.in_features = team, mode, name, in_features
+        local = split_evenly(f"in_features of {name}", in_features, team)
+        self.weight = empty_parameter(out_features, local, team=team, dtype=dtype)
+
+    def shards(self) -> dict[str, Shard]:
+        out_features, local = self.weight.shape
+        shape = (out_features, self.in_features)
+        return {f"{self.name}.weight": Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * local)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mode == "ag_rs":
+            return ops.matmul_reduce_scatter(x, self.weight, self.team)
+        if self.mode == "gemm_ar":
+            return ops.matmul_all_reduce(x, self.weight, self.team)
+        return self.team.library.all_reduce(F.linear(x, self.weight))

@@ -1,0 +1,98 @@
+"""A checkpoint directory in Hugging Face format: config.json, and safetensors in one file or sharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from weft.errors import CheckpointError
+from weft.layers.shard import Shard
+
+Progress = Callable[[int, int], None]
+"""progress(bytes read so far, bytes to read), of this rank."""
+
+
+class Checkpoint:
+    """Opens every file once and checks that it is whole; tensors are read only when asked for, and only their shards.
+
+    CheckpointError, in one line, for a directory that cannot be loaded.
+    """
+
+    def __init__(self, directory: str | PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(
+                f"{self.directory}: no such directory; pass one with config.json and *.safetensors in it"
+            )
+        self.config = self.read_json("config.json")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.directory}: no {name} in it, so it is not a Hugging Face checkpoint"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{path}: not readable as JSON ({error}); download it again") from None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}, not an object; download it again")
+        return content
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """From generation_config.json, or else config.json; empty where neither names any."""
+        found = None
+        if (self.directory / "generation_config.json").exists():
+            found = self.read_json("generation_config.json").get("eos_token_id")
+        if found is None:
+            found = self.config.get("eos_token_id")
+        return frozenset([found] if isinstance(found, int) else found or ())
+
+    def load(self, shards: Mapping[str, Shard], progress: Progress | None = None) -> None:
+        """Fills every shard from the tensor of the same name. Tensors that no shard asks for are left alone."""
+        files = self._open_files()
+        total = sum(shard.target.nbytes for shard in shards.values())
+        done = 0
+        for name, shard in shards.items():
+            if name not in files:
+                raise CheckpointError(f"{self.directory}: tensor {name} is missing; the checkpoint is not complete")
+            tensor = files[name].get_slice(name)
+            shape = tuple(tensor.get_shape())
+            if shape != shard.shape:
+                raise CheckpointError(
+                    f"{self.directory}: tensor {name} has shape {shape}, but config.json asks for {shard.shape}"
+                )
+            shard.copy_from(tensor)
+            done += shard.target.nbytes
+            if progress is not None:
+                progress(done, total)
+
+    def _open_files(self) -> dict[str, Any]:
+        """Tensor name → the open file that holds it."""
+        if (self.directory / "model.safetensors.index.json").exists():
+            weight_map = self.read_json("model.safetensors.index.json").get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(
+                    f"{self.directory}: model.safetensors.index.json has no weight_map; download it again"
+                )
+            names = sorted(set(weight_map.values()))
+        elif (self.directory / "model.safetensors").exists():
+            names = ["model.safetensors"]
+        else:
+            raise CheckpointError(f"{self.directory}: no model.safetensors and no model.safetensors.index.json in it")
+        return {tensor: file for name in names for file in [self._open(name)] for tensor in file.keys()}  # noqa: SIM118
+
+    def _open(self, name: str) -> Any:
+        path = self.directory / name
+        try:
+            return safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.directory}: {name} is missing, though the index names it") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: truncated or damaged ({error}); download it again") from None

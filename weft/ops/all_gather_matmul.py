@@ -1,0 +1,206 @@
+"""all_gather_matmul: every rank's rows of A meet this rank's B. Copy engines carry the rows while the GEMM runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops import gemm, matmul
+from weft.ops.gemm import MAX_CHUNKS, GemmConfig, gemm_tile, store_tile
+from weft.ops.tiles import Tiles, at_place, first_tile, locate, make_tiles
+from weft.runtime.team import find_team
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+
+@triton.jit
+def begin_kernel(epoch, filled, entered, team):
+    """Starts the next epoch and returns once this half of every rank's A_full may be overwritten.        grid: (1,)
+
+    epoch    [1]  this rank's: the number of the call that runs; the copy engine sends this word as its flag
+    filled   [1]  this rank's, of this half: the last epoch that filled it
+    entered  [W]  symmetric: entered[s] = e, once rank s has ended call e - 1
+
+    signals  every peer: entered[me] = epoch
+    waits    entered[s] > filled, for every peer s: it has ended the call that read this half last
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    me = wl.rank(team)
+    now = tl.load(epoch) + 1
+    last = tl.load(filled)
+    for step in tl.static_range(1, world):
+        wl.notify(entered + me, (me + step) % world, now, team)
+    for step in tl.static_range(1, world):
+        wl.wait(entered + (me + step) % world, last + 1, team)
+    tl.store(filled, now)
+    tl.store(epoch, now)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def all_gather_matmul_kernel(
+    shard, shard_stride, gathered, gathered_rows, b, b_stride, out, landed, epoch, rows, N, K, tiles, team,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """out[W * rows, N] = all_gather(shard[rows, K]) @ b[N, K].T        grid: (programs,), own shard first
+
+    gathered  [gathered_rows, K]  symmetric, a half of A_full: shard s from row s * gathered_rows / W on, in whole tiles
+    landed    [W, MAX_CHUNKS]     symmetric: landed[s, c] = epoch, once chunk c of shard s is here
+    epoch     [1]                 this rank's, set by begin_kernel
+
+    signals  copy engine of rank s, behind each chunk: landed[s, c] = epoch
+    waits    before the first tile of a chunk: landed[s, c] >= epoch; the own shard is read where it is
+    reuse    a half of A_full is written again only after every rank has ended the call that read it (begin_kernel).
+             Halves alternate from call to call, so that wait is over before it begins; in a CUDA graph with an odd
+             number of calls, whose replays use the same half twice running, it is for the peer to end its last call.
+
+    copy  | s1 | s2 | s3 |                          what arrives
+    gemm  | s0 | s1 | s2 | s3 |                                         rank 0 of 4: shards
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    me = wl.rank(team)
+    now = tl.load(epoch)
+    start = first_tile(me, tiles, world)
+    programs = tl.num_programs(0)
+    own = tiles.count // world
+    # Two loops and not a choice in one: Triton gives the operands of two GEMMs shared memory each unless one loop
+    # follows the other.
+    for place in range(tl.program_id(0), own, programs):
+        panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
+        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        acc = gemm_tile(
+            shard, shard_stride, rows, b, b_stride, N, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS
+        )
+        store_tile(out, acc, row, column, me * rows, rows, N, BLOCK_M, BLOCK_N)
+    # The first place of this program behind the own tiles.
+    first = own + (tl.program_id(0) + programs - own % programs) % programs
+    waited = -1
+    for place in range(first, tiles.count, programs):
+        owner, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
+        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        signal = owner * MAX_CHUNKS + chunk
+        if signal != waited:
+            wl.wait(landed + signal, now, team)
+            waited = signal
+        row_there = owner * (gathered_rows // world) + row
+        acc = gemm_tile(
+            gathered, K, gathered_rows, b, b_stride, N, row_there, column, K, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS
+        )
+        store_tile(out, acc, row, column, owner * rows, rows, N, BLOCK_M, BLOCK_N)
+
+
+@dataclass(slots=True, kw_only=True)
+class Workspace:
+    halves: torch.Tensor
+    landed: torch.Tensor
+    entered: torch.Tensor
+    filled: torch.Tensor
+    epoch: torch.Tensor
+    calls: int = 0
+    """Made by the host. All ranks make the same ones, so they agree on the half; that it is free, the device proves."""
+
+
+def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Tensor:
+    """all_gather(a_shard[M/W, K]) @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
+
+    Every rank has its own b (its share of N); M, N and K are the same on all ranks. Collective: all ranks call it, in
+    the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit; HeapExhausted.
+    """
+    gemm.check_operands("all_gather_matmul", a_shard, b, team.device, "a_shard")
+    return torch.ops.weft.all_gather_matmul(a_shard, b, team.name)
+
+
+def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
+    """``all_gather_matmul`` of checked arguments, with a chosen config, the same on all ranks."""
+    if team.size == 1:
+        return matmul.run(a_shard, b, config)
+    shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
+    world, (rows, K), N = team.size, shard.shape, b.shape[0]
+    if config is None:
+        config = gemm.config_for(rows, N, shard.dtype, team.caps, panels=world)
+        config = replace(config, chunks=gemm.chunks_for(shard.nbytes))
+    tiles = make_tiles(
+        rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group, chunks=config.chunks
+    )
+    padded = world * tiles.rows * config.block_m
+    space = _workspace(team, shard.dtype, padded * K)
+    half = space.calls % 2
+    space.calls += 1
+    gathered = space.halves[half, : padded * K].view(padded, K)
+    begin_kernel[(1,)](space.epoch, space.filled[half], space.entered, team.view, num_warps=1)
+    _push(team, shard, gathered, tiles, config.block_m, space)
+    out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
+    descriptors = gemm.can_describe(shard, gathered, b)
+    all_gather_matmul_kernel[(gemm.programs(team, tiles, config),)](
+        gemm.operand(shard, config.block_m, config.block_k, descriptors), gemm.row_stride(shard),
+        gemm.operand(gathered, config.block_m, config.block_k, descriptors), padded,
+        gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
+        out, space.landed, space.epoch, rows, N, K, tiles, team.view,
+        MAX_CHUNKS=MAX_CHUNKS, launch_cooperative_grid=True, **gemm.constants(config, descriptors),
+    )  # fmt: skip
+    team.copy_engine.join()
+    return out
+
+
+def _push(
+    team: Team, shard: torch.Tensor, gathered: torch.Tensor, tiles: Tiles, block_m: int, space: Workspace
+) -> None:
+    """Have the copy engine write ``shard`` into every peer's ``gathered``, one peer after the other.
+
+    Rank r serves r - 1, r - 2, … : who needs this shard next comes first, and every link carries one shard at a time.
+    """
+    engine, rows, chunk_rows = team.copy_engine, shard.shape[0], tiles.chunk * block_m
+    mine = team.rank * tiles.rows * block_m
+    engine.fork()
+    for step in range(1, team.size):
+        peer = (team.rank - step) % team.size
+        for chunk, first in enumerate(range(0, rows, chunk_rows)):
+            last = min(first + chunk_rows, rows)
+            engine.put(gathered[mine + first : mine + last], shard[first:last], peer)
+            engine.signal(space.landed[team.rank, chunk : chunk + 1], space.epoch, peer)
+
+
+def _workspace(team: Team, dtype: torch.dtype, size: int) -> Workspace:
+    def make(capacity: int) -> Workspace:
+        return Workspace(
+            # Zeros: the rows that pad a shard to whole tiles are read, though nothing comes of them.
+            halves=team.zeros((2, capacity), dtype=dtype),
+            landed=team.signals((team.size, MAX_CHUNKS)),
+            entered=team.signals((team.size,)),
+            # A row each, so that the word of either half is aligned alike.
+            filled=team.local((2, 4), torch.int32),
+            epoch=team.local((1,), torch.int32),
+        )
+
+    return gemm.grown_workspace(team, ("all_gather_matmul", dtype), size, make)
+
+
+@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
+def _all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
+    return run(a_shard, b, find_team(team))
+
+
+@_all_gather_matmul.register_fake
+def _(a_shard: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
+    return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))
+
+
+def _remember(ctx, inputs, output):
+    a_shard, b, ctx.team = inputs
+    ctx.save_for_backward(a_shard, b)
+
+
+def _backward(ctx, grad):
+    # Every rank used my shard with its own b: the sum over the ranks, scattered by rows.
+    a_shard, b = ctx.saved_tensors
+    a = torch.ops.weft.all_gather(a_shard, ctx.team)
+    return torch.ops.weft.matmul_reduce_scatter(grad, b.t(), ctx.team), torch.ops.weft.matmul(grad.t(), a.t()), None
+
+
+_all_gather_matmul.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,230 @@
+"""The one GEMM body, its tile sizes, and what its operands must be.
+
+``C[M, N] = A[M, K] @ B[N, K].T``, accumulated in fp32. Operands are read through tensor descriptors (TMA on NVIDIA from
+sm_90 on, ordinary loads elsewhere); where a row does not start on 16 bytes, through masked pointer loads, chosen by a
+constexpr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.ops.registration import FLOATS
+from weft.ops.tiles import Tiles
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+    from weft.runtime.team import Team
+
+T = TypeVar("T")
+# Signals that a rank keeps for each shard of a gathered A.
+MAX_CHUNKS = 8
+# Elements of the smallest output tile: how many tiles, each with its signal, a buffer can hold.
+SMALLEST_TILE = 16 * 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    """One output tile and how it is computed.
+
+    block_m, block_n, block_k  powers of two, at least 16
+    group     tile rows that share an L2's worth of B
+    num_warps, num_stages      of the compiler
+    chunks    signals per shard (all_gather_matmul), at most MAX_CHUNKS
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if self.group < 1:
+            raise ValueError(f"group={self.group} is not positive; pass 1 or more")
+        if not 1 <= self.chunks <= MAX_CHUNKS:
+            raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
+
+
+def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> GemmConfig:
+    """The tile sizes for ``panels`` panels of ``rows`` rows and N columns (tiles.py).
+
+    K is no argument: ranks whose shares of K differ must still cut the output into the same tiles.
+    """
+    if caps.is_simulated:
+        # A tile costs the simulator milliseconds whatever its size: about four, so that there is a schedule to see.
+        block_n = _fit(triton.cdiv(N, max(1, 4 // panels)), 16, 128)
+        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128, group=2)
+    if dtype == torch.float32:
+        # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands.
+        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=64, block_k=32, num_stages=2)
+    if caps.arch.startswith("gfx"):
+        # 64 KiB of LDS for both operands; one stage waits in registers.
+        block_m = _fit(rows, 16, 128)
+        return GemmConfig(block_m=block_m, block_n=128, block_k=64, num_warps=8 if block_m == 128 else 4, num_stages=2)
+    if rows <= 64:
+        # Bound by reading B: narrow tiles give every SM a part of it.
+        block_n = 32 if panels * N <= 32 * caps.sms else 64
+        return GemmConfig(
+            block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _compute_capability(caps.arch) >= 90 else 32
+        )
+    if _compute_capability(caps.arch) < 90:
+        return GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8)
+    if panels * triton.cdiv(rows, 128) * triton.cdiv(N, 256) < caps.sms:
+        return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4)
+    return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8)
+
+
+def chunks_for(shard_bytes: int) -> int:
+    """Signals per shard of a gathered A.
+
+    A copy of 8 MiB runs at the link's full rate (24 µs on H200), and each flag behind one costs 2.3 µs.
+    """
+    return max(1, min(MAX_CHUNKS, shard_bytes >> 23))
+
+
+def _fit(size: int, low: int, high: int) -> int:
+    """The power of two in low .. high that covers ``size`` or comes nearest."""
+    return max(low, min(high, triton.next_power_of_2(size)))
+
+
+def _compute_capability(arch: str) -> int:
+    return int(arch.removeprefix("sm_"))
+
+
+@triton.jit
+def gemm_tile(
+    a, a_stride, a_rows, b, b_stride, b_rows, row, column, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """acc[BLOCK_M, BLOCK_N] (fp32) = a[row : row + BLOCK_M, 0:K] @ b[column : column + BLOCK_N, 0:K].T
+
+    a, b: tensor descriptors over [a_rows, K] and [b_rows, K] if DESCRIPTORS, else pointers to rows that are a_stride
+    and b_stride elements apart. Rows outside count as zeros. The order of additions depends on BLOCK_K only.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if DESCRIPTORS:
+        for k in range(0, K, BLOCK_K):
+            acc = tl.dot(a.load([row, k]), b.load([column, k]).T, acc, input_precision="ieee")
+    else:
+        m, n, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        # 64-bit to the tile, 32-bit in it: half the registers of a pointer for each element.
+        a_tile = a + tl.cast(row, tl.int64) * a_stride
+        b_tile = b + tl.cast(column, tl.int64) * b_stride
+        for k in range(0, K, BLOCK_K):
+            deep = k + depth < K
+            x_mask = (m < a_rows - row)[:, None] & deep[None, :]
+            y_mask = (n < b_rows - column)[None, :] & deep[:, None]
+            x = tl.load(a_tile + (m[:, None] * a_stride + (k + depth)[None, :]), mask=x_mask, other=0.0)
+            y = tl.load(b_tile + (n[None, :] * b_stride + (k + depth)[:, None]), mask=y_mask, other=0.0)
+            acc = tl.dot(x, y, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def store_tile(out, x, row, column, first_row, rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out[first_row + row :, column :] = x, cut off at ``rows`` rows (counted from ``first_row``) and N columns.
+
+    ``out``: rows of N elements, one after the other.
+    """
+    m = row + tl.arange(0, BLOCK_M)
+    n = column + tl.arange(0, BLOCK_N)
+    at = out + (first_row + m).to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, x.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def packed(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets of a tile's elements where tiles lie whole, one behind the other: no masks, every row on 16 bytes."""
+    return tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+
+
+def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device, name: str = "a") -> None:
+    """ValueError unless a[., K] and b[N, K] are matrices of one supported dtype on ``device``."""
+    for label, x in ((name, a), ("b", b)):
+        if x.dim() != 2 or 0 in x.shape:
+            raise ValueError(
+                f"{op}: {label} has shape {tuple(x.shape)}; pass a matrix with at least one row and column"
+            )
+        if x.device != device:
+            raise ValueError(f"{op}: {label} is on {x.device}, not on {device}; move it with {label}.to('{device}')")
+    if a.dtype != b.dtype or a.dtype not in FLOATS:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise ValueError(f"{op}: {name}.dtype={a.dtype} and b.dtype={b.dtype} must be the same one of {allowed}")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{op}: {name} has K={a.shape[1]} columns and b has {b.shape[1]}; b is [N, K], a row for each output column"
+        )
+
+
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """``x`` where its rows are dense and do not overlap (a slice of rows or columns is), else a dense copy."""
+    dense = x.shape[1] == 1 or x.stride(1) == 1
+    apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]
+    return x if dense and apart else x.contiguous()
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Elements from row to row. The stride of a single row means nothing: one that any descriptor takes."""
+    return x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 16) * 16
+
+
+def can_describe(*matrices: torch.Tensor) -> bool:
+    """Whether tensor descriptors reach them all: base and every row on 16 bytes."""
+    return all(x.data_ptr() % 16 == 0 and row_stride(x) * x.element_size() % 16 == 0 for x in matrices)
+
+
+def operand(x: torch.Tensor, block_rows: int, block_k: int, descriptors: bool) -> Any:
+    """What a kernel is given for the matrix ``x``: a descriptor of [block_rows, block_k] blocks, or ``x`` itself."""
+    if not descriptors:
+        return x
+    return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [block_rows, block_k])
+
+
+def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], T]) -> T:
+    """The team's workspace under ``key`` that holds ``size`` elements; ``make(capacity)`` where none is large enough.
+
+    Capacities are powers of two, so all that were ever made take less than twice the largest. None is given back: a
+    captured CUDA graph may go on using it. Calls of any shape share one: the kernels prove reuse from call to call.
+    """
+    by_capacity = team.workspace(key, dict)
+    capacity = max(by_capacity, default=0)
+    if capacity < size:
+        capacity = max(1 << 16, triton.next_power_of_2(size))
+        by_capacity[capacity] = make(capacity)
+    return by_capacity[capacity]
+
+
+def programs(team: Team, tiles: Tiles, config: GemmConfig) -> int:
+    """Programs of a fused kernel: all are resident, one an SM, as each takes most of its shared memory."""
+    return min(tiles.count, team.caps.sms, team.max_programs(config.num_warps))
+
+
+def constants(config: GemmConfig, descriptors: bool) -> dict[str, Any]:
+    """The keyword arguments of every GEMM kernel that come from its config."""
+    block_k, num_warps = config.block_k, config.num_warps
+    if not descriptors:
+        # Single elements are loaded through registers, which the accumulator fills: a thin slice, over more threads.
+        # The tile itself stays: a peer's operands may be aligned otherwise, and both must cut the output alike.
+        block_k, num_warps = 16, max(num_warps, min(config.block_m * config.block_n // 2048, 8))
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": block_k,
+        "DESCRIPTORS": descriptors,
+        "num_warps": num_warps,
+        "num_stages": config.num_stages,
+    }

@@ -1,0 +1,53 @@
+"""What every op's public function checks before it calls its custom op. ``torch.compile`` traces through these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.runtime.team import Team
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32)
+# What moves unchanged moves as integers, by item size.
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_tensor(
+    op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None = None
+) -> None:
+    """``x`` lies on the team's device and has one of ``dtypes`` (None: any of 1, 2, 4 or 8 bytes), else ValueError."""
+    if x.device != team.device:
+        raise ValueError(
+            f"{op}: {name} is on {x.device} and team '{team.name}' on {team.device}; move it with {name}.to(team.device)"
+        )
+    if dtypes is None:
+        if x.dtype.itemsize not in WORDS:
+            raise ValueError(
+                f"{op}: {name}.dtype={x.dtype} has {x.dtype.itemsize} bytes an element, not 1, 2, 4 or 8; "
+                f"pass it as {name}.view(...) of a type that has"
+            )
+    elif x.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
+
+
+def check_even(op: str, name: str, x: torch.Tensor, team: Team) -> None:
+    """Dimension 0 of ``x`` divides into one part for each rank, else ValueError."""
+    check_has_rows(op, name, x)
+    if x.shape[0] % team.size != 0:
+        padded = -(-x.shape[0] // team.size) * team.size
+        raise ValueError(
+            f"{op}: {name}.shape[0]={x.shape[0]} is not divisible by world_size={team.size}; pad dimension 0 to {padded}"
+        )
+
+
+def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError(f"{op}: {name} has no dimension 0 to split or join along; pass {name}.reshape(1)")
+
+
+def check_choice(op: str, name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {name}={value!r} is not one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,116 @@
+"""The one tile schedule of the GEMM kernels: which tile comes when, which chunk and signal it depends on or feeds.
+
+Each tile of the output has a number, the same on every rank. They are numbered panel by panel, in a panel chunk by
+chunk, in a chunk in groups of tile rows: what the L2 holds of A and B is used before the next is touched, and no group
+straddles a chunk, so that no tile waits for rows it does not need.
+
+    panel    rows that belong to one rank (a shard of A, a block of the scattered C); one panel of all rows otherwise
+    chunk    tile rows of a panel that arrive under one signal
+    owner    rank o owns the tiles o*T//W .. (o+1)*T//W - 1 of all T: its panel where panels are W, else an even share
+
+A rank's order is a rotation of the numbers: from its own first tile on (all_gather_matmul: what is here already comes
+first), or from the next rank's first tile on (matmul_reduce_scatter, matmul_all_reduce: what a peer waits for comes
+first, its own last). Program p of P takes places p, p + P, p + 2 P … of the order. So no two ranks send to one peer at
+once, and no two wait for one.
+
+      order of rank 1 of 4, own first   | 1 1 | 2 2 | 3 3 | 0 0 |     the owners of its tiles
+      order of rank 1 of 4, own last    | 2 2 | 3 3 | 0 0 | 1 1 |
+
+The functions are plain integer arithmetic: kernels call them, and ``plan`` runs the same source on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import triton
+
+
+class Tiles(NamedTuple):
+    """The tiles of one GEMM's output, passed to kernels as the argument ``tiles``.
+
+    count    of all panels
+    rows     of tiles in a panel
+    columns  of tiles
+    chunk    rows of tiles in a chunk; the last chunk of a panel may have fewer
+    group    rows of tiles in a group; the last group of a chunk may have fewer
+    """
+
+    count: int
+    rows: int
+    columns: int
+    chunk: int
+    group: int
+
+
+class Place(NamedTuple):
+    """Where a tile lies: ``row`` counts tile rows within the panel, ``chunk`` chunks within the panel."""
+
+    panel: int
+    chunk: int
+    row: int
+    column: int
+
+
+def make_tiles(
+    rows: int, columns: int, *, panels: int, block_m: int, block_n: int, group: int, chunks: int = 1
+) -> Tiles:
+    """``panels`` panels of ``rows`` rows and ``columns`` columns of the output, cut into block_m x block_n."""
+    tile_rows, tile_columns = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
+    return Tiles(
+        count=panels * tile_rows * tile_columns,
+        rows=tile_rows,
+        columns=tile_columns,
+        chunk=triton.cdiv(tile_rows, chunks),
+        group=group,
+    )
+
+
+@triton.jit
+def locate(tile, tiles):
+    """Number → (panel, chunk, row, column)."""
+    of_panel = tiles.rows * tiles.columns
+    panel = tile // of_panel
+    tile = tile % of_panel
+    of_chunk = tiles.chunk * tiles.columns
+    chunk = tile // of_chunk
+    tile = tile % of_chunk
+    of_group = tiles.group * tiles.columns
+    first_row = tile // of_group * tiles.group
+    tile = tile % of_group
+    # Rows left in the panel, in the chunk, in the group: the last of each may be short.
+    height = min(min(tiles.rows - chunk * tiles.chunk, tiles.chunk) - first_row, tiles.group)
+    return panel, chunk, chunk * tiles.chunk + first_row + tile % height, tile // height
+
+
+@triton.jit
+def first_tile(owner, tiles, world):
+    """The first number that ``owner`` owns; for ``owner == world`` the number of tiles."""
+    return owner * tiles.count // world
+
+
+@triton.jit
+def owner_of(tile, tiles, world):
+    """Number → the rank that owns it: the inverse of ``first_tile``."""
+    return ((tile + 1) * world - 1) // tiles.count
+
+
+@triton.jit
+def at_place(place, start, tiles):
+    """The number of the tile that comes at ``place`` (0 .. count - 1) of the order that begins at number ``start``."""
+    return (start + place) % tiles.count
+
+
+@triton.jit
+def slot_of(source, owner, world):
+    """Which of its ``world - 1`` slots ``owner`` keeps for ``source``: slot d is for rank owner + 1 + d (mod W)."""
+    return (source + world - owner - 1) % world
+
+
+def plan(tiles: Tiles, rank: int, world: int, *, own: str) -> Iterator[tuple[int, int, Place]]:
+    """(number, owner, place) of every tile in the order of ``rank``; ``own`` tiles come "first" or "last"."""
+    start = first_tile.fn(rank if own == "first" else (rank + 1) % world, tiles, world)
+    for place in range(tiles.count):
+        tile = at_place.fn(place, start, tiles)
+        yield tile, owner_of.fn(tile, tiles, world), Place(*locate.fn(tile, tiles))

@@ -1,0 +1,196 @@
+"""The platform of real GPUs: one torch symmetric-memory allocation per team, its peers mapped by peer-to-peer access."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import NoPeerAccess, NoTeam, WeftError
+from weft.runtime import capabilities
+from weft.runtime.copying import at_peer, check_copy
+from weft.runtime.meeting import Meeting
+from weft.runtime.record import raise_from_record
+from weft.runtime.view import RECORD_WORDS
+
+DEFAULT_HEAP_BYTES = 1 << 30
+_numbers = itertools.count()
+
+
+class CudaPlatform:
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, name: str, heap_bytes: int) -> None:
+        import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
+
+        self.group, self.name = group, name
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._store = store
+        self._meeting = Meeting(store, name, self.rank, self.size)
+        self._subsets = 0
+        self._check_peers()
+        self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
+        self._handle = symm_mem.rendezvous(self.heap, group)
+        pointers = [int(p) for p in self._handle.buffer_ptrs]
+        # Pointers of a handle are those of the allocation; the tensor may start later in it.
+        self._offset = self.heap.data_ptr() - pointers[self.rank]
+        self.deltas = [p - pointers[self.rank] for p in pointers]
+        if any(delta % 16 for delta in self.deltas):
+            raise WeftError(f"rank {self.rank}: peers' heaps are not 16-byte aligned to each other: {self.deltas}")
+        self._peers = [
+            self.heap if r == self.rank else self._handle.get_buffer(r, (heap_bytes,), torch.uint8, self._offset)
+            for r in range(self.size)
+        ]
+        multicast = int(getattr(self._handle, "multicast_ptr", 0) or 0) != 0
+        self.caps = capabilities.probe(self.device, self._device_indices, multicast=multicast)
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self._names: dict[int, tuple[int, str, int]] = {}
+        self.copy_engine = CudaCopyEngine(self)
+        self.library = NcclLibrary(self)
+
+    @classmethod
+    def join(cls, group: Any, heap_bytes: int | None) -> CudaPlatform:
+        """The platform of ``group``: a process group, a one-dimensional DeviceMesh, or all ranks."""
+        from weft.runtime.launch import coordinates  # it makes teams, and teams import this module
+
+        where = coordinates()
+        if not torch.cuda.is_available():
+            raise NoTeam(
+                "weft.init() finds no GPU here. Run main(team) with weft.launch(main, device='sim') or weft.simulate(main), "
+                "and look at weft doctor"
+            )
+        if not dist.is_initialized():
+            if where is None:
+                raise NoTeam(
+                    "weft.init() needs to know the ranks: start the script with torchrun --nproc-per-node N, or call "
+                    "weft.launch(main, world_size=N)"
+                )
+            torch.cuda.set_device(where.local_rank)
+            dist.init_process_group("nccl", device_id=torch.device("cuda", where.local_rank))
+        if group is not None and hasattr(group, "get_group"):
+            group = group.get_group()
+        group = group or dist.group.WORLD
+        store = dist.distributed_c10d._get_default_store()
+        members = "-".join(map(str, dist.get_process_group_ranks(group)))
+        return cls(group, store, f"team{next(_numbers)}.{members}", heap_bytes or DEFAULT_HEAP_BYTES)
+
+    def _check_peers(self) -> None:
+        here = (socket.gethostname(), self.device.index, str(self.device))
+        everyone = self.exchange("devices", here)
+        self._device_indices = [index for _, index, _ in everyone]
+        for peer, (host, index, device) in enumerate(everyone):
+            if host != here[0]:
+                raise NoPeerAccess(self.rank, peer, f"{here[0]}:{here[2]}", f"{host}:{device}")
+            if peer != self.rank and not torch.cuda.can_device_access_peer(self.device.index, index):
+                raise NoPeerAccess(self.rank, peer, here[2], device)
+
+    def peer_heap(self, peer: int) -> torch.Tensor:
+        return self._peers[peer]
+
+    def exchange(self, what: str, item: Any) -> list[Any]:
+        return self._meeting.exchange(what, item)
+
+    def synchronize(self) -> None:
+        done = torch.cuda.Event()
+        try:
+            done.record()
+            self._meeting.watch(done.query)
+            torch.cuda.synchronize()
+        except WeftError:
+            raise
+        except Exception as error:
+            # A trapped kernel poisons the context: from here on every call raises, but the record is in host memory.
+            raise_from_record(self.record, self.signal_name, self._meeting.fail)
+            self._meeting.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def signal_name(self, address: int) -> str:
+        """``landed[2]`` for an address in this rank's heap."""
+        for base, (nbytes, name, itemsize) in self._names.items():
+            if base <= address < base + nbytes:
+                return f"{name}[{(address - base) // itemsize}]"
+        return f"{address:#x}"
+
+    def max_programs(self, num_warps: int) -> int:
+        # 64 warps an SM; a quarter of that leaves room for kernels with many registers. The launch itself is cooperative,
+        # so the driver refuses what does not fit.
+        return self.caps.sms * max(1, 16 // num_warps) if num_warps <= 4 else self.caps.sms
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def carved(self, tensor: torch.Tensor, name: str) -> None:
+        self._names[tensor.data_ptr()] = (tensor.numel() * tensor.element_size(), name, tensor.element_size())
+
+    def released(self, tensor: torch.Tensor) -> None:
+        self._names.pop(tensor.data_ptr(), None)
+
+    def subset(self, ranks: Sequence[int], heap_bytes: int) -> CudaPlatform | None:
+        self._subsets += 1
+        everyone = dist.get_process_group_ranks(self.group)
+        group = dist.new_group([everyone[r] for r in ranks])
+        if self.rank not in ranks:
+            return None
+        return CudaPlatform(group, self._store, f"{self.name}.{self._subsets}", heap_bytes)
+
+    def fail(self, message: str) -> None:
+        self._meeting.fail(message)
+
+    def close(self) -> None:
+        self._peers.clear()
+        self._handle = None
+
+
+class CudaCopyEngine:
+    """Copies on one side stream. They are ``cudaMemcpyAsync`` between mapped addresses, so the copy engines carry them."""
+
+    def __init__(self, platform: CudaPlatform) -> None:
+        self._platform = platform
+        self._stream = torch.cuda.Stream(platform.device, priority=-1)
+        # Sources may be freed by their owner while the engine still reads them: held until the next join.
+        self._held: list[torch.Tensor] = []
+
+    def fork(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
+        self._copy(at_peer(self._platform, dst, peer), src)
+
+    def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
+        self._copy(dst, at_peer(self._platform, src, peer))
+
+    def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
+        self._copy(at_peer(self._platform, signal, peer), epoch)
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._held.clear()
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        check_copy(dst, src)
+        self._held.append(src)
+        with torch.cuda.stream(self._stream):
+            dst.view(-1).copy_(src.view(-1), non_blocking=True)
+
+
+class NcclLibrary:
+    def __init__(self, platform: CudaPlatform) -> None:
+        self._group, self._size = platform.group, platform.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=self._group)
+        return out
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((self._size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((x.shape[0] // self._size, *x.shape[1:]))
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=self._group)
+        return out

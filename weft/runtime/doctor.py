@@ -1,0 +1,253 @@
+"""What `weft doctor` finds: what is here, what weft will use and why, and the command that mends what is missing.
+
+    findings = examine()
+    runnable(findings)      # False: not even the simulator can run
+
+Each part is looked at by itself, so that one that is broken does not hide the others.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Literal
+
+Status = Literal["ok", "missing", "unused"]
+
+VERDICT = "weft will use"
+_NO_LIMIT = (10_000, 0)
+_CPU_TORCH = "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    status   ok: here and used; missing: weft could do more with it (``remedy`` says how to get it); unused: weft does
+             not need it here
+    remedy   a command for the shell, or ""
+    """
+
+    name: str
+    value: str
+    status: Status
+    explanation: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Package:
+    """A Python package, and the versions ``at_least <= version < below`` that weft works with."""
+
+    name: str
+    module: str
+    purpose: str
+    at_least: tuple[int, int]
+    below: tuple[int, int] = _NO_LIMIT
+    install: str = ""
+
+    @property
+    def remedy(self) -> str:
+        return f"pip install {self.install or self.name}"
+
+
+_PACKAGES = (
+    _Package(name="torch", module="torch", purpose="tensors, NCCL", at_least=(2, 11), install=_CPU_TORCH),
+    _Package(
+        name="Triton",
+        module="triton",
+        purpose="compiles the kernels; the simulator interprets with it",
+        at_least=(3, 6),
+        below=(3, 10),
+        install='"triton>=3.6,<3.10"',
+    ),
+    _Package(name="NumPy", module="numpy", purpose="the simulator", at_least=(1, 26)),
+    _Package(name="greenlet", module="greenlet", purpose="the simulator", at_least=(3, 0)),
+    _Package(name="ml_dtypes", module="ml_dtypes", purpose="the simulator", at_least=(0, 4)),
+    _Package(name="safetensors", module="safetensors", purpose="reads checkpoints", at_least=(0, 4)),
+    _Package(name="tokenizers", module="tokenizers", purpose="text to tokens", at_least=(0, 20)),
+)
+
+_SIMULATOR_NEEDS = ("torch", "Triton", "NumPy", "greenlet", "ml_dtypes")
+_GPUS_NEED = ("torch", "Triton", "GPUs")
+
+
+def examine() -> list[Finding]:
+    """Look at this machine. Never raises for what it finds."""
+    findings = [_python()]
+    findings.extend(_package(package) for package in _PACKAGES)
+    findings.extend(_gpus() if _status(findings, "torch") == "ok" else ())
+    findings.append(_verdict(findings))
+    return findings
+
+
+def runnable(findings: Sequence[Finding]) -> bool:
+    """Whether weft can run at all here, if only in the simulator."""
+    return _status(findings, VERDICT) == "ok"
+
+
+def _python() -> Finding:
+    good = (3, 10) <= sys.version_info[:2] < (3, 14)
+    return Finding(
+        name="Python",
+        value=platform.python_version(),
+        status="ok" if good else "missing",
+        explanation=sys.executable if good else "weft is made for 3.10 to 3.13",
+        remedy="" if good else "install Python 3.10 to 3.13, then: make clean demo PYTHON=python3.12",
+    )
+
+
+def _package(package: _Package) -> Finding:
+    limit = "" if package.below == _NO_LIMIT else f", < {_dotted(package.below)}"
+    wanted = f"{package.purpose}; weft works with >= {_dotted(package.at_least)}{limit}"
+    try:
+        module = import_module(package.module)
+    except ModuleNotFoundError:
+        return _missing(package, "not installed", wanted)
+    except Exception as error:  # a broken binary raises whatever it likes
+        return _missing(package, "does not import", f"{type(error).__name__}: {error}".splitlines()[0])
+    version = str(module.__version__)
+    if not package.at_least <= _numbers(version) < package.below:
+        return _missing(package, version, wanted)
+    value = f"{version}, built for {_built_for(module)}" if package.module == "torch" else version
+    return Finding(name=package.name, value=value, status="ok", explanation=package.purpose)
+
+
+def _missing(package: _Package, value: str, why: str) -> Finding:
+    return Finding(name=package.name, value=value, status="missing", explanation=why, remedy=package.remedy)
+
+
+def _built_for(torch: ModuleType) -> str:
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    from weft.runtime import capabilities
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        yield _no_gpus(torch.version.cuda is not None)
+        return
+    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory >> 30} GiB" for gpu in gpus)
+    yield Finding(
+        name="GPUs",
+        value="; ".join(f"{number} x {kind}" for kind, number in kinds.items()),
+        status="ok",
+        explanation=f"{capabilities.architecture(0)}; rank r runs on GPU r",
+    )
+    if count == 1:
+        return
+    yield _links()
+    yield _peers(capabilities.peer_matrix())
+    offered = [capabilities.driver_offers_multicast(index) for index in range(count)]
+    yield Finding(
+        name="multicast",
+        value="offered by the driver" if all(offered) else "not offered by the driver",
+        status="unused",
+        explanation="whether the fabric has it on shows only when a heap is made; no op of weft needs it",
+    )
+    shmem = capabilities.nvshmem_available()
+    yield Finding(
+        name="NVSHMEM",
+        value="in this torch" if shmem else "not in this torch",
+        status="unused",
+        explanation="for several machines, later; one machine uses CUDA symmetric memory",
+    )
+
+
+def _no_gpus(built_for_cuda: bool) -> Finding:
+    tool = shutil.which("nvidia-smi")
+    seen = _output(tool, "-L").count("GPU ") if tool else 0
+    if not seen:
+        return Finding(name="GPUs", value="none", status="unused", explanation="the simulator needs none")
+    if built_for_cuda:
+        why, remedy = "torch cannot use them: does the driver fit, is CUDA_VISIBLE_DEVICES empty?", "nvidia-smi"
+    else:
+        why, remedy = "this torch is built for the CPU", "pip install --force-reinstall torch"
+    return Finding(name="GPUs", value=f"{seen} seen by the driver", status="missing", explanation=why, remedy=remedy)
+
+
+def _links() -> Finding:
+    """The kinds of links in `nvidia-smi topo -m`: NV18 is 18 NVLinks, PIX to SYS are ways over PCIe."""
+    tool = shutil.which("nvidia-smi")
+    rows = [line.split() for line in (_output(tool, "topo", "-m") if tool else "").splitlines()]
+    rows = [row for row in rows if row and row[0].startswith("GPU") and "X" in row]
+    kinds = sorted({cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"})
+    if not kinds:
+        return Finding(name="links", value="unknown", status="unused", explanation="nvidia-smi topo -m did not say")
+    fast = all(kind.startswith("NV") for kind in kinds)
+    why = "NVLink between all pairs" if fast else "pairs without NVLink (NV...) go over PCIe, which is slower"
+    return Finding(name="links", value=", ".join(kinds), status="ok", explanation=why)
+
+
+def _peers(matrix: Sequence[Sequence[bool]]) -> Finding:
+    cut = [f"{i}-{j}" for i, row in enumerate(matrix) for j, reached in enumerate(row) if not reached]
+    if not cut:
+        return Finding(
+            name="peer access", value="every pair", status="ok", explanation="kernels reach all peers' memory"
+        )
+    return Finding(
+        name="peer access",
+        value=f"not between {', '.join(cut)}",
+        status="missing",
+        explanation="ranks must be able to reach each other: choose GPUs that can",
+        remedy="nvidia-smi topo -p2p r",
+    )
+
+
+def _verdict(findings: Sequence[Finding]) -> Finding:
+    simulator = all(_status(findings, name) == "ok" for name in _SIMULATOR_NEEDS)
+    gpus = all(_status(findings, name) == "ok" for name in _GPUS_NEED)
+    peers = _status(findings, "peer access")  # None: there is one GPU, so no pair
+    if gpus and peers == "ok":
+        return _use("the GPUs", "CUDA symmetric memory: every pair has peer access")
+    if gpus and peers is None:
+        return _use("the GPU", "one rank on it; more ranks run in the simulator")
+    if simulator:
+        why = "not every pair of GPUs has peer access" if gpus else "no GPUs to use"
+        return _use("the simulator", f"{why}; its results are right, its times mean nothing")
+    lacking = [name for name in _SIMULATOR_NEEDS if _status(findings, name) != "ok"]
+    remedies = [finding.remedy for finding in findings if finding.name in lacking]
+    return Finding(
+        name=VERDICT,
+        value="nothing: it cannot run",
+        status="missing",
+        explanation=f"the simulator lacks {', '.join(lacking)}",
+        remedy=" && ".join(remedies),
+    )
+
+
+def _use(what: str, why: str) -> Finding:
+    return Finding(name=VERDICT, value=what, status="ok", explanation=why)
+
+
+def _status(findings: Sequence[Finding], name: str) -> Status | None:
+    return next((finding.status for finding in findings if finding.name == name), None)
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    parts = [part for part in version.split("+")[0].split(".") if part.isdigit()]
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 else (0, 0)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

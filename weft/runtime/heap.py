@@ -1,0 +1,64 @@
+"""Bookkeeping of the symmetric heap: which bytes of one allocation are taken. The same on every rank, step by step."""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from weft.errors import HeapExhausted
+
+# TMA wants 128; 256 keeps tensors on separate L2 lines and cudaMalloc's habit.
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Block:
+    """``size`` bytes at ``offset``, ``used`` of them by the tensor called ``name``."""
+
+    offset: int
+    size: int
+    used: int = 0
+    name: str = ""
+
+
+class HeapLayout:
+    """First fit over a sorted list of free blocks; neighbours are joined when one is freed."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+        self._free = [Block(0, size)]
+        self._taken: dict[int, Block] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(block.size for block in self._free)
+
+    def take(self, nbytes: int, name: str) -> int:
+        """Offset of ``nbytes`` fresh bytes. HeapExhausted names what fills the heap."""
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        for at, block in enumerate(self._free):
+            if block.size >= size:
+                rest = Block(block.offset + size, block.size - size)
+                self._free[at : at + 1] = [rest] if rest.size else []
+                self._taken[block.offset] = Block(block.offset, size, nbytes, name)
+                return block.offset
+        largest = sorted(self._taken.values(), key=lambda b: -b.size)[:3]
+        raise HeapExhausted(self.rank, size, self.free_bytes, self.size, [f"{b.name} ({b.used:,} bytes)" for b in largest])
+
+    def give_back(self, offset: int) -> None:
+        block = self._taken.pop(offset)
+        insort(self._free, Block(block.offset, block.size))
+        joined: list[Block] = []
+        for free in self._free:
+            if joined and joined[-1].offset + joined[-1].size == free.offset:
+                joined[-1] = Block(joined[-1].offset, joined[-1].size + free.size)
+            else:
+                joined.append(free)
+        self._free = joined
+
+    def holder(self, offset: int) -> Block | None:
+        """The taken block that ``offset`` lies in."""
+        for block in self._taken.values():
+            if block.offset <= offset < block.offset + block.size:
+                return block
+        return None

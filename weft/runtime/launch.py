@@ -1,0 +1,199 @@
+"""``weft.launch``: one process per GPU, or virtual ranks, or in place under ``torchrun``.
+
+The only file of weft that reads the environment, and only torchrun's coordinates.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from weft.errors import NotEnoughGPUs, PeerFailed, WeftError
+from weft.runtime import simulate as simulation
+
+DEVICES = ("auto", "cuda", "sim")
+DEFAULT_VIRTUAL_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """Where torchrun has put this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def coordinates() -> Coordinates | None:
+    """torchrun's coordinates of this process; None if torchrun did not start it."""
+    env = os.environ
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= env.keys():
+        return None
+    return Coordinates(rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]), local_rank=int(env["LOCAL_RANK"]))
+
+
+def launch(
+    main: Callable[..., Any],
+    world_size: int | None = None,
+    device: str = "auto",
+    *,
+    args: Sequence[Any] = (),
+    seed: int = 0,
+    heap_bytes: int | None = None,
+    debug: bool | float = False,
+) -> list[Any]:
+    """Run ``main(team, *args)`` on every rank; the results in rank order.
+
+    world_size  torchrun's, else the number of GPUs, else 4 virtual ranks, if None
+    device      "cuda": one process per GPU (``main`` must be importable: defined at the top of a module); "sim": virtual ranks
+                in this process; "auto": GPUs where there are enough, else "sim". Under torchrun ``main`` runs in place
+    seed        of the simulator's scheduler
+    heap_bytes, debug: as in ``weft.init``
+
+    The first error of a rank is raised here; the other ranks are ended. NotEnoughGPUs if "cuda" was asked for in vain.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
+    if world_size is not None and world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1")
+    where = coordinates()
+    if where is not None and device != "sim":
+        if world_size not in (None, where.world_size):
+            raise ValueError(
+                f"world_size={world_size}, but torchrun started {where.world_size} ranks; start it with "
+                f"--nproc-per-node {world_size} or leave world_size out"
+            )
+        return _in_place(main, args, heap_bytes, debug)
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus >= (world_size or 1) else "sim"
+    if device == "sim":
+        ranks = world_size or DEFAULT_VIRTUAL_RANKS
+        return simulation.simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, args=args)
+    world_size = world_size or gpus
+    if world_size > gpus or gpus == 0:
+        raise NotEnoughGPUs(world_size or 1, gpus)
+    return _spawn(main, world_size, args, heap_bytes, debug)
+
+
+def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float) -> list[Any]:
+    from weft.runtime.team import init
+
+    team = init(heap_bytes=heap_bytes, debug=debug)
+    try:
+        results = team.exchange(main(team, *args))
+        team.close()
+    except BaseException as error:
+        team.fail(_one_line(error))
+        raise
+    torch.distributed.destroy_process_group()
+    return results
+
+
+def _spawn(
+    main: Callable[..., Any], world_size: int, args: Sequence[Any], heap_bytes: int | None, debug: bool | float
+) -> list[Any]:
+    try:
+        work = pickle.dumps((main, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"launch(device='cuda') starts processes, so main and its args must be picklable ({error}); define main at the top "
+            f"level of a module, or use torchrun"
+        ) from error
+    # The parent holds the store: it outlives a rank that dies, so the others still learn of it.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_worker, args=(theirs, store.port, rank, world_size, work, heap_bytes, debug), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        return _collect(pipes)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    """Results of all ranks; raises the error that came first, preferring a cause to a PeerFailed that it led to."""
+    results: dict[int, Any] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    first: BaseException | None = None
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout=None if first is None else 3.0)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)
+            try:
+                error, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                error, value = WeftError(f"rank {rank}: its process died without a word (killed, or a crash in the driver)"), None
+            results[rank] = value
+            if error is not None and (first is None or (isinstance(first, PeerFailed) and not isinstance(error, PeerFailed))):
+                first = error
+    if first is not None:
+        raise first
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _worker(
+    pipe: Connection, port: int, rank: int, world_size: int, work: bytes, heap_bytes: int | None, debug: bool | float
+) -> None:
+    """One rank: a process of its own with one GPU."""
+    from weft.runtime.team import init
+
+    error: BaseException | None = None
+    value = team = None
+    try:
+        torch.cuda.set_device(rank)
+        store = torch.distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+        torch.distributed.init_process_group(
+            "nccl", store=store, rank=rank, world_size=world_size, device_id=torch.device("cuda", rank)
+        )
+        team = init(heap_bytes=heap_bytes, debug=debug)
+        main, args = pickle.loads(work)
+        value = main(team, *args)
+        team.close()
+    except BaseException as caught:
+        error = caught
+        if team is not None:
+            team.fail(_one_line(caught))
+    pipe.send_bytes(_packed(rank, error, value))
+    pipe.close()
+    # A spinning kernel or a poisoned context would hang an orderly end.
+    os._exit(0 if error is None else 1)
+
+
+def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:
+    if error is not None:
+        error.add_note(f"in rank {rank}:\n{''.join(traceback.format_exception(error))}") if hasattr(error, "add_note") else None
+    try:
+        packed = pickle.dumps((error, value))
+        pickle.loads(packed)
+        return packed
+    except Exception as problem:
+        cause = _one_line(error) if error is not None else f"its result cannot be pickled: {problem}"
+        return pickle.dumps((WeftError(f"rank {rank}: {cause}"), None))
+
+
+def _one_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

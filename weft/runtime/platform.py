@@ -1,0 +1,87 @@
+"""What a team stands on: real GPUs (``cuda.py``) or the simulator (``virtual.py``), behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from weft.runtime.capabilities import Capabilities
+
+
+class Library(Protocol):
+    """The collectives that come with the machine, to compare with and for mode "torch": NCCL through torch.distributed on
+    GPUs; in the simulator an exchange through host memory, summed in fp32 in rank order. Results are fresh tensors."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[W * x.shape[0], ...]"""
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[x.shape[0] / W, ...]"""
+
+
+class CopyEngine(Protocol):
+    """Ordered copies to and from peers, beside the compute stream. One after the other, in the order of the calls.
+
+    ``fork`` and ``join`` tie it to the calling rank's current stream; between them its work overlaps with kernels. All of it
+    may be captured in a CUDA graph: a flag is a copy of an epoch word in device memory, never a value of the host.
+    """
+
+    def fork(self) -> None:
+        """The engine waits for all that the current stream has been given so far."""
+
+    def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
+        """``dst`` (symmetric, at ``peer``) = ``src`` (this rank's). Contiguous, of equal dtype and number of elements."""
+
+    def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
+        """``dst`` (this rank's) = ``src`` (symmetric, at ``peer``)."""
+
+    def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
+        """The word ``epoch`` (int32 [1], this rank's) goes into ``signal`` (symmetric int32 [1]) at ``peer``, after all
+        earlier copies have landed there. Pairs with a kernel's ``wait(signal, epoch)``."""
+
+    def join(self) -> None:
+        """The current stream waits for all that the engine has been given so far."""
+
+
+class Platform(Protocol):
+    rank: int
+    size: int
+    name: str
+    device: torch.device
+    group: Any
+    caps: Capabilities
+    heap: torch.Tensor
+    record: torch.Tensor
+    deltas: Sequence[int]
+    copy_engine: CopyEngine
+    library: Library
+
+    def peer_heap(self, peer: int) -> torch.Tensor:
+        """``peer``'s heap as uint8 bytes that this rank can read and write."""
+
+    def exchange(self, what: str, item: Any) -> list[Any]:
+        """All ranks' items, in rank order. Bounded: PeerSilent or PeerFailed instead of waiting for ever."""
+
+    def synchronize(self) -> None:
+        """This rank's GPU work has ended; raises what went wrong in it."""
+
+    def max_programs(self, num_warps: int) -> int: ...
+
+    def is_capturing(self) -> bool: ...
+
+    def carved(self, tensor: torch.Tensor, name: str) -> None:
+        """A tensor of the heap is in use under this name."""
+
+    def released(self, tensor: torch.Tensor) -> None: ...
+
+    def subset(self, ranks: Sequence[int], heap_bytes: int) -> Platform | None:
+        """A platform of these ranks only; None on the others. Called by all."""
+
+    def fail(self, message: str) -> None:
+        """Tell the peers that this rank is lost."""
+
+    def close(self) -> None: ...

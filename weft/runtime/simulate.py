@@ -1,0 +1,60 @@
+"""``weft.simulate``: the same ``main(team)`` and the same kernels for W virtual ranks in one process, without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weft.errors import WeftError
+from weft.runtime.team import Team
+
+# Which virtual rank a host thread is; threads of the simulator set it, nobody else has it.
+_THIS_THREAD = threading.local()
+
+
+def simulate(
+    main: Callable[..., Any],
+    world_size: int = 4,
+    *,
+    seed: int = 0,
+    sms: int = 8,
+    slow: Mapping[int, float] | None = None,
+    heap_bytes: int | None = None,
+    args: Sequence[Any] = (),
+    on_event: Callable[[tuple[int, str, str, str]], None] | None = None,
+) -> list[Any]:
+    """Run ``main(team, *args)`` on ``world_size`` virtual ranks; their results in rank order.
+
+    seed      decides every choice of the scheduler: the same seed gives the same run, event for event
+    sms       programs of a rank that can be resident at once; further ones start when others end
+    slow      rank -> how many times rarer than the others it is chosen
+    on_event  called with (step, task, kind, detail) for every access, launch and wait
+
+    Raises what a rank raised (the others are stopped), Deadlock the moment no task can go on, InvalidAccess for a kernel
+    that leaves its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1")
+    if sms < 1:
+        raise ValueError(f"sms={sms} must be at least 1")
+    try:
+        from weft.simulator.machine import Machine
+    except ImportError as error:
+        raise WeftError(f"the simulator needs {error.name}, which is not installed: pip install 'weft[sim]'") from error
+    from weft.runtime.virtual import Cluster  # needs the simulator
+
+    machine = Machine(world_size, seed, sms, slow, on_event)
+    cluster = Cluster(machine)
+
+    def host(rank: int) -> Any:
+        _THIS_THREAD.cluster, _THIS_THREAD.rank = cluster, rank
+        return main(Team(cluster.platform(rank, heap_bytes)), *args)
+
+    return machine.run([lambda rank=rank: host(rank) for rank in range(world_size)])
+
+
+def platform_of_this_thread(heap_bytes: int | None) -> Any:
+    """A new virtual platform for the rank whose host code this thread runs; None outside a simulation."""
+    cluster = getattr(_THIS_THREAD, "cluster", None)
+    return cluster.platform(_THIS_THREAD.rank, heap_bytes) if cluster is not None else None

@@ -1,0 +1,236 @@
+"""The team: ranks that share a symmetric heap. ``weft.init()`` makes one."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
+from weft.runtime.copying import at_peer
+from weft.runtime.heap import HeapLayout
+from weft.runtime.platform import CopyEngine, Library, Platform
+from weft.runtime.view import MAX_BARRIER_PROGRAMS, TeamView, make_view
+
+T = TypeVar("T")
+
+# Custom ops carry a team's name in their schema and find it here.
+_TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
+
+
+class Team:
+    """One rank's end of a team.
+
+    rank, size    this rank, and how many there are
+    device        where its tensors live (``cpu`` in the simulator)
+    group         its ``torch.distributed`` group; None in the simulator
+    caps          what the device and its links can do (``weft.runtime.capabilities.Capabilities``)
+    name          finds it again: ``find_team(name)``
+    view          what kernels take as their argument ``team``
+    copy_engine   ordered copies beside the compute stream
+    library       the machine's own collectives (NCCL), to compare with
+
+    ``empty``, ``zeros``, ``signals``, ``free``, ``workspace``, ``barrier``, ``exchange`` and ``subset`` are collective: every
+    rank makes the same calls in the same order. After ``close()`` every use raises TeamClosed.
+    """
+
+    def __init__(self, platform: Platform, debug_seconds: float | None = None) -> None:
+        self._platform = platform
+        self._closed = False
+        self._layout = HeapLayout(platform.heap.numel(), platform.rank)
+        self._counter = itertools.count()
+        self._workspaces: dict[Hashable, Any] = {}
+        self.rank, self.size, self.name = platform.rank, platform.size, platform.name
+        self.device, self.group, self.caps = platform.device, platform.group, platform.caps
+        self.is_simulated = self.caps.is_simulated
+        self._debug_seconds = debug_seconds
+        _TEAMS[self.name] = self
+        barriers = self.zeros((MAX_BARRIER_PROGRAMS, self.size + 1), torch.int32, name="team.barriers")
+        deltas = torch.tensor(list(platform.deltas), dtype=torch.int64, device=self.device)
+        patience = int(debug_seconds * 1e6) if debug_seconds else 0
+        self._view = make_view(self.rank, self.size, deltas, barriers, platform.record, patience, self.caps.multicast)
+
+    def __repr__(self) -> str:
+        return f"Team({self.name!r}, rank={self.rank}, size={self.size}, device={self.device})"
+
+    # --- symmetric memory --------------------------------------------------------------------------------------------
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, *, name: str | None = None
+    ) -> torch.Tensor:
+        """A symmetric tensor, uninitialised: the same offset in every rank's heap. Collective.
+
+        HeapExhausted if it does not fit; AllocationMismatch, on all ranks, if they ask for different things.
+        """
+        self._check_open("empty()")
+        if self._platform.is_capturing():
+            raise Unsupported(
+                f"rank {self.rank}: symmetric memory is allocated while a CUDA graph is captured; run the op once with this "
+                f"shape before capturing"
+            )
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        index = next(self._counter)
+        wanted = f"{tuple(shape)} {dtype}"
+        by_rank = self._platform.exchange(f"allocation #{index}", wanted)
+        if any(other != wanted for other in by_rank):
+            raise AllocationMismatch(self.rank, index, by_rank)
+        nbytes = _numel(shape) * dtype.itemsize
+        name = name or f"symmetric tensor #{index}"
+        offset = self._layout.take(nbytes, name)
+        tensor = self._platform.heap[offset : offset + nbytes].view(dtype).view(shape)
+        self._platform.carved(tensor, name)
+        return tensor
+
+    def zeros(
+        self, shape: int | Sequence[int], dtype: torch.dtype = torch.bfloat16, *, name: str | None = None
+    ) -> torch.Tensor:
+        """A symmetric tensor of zeros; zero on every rank before any rank goes on. Collective."""
+        tensor = self.empty(shape, dtype, name=name).zero_()
+        self.barrier()
+        return tensor
+
+    def signals(self, shape: int | Sequence[int], *, name: str | None = None) -> torch.Tensor:
+        """Symmetric int32 signals, all 0. Collective."""
+        return self.zeros(shape, torch.int32, name=name or "signals")
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give a symmetric tensor's bytes back, once all ranks are done with it. Collective."""
+        self._check_open("free()")
+        if not self.is_symmetric(tensor):
+            raise NotSymmetric(self.rank, "tensor", tensor.shape)
+        offset = tensor.data_ptr() - self._platform.heap.data_ptr()
+        self.barrier()
+        self._platform.released(tensor)
+        self._layout.give_back(offset)
+
+    def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric if it is none."""
+        self._check_open("at_peer()")
+        return at_peer(self._platform, tensor, peer)
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        heap = self._platform.heap
+        return heap.data_ptr() <= tensor.data_ptr() < heap.data_ptr() + heap.numel()
+
+    def local(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Ordinary zeroed memory of this rank's device: epoch words, counters."""
+        self._check_open("local()")
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()`` at the first call with ``key``, the same object afterwards. Collective at the first call."""
+        self._check_open("workspace()")
+        if key not in self._workspaces:
+            self._workspaces[key] = make()
+        return self._workspaces[key]
+
+    # --- the ranks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> TeamView:
+        self._check_open("view")
+        return self._view
+
+    @property
+    def copy_engine(self) -> CopyEngine:
+        self._check_open("copy_engine")
+        return self._platform.copy_engine
+
+    @property
+    def library(self) -> Library:
+        self._check_open("library")
+        return self._platform.library
+
+    def max_programs(self, num_warps: int = 4) -> int:
+        """How many programs that wait for each other may run at once on this rank's GPU."""
+        return self._platform.max_programs(num_warps)
+
+    def barrier(self) -> None:
+        """All ranks have come here and their earlier GPU work has ended. Collective, and bounded in time."""
+        self._check_open("barrier()")
+        self._platform.synchronize()
+        self._platform.exchange("barrier", None)
+
+    def synchronize(self) -> None:
+        """This rank's GPU work has ended. Raises WaitTimeout for a debug-mode wait that gave up, here or on a peer."""
+        self._check_open("synchronize()")
+        self._platform.synchronize()
+
+    def exchange(self, item: Any) -> list[Any]:
+        """Every rank's ``item`` (picklable), in rank order. Collective."""
+        self._check_open("exchange()")
+        return self._platform.exchange("exchange", item)
+
+    def subset(self, ranks: Sequence[int], heap_bytes: int | None = None) -> Team | None:
+        """A team of some of this team's ranks, in this order; None on the ranks left out. Collective over this team."""
+        self._check_open("subset()")
+        ranks = list(ranks)
+        if len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+            raise ValueError(f"ranks={ranks} must be different ranks of this team, 0 to {self.size - 1}")
+        platform = self._platform.subset(ranks, heap_bytes or self._platform.heap.numel())
+        return Team(platform, self._debug_seconds) if platform is not None else None
+
+    def fail(self, message: str) -> None:
+        """Tell the peers that this rank is lost, so that they raise PeerFailed instead of waiting for it."""
+        self._platform.fail(message)
+
+    def close(self) -> None:
+        """Give the heap back. Collective; does nothing the second time."""
+        if not self._closed:
+            self.barrier()
+            self._closed = True
+            self._workspaces.clear()
+            self._platform.close()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error the other ranks may never come to the barrier of close().
+        if kind is None:
+            self.close()
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise TeamClosed(self.name, self.rank, what)
+
+
+def find_team(name: str) -> Team:
+    """The open team of this name. ValueError if there is none in this process."""
+    team = _TEAMS.get(name)
+    if team is None:
+        raise ValueError(f"no team called {name!r} in this process; pass the name of a Team that is alive")
+    team._check_open("an op")
+    return team
+
+
+def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | float = False) -> Team:
+    """This process's (or virtual rank's) end of a new team.
+
+    group       a ``torch.distributed`` group or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); all ranks if None
+    heap_bytes  of symmetric memory per rank; 1 GiB on GPUs and 64 MiB in the simulator if None
+    debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout
+
+    Under ``torchrun`` or ``weft.launch`` it uses this rank's GPU, and inside ``weft.simulate`` a virtual one. NoTeam elsewhere.
+    """
+    from weft.runtime import simulate  # it makes teams, so it imports this module
+
+    seconds = (20.0 if debug is True else float(debug)) if debug else None
+    virtual = simulate.platform_of_this_thread(heap_bytes)
+    if virtual is not None:
+        if group is not None:
+            raise ValueError("init(group=...) needs torch.distributed; in the simulator use team.subset(ranks)")
+        return Team(virtual, seconds)
+    from weft.runtime.cuda import CudaPlatform  # needs a GPU build of torch
+
+    return Team(CudaPlatform.join(group, heap_bytes), seconds)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count

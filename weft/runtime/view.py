@@ -1,0 +1,49 @@
+"""What a kernel is handed of a team: one NamedTuple, passed as the argument ``team``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+# Programs of one grid that may call `barrier(team)`: each owns a row of counters.
+MAX_BARRIER_PROGRAMS = 1024
+# int64 words of the record that a debug-mode wait leaves behind: see language/lowering/record.py.
+RECORD_WORDS = 16
+
+
+class TeamView(NamedTuple):
+    """``team.view``. Kernels ask it through words (``rank(team)``, ``symm_at(p, peer, team)``), never by field.
+
+    coords       2 * rank + 3: an odd number above 1, since Triton compiles another kernel for an integer that is 1 or a
+                 multiple of 16, and every rank should run the same one
+    size         world size, a compile-time constant
+    deltas       int64 [size]: bytes from an address in my heap to the same object in each peer's; 0 for myself
+    barriers     int32 [MAX_BARRIER_PROGRAMS, size + 1], symmetric: what each rank has announced, and my own count
+    patience_us  compile-time constant: 0, or the microseconds after which a wait gives up (debug builds)
+    record       int64 [RECORD_WORDS], readable by the host: who gave up, where, and on what
+    multicast    compile-time constant: 1 where multimem instructions may be used
+    """
+
+    coords: int
+    size: tl.constexpr
+    deltas: torch.Tensor
+    barriers: torch.Tensor
+    patience_us: tl.constexpr
+    record: torch.Tensor
+    multicast: tl.constexpr
+
+
+def make_view(
+    rank: int,
+    size: int,
+    deltas: torch.Tensor,
+    barriers: torch.Tensor,
+    record: torch.Tensor,
+    patience_us: int = 0,
+    multicast: bool = False,
+) -> TeamView:
+    return TeamView(
+        2 * rank + 3, tl.constexpr(size), deltas, barriers, tl.constexpr(patience_us), record, tl.constexpr(int(multicast))
+    )

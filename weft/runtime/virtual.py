@@ -1,0 +1,166 @@
+"""The platform of virtual ranks: heaps in plain memory, the copy engine as an asynchronous task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.runtime import capabilities
+from weft.runtime.copying import at_peer, check_copy
+from weft.runtime.view import RECORD_WORDS
+from weft.simulator.machine import Machine
+from weft.simulator.memory import Extent
+
+DEFAULT_HEAP_BYTES = 64 << 20
+# A copy moves in so many pieces, so that a kernel which reads before the flag finds half of the data.
+_PIECES = 4
+
+
+class Cluster:
+    """What the virtual ranks of one simulation share: every heap, by team and rank."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.heaps: dict[tuple[str, int], torch.Tensor] = {}
+        self._made: dict[int, int] = {}
+
+    def platform(self, rank: int, heap_bytes: int | None) -> VirtualPlatform:
+        """The next team of all ranks; every rank must make its teams in the same order."""
+        number = self._made.get(rank, 0)
+        self._made[rank] = number + 1
+        members = list(range(self.machine.world_size))
+        return VirtualPlatform(self, f"team{number}", members, rank, heap_bytes or DEFAULT_HEAP_BYTES)
+
+
+class VirtualPlatform:
+    group = None
+
+    def __init__(self, cluster: Cluster, team: str, members: list[int], place: int, heap_bytes: int) -> None:
+        """``members`` are machine ranks; this is ``members[place]``."""
+        self._cluster, self._machine, self._team, self._members = cluster, cluster.machine, team, members
+        self._meetings = self._subsets = 0
+        self.rank, self.size = place, len(members)
+        # One process holds all ranks, so the name says which.
+        self.name = f"{id(cluster):x}.{team}.rank{place}"
+        self.device = torch.device("cpu")
+        self.caps = capabilities.simulated(self.size, self._machine.sms)
+        # torch.empty aligns to 64 bytes; tensors are carved at multiples of 256 and TMA wants 128.
+        raw = torch.empty(heap_bytes + 256, dtype=torch.uint8)
+        self.heap = raw[-raw.data_ptr() % 256 :][:heap_bytes]
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
+        self._machine.memory.add_heap(self.heap.data_ptr(), heap_bytes)
+        cluster.heaps[team, place] = self.heap
+        bases = self.exchange("init", self.heap.data_ptr())
+        self.deltas = [base - self.heap.data_ptr() for base in bases]
+        self.copy_engine = VirtualCopyEngine(self)
+        self.library = HostLibrary(self)
+
+    def peer_heap(self, peer: int) -> torch.Tensor:
+        return self._cluster.heaps[self._team, peer]
+
+    def exchange(self, what: str, item: Any) -> list[Any]:
+        self._meetings += 1
+        return self._machine.exchange(f"{self._team}'s {what} (meeting {self._meetings})", item, self._members)
+
+    def synchronize(self) -> None:
+        self._machine.drain(self.copy_engine.stream)
+
+    def max_programs(self, num_warps: int) -> int:
+        return self._machine.sms
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def carved(self, tensor: torch.Tensor, name: str) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        # Poison: NaN in every float type, -1 in every integer, so that reading what nobody wrote shows.
+        self.heap[tensor.data_ptr() - self.heap.data_ptr() :][:nbytes].fill_(0xFF)
+        self._machine.memory.add(Extent(tensor.data_ptr(), nbytes, self.rank, name, tensor.element_size()))
+
+    def released(self, tensor: torch.Tensor) -> None:
+        self._machine.memory.remove(tensor.data_ptr())
+
+    def subset(self, ranks: Sequence[int], heap_bytes: int) -> VirtualPlatform | None:
+        self._subsets += 1
+        if self.rank not in ranks:
+            return None
+        team = f"{self._team}.{self._subsets}"
+        return VirtualPlatform(self._cluster, team, [self._members[r] for r in ranks], list(ranks).index(self.rank), heap_bytes)
+
+    def fail(self, message: str) -> None:
+        """Nothing to do: what a virtual rank raises ends the simulation."""
+
+    def close(self) -> None:
+        # Peers may still be on their way out of the last barrier; the heap itself goes when nobody holds it.
+        self._cluster.heaps.pop((self._team, self.rank), None)
+
+
+class VirtualCopyEngine:
+    stream = "copy engine"
+
+    def __init__(self, platform: VirtualPlatform) -> None:
+        self._platform, self._machine = platform, platform._machine
+
+    def fork(self) -> None:
+        """Kernels of the main stream are synchronous here, so all of its work has ended already."""
+
+    def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
+        self._enqueue(f"put to rank {peer}", self._at(dst, peer), src)
+
+    def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
+        self._enqueue(f"get from rank {peer}", dst, self._at(src, peer))
+
+    def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
+        self._enqueue(f"signal to rank {peer}", self._at(signal, peer), epoch)
+
+    def join(self) -> None:
+        self._machine.drain(self.stream)
+
+    def _at(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        return at_peer(self._platform, tensor, peer)
+
+    def _enqueue(self, label: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        check_copy(dst, src)
+        target, source = dst.view(-1), src.view(-1)
+
+        def move() -> None:
+            count = source.numel()
+            step = -(-count // _PIECES) if count > _PIECES else max(count, 1)
+            for start in range(0, count, step):
+                self._machine.scheduler.step()
+                self._machine.note("copy", label)
+                target[start : start + step].copy_(source[start : start + step])
+                base = target.data_ptr() + start * target.element_size()
+                self._machine.scheduler.written(base, base + min(step, count - start) * target.element_size())
+
+        self._machine.enqueue(self.stream, label, move)
+
+
+class HostLibrary:
+    """Library collectives through host memory, summed in fp32 in rank order."""
+
+    def __init__(self, platform: VirtualPlatform) -> None:
+        self._platform = platform
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum(self._exchange("all_reduce", x)).to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange("all_gather", x))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        shards = [part.chunk(self._platform.size)[self._platform.rank] for part in self._exchange("reduce_scatter", x)]
+        return self._sum(shards).to(x.dtype)
+
+    def _exchange(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
+        # A copy, since a rank that is ahead may write to x before the others have read it.
+        return self._platform.exchange(what, x.detach().clone())
+
+    @staticmethod
+    def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return total

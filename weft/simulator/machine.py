@@ -1,0 +1,329 @@
+"""The virtual machine: W GPUs in one process, each with its memory, a main stream, side streams and ``sms`` programs at a time.
+
+It is the port through which the interpreter reaches memory, and it turns kernel launches, stream operations and host code
+into tasks of one scheduler. It knows ranks, addresses and streams; teams and words are built on it (``runtime``,
+``language.lowering.simulated``).
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.errors import Deadlock, WeftError
+from weft.simulator import words
+from weft.simulator.interpreter import Interpreter, Launch
+from weft.simulator.memory import Memory
+from weft.simulator.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
+
+Event = tuple[int, str, str, str]
+
+
+class Program(GreenletTask):
+    """One program instance of a launch."""
+
+    def __init__(self, grid: Grid, index: int) -> None:
+        x, y, z = grid.launch.grid
+        self.index = (index % x, index // x % y, index // (x * y))
+        self.grid = grid
+        super().__init__(grid.scheduler, grid.rank, f"rank {grid.rank} kernel {grid.launch.name} program {index}", grid.launch.run)
+
+
+class Grid:
+    """A kernel launch: its programs start in order as the rank's SMs become free, and end it together."""
+
+    def __init__(self, machine: Machine, rank: int, launch: Launch) -> None:
+        self.machine, self.scheduler, self.rank, self.launch = machine, machine.scheduler, rank, launch
+        x, y, z = launch.grid
+        self.total = x * y * z
+        self.started = self.ended = 0
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.ended == self.total or self.error is not None
+
+    def start_one(self) -> None:
+        program = Program(self, self.started)
+        self.started += 1
+        program.on_finish = lambda: self._program_ended(program)
+        self.scheduler.spawn(program)
+
+    def _program_ended(self, program: Program) -> None:
+        self.ended += 1
+        if program.error is not None and self.error is None:
+            self.error = program.error
+        self.machine.sm_freed(self.rank)
+
+
+@dataclass(slots=True)
+class Stream:
+    """Operations that run one after the other, beside the rank's host code."""
+
+    rank: int
+    name: str
+    queue: deque[tuple[str, Callable[[], None]]]
+    running: Task | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self.running is None and not self.queue
+
+
+class Machine:
+    def __init__(
+        self,
+        world_size: int,
+        seed: int = 0,
+        sms: int = 8,
+        slow: Mapping[int, float] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.world_size, self.sms, self.seed = world_size, sms, seed
+        self.scheduler = Scheduler(seed, slow)
+        self.memory = Memory()
+        self.interpreter = Interpreter(self)
+        self._on_event = on_event
+        self._free_sms = [sms] * world_size
+        self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
+        self._streams: dict[tuple[int, str], Stream] = {}
+        self._meetings: dict[str, dict[int, Any]] = {}
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(self, mains: list[Callable[[], Any]]) -> list[Any]:
+        """Run one host task a rank to its end; their results, in rank order."""
+        hosts = [ThreadTask(self.scheduler, rank, f"rank {rank} host code", main) for rank, main in enumerate(mains)]
+        for host in hosts:
+            self.scheduler.spawn(host)
+        with self.interpreter:
+            subscription = words.subscribe(lambda fn, word: self.interpreter.replace(fn, self._bind(word)))
+            try:
+                self.scheduler.run(self._deadlock)
+            finally:
+                words.unsubscribe(subscription)
+        return [host.result for host in hosts]
+
+    def _bind(self, word: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: word(self, *args, **kwargs)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the task that is running."""
+        return self.scheduler.current.rank
+
+    def who(self) -> str:
+        """The running task and, in a kernel, its source line: for messages."""
+        task = self.scheduler.current
+        where = self.interpreter.source_location() if isinstance(task, Program) else None
+        return f"{task.label} ({os.path.basename(where[0])}:{where[1]})" if where else task.label
+
+    def note(self, kind: str, detail: str = "") -> None:
+        if self._on_event is not None:
+            self._on_event((self.scheduler.steps, self.scheduler.current.label, kind, detail))
+
+    # --- the interpreter's port --------------------------------------------------------------------------------------
+
+    def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        task = self.scheduler.current
+        return task.index, task.grid.launch.grid
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
+        self.scheduler.step()
+        self.scheduler.polled(plain=access != "volatile")
+        if self._on_event is not None:
+            self.note("load", self._first(addresses, mask))
+        return self.memory.load(addresses, mask, itemsize, self.who)
+
+    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
+        self.scheduler.step()
+        if self._on_event is not None:
+            self.note("store", self._first(addresses, mask))
+        self.memory.store(addresses, bits, mask, self.who)
+        active = addresses[mask]
+        if active.size:
+            self.scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
+
+    def atomic(
+        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str
+    ) -> np.ndarray:
+        combine = _COMBINE[op]
+        return self._read_modify_write(op, addresses, bits.view(dtype), mask, np.dtype(dtype), combine)
+
+    def cas(self, addresses: np.ndarray, compare_bits: np.ndarray, bits: np.ndarray, sem: str, scope: str) -> np.ndarray:
+        expected = iter(np.broadcast_to(compare_bits, addresses.shape).ravel())
+        mask = np.ones(addresses.shape, bool)
+        return self._read_modify_write("cas", addresses, bits, mask, bits.dtype, lambda old, new: new if old == next(expected) else old)
+
+    def barrier(self) -> None:
+        """A CTA barrier. A program is one task here, so there is nothing to wait for."""
+
+    def _read_modify_write(self, op, addresses, values, mask, dtype, combine) -> np.ndarray:
+        """Element by element, as duplicates among the addresses must see each other."""
+        self.scheduler.step()
+        unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
+        values = np.broadcast_to(values, addresses.shape)
+        mask = np.broadcast_to(mask, addresses.shape)
+        if self._on_event is not None:
+            self.note(op, self._first(addresses, mask))
+        before = np.zeros(addresses.size, unsigned)
+        one, changed = np.ones(1, bool), []
+        flat_addresses, flat_values, flat_mask = addresses.ravel(), values.ravel(), mask.ravel()
+        for i in np.flatnonzero(flat_mask):
+            at = flat_addresses[i : i + 1]
+            old = self.memory.load(at, one, dtype.itemsize, self.who)
+            new = np.asarray(combine(old.view(dtype)[0], flat_values[i]), dtype=dtype).reshape(1).view(unsigned)
+            before[i] = old[0]
+            if new[0] != old[0]:
+                self.memory.store(at, new, one, self.who)
+                changed.append(int(at[0]))
+        if changed:
+            self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
+        else:
+            self.scheduler.polled(plain=False)
+        return before.reshape(addresses.shape)
+
+    def _first(self, addresses: np.ndarray, mask: np.ndarray) -> str:
+        active = addresses[mask]
+        return self.memory.describe(int(active.ravel()[0])) if active.size else "nothing"
+
+    # --- launches and streams ----------------------------------------------------------------------------------------
+
+    def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Run a kernel for the calling rank; back when all its programs have ended. Raises what one of them raised."""
+        task = self.scheduler.current
+        if not isinstance(task, ThreadTask):
+            raise WeftError(f"{task.label}: kernels are launched from host code only")
+        cooperative = bool(kwargs.get("launch_cooperative_grid", False))
+        launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
+        run = Grid(self, task.rank, launch)
+        if cooperative and run.total > self.sms:
+            raise WeftError(
+                f"rank {task.rank}: kernel {launch.name} asks for {run.total} programs that wait for each other and this GPU "
+                f"holds {self.sms} at a time; launch at most team.max_programs(num_warps)"
+            )
+        self.note("launch", f"{launch.name} {launch.grid}")
+        if run.total == 0:
+            return
+        known = [self.memory.add_tensor(t, task.rank, f"argument of {launch.name}") for t in launch.tensors]
+        try:
+            self._pending[task.rank].append(run)
+            self.sm_freed(task.rank, freed=0)
+            self.scheduler.block(Waiting(lambda: run.done, lambda: f"waits for its kernel {launch.name}"))
+        finally:
+            for base in known:
+                if base is not None:
+                    self.memory.remove(base)
+        if run.error is not None:
+            raise run.error
+
+    def sm_freed(self, rank: int, freed: int = 1) -> None:
+        self._free_sms[rank] += freed
+        pending = self._pending[rank]
+        while pending and self._free_sms[rank] > 0:
+            grid = pending[0]
+            if grid.error is not None or grid.started == grid.total:
+                pending.popleft()
+                continue
+            self._free_sms[rank] -= 1
+            grid.start_one()
+
+    def enqueue(self, stream: str, label: str, operation: Callable[[], None]) -> None:
+        """Give the calling rank's side stream ``stream`` an operation; it runs as a task, after the earlier ones."""
+        rank = self.rank
+        queue = self._streams.setdefault((rank, stream), Stream(rank, stream, deque()))
+        queue.queue.append((label, operation))
+        self._advance(queue)
+
+    def _advance(self, stream: Stream) -> None:
+        if stream.running is not None or not stream.queue:
+            return
+        label, operation = stream.queue.popleft()
+        task = GreenletTask(self.scheduler, stream.rank, f"rank {stream.rank} {stream.name}: {label}", operation)
+        stream.running = task
+
+        def finished() -> None:
+            stream.running = None
+            if task.error is not None:
+                raise task.error
+            self._advance(stream)
+
+        task.on_finish = finished
+        self.scheduler.spawn(task)
+
+    def drain(self, stream: str) -> None:
+        """The calling host task goes on once its side stream has nothing left to do."""
+        queue = self._streams.get((self.rank, stream))
+        if queue is not None:
+            self.scheduler.block(Waiting(lambda: queue.idle, lambda: f"waits for its {stream}"))
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: str) -> int:
+        """Block the running task until ``done`` of the unsigned word at ``address``; the word then seen."""
+        task, where = self.scheduler.current, self.who()
+
+        def read() -> int:
+            return self.memory.read_word(address, itemsize, lambda: where)
+
+        def describe() -> str:
+            return f"{where[len(task.label) :].strip()} waits for {self.memory.describe(address)} {wanted}, sees {_signed(read(), itemsize)}"
+
+        self.scheduler.block(Waiting(lambda: done(read()), describe, address, address + itemsize))
+        self.note("waited", self.memory.describe(address))
+        return read()
+
+    def wait_for_bytes(self, low: int, high: int, done: Callable[[], bool], describe: Callable[[], str]) -> None:
+        where = self.who()
+        self.scheduler.block(Waiting(done, lambda: f"{where}: {describe()}", low, high))
+
+    def exchange(self, meeting: str, item: Any, members: list[int]) -> list[Any]:
+        """Host code of all ``members`` meets under one name; each gets every item, in the members' order."""
+        rank = self.rank
+        here = self._meetings.setdefault(meeting, {})
+        here[rank] = item
+        self.scheduler.recheck()
+
+        def absent() -> str:
+            return f"waits in {meeting} for rank {', '.join(str(m) for m in members if m not in here)}"
+
+        self.scheduler.block(Waiting(lambda: len(here) == len(members), absent))
+        return [here[m] for m in members]
+
+    def _deadlock(self) -> Deadlock:
+        lines = []
+        for task in self.scheduler.waiting_tasks():
+            what = task.waiting.describe() if task.waiting is not None else "spins: its loads and atomics change nothing"
+            lines.append(f"{task.label} {what}")
+        for rank, pending in enumerate(self._pending):
+            for grid in pending:
+                if grid.started < grid.total:
+                    lines.append(
+                        f"rank {rank} kernel {grid.launch.name} programs {grid.started}..{grid.total - 1} cannot start: all "
+                        f"{self.sms} SMs are held by programs that wait"
+                    )
+        return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")
+
+
+def _signed(word: int, itemsize: int) -> int:
+    bits = 8 * itemsize
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda old, new: old + new,
+    "fadd": lambda old, new: old + new,
+    "xchg": lambda old, new: new,
+    "min": min,
+    "max": max,
+    "umin": min,
+    "umax": max,
+    "and": lambda old, new: old & new,
+    "or": lambda old, new: old | new,
+    "xor": lambda old, new: old ^ new,
+}

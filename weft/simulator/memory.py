@@ -1,0 +1,179 @@
+"""The virtual machine's memory: which addresses belong to which tensor, and raw loads and stores by address.
+
+Tensors live in ordinary CPU memory, so an address is an address; what is kept here is a sorted map of the extents that a
+kernel may touch. Everything else is refused by name, before it is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right, insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from weft.errors import InvalidAccess
+
+Who = Callable[[], str]
+_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """``size`` bytes at ``base`` that belong to one tensor of one rank."""
+
+    base: int
+    size: int
+    rank: int
+    name: str
+    itemsize: int = 1
+    _words: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+
+    def words(self, itemsize: int) -> np.ndarray:
+        """The extent's bytes as unsigned integers of ``itemsize`` bytes, shared with the tensor."""
+        if itemsize not in self._words:
+            count = self.size // itemsize
+            raw = (ctypes.c_uint8 * (count * itemsize)).from_address(self.base)
+            self._words[itemsize] = np.frombuffer(raw, _UNSIGNED[itemsize])
+        return self._words[itemsize]
+
+    def index(self, address: int) -> str:
+        return f"{self.name}[{(address - self.base) // self.itemsize}] of rank {self.rank}"
+
+
+class Memory:
+    """All known extents. ``outer`` ranges (symmetric heaps) are known only where a tensor was carved from them."""
+
+    def __init__(self) -> None:
+        self._bases: list[int] = []
+        self._extents: dict[int, Extent] = {}
+        self._counts: dict[int, int] = {}
+        self._heaps: list[tuple[int, int]] = []
+
+    def add_heap(self, base: int, size: int) -> None:
+        self._heaps.append((base, base + size))
+
+    def in_heap(self, address: int) -> bool:
+        return any(low <= address < high for low, high in self._heaps)
+
+    def add(self, extent: Extent) -> None:
+        """Make an extent known. Adding the same base again counts it, so that it stays until removed as often."""
+        if extent.size <= 0:
+            return
+        known = self._extents.get(extent.base)
+        if known is None:
+            insort(self._bases, extent.base)
+            self._extents[extent.base] = extent
+            self._counts[extent.base] = 0
+        elif extent.size > known.size:
+            self._extents[extent.base] = extent
+        self._counts[extent.base] += 1
+
+    def remove(self, base: int) -> None:
+        if base not in self._counts:
+            return
+        self._counts[base] -= 1
+        if self._counts[base] == 0:
+            del self._counts[base], self._extents[base]
+            self._bases.pop(bisect_right(self._bases, base) - 1)
+
+    def add_tensor(self, tensor: torch.Tensor, rank: int, name: str) -> int | None:
+        """Know a tensor that a kernel was handed: its whole storage, as a view's neighbours are its owner's business.
+
+        Returns the base to ``remove`` later, or None for a tensor of a heap (carved tensors are known one by one).
+        """
+        storage = tensor.untyped_storage()
+        base, size = storage.data_ptr(), storage.nbytes()
+        if size == 0 or self.in_heap(tensor.data_ptr()):
+            return None
+        self.add(Extent(base, size, rank, name, tensor.element_size()))
+        return base
+
+    def find(self, address: int) -> Extent | None:
+        at = bisect_right(self._bases, address) - 1
+        if at < 0:
+            return None
+        extent = self._extents[self._bases[at]]
+        return extent if address < extent.base + extent.size else None
+
+    def describe(self, address: int) -> str:
+        extent = self.find(address)
+        return extent.index(address) if extent else f"{address:#x}"
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> np.ndarray:
+        """Raw bits at the addresses, zeros where masked off. InvalidAccess outside every known extent."""
+        whole = bool(mask.all())
+        active = addresses if whole else addresses[mask]
+        bits = np.zeros(addresses.shape, _UNSIGNED[itemsize])
+        if active.size == 0:
+            return bits
+        extent = self._one_extent(active, itemsize)
+        if extent is not None:
+            found = extent.words(itemsize)[self._offsets(active, extent, itemsize, who, "load")]
+        else:
+            found = np.empty(active.shape, bits.dtype)
+            for part, extent in self._parts(active, itemsize, who, "load"):
+                found[part] = extent.words(itemsize)[self._offsets(active[part], extent, itemsize, who, "load")]
+        if whole:
+            return found.reshape(addresses.shape)
+        bits[mask] = found
+        return bits
+
+    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, who: Who) -> None:
+        whole = bool(mask.all())
+        active = addresses if whole else addresses[mask]
+        if active.size == 0:
+            return
+        itemsize = bits.dtype.itemsize
+        values = bits if whole else bits[mask]
+        extent = self._one_extent(active, itemsize)
+        if extent is not None:
+            extent.words(itemsize)[self._offsets(active, extent, itemsize, who, "store")] = values
+            return
+        for part, extent in self._parts(active, itemsize, who, "store"):
+            extent.words(itemsize)[self._offsets(active[part], extent, itemsize, who, "store")] = values[part]
+
+    def read_word(self, address: int, itemsize: int, who: Who) -> int:
+        """One unsigned word."""
+        at = np.array([address], np.uint64)
+        return int(self.load(at, np.ones(1, bool), itemsize, who)[0])
+
+    def _one_extent(self, active: np.ndarray, itemsize: int) -> Extent | None:
+        """The extent that holds all addresses, the common case; None if there is no single one."""
+        extent = self.find(int(active.min()))
+        return extent if extent and int(active.max()) + itemsize <= extent.base + extent.size else None
+
+    def _offsets(self, active: np.ndarray, extent: Extent, itemsize: int, who: Who, verb: str) -> np.ndarray:
+        offsets = (active - np.uint64(extent.base)).astype(np.int64)
+        if itemsize > 1 and (offsets & (itemsize - 1)).any():
+            address = int(active.ravel()[np.argmax((offsets & (itemsize - 1)).ravel() != 0)])
+            raise InvalidAccess(who(), f"misaligned {verb}", address, itemsize, extent.index(address))
+        return offsets // itemsize
+
+    def _parts(self, active: np.ndarray, itemsize: int, who: Who, verb: str):
+        """Pairs of (indices into ``active``, extent that holds them)."""
+        left = np.ones(active.shape, bool)
+        while left.any():
+            address = int(active[left].min())
+            extent = self.find(address)
+            if extent is None or address + itemsize > extent.base + extent.size:
+                raise InvalidAccess(who(), verb, address, itemsize, self._nearest(address))
+            part = left & (active >= np.uint64(extent.base)) & (active <= np.uint64(extent.base + extent.size - itemsize))
+            left &= ~part
+            yield part, extent
+
+    def _nearest(self, address: int) -> str:
+        if not self._bases:
+            return "no tensor is known"
+        at = bisect_right(self._bases, address)
+        near = [self._extents[base] for base in self._bases[max(0, at - 1) : at + 1]]
+
+        def distance(extent: Extent) -> int:
+            return extent.base - address if address < extent.base else address - (extent.base + extent.size) + 1
+
+        extent = min(near, key=distance)
+        where = "before its start" if address < extent.base else "past its end"
+        return f"{extent.name} of rank {extent.rank} ({extent.size:,} bytes), {distance(extent):,} bytes {where}"
+

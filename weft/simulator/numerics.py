@@ -1,0 +1,303 @@
+"""Arithmetic on NumPy arrays as an NVIDIA GPU does it: rounding, saturation, signed zeros and NaN of every element type.
+
+bf16 and fp8 values live in ``ml_dtypes`` arrays. Everything here is a pure function of arrays; nothing knows Triton.
+Exact to the last bit: casts, bitcasts, add, sub, mul, fma, comparisons, integers. IEEE where the GPU approximates
+(division and square root of fp32, exp, log, sin …), and dot products are summed in fp32 in NumPy's order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = {
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
+    "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+# Triton's names of element types to the arrays that hold them.
+DTYPES = {
+    "int1": np.dtype(np.bool_),
+    "fp16": np.dtype(np.float16),
+    "bf16": BF16,
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **FP8,
+}
+BITS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
+_FP8 = frozenset(FP8.values())
+_NARROW = _FP8 | {BF16, np.dtype(np.float16)}
+FLOATS = _NARROW | {np.dtype(np.float32), np.dtype(np.float64)}
+_F32, _F64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool_)
+
+
+# --- casts ------------------------------------------------------------------------------------------------------------
+
+
+def convert(x: np.ndarray, to: np.dtype, toward_zero: bool = False) -> np.ndarray:
+    """``x`` as dtype ``to``. Floats round to nearest even (or toward zero), fp8 saturates, integers wrap around,
+    floats become integers by truncation that clamps to 32 or 64 bits as ``cvt.rzi`` does, NaN becoming 0."""
+    source = x.dtype
+    if source == to:
+        return x
+    if to == _BOOL:
+        return x != np.zeros((), source)
+    if to in FLOATS:
+        return _to_float(x, to, toward_zero)
+    return _float_to_int(x, to) if source in FLOATS else x.astype(to)
+
+
+def _to_float(x: np.ndarray, to: np.dtype, toward_zero: bool) -> np.ndarray:
+    source = x.dtype
+    if source == BF16:
+        if to == _F32:
+            return bf16_to_f32(x)
+        x, source = bf16_to_f32(x), _F32
+    elif source in _FP8:
+        x, source = x.astype(np.float32), _F32
+    if to in (_F32, _F64):
+        return _f64_to_f32_toward_zero(x) if toward_zero and source == _F64 and to == _F32 else x.astype(to)
+    # 16 and 8 bits: first fp32 without losing what decides the last rounding.
+    if source == _F64 or (source.kind in "iu" and source.itemsize >= 4):
+        if to == np.float16 and source == _F64 and not toward_zero:
+            return x.astype(to)
+        x = f64_to_f32_odd(x.astype(np.float64)) if source.itemsize < 8 or source == _F64 else _i64_to_f32_odd(x)
+    elif source != _F32:
+        x = x.astype(np.float32)
+    if toward_zero:
+        return _toward_zero(x, to)
+    if to == BF16:
+        return f32_to_bf16(x)
+    if to in _FP8:
+        limit = np.float32(ml_dtypes.finfo(to).max)
+        return np.where(np.isnan(x), x, np.clip(x, -limit, limit)).astype(to)
+    return x.astype(to)
+
+
+def bf16_to_f32(x: np.ndarray) -> np.ndarray:
+    return (x.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def f32_to_bf16(x: np.ndarray) -> np.ndarray:
+    bits = x.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    nan = np.isnan(x)
+    if nan.any():  # a NaN whose payload lies in the lost bits must not become infinity
+        rounded = np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
+    return rounded.astype(np.uint16).view(BF16)
+
+
+def f64_to_f32_odd(x: np.ndarray) -> np.ndarray:
+    """fp64 to fp32, an inexact result getting an odd last bit: rounding it once more then rounds as if from fp64."""
+    near = x.astype(np.float32)
+    back = near.astype(np.float64)
+    fix = (back != x) & np.isfinite(near) & ((near.view(np.uint32) & np.uint32(1)) == 0)
+    # The odd neighbour on the other side of x; bits of both signs grow away from zero.
+    toward = np.where(np.abs(back) > np.abs(x), -1, 1).astype(np.int32)
+    return np.where(fix, (near.view(np.int32) + toward).view(np.float32), near)
+
+
+def _i64_to_f32_odd(x: np.ndarray) -> np.ndarray:
+    """64-bit integers keep their upper bits and one sticky bit, which fp64 then holds exactly."""
+    low = x & x.dtype.type(0x7FF)
+    kept = (x - low) | (low != 0).astype(x.dtype) << x.dtype.type(11)
+    return f64_to_f32_odd(np.where(np.abs(x.astype(np.float64)) < 2.0**52, x, kept).astype(np.float64))
+
+
+def _f64_to_f32_toward_zero(x: np.ndarray) -> np.ndarray:
+    near = x.astype(np.float32)
+    over = (np.abs(near.astype(np.float64)) > np.abs(x)) & ~np.isnan(x)
+    return np.where(over, np.nextafter(near, np.float32(0)), near)
+
+
+def _toward_zero(x: np.ndarray, to: np.dtype) -> np.ndarray:
+    """fp32 to 16 or 8 bits, dropping the excess; a magnitude beyond the largest finite one becomes that one."""
+    if to == BF16:
+        return f32_to_bf16((x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32))
+    limit = np.float32(ml_dtypes.finfo(to).max)
+    bounded = np.where(np.isinf(x) & (to not in _FP8), x, np.clip(x, -limit, limit))
+    near = np.where(np.isnan(x), x, bounded).astype(to)
+    unsigned = BITS[to.itemsize]
+    over = np.abs(near.astype(np.float32)) > np.abs(bounded)
+    return (near.view(unsigned) - over.astype(unsigned)).view(to)
+
+
+def _float_to_int(x: np.ndarray, to: np.dtype) -> np.ndarray:
+    wide = np.dtype(f"{'int' if to.kind == 'i' else 'uint'}{64 if to.itemsize == 8 else 32}")
+    x = x.astype(np.float64)
+    info = np.iinfo(wide)
+    high = x >= float(info.max)
+    inside = np.where(np.isnan(x) | high, 0.0, np.maximum(x, float(info.min)))
+    return np.where(high, wide.type(info.max), inside.astype(wide)).astype(to)
+
+
+def bitcast(x: np.ndarray, to: np.dtype) -> np.ndarray:
+    return x if x.dtype == to else x.view(to)
+
+
+# --- integers ---------------------------------------------------------------------------------------------------------
+
+
+def divide_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Quotient rounded toward zero, as C has it; NumPy's own floors."""
+    quotient = a // b
+    if quotient.dtype.kind == "i":
+        inexact = (a - quotient * b) != 0
+        quotient = quotient + (inexact & ((a < 0) != (b < 0)))
+    return quotient
+
+
+def remainder_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """What is left of ``divide_int``: it has the sign of ``a``."""
+    return np.fmod(a, b)
+
+
+def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Upper half of the product of two 32- or 64-bit integers taken as unsigned."""
+    unsigned = BITS[a.dtype.itemsize]
+    a_bits, b_bits = a.view(unsigned), b.view(unsigned)
+    if unsigned.itemsize < 8:
+        width = 8 * unsigned.itemsize
+        high = (a_bits.astype(np.uint64) * b_bits.astype(np.uint64)) >> np.uint64(width)
+        return high.astype(unsigned).view(a.dtype)
+    low32, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a_low, a_high, b_low, b_high = a_bits & low32, a_bits >> shift, b_bits & low32, b_bits >> shift
+    middle = a_high * b_low + ((a_low * b_low) >> shift)
+    high = a_high * b_high + (middle >> shift) + ((a_low * b_high + (middle & low32)) >> shift)
+    return high.view(a.dtype)
+
+
+# --- floats -----------------------------------------------------------------------------------------------------------
+
+
+def wrap_bool(op: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """int1 counts modulo 2, where NumPy's bool saturates."""
+    return np.logical_and(a, b) if op is np.multiply else np.logical_xor(a, b)
+
+
+def maximum(a: np.ndarray, b: np.ndarray, propagate_nan: bool = False) -> np.ndarray:
+    """The greater one, +0 above -0; NaN only if both are (or, propagated, if one is)."""
+    return _extreme(np.maximum, a, b, propagate_nan, np.bitwise_and)
+
+
+def minimum(a: np.ndarray, b: np.ndarray, propagate_nan: bool = False) -> np.ndarray:
+    """The lesser one, -0 below +0; NaN only if both are (or, propagated, if one is)."""
+    return _extreme(np.minimum, a, b, propagate_nan, np.bitwise_or)
+
+
+def _extreme(op: np.ufunc, a: np.ndarray, b: np.ndarray, propagate_nan: bool, of_zeros: np.ufunc) -> np.ndarray:
+    out = op(a, b)
+    if out.dtype not in FLOATS:
+        return out
+    # Not np.fmax and np.fmin: a signalling NaN makes them return NaN, and the GPU's max and min do not.
+    lost = np.isnan(out)
+    if lost.any() and not propagate_nan:
+        out = np.where(lost, np.where(np.isnan(a), b, a), out)
+    zero = (a == 0) & (b == 0)
+    if zero.any():
+        bits = BITS[out.dtype.itemsize]
+        out = np.where(zero, of_zeros(a.view(bits), b.view(bits)).view(out.dtype), out)
+    return out
+
+
+def absolute(x: np.ndarray) -> np.ndarray:
+    if x.dtype not in FLOATS:
+        return np.abs(x)
+    bits = BITS[x.dtype.itemsize]
+    return (x.view(bits) & bits.type((1 << (8 * bits.itemsize - 1)) - 1)).view(x.dtype)
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """``a * b + c`` rounded once (fp64: by Python's exact integers, slow)."""
+    kind = np.result_type(a, b, c) if a.dtype == b.dtype == c.dtype else c.dtype
+    if kind == _F64:
+        return np.vectorize(_fma64, otypes=[np.float64])(a, b, c)
+    product = convert(a, _F64) * convert(b, _F64)  # exact: at most 48 significant bits
+    addend = convert(c, _F64)
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    fix = (error != 0) & np.isfinite(total) & ((total.view(np.int64) & 1) == 0)
+    step = np.where((error > 0) == (total > 0), 1, -1)
+    odd = np.where(fix, (total.view(np.int64) + step).view(np.float64), total)
+    return odd.astype(np.float32) if kind == _F32 else convert(odd, kind)
+
+
+def _fma64(a: float, b: float, c: float) -> float:
+    from fractions import Fraction
+
+    if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
+        return a * b + c
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    return float(exact) if exact else a * b + c
+
+
+erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def round_to_tf32(x: np.ndarray) -> np.ndarray:
+    """fp32 to nearest even at 10 mantissa bits, as a TMA load through a TF32 descriptor does."""
+    bits = x.view(np.uint32)
+    rounded = (bits + (np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1)))) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded, bits).view(np.float32)
+
+
+def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
+    """``a @ b + accumulator`` in the accumulator's dtype: floats of up to 32 bits are multiplied and summed in fp32
+    (TF32 inputs keep their fp32 bits), fp64 in fp64, int8 exactly in int32."""
+    if a.dtype.kind in "iu" and a.dtype not in _FP8:
+        product = np.matmul(a.astype(np.float64), b.astype(np.float64))  # exact below 2**53, and BLAS takes it
+        return accumulator + product.astype(np.int64).astype(accumulator.dtype)
+    if a.dtype == _F64:
+        return np.matmul(a, b) + accumulator
+    product = np.matmul(convert(a, _F32), convert(b, _F32))
+    if accumulator.dtype == _F32:
+        return np.add(product, accumulator, out=product)
+    return convert(product + convert(accumulator, _F32), accumulator.dtype)
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+def reduce_sum(x: np.ndarray, axis: int) -> np.ndarray:
+    """Sum along ``axis``, kept as length 1: 16- and 8-bit floats in fp32 with one rounding, integers wrapping around."""
+    if x.dtype == _BOOL:
+        return np.logical_xor.reduce(x, axis=axis, keepdims=True)
+    if x.dtype in _NARROW:
+        return convert(np.add.reduce(convert(x, _F32), axis=axis, keepdims=True), x.dtype)
+    return np.add.reduce(x, axis=axis, keepdims=True, dtype=x.dtype)
+
+
+def reduce_extreme(x: np.ndarray, axis: int, greatest: bool) -> np.ndarray:
+    """Maximum or minimum along ``axis``, kept as length 1, ignoring NaN and telling the zeros apart."""
+    if x.dtype not in FLOATS:
+        return (np.maximum if greatest else np.minimum).reduce(x, axis=axis, keepdims=True)
+    wide = convert(x, _F32) if x.dtype in _NARROW else x
+    nan = np.isnan(wide)
+    least = wide.dtype.type(-np.inf if greatest else np.inf)
+    out = (np.maximum if greatest else np.minimum).reduce(np.where(nan, least, wide), axis=axis, keepdims=True)
+    out = np.where(nan.all(axis=axis, keepdims=True), wide.dtype.type(np.nan), out)
+    if (out == 0).any():
+        zeros = (wide == 0) & (np.signbit(wide) != greatest)
+        preferred = zeros.any(axis=axis, keepdims=True)
+        out = np.where(out == 0, np.where(preferred == greatest, wide.dtype.type(0.0), wide.dtype.type(-0.0)), out)
+    return convert(out, x.dtype)
+
+
+def scan_sum(x: np.ndarray, axis: int) -> np.ndarray:
+    if x.dtype in _NARROW:
+        return convert(np.cumsum(convert(x, _F32), axis=axis, dtype=np.float32), x.dtype)
+    return np.cumsum(x, axis=axis, dtype=x.dtype)
+
+
+def histogram(x: np.ndarray, bins: int, mask: np.ndarray | None) -> np.ndarray:
+    """Counts (int32) of the values 0 … bins-1 of an integer array; others, and those masked off, count nowhere."""
+    inside = (x >= 0) & (x < bins)
+    if mask is not None:
+        inside = inside & mask
+    return np.bincount(x[inside].astype(np.int64), minlength=bins).astype(np.int32)

@@ -1,0 +1,239 @@
+"""Tasks, and the one that runs next.
+
+Host code of a rank is a thread, a program instance or a stream operation is a greenlet; exactly one of them runs at any
+time. Whoever runs comes to ``step()`` before each access to memory, and there a seeded generator picks who goes on: a run is
+a function of its seed. A blocked task names what it waits for, so that the moment nobody can run there is a report.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from greenlet import GreenletExit, greenlet
+
+# Fruitless polls (loads or atomics that changed nothing) for each task that could run, after which nobody is believed to
+# be able to go on: kernels may spin with raw atomics, and a spinning task never blocks.
+_POLLS_PER_TASK = 4000
+# Plain loads count less: a long inner loop reads much before it writes.
+_PLAIN_LOAD = 0.02
+
+
+class Abandoned(BaseException):
+    """Thrown into the host threads that are left when a simulation ends early. Not an Exception: user code must not catch it."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What a blocked task waits for. ``low``/``high``: the bytes whose change can end it; None for anything else."""
+
+    done: Callable[[], bool]
+    describe: Callable[[], str]
+    low: int | None = None
+    high: int | None = None
+
+
+class Task:
+    """One thread of control of one rank."""
+
+    def __init__(self, scheduler: Scheduler, rank: int, label: str, body: Callable[[], Any]) -> None:
+        self.scheduler, self.rank, self.label, self.body = scheduler, rank, label, body
+        self.waiting: Waiting | None = None
+        self.finished = False
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.on_finish: Callable[[], None] | None = None
+
+    def _run(self) -> None:
+        try:
+            self.result = self.body()
+        except (GreenletExit, Abandoned):
+            pass
+        except BaseException as error:  # kept and raised again by whoever waits for this task
+            self.error = error
+        finally:
+            self.finished = True
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        """Called by the task itself: back to the scheduler until it is resumed."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        raise NotImplementedError
+
+
+class GreenletTask(Task):
+    """A program instance or a stream operation. Its greenlet lives in the scheduler's thread."""
+
+    _greenlet: greenlet | None = None
+
+    def resume(self) -> None:
+        if self._greenlet is None:
+            self._greenlet = greenlet(self._run)
+        self._greenlet.switch()
+
+    def pause(self) -> None:
+        self._greenlet.parent.switch()
+
+    def abandon(self) -> None:
+        if self._greenlet is not None and not self._greenlet.dead:
+            self._greenlet.throw(GreenletExit)
+        self.finished = True
+
+
+class ThreadTask(Task):
+    """A rank's host code. A thread of its own, so that torch's thread-local state stays the rank's own."""
+
+    _thread: threading.Thread | None = None
+    _leaving = False
+
+    def resume(self) -> None:
+        if self._thread is None:
+            self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+            self._thread = threading.Thread(target=self._main, name=f"weft {self.label}", daemon=True)
+            self._thread.start()
+        else:
+            self._turn.release()
+        self._back.acquire()
+
+    def _main(self) -> None:
+        self._run()
+        self._back.release()
+
+    def pause(self) -> None:
+        self._back.release()
+        self._turn.acquire()
+        if self._leaving:
+            raise Abandoned
+
+    def abandon(self) -> None:
+        self._leaving = True
+        while self._thread is not None and not self.finished:
+            self.resume()
+        self.finished = True
+
+
+class Scheduler:
+    def __init__(self, seed: int, slow: Mapping[int, float] | None = None) -> None:
+        self._random = random.Random(seed)
+        self._slow = dict(slow or {})
+        self._ready: list[Task] = []
+        self._blocked: list[Task] = []
+        self._chosen: Task | None = None
+        self._fruitless = 0.0
+        self.current: Task | None = None
+        self.steps = 0
+
+    # --- called by tasks ---------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """A point at which any other task may run."""
+        self.steps += 1
+        task = self.current
+        self._chosen = self._pick()
+        if self._chosen is not task or self._hopeless():
+            task.pause()
+
+    def block(self, waiting: Waiting) -> None:
+        """The calling task goes on once ``waiting.done()``. What ends it must change its bytes or call ``recheck``."""
+        self.step()
+        if waiting.done():
+            return
+        task = self.current
+        task.waiting = waiting
+        self._ready.remove(task)
+        self._blocked.append(task)
+        self._chosen = None
+        task.pause()
+
+    def spawn(self, task: Task) -> None:
+        self._ready.append(task)
+        self.changed()
+
+    def changed(self) -> None:
+        """Something happened that a spinning task may be spinning for."""
+        self._fruitless = 0.0
+
+    def polled(self, plain: bool) -> None:
+        """A load, or an atomic that changed nothing."""
+        self._fruitless += _PLAIN_LOAD if plain else 1.0
+
+    def written(self, low: int, high: int) -> None:
+        """Bytes ``low .. high - 1`` were written: wake who waits for them."""
+        self._fruitless = 0.0
+        if self._blocked:
+            self._wake(lambda w: w.low is not None and w.low < high and low < w.high)
+
+    def recheck(self) -> None:
+        """Wake those who wait for something other than memory."""
+        self._wake(lambda w: w.low is None)
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self, stuck: Callable[[], BaseException]) -> None:
+        """Run until every task has finished. Raises ``stuck()`` when none can go on, and what a task raised unobserved."""
+        try:
+            while self._ready or self._blocked:
+                task = self._chosen if self._chosen is not None and not self._chosen.finished else None
+                task = task or self._pick()
+                if task is None:
+                    raise stuck()
+                if self._hopeless():
+                    self._wake(lambda w: True)
+                    if self._hopeless():
+                        raise stuck()
+                self._chosen = None
+                self.current = task
+                task.resume()
+                self.current = None
+                if task.finished:
+                    self._retire(task)
+        finally:
+            for task in [*self._ready, *self._blocked]:
+                self.current = task
+                task.abandon()
+            self.current = None
+
+    def waiting_tasks(self) -> list[Task]:
+        """Those that block, then those that spin, in the order of their making."""
+        return [*self._blocked, *self._ready]
+
+    def _hopeless(self) -> bool:
+        """Whether all who could run have only polled for so long that nothing will come of it."""
+        return self._fruitless > _POLLS_PER_TASK * len(self._ready)
+
+    def _retire(self, task: Task) -> None:
+        self._ready.remove(task)
+        self.changed()
+        if task.on_finish is not None:
+            task.on_finish()
+        elif task.error is not None:
+            raise task.error
+        self.recheck()
+
+    def _pick(self) -> Task | None:
+        if not self._ready:
+            self._wake(lambda w: True)
+            if not self._ready:
+                return None
+        while True:
+            task = self._ready[int(self._random.random() * len(self._ready))]
+            factor = self._slow.get(task.rank, 1.0)
+            if factor <= 1.0 or self._random.random() * factor < 1.0:
+                return task
+            if all(other.rank == task.rank for other in self._ready):
+                return task
+
+    def _wake(self, concerns: Callable[[Waiting], bool]) -> None:
+        woken = [task for task in self._blocked if concerns(task.waiting) and task.waiting.done()]
+        for task in woken:
+            task.waiting = None
+            self._blocked.remove(task)
+            self._ready.append(task)
+            self._fruitless = 0.0

@@ -23,14 +23,16 @@ TARGETS = {
 class _StubDriver:
     """Just enough of a Triton driver for ``kernel.warmup``."""
 
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
+    def __init__(self, arch: str) -> None:
+        self._target = TARGETS[arch]
+        # Triton keeps what it has compiled by device, not by target: every architecture is a device of its own.
+        self._device = list(TARGETS).index(arch)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return self._device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -42,7 +44,7 @@ class _StubDriver:
 @contextmanager
 def compiling_for(arch: str) -> Iterator[None]:
     """Kernels' ``warmup`` compiles for ``arch``, a key of TARGETS."""
-    triton.runtime.driver.set_active(_StubDriver(TARGETS[arch]))
+    triton.runtime.driver.set_active(_StubDriver(arch))
     try:
         yield
     finally:

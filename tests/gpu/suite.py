@@ -1,12 +1,14 @@
 """Everything about ops that only real GPUs can show: ``python -m tests.gpu.suite --world-size 2 [--json FILE]``.
 
-table         the case table (tests/ops/cases.py), three calls in a row each, and the same bits on all ranks and in a second run
+table         the case table (tests/ops/cases.py), three calls in a row each; the same bits on all ranks
+              and in a second run
 large         sizes that go round a bounded workspace many times
 graph         captured once, replayed 20 times with new inputs, eager calls of the same op in between
 back-to-back  200 calls without a host barrier, random delays on random ranks, every result checked
 compile       torch.compile(fullgraph=True) of a function of several ops
 
-A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if any failed.
+A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if
+any failed.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class Suite:
         self.groups: list[Group] = []
 
     def group(self, name: str, attempts: Iterable[tuple[str, Callable[[], Any], Callable[[Any], Any]]]) -> None:
-        """Attempts are (label, launch, verify): ``launch()`` gives the GPU work, ``verify(made)`` judges it and returns what
-        must be equal on all ranks, or None."""
+        """Attempts are (label, launch, verify): ``launch()`` gives the GPU work, ``verify(made)`` judges it and
+        returns what must be equal on all ranks, or None."""
         group = Group(name)
         self.groups.append(group)
         started = time.perf_counter()
@@ -281,7 +283,9 @@ def command(arguments: list[str] | None = None) -> int:
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")
     if chosen.json:
         with open(chosen.json, "w") as file:
-            json.dump({"world_size": chosen.world_size, "passed": passed, "failed": failed, "groups": groups}, file, indent=2)
+            json.dump(
+                {"world_size": chosen.world_size, "passed": passed, "failed": failed, "groups": groups}, file, indent=2
+            )
     return 1 if failed or not passed else 0
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import weft
+from tests.gpu.suite import Desynchronised, Suite
+
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(w, marks=pytest.mark.gpu(w), id=f"{w} GPUs") for w in (2, 4, 8)]
-)
+@pytest.mark.parametrize("world_size", [pytest.param(w, marks=pytest.mark.gpu(w), id=f"{w} GPUs") for w in (2, 4, 8)])
 def test_suite(world_size, tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.gpu.suite", "--world-size", str(world_size), "--json", str(report)]
@@ -21,3 +22,35 @@ def test_suite(world_size, tmp_path):
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     assert json.loads(report.read_text())["failed"] == 0
+
+
+def test_the_suite_notes_failures_and_goes_on():
+    """On virtual ranks: a failure of one rank is everybody's verdict, and later attempts still run."""
+
+    def main(team):
+        def wrong_here(rank):
+            if team.rank == rank:
+                raise AssertionError("wrong")
+
+        suite = Suite(team)
+        suite.group(
+            "some",
+            [
+                ("passes", lambda: None, lambda made: None),
+                ("one rank is wrong", lambda: None, lambda made: wrong_here(1)),
+                ("all ranks raise", lambda: [][0], lambda made: None),
+                ("bits differ", lambda: None, lambda made: team.rank),
+                ("passes again", lambda: 5, lambda made: made),
+            ],
+        )
+        with pytest.raises(Desynchronised, match="rank 1: .*wrong"):
+            suite.attempt(lambda: wrong_here(1), lambda made: None)
+        return suite.groups[0]
+
+    for group in weft.simulate(main, 2):
+        assert group.passed == 2
+        assert [failure.split(":")[0] for failure in group.failures] == [
+            "one rank is wrong",
+            "all ranks raise",
+            "bits differ",
+        ]

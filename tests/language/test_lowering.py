@@ -139,6 +139,19 @@ def test_a_debug_wait_knows_its_kernel_and_traps():
     assert "trap;" in ptx and (str(name) in ptx or f"{name:#x}" in ptx.lower())
 
 
+@triton.jit
+def clear(x, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    wl.lamport_clear(x + offsets, offsets < BLOCK)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 0x80008000), (torch.float16, 0x80008000), (torch.float32, 1 << 31)])
+def test_clearing_writes_the_bits_of_minus_zero(dtype, bits):
+    ptx = compiled(clear, torch.zeros(1024, dtype=dtype), 1024, arch="sm_90").asm["ptx"]
+    assert "st.global.v4.b32" in ptx
+    assert str(bits) in ptx or str(bits - (1 << 32)) in ptx or "-32768" in ptx
+
+
 def test_multimem_without_multicast_is_a_compile_time_error_that_says_so():
     with pytest.raises(triton.CompilationError) as caught:
         compiled(use_multimem, X, a_view(), 64, arch="sm_90")

@@ -1,7 +1,7 @@
 """The case table: what is called, on how many ranks, with what, and the plain PyTorch reference of each op.
 
-It drives the simulator's tests (tests/ops/test_*.py), the GPU suite (tests/gpu/suite.py) and benchmarks. An op joins by an
-``Operation`` in OPERATIONS and cases in a list of its own.
+It drives the simulator's tests (tests/ops/test_*.py), the GPU suite (tests/gpu/suite.py) and benchmarks. An op joins
+by an ``Operation`` in OPERATIONS and cases in a list of its own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,15 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        parts = [self.op, f"W{self.world_size}", str(self.dtype).removeprefix("torch."), "x".join(map(str, self.shape)) or "0d"]
-        parts += [word for word in (self.algorithm, self.data, self.layout) if word not in ("auto", "random", "contiguous")]
+        parts = [
+            self.op,
+            f"W{self.world_size}",
+            str(self.dtype).removeprefix("torch."),
+            "x".join(map(str, self.shape)) or "0d",
+        ]
+        parts += [
+            word for word in (self.algorithm, self.data, self.layout) if word not in ("auto", "random", "contiguous")
+        ]
         return "-".join(parts + [f"{name}={value}" for name, value in self.config])
 
 
@@ -215,8 +222,16 @@ def _collectives() -> None:
             for shape in ((), (1,), (0, 4), (7,), (512,), (16, 512)):
                 add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=shape, algorithm=algorithm))
             for dtype in (FP16, FP32):
-                add(Case(op="all_reduce", world_size=w, dtype=dtype, shape=(2, 999), algorithm=algorithm, data="special"))
-                add(Case(op="all_reduce", world_size=w, dtype=dtype, shape=(1500,), algorithm=algorithm, data="subnormal"))
+                add(
+                    Case(
+                        op="all_reduce", world_size=w, dtype=dtype, shape=(2, 999), algorithm=algorithm, data="special"
+                    )
+                )
+                add(
+                    Case(
+                        op="all_reduce", world_size=w, dtype=dtype, shape=(1500,), algorithm=algorithm, data="subnormal"
+                    )
+                )
             for layout in ("transposed", "offset"):
                 add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(33, 48), algorithm=algorithm, layout=layout))
         add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(2, 999), config=signalled, data="special"))

@@ -10,11 +10,12 @@ FP32_EPS = torch.finfo(torch.float32).eps
 
 
 def tolerance(dtype: torch.dtype, length: int, *, partials: int = 0) -> tuple[float, float]:
-    """(relative to the element, relative to the reference's RMS) for a sum of ``length`` terms in fp32 rounded to ``dtype``.
+    """(relative to the element, relative to the reference's RMS) for a sum of ``length`` terms in fp32 rounded to
+    ``dtype``.
 
-    Half a unit in the last place of the rounding, doubled; the fp32 sum's error grows like a random walk, six of its standard
-    deviations are allowed. ``partials``: so many partial sums were rounded to ``dtype`` on the way, each as large as
-    the whole over the root of their number.
+    Half a unit in the last place of the rounding, doubled; the fp32 sum's error grows like a random walk, six of its
+    standard deviations are allowed. ``partials``: so many partial sums were rounded to ``dtype`` on the way, each as
+    large as the whole over the root of their number.
     """
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     return eps, 6 * FP32_EPS * math.sqrt(max(length, 1)) + (3 * eps if partials else 0.0)
@@ -23,11 +24,14 @@ def tolerance(dtype: torch.dtype, length: int, *, partials: int = 0) -> tuple[fl
 def assert_close(
     actual: torch.Tensor, expected: torch.Tensor, length: int, *, partials: int = 0, what: str = "result"
 ) -> None:
-    """``actual`` is the sum that ``expected`` holds in fp32 or wider, rounded. NaN and infinities must stand where they do there.
+    """``actual`` is the sum that ``expected`` holds in fp32 or wider, rounded. NaN and infinities must stand where
+    they do there.
 
     AssertionError with the largest error, the RMS of the errors and the first coordinates that are wrong.
     """
-    assert tuple(actual.shape) == tuple(expected.shape), f"{what}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
+    assert tuple(actual.shape) == tuple(expected.shape), (
+        f"{what}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
+    )
     dtype = actual.dtype
     actual, expected = actual.detach().double(), expected.detach().double()
     largest = torch.finfo(dtype).max
@@ -49,7 +53,9 @@ def assert_close(
 def assert_identical(actual: torch.Tensor, expected: torch.Tensor, *, what: str = "result") -> None:
     """Every bit the same."""
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} != {expected.dtype}"
-    assert tuple(actual.shape) == tuple(expected.shape), f"{what}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
+    assert tuple(actual.shape) == tuple(expected.shape), (
+        f"{what}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
+    )
     bad = bits(actual) != bits(expected)
     if bad.any():
         a, e = actual.double(), expected.double()

@@ -35,7 +35,13 @@ def check_replicated(by_rank):
 def interleaved(world_size, dtypes=(BF16, FP32)):
     """Calls of different ops and sizes that share a workspace, large after small and small after large."""
     for dtype in dtypes:
-        for length, algorithm in ((7, "one_shot"), (6000, "two_shot"), (300, "two_shot"), (5000, "one_shot"), (64, "auto")):
+        for length, algorithm in (
+            (7, "one_shot"),
+            (6000, "two_shot"),
+            (300, "two_shot"),
+            (5000, "one_shot"),
+            (64, "auto"),
+        ):
             yield Case(op="all_reduce", world_size=world_size, dtype=dtype, shape=(length,), algorithm=algorithm)
             yield Case(op="reduce_scatter", world_size=world_size, dtype=dtype, shape=(world_size, length // 3))
             yield Case(op="all_gather", world_size=world_size, dtype=dtype, shape=(length // 2,))
@@ -91,8 +97,14 @@ def test_barrier_orders_streams():
     [
         (lambda team: ops.all_reduce(torch.ones(4, dtype=torch.float64), team), r"x\.dtype=torch\.float64 .* convert"),
         (lambda team: ops.all_reduce(torch.ones(4, device="meta"), team), r"x is on meta and team .* on cpu; move"),
-        (lambda team: ops.all_reduce(torch.ones(4), team, "ring"), r"algorithm='ring' is not one of 'auto', 'one_shot'"),
-        (lambda team: ops.reduce_scatter(torch.ones(5), team), r"x\.shape\[0\]=5 .* world_size=2; pad dimension 0 to 6"),
+        (
+            lambda team: ops.all_reduce(torch.ones(4), team, "ring"),
+            r"algorithm='ring' is not one of 'auto', 'one_shot'",
+        ),
+        (
+            lambda team: ops.reduce_scatter(torch.ones(5), team),
+            r"x\.shape\[0\]=5 .* world_size=2; pad dimension 0 to 6",
+        ),
         (lambda team: ops.all_to_all(torch.ones(3, 2), team), r"x\.shape\[0\]=3 .* pad dimension 0 to 4"),
         (lambda team: ops.all_gather(torch.tensor(1.0), team), r"no dimension 0 .* x\.reshape\(1\)"),
         (lambda team: ops.all_gather(torch.ones(2, dtype=torch.complex128), team), r"16 bytes an element"),

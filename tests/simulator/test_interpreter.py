@@ -12,6 +12,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+import triton.language.extra.cuda as cuda
+from triton.language import load as load_by_name
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -44,7 +46,9 @@ class SequentialPort:
     def _view(self, addresses: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
         low, high = int(addresses.min()), int(addresses.max())
         memory = (ctypes.c_uint8 * (high - low + itemsize)).from_address(low)
-        return np.frombuffer(memory, np.dtype(f"uint{8 * itemsize}")), (addresses - np.uint64(low)) // np.uint64(itemsize)
+        return np.frombuffer(memory, np.dtype(f"uint{8 * itemsize}")), (addresses - np.uint64(low)) // np.uint64(
+            itemsize
+        )
 
     def program(self):
         return self.index, self.grid
@@ -222,7 +226,9 @@ def casting(x_ptr, out_ptr, BLOCK: tl.constexpr):
 def test_casts(port, name, to):
     x = patterns(name)
     if to in ("int32", "uint8") and x.is_floating_point():
-        x = torch.where((x.float() > -1) & (x.float() < 2 ** (8 if to == "uint8" else 31) - 129), x, torch.zeros_like(x))
+        x = torch.where(
+            (x.float() > -1) & (x.float() < 2 ** (8 if to == "uint8" else 31) - 129), x, torch.zeros_like(x)
+        )
     got = torch.empty(x.shape, dtype=TORCH[to])
     casting[(len(x) // 256,)](x, got, 256)
     limit = {"fp8e4nv": 448.0, "fp8e5": 57344.0}.get(to)
@@ -269,13 +275,17 @@ def matmul(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK:
     for k in range(0, tl.cdiv(K, BK)):
         at = k * BK + inner
         a = tl.load(a_ptr + rows[:, None] * K + at[None, :], mask=(rows[:, None] < M) & (at[None, :] < K), other=0.0)
-        b = tl.load(b_ptr + columns[None, :] * K + at[:, None], mask=(columns[None, :] < N) & (at[:, None] < K), other=0.0)
+        b = tl.load(
+            b_ptr + columns[None, :] * K + at[:, None], mask=(columns[None, :] < N) & (at[:, None] < K), other=0.0
+        )
         acc = tl.dot(a, b, acc)
     mask = (rows[:, None] < M) & (columns[None, :] < N)
     tl.store(c_ptr + rows[:, None] * N + columns[None, :], acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_matmul(port, dtype):
     M, N, K = 50, 70, 100
     a, b = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype)
@@ -609,7 +619,9 @@ def test_words_replace_jit_functions(port):
     seen = []
 
     def word(signal, value, team):
-        seen.append((int(addresses_of(signal)[0]), element_dtype(signal), value_of(value), value_of(team.rows), team.BLOCK))
+        seen.append(
+            (int(addresses_of(signal)[0]), element_dtype(signal), value_of(value), value_of(team.rows), team.BLOCK)
+        )
         assert value_of(tl.load(signal)) == 30 and value_of(scaled(scalar(3, tl.int32), team)) == 7
         assert value_of(block(np.arange(4), tl.int32) + 1).tolist() == [1, 2, 3, 4]
         return scalar(35, tl.int32)
@@ -767,6 +779,125 @@ def test_arguments_have_the_types_that_triton_gives_them(port):
     for bad, match in (({"typo": 1, "typed": 1}, "typo"), ({}, "typed")):
         with pytest.raises(TypeError, match=match):
             every_kind[(1,)](*args, **bad)
+
+
+@triton.jit
+def through_integers(p, out_ptr, delta):
+    moved = tl.multiple_of((p.to(tl.int64) + delta).to(p.dtype), 4)
+    tl.store(out_ptr, load_by_name(moved))
+    words = moved.to(tl.pointer_type(tl.int16))
+    tl.store(out_ptr + 1, tl.load(words + 1).to(tl.int32))
+    tl.store(out_ptr + 2, tl.load(p + tl.full((), 1, tl.uint8)) - tl.load(p + 2 - 1))
+
+
+def test_pointers_go_through_integers(port):
+    p, out = torch.tensor([1, 2, 0x30004], dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    through_integers[(1,)](p, out, 8)
+    assert out.tolist() == [0x30004, 3, 0]
+    with pytest.raises(AssertionError, match=r"multiple_of\(x, 4\)"):
+        through_integers[(1,)](p, out, 2)
+
+
+@triton.jit
+def printing(x_ptr, n):
+    cuda.gdc_wait()
+    tl.device_print("x is", tl.load(x_ptr))
+    tl.static_print("static", 3)
+    tl.device_assert(n > 3, "n is small")
+
+
+def test_prints_and_device_asserts(port, capsys):
+    x = torch.tensor([7], dtype=torch.int32)
+    printing[(1,)](x, 4)
+    assert capsys.readouterr().out == "(0, 0, 0) x is: [7]\nstatic 3\n"
+    with pytest.raises(AssertionError, match="n is small"):
+        printing[(1,)](x, 3)
+
+
+@triton.jit
+def rarities(x_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, tl.histogram(x, N))
+    tl.store(out_ptr + N + at, tl.gather(x, (at + 1) % N, 0))
+    tl.store(out_ptr + 2 * N + at, tl.interleave(x.reshape(2, N // 2).trans().split()[0], tl.arange(0, N // 2)))
+    tl.store(out_ptr + 3 * N + at, tl.randint(7, at).to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 4 * N + at, tl.xor_sum(x, 0) + tl.zeros_like(x))
+    tl.store(out_ptr + 5 * N + at, tl.reduce((x, at), 0, keep_last)[1] + tl.cumprod(x * 0 + 2, 0))
+    tl.store(out_ptr + 6 * N + at, tl.umulhi(x, x - 7) + tl.where((at > 3) and (at < 6), 1, 0))
+
+
+@triton.jit
+def keep_last(value, index, other_value, other_index):
+    return other_value, other_index
+
+
+def philox(seed: int, counter: int) -> int:
+    c, k = [counter, 0, 0, 0], [seed, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ k[0], b % 2**32, (a >> 32) ^ c[3] ^ k[1], a % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c[0]
+
+
+def test_rarer_functions(port):
+    x = torch.randint(-4, 16, (16,), dtype=torch.int32)
+    out = torch.empty(7, 16, dtype=torch.int32)
+    rarities[(1,)](x, out, 16)
+    assert out[0].tolist() == [(x == i).sum().item() for i in range(16)]
+    assert torch.equal(out[1], x.roll(-1))
+    assert torch.equal(out[2], torch.stack([x[:8], torch.arange(8)], 1).reshape(-1).int())
+    assert [v % 2**32 for v in out[3].tolist()] == [philox(7, i) for i in range(16)]
+    assert set(out[4].tolist()) == {np.bitwise_xor.reduce(x.numpy())}
+    assert out[5].tolist() == [15 + 2 ** (i + 1) for i in range(16)]
+    high = [((v % 2**32) * ((v - 7) % 2**32)) >> 32 for v in x.tolist()]
+    assert [v % 2**32 for v in out[6].tolist()] == [(h + (3 < i < 6)) % 2**32 for i, h in enumerate(high)]
+
+
+@triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})
+@triton.jit
+def heuristic(out_ptr, n, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, BLOCK), n, mask=tl.arange(0, BLOCK) < n)
+
+
+def test_heuristics(port):
+    out = torch.zeros(8, dtype=torch.int32)
+    heuristic[(1,)](out, 5)
+    assert out.tolist() == [5] * 5 + [0] * 3
+
+
+@triton.jit
+def recursive(n, LEVEL: tl.constexpr):
+    if LEVEL > 0:
+        return recursive(n + 1, LEVEL - 1)
+    return n
+
+
+@triton.jit
+def calls_itself(out_ptr, n, WHICH: tl.constexpr):
+    x = 1 if WHICH else n
+    x += recursive(n, 3) if not WHICH else 0
+    tl.store(out_ptr, x)
+
+
+def test_recursion_over_constants(port):
+    out = torch.zeros(1, dtype=torch.int32)
+    calls_itself[(1,)](out, 10, False)
+    assert out.item() == 23
+
+
+@triton.jit
+def constant_pointer(p: tl.const, out_ptr):
+    tl.store(out_ptr, tl.load(p))
+    tl.store(p, 1)
+
+
+def test_stores_to_constant_pointers_are_refused(port):
+    out = torch.zeros(1)
+    with pytest.raises(ValueError, match="constant"):
+        constant_pointer[(1,)](torch.full((1,), 3.0), out)
+    assert out.item() == 3.0
 
 
 def snapshot() -> dict:

@@ -50,15 +50,36 @@ def samples(name: str) -> np.ndarray:
     if dtype.itemsize <= 2:
         return np.arange(2 ** (8 * dtype.itemsize)).astype(numerics.BITS[dtype.itemsize]).view(dtype)
     rng = np.random.default_rng(0)
-    random = rng.integers(0, 2**63, 20_000, dtype=np.uint64) * np.uint64(2) + rng.integers(0, 2, 20_000, dtype=np.uint64)
+    random = rng.integers(0, 2**63, 20_000, dtype=np.uint64) * np.uint64(2) + rng.integers(
+        0, 2, 20_000, dtype=np.uint64
+    )
     if dtype.kind in "iu":
         small = np.arange(-600, 600)
         return np.concatenate([random.view(np.int64), small, random.view(np.int64) >> 40]).astype(dtype)
     everywhere = (random >> np.uint64(64 - 8 * dtype.itemsize)).astype(numerics.BITS[dtype.itemsize]).view(dtype)
-    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 448, 464, 465, 480, 57344, 61440, 65504, 65519, 65520, 2.0**-149, 2**-24]
+    special = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        448,
+        464,
+        465,
+        480,
+        57344,
+        61440,
+        65504,
+        65519,
+        65520,
+        2.0**-149,
+        2**-24,
+    ]
     ties = np.arange(1, 2000) * np.float64(2**-9) + 1
     near = rng.normal(size=20_000) * 10.0 ** rng.integers(-6, 6, 20_000)
-    return np.concatenate([everywhere, np.array(special + [-s for s in special], dtype), ties.astype(dtype), near.astype(dtype)])
+    return np.concatenate(
+        [everywhere, np.array(special + [-s for s in special], dtype), ties.astype(dtype), near.astype(dtype)]
+    )
 
 
 @pytest.mark.parametrize("to", FLOATS)
@@ -75,7 +96,9 @@ def test_casts_to_floats_round_as_torch_does(source, to):
 def test_casts_to_fp8_saturate(source, to):
     x = samples(source)
     limit = FINITE_MAX[to]
-    assert_same(numerics.convert(x, numerics.DTYPES[to]), to_torch(x, source).float().clamp(-limit, limit).to(TORCH[to]))
+    assert_same(
+        numerics.convert(x, numerics.DTYPES[to]), to_torch(x, source).float().clamp(-limit, limit).to(TORCH[to])
+    )
 
 
 @pytest.mark.parametrize("to", INTS)
@@ -92,7 +115,13 @@ def test_floats_beyond_the_range_of_an_integer_clamp():
     x = np.array([np.nan, np.inf, -np.inf, 3e9, -3e9], np.float32)
     assert numerics.convert(x, np.dtype(np.int32)).tolist() == [0, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31)]
     assert numerics.convert(x, np.dtype(np.uint32)).tolist() == [0, 2**32 - 1, 0, 3_000_000_000, 0]
-    assert numerics.convert(x * np.float32(1e12), np.dtype(np.int64)).tolist() == [0, 2**63 - 1, -(2**63), 2**63 - 1, -(2**63)]
+    assert numerics.convert(x * np.float32(1e12), np.dtype(np.int64)).tolist() == [
+        0,
+        2**63 - 1,
+        -(2**63),
+        2**63 - 1,
+        -(2**63),
+    ]
 
 
 @pytest.mark.parametrize("source", INTS)
@@ -120,7 +149,9 @@ def nearest(value: Fraction, dtype: np.dtype, candidate: np.ndarray) -> bool:
 def test_wide_values_are_rounded_once(to):
     rng = np.random.default_rng(1)
     dtype = numerics.DTYPES[to]
-    base = np.abs(rng.normal(size=200)).astype(ml_dtypes.bfloat16 if to != "fp32" else np.float32).astype(np.float64) + 0.5
+    base = (
+        np.abs(rng.normal(size=200)).astype(ml_dtypes.bfloat16 if to != "fp32" else np.float32).astype(np.float64) + 0.5
+    )
     halves = base + 2.0 ** (np.floor(np.log2(base)) - ml_dtypes.finfo(dtype).nmant - 1)
     for x in np.concatenate([halves, halves * (1 + 2**-50), halves * (1 - 2**-50)]):
         assert nearest(Fraction(float(x)), dtype, numerics.convert(np.array([x]), dtype)[0]), x
@@ -155,9 +186,13 @@ def test_integer_division_is_that_of_c(dtype):
     rng = np.random.default_rng(3)
     info = np.iinfo(dtype)
     a = rng.integers(info.min, info.max, 2000, dtype=dtype)
-    b = np.where(a % 3 == 0, rng.integers(1, 9, 2000).astype(dtype), rng.integers(info.min, info.max, 2000, dtype=dtype))
+    b = np.where(
+        a % 3 == 0, rng.integers(1, 9, 2000).astype(dtype), rng.integers(info.min, info.max, 2000, dtype=dtype)
+    )
     b = np.where(b == 0, dtype(1), b)
-    for x, y, q, r in zip(*(v.tolist() for v in (a, b, numerics.divide_int(a, b), numerics.remainder_int(a, b))), strict=True):
+    for x, y, q, r in zip(
+        *(v.tolist() for v in (a, b, numerics.divide_int(a, b), numerics.remainder_int(a, b))), strict=True
+    ):
         want = abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
         assert (q, r) == (want if want <= info.max else info.min, x - want * y)
 
@@ -202,7 +237,10 @@ def test_sums_of_bf16_are_taken_in_fp32():
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp8e4nv", "fp8e5", "fp32"])
 def test_dot_multiplies_exactly_and_sums_in_fp32(name):
     rng = np.random.default_rng(6)
-    a, b = (numerics.convert(rng.integers(-8, 9, shape).astype(np.float32), numerics.DTYPES[name]) for shape in ((16, 32), (32, 8)))
+    a, b = (
+        numerics.convert(rng.integers(-8, 9, shape).astype(np.float32), numerics.DTYPES[name])
+        for shape in ((16, 32), (32, 8))
+    )
     got = numerics.dot(a, b, np.full((16, 8), 0.5, np.float32))
     np.testing.assert_array_equal(got, a.astype(np.float64) @ b.astype(np.float64) + 0.5)
 

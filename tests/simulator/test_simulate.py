@@ -7,24 +7,10 @@ import triton.language as tl
 
 import weft
 import weft.language as wl
+from tests.runtime import behaviour
 from weft.errors import Deadlock, InvalidAccess, WeftError
-from weft.language.shmem import CMP_GE, SIGNAL_ADD
 
 N = 32
-
-
-@triton.jit
-def push_all_gather(x, out, landed, epoch, team, N: tl.constexpr):
-    me = wl.rank(team)
-    now = wl.next_epoch(epoch)
-    offsets = tl.arange(0, N)
-    for step in tl.static_range(wl.num_ranks(team)):
-        peer = (me + step) % wl.num_ranks(team)
-        tl.store(wl.symm_at(out, peer, team) + me * N + offsets, tl.load(x + offsets))
-        wl.notify(landed + me, peer, now, team)
-    for peer in tl.static_range(wl.num_ranks(team)):
-        wl.wait(landed + peer, now, team)
-    wl.advance_epoch(epoch, now)
 
 
 def gather_three_times(team):
@@ -34,7 +20,7 @@ def gather_three_times(team):
     results = []
     for call in range(3):
         x.fill_(10 * call + team.rank)
-        push_all_gather[(1,)](x, out, landed, epoch, team.view, N)
+        behaviour.push_all_gather[(1,)](x, out, landed, epoch, team.view, N)
         results.append(out.float().mean(1).tolist())
         team.barrier()  # the buffer is written again by the next call
     return results
@@ -64,62 +50,10 @@ def test_the_same_seed_gives_the_same_run_event_for_event():
     assert events(8) != first
 
 
-@triton.jit
-def bulk_words(source, target, signals, n, team):
-    me = wl.rank(team)
-    right = (me + 1) % wl.num_ranks(team)
-    wl.put_signal(target, source, n, signals, 1, right, team, BLOCK=16)
-    wl.wait(signals, 1, team)
-    wl.barrier(team)
-    wl.get(target + 64, source, n, right, team, BLOCK=16)
-    wl.shmem.putmem_signal_block(target + 128, source, 2 * n, signals + 1, 1, SIGNAL_ADD, right, team)
-    wl.shmem.putmem_signal_nbi_block(target + 192, source, 2 * n, signals + 1, 1, SIGNAL_ADD, right, team)
-    wl.shmem.signal_wait_until(signals + 1, CMP_GE, 2, team)
-    wl.shmem.int_p(signals + 2, 40 + me, right, team)
-    wl.shmem.barrier_all_block(team)
-
-
-@pytest.mark.parametrize("n", [1, 16, 37])
-def test_puts_gets_and_their_shmem_spelling_move_what_they_say(n):
-    def main(team):
-        source, target = team.empty(64), team.zeros(256)
-        signals = team.signals(4, name="signals")
-        source.copy_(torch.arange(64) + 100 * team.rank)
-        team.barrier()
-        bulk_words[(1,)](source, target, signals, n, team.view)
-        return target.float().view(4, 64), signals.tolist()
-
-    size = 3
-    for rank, (got, signals) in enumerate(weft.simulate(main, size)):
-        left, right = (rank - 1) % size, (rank + 1) % size
-        for row, origin in enumerate([left, right, left, left]):
-            assert got[row, :n].tolist() == [float(i + 100 * origin) for i in range(n)]
-            assert got[row, n:].eq(0).all()
-        assert signals == [1, 2, 40 + left, 0]
-
-
-@triton.jit
-def lamport_exchange(x, inbox, out, team, N: tl.constexpr):
-    me = wl.rank(team)
-    offsets = tl.arange(0, N)
-    peer = 1 - me
-    wl.lamport_store(wl.symm_at(inbox, peer, team) + offsets, tl.load(x + offsets), offsets < N)
-    tl.store(out + offsets, wl.lamport_load(inbox + offsets, offsets < N, team))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lamport_words_carry_zeros_of_both_signs_and_specials(dtype):
-    values = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), float("nan"), -1.5, 3.0, 1e-7], dtype=dtype)
-
-    def main(team):
-        inbox = team.empty(8, dtype).fill_(-0.0)
-        out = torch.empty(8, dtype=dtype)
-        team.barrier()
-        lamport_exchange[(1,)](values, inbox, out, team.view, 8)
-        return out
-
-    for out in weft.simulate(main, 2):
-        assert torch.equal(out.nan_to_num(7.0), values.nan_to_num(7.0))
+@pytest.mark.parametrize("check", behaviour.ALL, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_teams_and_words_do_what_they_promise(check, world_size):
+    assert weft.simulate(check, world_size, seed=world_size) == [[]] * world_size
 
 
 @triton.jit
@@ -241,42 +175,14 @@ def test_what_a_kernel_raises_reaches_its_host_code():
     assert weft.simulate(main, 2) == ["went on"] * 2
 
 
-@triton.jit
-def wait_and_sum(data, landed, epoch, out, team, N: tl.constexpr):
-    now = wl.next_epoch(epoch)
-    wl.wait(landed, now, team)
-    tl.store(out, tl.sum(tl.load(data + tl.arange(0, N)).to(tl.float32)))
-    wl.advance_epoch(epoch, now)
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_a_flag_behind_a_copy_comes_after_the_data(seed):
-    def main(team):
-        data, landed = team.empty(256, name="data"), team.signals(1, name="landed")
-        epoch, word, out = team.local(2, torch.int32), team.local(1, torch.int32), torch.zeros(1)
-        source = torch.empty(256, dtype=torch.bfloat16)
-        sums = []
-        for call in range(1, 4):
-            source.fill_(call * (team.rank + 1))
-            word.fill_(call)
-            engine = team.copy_engine
-            engine.fork()
-            engine.put(data, source, (team.rank + 1) % team.size)
-            engine.signal(landed, word, (team.rank + 1) % team.size)
-            wait_and_sum[(1,)](data, landed, epoch, out, team.view, 256)
-            engine.join()
-            sums.append(out.item())
-            team.barrier()
-        fetched = torch.empty(256, dtype=torch.bfloat16)
-        team.copy_engine.get(fetched, data, (team.rank + 1) % team.size)
-        team.copy_engine.join()
-        return sums, fetched[0].item()
+def test_a_flag_behind_a_copy_comes_after_the_data_in_any_order(seed):
+    assert weft.simulate(behaviour.flags_behind_copies, 3, seed=seed, slow={seed % 3: 20}) == [[]] * 3
 
-    size = 3
-    for rank, (sums, fetched) in enumerate(weft.simulate(main, size, seed=seed)):
-        left = (rank - 1) % size
-        assert sums == [256.0 * call * (left + 1) for call in (1, 2, 3)]
-        assert fetched == 3.0 * (rank + 1)
+
+def test_a_wait_in_vain_is_reported_at_once(tmp_path):
+    with pytest.raises(Deadlock, match=r"wait_for_nobody program 0 .* waits for landed\[1\] of rank 0 >= 5, sees 0"):
+        weft.simulate(behaviour.wait_in_vain, 2, args=(str(tmp_path),))
 
 
 def test_kernels_are_launched_from_host_code_only_and_simulations_do_not_nest():

@@ -44,6 +44,10 @@ def lamport_load(ptr, mask, team):
 @triton.jit
 def lamport_clear(ptr, mask):
     """Make the elements behind ``ptr`` unwritten."""
+    # By its bits: Triton 3.6 turns the constant -0.0 into +0.0.
     dtype: tl.constexpr = ptr.dtype.element_ty
-    cleared = tl.full(ptr.shape, -0.0, dtype=dtype)
-    tl.store(ptr, cleared, mask=mask)
+    if dtype.primitive_bitwidth == 32:
+        unwritten = tl.full(ptr.shape, -2147483648, tl.int32).to(dtype, bitcast=True)
+    else:
+        unwritten = tl.full(ptr.shape, -32768, tl.int16).to(dtype, bitcast=True)
+    tl.store(ptr, unwritten, mask=mask)

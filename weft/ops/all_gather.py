@@ -1,6 +1,6 @@
 """All-gather: every rank gets all ranks' tensors, one after the other along dimension 0.
 
-    out[s * m : (s + 1) * m] = x_s                      x_s: [m, ...], out: [W * m, ...]; every bit as it was sent
+out[s * m : (s + 1) * m] = x_s                      x_s: [m, ...], out: [W * m, ...]; every bit as it was sent
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.exchange import exchange, is_rank, keep_epoch, my_slot, send_order, signal_slots
+from weft.ops.exchange import count_tiles, exchange, is_rank, keep_epoch, my_slot, signal_slots
 from weft.ops.registration import WORDS, check_has_rows, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -42,7 +42,7 @@ def all_gather_kernel(
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
     sources = tl.arange(0, ROWS)[:, None] * length
-    for tile in range(program, tl.cdiv(n, BLOCK), tl.num_programs(0)):
+    for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
         at = tl.cast(tile, tl.int64) * BLOCK + columns
         rows = tl.broadcast_to(tl.load(x + at, mask=at < length, other=0)[None, :], (ROWS, BLOCK))
         received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
@@ -63,8 +63,8 @@ def run(x: torch.Tensor, team: Team) -> torch.Tensor:
     slots = signal_slots(team)
     block = slots.row_bytes // x.itemsize
     all_gather_kernel[(min(triton.cdiv(n, block), slots.programs),)](
-        x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs, team.view,
-        BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
+        x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs,
+        team.view, BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
         num_warps=slots.num_warps, launch_cooperative_grid=True,
     )  # fmt: skip
     return out
@@ -95,9 +95,9 @@ _all_gather.register_autograd(_backward, setup_context=_remember)
 def all_gather(x: torch.Tensor, team: Team) -> torch.Tensor:
     """All ranks' ``x`` along dimension 0, on every rank: a new contiguous tensor [W * x.shape[0], ...].
 
-    ``x``: at least one dimension, any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on ``team.device``;
-    the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it replays correctly, after
-    one call outside. ValueError for wrong arguments. The backward is a reduce-scatter.
+    ``x``: at least one dimension, any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on
+    ``team.device``; the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it
+    replays correctly, after one call outside. ValueError for wrong arguments. The backward is a reduce-scatter.
     """
     check_tensor("all_gather", "x", x, team)
     check_has_rows("all_gather", "x", x)

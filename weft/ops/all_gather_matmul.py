@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm, matmul
+from weft.ops import gemm
 from weft.ops.gemm import MAX_CHUNKS, GemmConfig, gemm_tile, store_tile
+from weft.ops.matmul import run as run_matmul
 from weft.ops.tiles import Tiles, at_place, first_tile, locate, make_tiles
 from weft.runtime.team import find_team
 
@@ -119,7 +120,7 @@ def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team) -> tor
 def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
     """``all_gather_matmul`` of checked arguments, with a chosen config, the same on all ranks."""
     if team.size == 1:
-        return matmul.run(a_shard, b, config)
+        return run_matmul(a_shard, b, config)
     shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
     if config is None:
@@ -155,7 +156,8 @@ def _push(
 
     Rank r serves r - 1, r - 2, … : who needs this shard next comes first, and every link carries one shard at a time.
     """
-    engine, rows, chunk_rows = team.copy_engine, shard.shape[0], tiles.chunk * block_m
+    # Detached: copies are made outside the op, where autograd would follow a shard that wants a gradient.
+    engine, shard, rows, chunk_rows = team.copy_engine, shard.detach(), shard.shape[0], tiles.chunk * block_m
     mine = team.rank * tiles.rows * block_m
     engine.fork()
     for step in range(1, team.size):

@@ -1,8 +1,8 @@
 """All-reduce: every rank gets the sum of all ranks' tensors, bitwise the same on all of them and from run to run.
 
-    out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once to x.dtype
-    one_shot   x tile --to all--> sum                           1 crossing, W - 1 times the bytes out of each rank
-    two_shot   W tiles --one to each--> sum --to all--> out     2 crossings, 2 (W - 1) / W times the bytes
+out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once to x.dtype
+one_shot   x tile --to all--> sum                           1 crossing, W - 1 times the bytes out of each rank
+two_shot   W tiles --one to each--> sum --to all--> out     2 crossings, 2 (W - 1) / W times the bytes
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.dispatch import choose
 from weft.ops.exchange import (
-    exchange, is_rank, keep_epoch, lamport_slots, my_slot, send_order, signal_slots, sum_of_ranks,
-)  # fmt: skip
+    count_tiles,
+    exchange,
+    is_rank,
+    keep_epoch,
+    lamport_slots,
+    my_slot,
+    send_order,
+    signal_slots,
+    sum_of_ranks,
+)
 from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -71,7 +79,7 @@ def all_reduce_kernel(
     if TWO_SHOT:
         to_peer = send_order(team, ROWS)[:, None] * BLOCK + columns[None, :]
         from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
-        for tile in range(program, tl.cdiv(n, world * BLOCK), tl.num_programs(0)):
+        for tile in range(program, count_tiles(end, world * BLOCK), tl.num_programs(0)):
             start = tl.cast(tile, tl.int64) * (world * BLOCK)
             rows = tl.load(x + start + to_peer, mask=is_rank(team, ROWS) & (start + to_peer < end), other=0)
             part = sum_of_ranks(exchange(rows, slot, arrived, epoch, team, TRANSPORT), dtype)
@@ -80,7 +88,7 @@ def all_reduce_kernel(
             tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (start + from_peer < end))
             epoch += 2
     else:
-        for tile in range(program, tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        for tile in range(program, count_tiles(end, BLOCK), tl.num_programs(0)):
             at = tl.cast(tile, tl.int64) * BLOCK + columns
             rows = tl.broadcast_to(tl.load(x + at, mask=at < end, other=0)[None, :], (ROWS, BLOCK))
             received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
@@ -138,8 +146,9 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
     algorithm  "auto" (weft.ops.explain says what and why), "one_shot" or "two_shot"
 
-    Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays correctly,
-    after one call outside (which makes the workspace). ValueError for wrong arguments. The backward is an all-reduce.
+    Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays
+    correctly, after one call outside (which makes the workspace). ValueError for wrong arguments. The backward is an
+    all-reduce.
     """
     check_tensor("all_reduce", "x", x, team, FLOATS)
     check_choice("all_reduce", "algorithm", algorithm, ALGORITHMS)

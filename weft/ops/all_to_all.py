@@ -1,6 +1,6 @@
 """All-to-all with even splits: part s of my tensor goes to rank s, part s of the result came from rank s.
 
-    out_r[s * m : (s + 1) * m] = x_s[r * m : (r + 1) * m]       x, out: [W * m, ...]; every bit as it was sent
+out_r[s * m : (s + 1) * m] = x_s[r * m : (r + 1) * m]       x, out: [W * m, ...]; every bit as it was sent
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.exchange import exchange, is_rank, keep_epoch, my_slot, send_order, signal_slots
+from weft.ops.exchange import count_tiles, exchange, is_rank, keep_epoch, my_slot, send_order, signal_slots
 from weft.ops.registration import WORDS, check_even, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -43,7 +43,7 @@ def all_to_all_kernel(
     length = tl.cast(n, tl.int64)
     to_peer = send_order(team, ROWS)[:, None] * length
     from_peer = tl.arange(0, ROWS)[:, None] * length
-    for tile in range(program, tl.cdiv(n, BLOCK), tl.num_programs(0)):
+    for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
         at = (tl.cast(tile, tl.int64) * BLOCK + columns)[None, :]
         mask = is_rank(team, ROWS) & (at < length)
         rows = tl.load(x + to_peer + at, mask=mask, other=0)
@@ -65,8 +65,8 @@ def run(x: torch.Tensor, team: Team) -> torch.Tensor:
     slots = signal_slots(team)
     block = slots.row_bytes // x.itemsize
     all_to_all_kernel[(min(triton.cdiv(n, block), slots.programs),)](
-        x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs, team.view,
-        BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
+        x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs,
+        team.view, BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
         num_warps=slots.num_warps, launch_cooperative_grid=True,
     )  # fmt: skip
     return out
@@ -97,9 +97,9 @@ _all_to_all.register_autograd(_backward, setup_context=_remember)
 def all_to_all(x: torch.Tensor, team: Team) -> torch.Tensor:
     """Part s of ``x`` goes to rank s; part s of the result came from rank s: a new contiguous tensor of ``x``'s shape.
 
-    ``x``: [W * m, ...], any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on ``team.device``; the same
-    shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it replays correctly, after one call
-    outside. ValueError for wrong arguments. The backward is an all-to-all.
+    ``x``: [W * m, ...], any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on ``team.device``;
+    the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it replays
+    correctly, after one call outside. ValueError for wrong arguments. The backward is an all-to-all.
     """
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)

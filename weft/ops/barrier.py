@@ -12,12 +12,13 @@ from weft.runtime.team import Team
 def barrier_kernel(team):
     """All ranks meet.                                                                                     grid: (1,)
 
-    signals, order: weft.language.barrier. What earlier kernels of each rank's stream stored is visible to later ones of all.
-    reuse: its counters only grow.
+    signals, order: weft.language.barrier. What earlier kernels of each rank's stream stored is visible to later ones
+    of all. reuse: its counters only grow.
     """
     wl.barrier(team)
 
 
 def barrier(team: Team) -> None:
-    """All ranks' streams meet; the host does not wait (``team.barrier()`` does). Captured in a CUDA graph it replays."""
+    """All ranks' streams meet; the host does not wait (``team.barrier()`` does). Captured in a CUDA graph it
+    replays."""
     barrier_kernel[(1,)](team.view, num_warps=1, launch_cooperative_grid=True)

@@ -1,14 +1,14 @@
 """A tile exchanged between all ranks, in registers: the one step that every collective here is made of.
 
-    received[s] = what rank s sent me        rows, received: [ROWS, BLOCK], ROWS = world size rounded up to a power of two
+    received[s] = what rank s sent me      rows, received: [ROWS, BLOCK], ROWS = world size rounded to a power of two
 
 An all-gather exchanges W copies of a tile, an all-to-all W different ones, a reduce-scatter sums what it received, a
 one-shot all-reduce sums W copies, a two-shot all-reduce exchanges, sums and exchanges again.
 
-Each program owns a *slot* of the workspace and counts its exchanges in a word of device memory, its epoch. Program p of a
-rank exchanges only with the programs p of the others, and all ranks make the same calls with the same sizes, so epoch e of
-slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses fewer slots, and the
-epochs of the others stand still.
+Each program owns a *slot* of the workspace and counts its exchanges in a word of device memory, its epoch. Program p
+of a rank exchanges only with the programs p of the others, and all ranks make the same calls with the same sizes, so
+epoch e of slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses
+fewer slots, and the epochs of the others stand still.
 
     slot     stages[e % S] is [W, BLOCK]: row s is written by rank s        S = 3 (lamport) or 2 (signals)
     lamport  data are their own flag (weft.language.lamport); one link crossing; -0.0 arrives as +0.0
@@ -16,15 +16,16 @@ epochs of the others stand still.
 
 Who signals whom: rank s writes row s of stage e at every rank; each waits for all W rows.
 
-Reuse, signals. Rank s writes stage e % 2 at r again in epoch e + 2, after it saw r's arrival of e + 1, which r's program
-sent after it had loaded stage e into registers (``notify`` releases, with the CTA barrier in it).
+Reuse, signals. Rank s writes stage e % 2 at r again in epoch e + 2, after it saw r's arrival of e + 1, which r's
+program sent after it had loaded stage e into registers (``notify`` releases, with the CTA barrier in it).
 
-Reuse, lamport. In epoch e program p of rank r clears the stage of e - 1, which it has loaded, to "unwritten". It is the
-stage of e + 2. Rank s writes there after it saw r's rows of e + 1, sent after the clearing. The whole [W, BLOCK] stage is
-written in every epoch (beyond ragged edges with zeros) and the whole stage is cleared, so no size leaves a rest behind.
+Reuse, lamport. In epoch e program p of rank r clears the stage of e - 1, which it has loaded, to "unwritten". It is
+the stage of e + 2. Rank s writes there after it saw r's rows of e + 1, sent after the clearing. The whole [W, BLOCK]
+stage is written in every epoch (beyond ragged edges with zeros) and the whole stage is cleared, so no size leaves a
+rest behind.
 
-Progress. All programs of a grid are resident (cooperative launch), and each makes its exchanges in order without waiting for
-another program of its rank. Kernels that share the slots are ordered by one stream.
+Progress. All programs of a grid are resident (cooperative launch), and each makes its exchanges in order without
+waiting for another program of its rank. Kernels that share the slots are ordered by one stream.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ def is_rank(team, ROWS: tl.constexpr):
 
 
 @triton.jit
+def count_tiles(length, TILE: tl.constexpr):
+    """Tiles of TILE elements in ``length`` (int64, since the sum in ``cdiv`` may pass 2**31), int32."""
+    return tl.cast(tl.cdiv(length, TILE), tl.int32)
+
+
+@triton.jit
 def my_slot(buffer, BLOCK: tl.constexpr, TRANSPORT: tl.constexpr, team):
     """This program's slot of ``buffer``: pointer to [stages, W, BLOCK]."""
     STAGES: tl.constexpr = 3 if TRANSPORT == "lamport" else 2
@@ -70,10 +77,11 @@ def my_slot(buffer, BLOCK: tl.constexpr, TRANSPORT: tl.constexpr, team):
 
 @triton.jit
 def exchange(rows, slot, arrived, epoch, team, TRANSPORT: tl.constexpr):
-    """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``; returns [ROWS, BLOCK], row s from rank s, 0 beyond W.
+    """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``; returns [ROWS, BLOCK], row s from rank s, 0
+    beyond W.
 
-    ``slot``: ``my_slot``. ``arrived``: int32 [W] of this program. ``epoch``: this program's count of exchanges, this one
-    included. All ranks' programs of this id call it the same number of times. See the module for order and reuse.
+    ``slot``: ``my_slot``. ``arrived``: int32 [W] of this program. ``epoch``: this program's count of exchanges, this
+    one included. All ranks' programs of this id call it the same number of times. See the module for order and reuse.
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCK: tl.constexpr = rows.shape[1]
@@ -102,7 +110,8 @@ def exchange(rows, slot, arrived, epoch, team, TRANSPORT: tl.constexpr):
 
 @triton.jit
 def keep_epoch(epochs, epoch, TRANSPORT: tl.constexpr):
-    """At a program's end: ``epoch`` exchanges have ended. Lamport needs them modulo 3 only, and must never wrap elsewhere."""
+    """At a program's end: ``epoch`` exchanges have ended. Lamport needs them modulo 3 only, and must never wrap
+    elsewhere."""
     tl.debug_barrier()  # all threads have read the word before it changes
     if TRANSPORT == "lamport":
         tl.store(epochs + tl.program_id(0), epoch % 3)
@@ -112,7 +121,8 @@ def keep_epoch(epochs, epoch, TRANSPORT: tl.constexpr):
 
 @triton.jit
 def sum_of_ranks(received, dtype: tl.constexpr):
-    """[ROWS, BLOCK] -> [BLOCK]: summed over the ranks in fp32, in an order that is the same on all of them, rounded once."""
+    """[ROWS, BLOCK] -> [BLOCK]: summed over the ranks in fp32, in an order that is the same on all of them, rounded
+    once."""
     return tl.sum(received.to(tl.float32), axis=0).to(dtype)
 
 
@@ -138,7 +148,7 @@ def lamport_slots(team: Team, itemsize: int) -> Slots:
     stages = 3
 
     def make() -> Slots:
-        programs = min([1024, *team.exchange(team.max_programs(LAMPORT_WARPS))])
+        programs = min([1024, *team.exchange(team.max_programs(LAMPORT_WARPS, registers=128))])
         buffer = team.empty((programs, stages, team.size, LAMPORT_ROW_BYTES), torch.uint8)
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)

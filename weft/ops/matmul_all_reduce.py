@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm, matmul
+from weft.ops import gemm
 from weft.ops.gemm import GemmConfig, gemm_tile, packed, store_tile
+from weft.ops.matmul import run as run_matmul
 from weft.ops.tiles import at_place, first_tile, locate, make_tiles, owner_of, slot_of
 from weft.runtime.team import find_team
 
@@ -112,7 +113,7 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
 def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
     """``matmul_all_reduce`` of checked arguments, with a chosen config, the same on all ranks."""
     if team.size == 1:
-        return matmul.run(a, b, config)
+        return run_matmul(a, b, config)
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     config = config or gemm.config_for(M, N, a.dtype, team.caps)
@@ -155,13 +156,14 @@ def _(a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
 
 
 def _remember(ctx, inputs, output):
-    a, b, _ = inputs
+    a, b, ctx.team = inputs
     ctx.save_for_backward(a, b)
 
 
 def _backward(ctx, grad):
-    # The output is the same on all ranks, and so is its gradient: each rank's share of K needs nothing from the others.
+    # Every rank's output holds my partial result: the sum over the ranks of what they ask of it.
     a, b = ctx.saved_tensors
+    grad = torch.ops.weft.all_reduce(grad, ctx.team, "auto")
     return torch.ops.weft.matmul(grad, b.t()), torch.ops.weft.matmul(grad.t(), a.t()), None
 
 

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm, matmul
+from weft.ops import gemm
 from weft.ops.gemm import GemmConfig, gemm_tile, packed, store_tile
+from weft.ops.matmul import run as run_matmul
 from weft.ops.tiles import at_place, first_tile, locate, make_tiles, slot_of
 from weft.runtime.team import find_team
 
@@ -93,7 +94,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch
 def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
     """``matmul_reduce_scatter`` of checked arguments, with a chosen config, the same on all ranks."""
     if team.size == 1:
-        return matmul.run(a, b, config)
+        return run_matmul(a, b, config)
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     world, (M, K), N = team.size, a.shape, b.shape[0]
     rows = M // world

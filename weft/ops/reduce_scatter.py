@@ -1,6 +1,6 @@
 """Reduce-scatter: rank r gets part r of the sum of all ranks' tensors.
 
-    out_r[...] = round(sum over s of x_s[r * m : (r + 1) * m])      x: [W * m, ...], out: [m, ...]; fp32, rounded once
+out_r[...] = round(sum over s of x_s[r * m : (r + 1) * m])      x: [W * m, ...], out: [m, ...]; fp32, rounded once
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.dispatch import choose
 from weft.ops.exchange import (
-    exchange, is_rank, keep_epoch, lamport_slots, my_slot, send_order, signal_slots, sum_of_ranks,
-)  # fmt: skip
+    count_tiles,
+    exchange,
+    is_rank,
+    keep_epoch,
+    lamport_slots,
+    my_slot,
+    send_order,
+    signal_slots,
+    sum_of_ranks,
+)
 from weft.ops.registration import FLOATS, check_even, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -45,7 +53,7 @@ def reduce_scatter_kernel(
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
     to_peer = send_order(team, ROWS)[:, None] * length
-    for tile in range(program, tl.cdiv(n, BLOCK), tl.num_programs(0)):
+    for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
         at = tl.cast(tile, tl.int64) * BLOCK + columns
         mask = is_rank(team, ROWS) & (at < length)[None, :]
         rows = tl.load(x + to_peer + at[None, :], mask=mask, other=0)
@@ -100,9 +108,9 @@ _reduce_scatter.register_autograd(_backward, setup_context=_remember)
 def reduce_scatter(x: torch.Tensor, team: Team) -> torch.Tensor:
     """Part r of the sum of all ranks' ``x`` on rank r: a new contiguous tensor [x.shape[0] / W, ...] of ``x``'s dtype.
 
-    ``x``: [W * m, ...], any strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks. The same
-    bits from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays correctly, after one call outside.
-    ValueError for wrong arguments. The backward is an all-gather.
+    ``x``: [W * m, ...], any strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks.
+    The same bits from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays correctly, after one
+    call outside. ValueError for wrong arguments. The backward is an all-gather.
     """
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)

@@ -14,13 +14,12 @@ FLOATS = (*HALVES, torch.float32)
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_tensor(
-    op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None = None
-) -> None:
+def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None = None) -> None:
     """``x`` lies on the team's device and has one of ``dtypes`` (None: any of 1, 2, 4 or 8 bytes), else ValueError."""
     if x.device != team.device:
         raise ValueError(
-            f"{op}: {name} is on {x.device} and team '{team.name}' on {team.device}; move it with {name}.to(team.device)"
+            f"{op}: {name} is on {x.device} and team '{team.name}' on {team.device}; "
+            f"move it with {name}.to(team.device)"
         )
     if dtypes is None:
         if x.dtype.itemsize not in WORDS:
@@ -39,7 +38,8 @@ def check_even(op: str, name: str, x: torch.Tensor, team: Team) -> None:
     if x.shape[0] % team.size != 0:
         padded = -(-x.shape[0] // team.size) * team.size
         raise ValueError(
-            f"{op}: {name}.shape[0]={x.shape[0]} is not divisible by world_size={team.size}; pad dimension 0 to {padded}"
+            f"{op}: {name}.shape[0]={x.shape[0]} is not divisible by world_size={team.size}; "
+            f"pad dimension 0 to {padded}"
         )
 
 

@@ -114,10 +114,10 @@ class CudaPlatform:
                 return f"{name}[{(address - base) // itemsize}]"
         return f"{address:#x}"
 
-    def max_programs(self, num_warps: int) -> int:
-        # 64 warps an SM; a quarter of that leaves room for kernels with many registers. The launch itself is cooperative,
-        # so the driver refuses what does not fit.
-        return self.caps.sms * max(1, 16 // num_warps) if num_warps <= 4 else self.caps.sms
+    def max_programs(self, num_warps: int, registers: int) -> int:
+        # 65,536 registers and 32 programs an SM, on NVIDIA from sm_80 on and not less on CDNA3. The launch itself is
+        # cooperative, so the driver refuses what does not fit after all.
+        return self.caps.sms * max(1, min(32, 65536 // (32 * num_warps * registers)))
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -33,11 +32,10 @@ class Meeting:
         items = []
         for peer in range(self._size):
             key = f"{self._count}/{peer}"
-            while not self._arrived(key):
-                self.raise_if_a_peer_failed()
-                if time.monotonic() > deadline:
-                    absent = [p for p in range(self._size) if not self._store.check([f"{self._count}/{p}"])]
-                    raise PeerSilent(self._rank, absent, f"{what} (host call #{self._count})", self._patience)
+            # Polled, since a wait with a timeout would make the store print a warning for each one that runs out.
+            if not self._watch(lambda key=key: self._store.check([key]), deadline):
+                absent = [p for p in range(self._size) if not self._store.check([f"{self._count}/{p}"])]
+                raise PeerSilent(self._rank, absent, f"{what} (host call #{self._count})", self._patience)
             items.append(pickle.loads(self._store.get(key))[1])
         # Everybody has come to this meeting, so everybody has read the one before the last.
         if self._count > 2:
@@ -46,13 +44,20 @@ class Meeting:
 
     def watch(self, done: Callable[[], bool]) -> None:
         """Return once ``done()``; PeerFailed if a peer fails first."""
+        self._watch(done, float("inf"))
+
+    def _watch(self, done: Callable[[], bool], deadline: float) -> bool:
         pause, looked = 0.0, time.monotonic()
         while not done():
             time.sleep(pause)
             pause = min(0.001, pause + 0.00001)
-            if time.monotonic() - looked > _GLANCE_SECONDS:
+            now = time.monotonic()
+            if now > deadline:
+                return False
+            if now - looked > _GLANCE_SECONDS:
                 self.raise_if_a_peer_failed()
-                looked = time.monotonic()
+                looked = now
+        return True
 
     def fail(self, message: str) -> None:
         """Tell the peers that this rank is lost, so that they stop waiting for it."""
@@ -64,10 +69,3 @@ class Meeting:
         for peer in range(self._size):
             if peer != self._rank and self._store.check([f"failed/{peer}"]):
                 raise PeerFailed(self._rank, peer, self._store.get(f"failed/{peer}").decode())
-
-    def _arrived(self, key: str) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=_GLANCE_SECONDS))
-        except dist.DistStoreError:
-            return False
-        return True

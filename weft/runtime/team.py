@@ -144,9 +144,12 @@ class Team:
         self._check_open("library")
         return self._platform.library
 
-    def max_programs(self, num_warps: int = 4) -> int:
-        """How many programs that wait for each other may run at once on this rank's GPU."""
-        return self._platform.max_programs(num_warps)
+    def max_programs(self, num_warps: int = 4, registers: int = 255) -> int:
+        """How many programs that wait for each other may run at once on this rank's GPU: what its register files hold.
+
+        registers  per thread that the kernel uses at most. Shared memory is not counted: one program an SM where it is scarce
+        """
+        return self._platform.max_programs(num_warps, registers)
 
     def barrier(self) -> None:
         """All ranks have come here and their earlier GPU work has ended. Collective, and bounded in time."""

@@ -67,7 +67,7 @@ class VirtualPlatform:
     def synchronize(self) -> None:
         self._machine.drain(self.copy_engine.stream)
 
-    def max_programs(self, num_warps: int) -> int:
+    def max_programs(self, num_warps: int, registers: int) -> int:
         return self._machine.sms
 
     def is_capturing(self) -> bool:

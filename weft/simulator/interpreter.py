@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,13 +34,16 @@ from weft.simulator import numerics, rewriting
 
 
 class Port(Protocol):
-    """What the interpreter needs of the virtual machine. Address, bit and mask arrays have one shape; scalars have (1,)."""
+    """What the interpreter needs of the virtual machine.
+
+    Address, bit and mask arrays of a call have one shape, (1,) for a scalar. They may be read-only and not contiguous.
+    """
 
     def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """(program index, grid) of the program that is running now."""
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
-        """Raw bits (uint8/16/32/64 by ``itemsize``) at ``addresses`` (uint64), zeros where masked off.
+        """Raw bits (uint8/16/32/64 by ``itemsize``) at ``addresses`` (uint64), zeros where masked off: a new array.
 
         ``access`` is "plain", "volatile" or "tma"."""
 
@@ -69,12 +72,14 @@ class Launch:
     tensors: list[torch.Tensor]
 
 
-_OPTIONS = frozenset(
-    "num_warps num_stages num_ctas warp_size maxnreg minRegAutoWS maxRegAutoWS ptx_version ptx_options ir_override "
-    "enable_fp_fusion enable_reflect_ftz sched4reg clc supported_fp8_dtypes default_dot_input_precision debug "
-    "sanitize_overflow arch extern_libs instrumentation_mode waves_per_eu matrix_instr_nonkdim kpack cluster_dims "
-    "allow_flush_denorm schedule_hint llvm_fn_attrs warmup".split()
-)
+# Launch options of the NVIDIA and AMD backends.
+_OPTIONS = frozenset({
+    "allow_flush_denorm", "arch", "clc", "cluster_dims", "debug", "default_dot_input_precision", "enable_fp_fusion",
+    "enable_reflect_ftz", "extern_libs", "instrumentation_mode", "ir_override", "kpack", "llvm_fn_attrs",
+    "matrix_instr_nonkdim", "maxRegAutoWS", "maxnreg", "minRegAutoWS", "num_ctas", "num_stages", "num_warps",
+    "ptx_options", "ptx_version", "sanitize_overflow", "sched4reg", "schedule_hint", "supported_fp8_dtypes",
+    "warp_size", "waves_per_eu"
+})  # fmt: skip
 _SEMANTICS = {
     ir.MEM_SEMANTIC.RELAXED: "relaxed",
     ir.MEM_SEMANTIC.ACQUIRE: "acquire",
@@ -82,12 +87,19 @@ _SEMANTICS = {
     ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
 }
 _SCOPES = {ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
-_ATOMICS = {getattr(ir.ATOMIC_OP, name): name.lower() for name in "ADD FADD XCHG MIN MAX UMIN UMAX AND OR XOR".split()}
+_ATOMICS = {
+    getattr(ir.ATOMIC_OP, name): name.lower()
+    for name in ("ADD", "FADD", "XCHG", "MIN", "MAX", "UMIN", "UMAX", "AND", "OR", "XOR")
+}
 _REDUCTIONS = {
     getattr(ir.DESCRIPTOR_REDUCE_KIND, name): name.lower() for name in ("ADD", "MIN", "MAX", "AND", "OR", "XOR")
 }
+_LOAD_MODIFIERS = frozenset([None, "", "none", ".ca", ".cg", ".cs", ".cv"])
+_EVICTIONS = frozenset([None, "", "evict_normal", "evict_first", "evict_last"])
+_ALL_NAN = tl.PropagateNan.ALL
 _ABSENT = object()
 _SCALAR_SHAPE = (1,)
+_EVERYTHING = slice(None)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -111,11 +123,33 @@ _blocks: dict[tuple, tl.block_type] = {}  # a memo: building a block type costs 
 
 
 def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
-    key = (element.name, getattr(element, "address_space", None), shape)
-    found = _blocks.get(key)
-    if found is None:
-        found = _blocks[key] = tl.block_type(element, list(shape))
+    found = _blocks.get((element.name, shape))
+    if found is None or found.element_ty is not element:
+        found = _blocks[element.name, shape] = tl.block_type(element, list(shape))
     return found
+
+
+@cache
+def _pointer_type(element: str, const: bool) -> tl.pointer_type:
+    pointee = tl.str_to_ty(f"*{element}", None).element_ty
+    return tl.pointer_type(pointee, const=True) if const else tl.pointer_type(pointee)
+
+
+@cache
+def _everywhere(shape: tuple[int, ...]) -> np.ndarray:
+    """The mask of an access without a mask."""
+    mask = np.ones(shape, np.bool_)
+    mask.flags.writeable = False
+    return mask
+
+
+@cache
+def _shape_tuple(shape: tuple[int, ...]) -> tl.tuple:
+    return tl.tuple([constexpr(size) for size in shape])
+
+
+def _plain(x: Any) -> Any:
+    return x.value if isinstance(x, constexpr) else x
 
 
 def numpy_dtype(element: tl.dtype) -> np.dtype:
@@ -131,7 +165,8 @@ def _not_interpretable(what: str) -> Exception:
     from weft.errors import NotInterpretable
 
     return NotInterpretable(
-        f"{what} cannot run in the simulator; such a path needs a portable twin in plain Triton, and a test that both agree"
+        f"{what} cannot run in the simulator; such a path needs a portable twin in plain Triton, "
+        f"and a test that the two agree"
     )
 
 
@@ -156,7 +191,7 @@ def value_of(x: Any) -> Any:
         return x.value
     if isinstance(x, tl.tensor):
         data = x.handle.data
-        return data if x.type.is_block() else data.reshape(-1)[0].item()
+        return data if x.type is not x.dtype else data.item()
     return x
 
 
@@ -172,48 +207,63 @@ def element_dtype(pointer: tl.tensor) -> tl.dtype:
     return pointer.dtype.element_ty
 
 
+@cache
+def _steps(block_shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Per dimension the indices within a block, shaped to broadcast."""
+    rank = len(block_shape)
+    return [
+        np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(rank)])
+        for axis, size in enumerate(block_shape)
+    ]
+
+
 class Descriptor:
     """Handle of a tensor descriptor: plain Python numbers."""
 
     def __init__(
-        self, base: int, element: tl.dtype, shape: list[int], strides: list[int], block_shape: list[int], nan: bool
-    ):
-        self.element, self.shape, self.block_shape, self.nan = element, shape, tuple(block_shape), nan
+        self,
+        base: int,
+        element: tl.dtype,
+        shape: list[int],
+        strides: list[int],
+        block_shape: tuple[int, ...],
+        nan: bool,
+    ) -> None:
+        self.base, self.element, self.shape, self.strides = base, element, shape, strides
+        self.block_shape, self.nan, self.round_to_tf32 = block_shape, nan, False
         self.itemsize = numpy_dtype(element).itemsize
-        self.round_to_tf32 = False
-        self.base, self.strides = base, strides
         if base % 16:
             raise ValueError(f"a tensor descriptor's base must be 16-byte aligned, got address {base:#x}")
         for stride in strides[:-1]:
             if stride * self.itemsize % 16:
-                raise ValueError(
-                    f"a tensor descriptor's strides must be multiples of 16 bytes, got {stride} of {element}"
-                )
+                raise ValueError(f"a descriptor's strides must be multiples of 16 bytes, got {stride} of {element}")
         if strides[-1] != 1:
             raise ValueError(f"the last stride of a tensor descriptor must be 1, got {strides[-1]}")
-        rank = len(shape)
-        self._steps = [
-            np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(rank)])
-            for axis, size in enumerate(block_shape)
-        ]
+        self._relative: np.ndarray | None = None
 
-    def locate(self, offsets: list[np.ndarray | int]) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, offsets: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Addresses and in-bounds mask of the block at ``offsets``; an offset may be an array (gather)."""
         if np.any(offsets[-1] * self.itemsize % 16):
             raise ValueError(
                 f"a descriptor's block must start at a multiple of 16 bytes, got offset {offsets[-1]} of {self.element}"
             )
-        address, mask = np.int64(0), np.True_
-        for offset, step, size, stride in zip(offsets, self._steps, self.shape, self.strides, strict=True):
-            at = step + offset
-            address = address + at * (stride * self.itemsize)
-            if not (isinstance(offset, int) and 0 <= offset <= size - step.size):
-                mask = mask & (at >= 0) & (at < size)
-        addresses = address.view(np.uint64) + np.uint64(self.base)
-        return addresses, np.broadcast_to(mask, addresses.shape)
+        steps = _steps(self.block_shape)
+        bytes_of = [stride * self.itemsize for stride in self.strides]
+        if self._relative is None:
+            self._relative = sum(step * by for step, by in zip(steps, bytes_of, strict=True)).view(np.uint64)
+        start = sum(offset * by for offset, by in zip(offsets, bytes_of, strict=True)) + self.base
+        start = start.view(np.uint64) if isinstance(start, np.ndarray) else np.uint64(start % 2**64)
+        addresses = self._relative + start
+        mask = None
+        for offset, step, size in zip(offsets, steps, self.shape, strict=True):
+            if isinstance(offset, np.ndarray) or not 0 <= offset <= size - step.size:
+                at = step + offset
+                inside = (at >= 0) & (at < size)
+                mask = inside if mask is None else mask & inside
+        return addresses, _everywhere(addresses.shape) if mask is None else np.broadcast_to(mask, addresses.shape)
 
 
-# --- the builder: what Triton's semantic layer asks for, as NumPy calls ----------------------------------------------------
+# --- the builder: what Triton's semantic layer asks for, as NumPy calls -----------------------------------------------
 
 
 def _unary(op: Callable) -> Callable:
@@ -351,10 +401,9 @@ class Builder(InterpreterBuilder):
     def create_make_tensor_descriptor(
         self, base: Any, shape: list, strides: list, block_shape: list[int], is_signed: bool, padding: Any = None
     ) -> Descriptor:
-        shape, strides = ([int(x.data.reshape(-1)[0]) for x in xs] for xs in (shape, strides))
-        element = base.dtype.scalar.element_ty
+        sizes, steps = ([x.data.item() for x in xs] for xs in (shape, strides))
         nan = padding == ir.PADDING_OPTION.PAD_NAN
-        return Descriptor(int(base.data.reshape(-1)[0]), element, shape, strides, list(block_shape), nan)
+        return Descriptor(base.data.item(), base.dtype.scalar.element_ty, sizes, steps, tuple(block_shape), nan)
 
     def descriptor_load(self, descriptor: Descriptor, offsets: list) -> np.ndarray:
         addresses, mask = descriptor.locate(offsets)
@@ -368,7 +417,7 @@ class Builder(InterpreterBuilder):
         self.store(addresses, np.broadcast_to(values, addresses.shape), mask, "tma")
 
     def create_descriptor_reduce(self, kind: Any, descriptor: Descriptor, value: Any, offsets: list) -> None:
-        addresses, mask = descriptor.locate([int(x.data.reshape(-1)[0]) for x in offsets])
+        addresses, mask = descriptor.locate([x.data.item() for x in offsets])
         op, dtype = _REDUCTIONS[kind], value.data.dtype
         if op == "add" and dtype in numerics.FLOATS:
             op = "fadd"
@@ -377,11 +426,11 @@ class Builder(InterpreterBuilder):
         self.atomic(op, addresses, value.data, mask, value.dtype, "relaxed", "gpu")
 
     def create_descriptor_gather(self, descriptor: Descriptor, rows: Any, column: Any, _: Any) -> Handle:
-        offsets = [rows.data.astype(np.int64).reshape(-1, 1), int(column.data.reshape(-1)[0])]
+        offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
         return Handle(self.descriptor_load(descriptor, offsets), descriptor.element)
 
     def create_descriptor_scatter(self, descriptor: Descriptor, value: Any, rows: Any, column: Any) -> None:
-        offsets = [rows.data.astype(np.int64).reshape(-1, 1), int(column.data.reshape(-1)[0])]
+        offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
         self.descriptor_store(descriptor, value.data, offsets)
 
     # casts, shapes, arithmetic
@@ -451,7 +500,7 @@ class Builder(InterpreterBuilder):
         return Handle(numerics.fma(x.data, y.data, z.data), z.dtype)
 
     def create_clampf(self, x: Any, low: Any, high: Any, propagate: Any) -> Handle:
-        nan = propagate == ir.PROPAGATE_NAN.ALL
+        nan = propagate is _ALL_NAN
         out = numerics.minimum(numerics.maximum(x.data, low.data, nan), high.data, nan)
         return Handle(out, x.dtype)
 
@@ -466,7 +515,7 @@ class Builder(InterpreterBuilder):
     create_sqrt = create_precise_sqrt = _unary(np.sqrt)
 
 
-# --- the semantic layer: Triton's own, with the hot operations short-cut -------------------------------------------------
+# --- the semantic layer: Triton's own, with the hot operations short-cut ----------------------------------------------
 
 
 class Semantic(TritonSemantic):
@@ -478,7 +527,6 @@ class Semantic(TritonSemantic):
         super().__init__(builder)
         self._promotions: dict[tuple, tl.dtype] = {}
         self._constants: dict[tuple, np.ndarray] = {}
-        self._true = scalar(True, tl.int1)
 
     def make_tensor(self, handle: TensorHandle, ty: tl.dtype) -> tl.tensor:
         return tl.tensor(handle, ty)
@@ -496,6 +544,8 @@ class Semantic(TritonSemantic):
         if isinstance(x, bool):
             return tl.int1
         if isinstance(x, int):
+            if -(2**31) <= x < 2**31:
+                return tl.int32
             for bits, ty in ((31, tl.int32), (32, tl.uint32), (63, tl.int64), (64, tl.uint64)):
                 if (x >> bits) == 0 or (x >> bits == -1 and ty.is_int_signed()):
                     return ty
@@ -512,22 +562,30 @@ class Semantic(TritonSemantic):
         return tl.tensor(Handle(self._constant(value, dtype), dtype), dtype)
 
     def _constant(self, value: Any, dtype: tl.dtype) -> np.ndarray:
-        key = (dtype.name, value, type(value)) if value else None  # not zeros: -0.0 == 0.0
-        found = self._constants.get(key) if key else None
+        key = (dtype.name, value, type(value), value == 0 and str(value))  # 0.0 == -0.0 == 0 == False
+        found = self._constants.get(key)
         if found is None:
-            if dtype.is_int() and not dtype.is_bool() and value != int(value):
-                raise TypeError(f"cannot make a {dtype} of {value}")
             if dtype.is_int() and not dtype.is_bool():
-                wide = np.array([int(value)], np.uint64 if int(value) >= 2**63 else np.int64)
+                self._check_range(value, dtype)
+                wide = np.array([int(value)], np.uint64 if value >= 2**63 else np.int64)
             else:
                 wide = np.array([value], np.bool_ if dtype.is_bool() else np.float64)
                 wide = wide if dtype.is_bool() or dtype.is_fp64() else wide.astype(np.float32)
-            found = numerics.convert(wide, numpy_dtype(dtype))
-            if key:
-                if len(self._constants) > 4096:
-                    self._constants.clear()
-                self._constants[key] = found
+            if len(self._constants) > 4096:
+                self._constants.clear()
+            found = self._constants[key] = numerics.convert(wide, numpy_dtype(dtype))
         return found
+
+    def _check_range(self, value: Any, dtype: tl.dtype) -> None:
+        if value != int(value):
+            raise TypeError(f"cannot make a {dtype} of {value}")
+        if value < 0 and dtype.is_int_unsigned():
+            raise ValueError(
+                "Cannot perform a binary operation between an unsigned tensor and a negative scalar. "
+                "Perform a explicit cast on one of them."
+            )
+        if not dtype.get_int_min_value() <= value <= dtype.get_int_max_value():
+            raise ValueError(f"Scalar {value} is out of range for type {dtype}")
 
     def _promote(self, a: tl.dtype, a_is_scalar: bool, b: tl.dtype, b_is_scalar: bool, div: bool) -> tl.dtype:
         key = (a.name, a_is_scalar, b.name, b_is_scalar, div)
@@ -549,24 +607,13 @@ class Semantic(TritonSemantic):
         if x_is_tensor:
             left = x.handle.data if a is ty else numerics.convert(x.handle.data, numpy_dtype(ty))
         else:
-            left = self._checked_constant(x, ty)
+            left = self._constant(x, ty)
         if y_is_tensor:
             right = y.handle.data if b is ty else numerics.convert(y.handle.data, numpy_dtype(ty))
         else:
-            right = self._checked_constant(y, ty)
+            right = self._constant(y, ty)
         is_block = (x_is_tensor and x.type is not x.dtype) or (y_is_tensor and y.type is not y.dtype)
         return left, right, ty, is_block
-
-    def _checked_constant(self, value: Any, ty: tl.dtype) -> np.ndarray:
-        if ty.is_int():
-            if value < 0 and ty.is_int_unsigned():
-                raise ValueError(
-                    "Cannot perform a binary operation between an unsigned tensor and a negative scalar. "
-                    "Perform a explicit cast on one of them."
-                )
-            if not ty.get_int_min_value() <= value <= ty.get_int_max_value():
-                raise ValueError(f"Scalar {value} is out of range for type {ty}")
-        return self._constant(value, ty)
 
     def binary_op_type_checking_impl(
         self,
@@ -625,11 +672,11 @@ class Semantic(TritonSemantic):
 
     def minimum(self, x: Any, y: Any, propagate_nan: Any) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
-        return _make(numerics.minimum(left, right, propagate_nan == tl.PropagateNan.ALL), ty, is_block)
+        return _make(numerics.minimum(left, right, propagate_nan is _ALL_NAN), ty, is_block)
 
     def maximum(self, x: Any, y: Any, propagate_nan: Any) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
-        return _make(numerics.maximum(left, right, propagate_nan == tl.PropagateNan.ALL), ty, is_block)
+        return _make(numerics.maximum(left, right, propagate_nan is _ALL_NAN), ty, is_block)
 
     def _bitwise(self, op: np.ufunc, x: Any, y: Any) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
@@ -697,6 +744,8 @@ class Semantic(TritonSemantic):
         if source is to or source == to:
             return x
         if isinstance(source, tl.pointer_type) or isinstance(to, tl.pointer_type):
+            if source.is_ptr() and to.is_ptr() or {source.name, to.name} & {"int64", "uint64"}:
+                return _make(x.handle.data.view(numpy_dtype(to)), to, x.type is not source)
             return super().cast(x, dst_ty)
         if fp_downcast_rounding not in (None, "rtne", "rtz"):
             raise ValueError(f"Invalid rounding mode: {fp_downcast_rounding}. Supported: 'rtne' and 'rtz'.")
@@ -708,58 +757,91 @@ class Semantic(TritonSemantic):
 
     def full(self, shape: Any, value: Any, dtype: tl.dtype) -> tl.tensor:
         data = self.make_scalar(value, dtype).handle.data
-        shape = tuple(tl.core._unwrap_if_constexpr(s) for s in shape)
+        shape = tuple(map(_plain, shape))
+        if not all(isinstance(size, int) for size in shape):
+            raise TypeError(f"Shape elements must have type `constexpr[int]`, got {shape}")
         return _make(np.broadcast_to(data, shape) if shape else data, dtype, bool(shape))
+
+    def dot(self, a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, *rest: Any) -> tl.tensor:
+        """The usual products without Triton's checks of everything else."""
+        common = a.dtype == b.dtype and a.dtype.name in ("bf16", "fp16", "fp32") and rest[-1] in (None, tl.float32)
+        left, right = a.handle.data, b.handle.data
+        if not common or left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0] or left.shape[1] < 16:
+            return super().dot(a, b, acc, *rest)
+        if acc is None:
+            return _make(numerics.dot(left, right, np.zeros((), np.float32)), tl.float32, True)
+        if acc.dtype != tl.float32 or acc.handle.data.shape != (left.shape[0], right.shape[1]):
+            return super().dot(a, b, acc, *rest)
+        return _make(numerics.dot(left, right, acc.handle.data), tl.float32, True)
 
     def make_scalar(self, value: Any, dtype: tl.dtype) -> tl.tensor:
         return self.cast(value, dtype) if isinstance(value, tl.tensor) else self.scalar_constant(value, dtype)
 
     # memory
 
-    def _mask(self, ptr: tl.tensor, mask: tl.tensor | None) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Addresses and mask of one shape."""
+    def _mask(self, ptr: tl.tensor, mask: tl.tensor | None, may_grow: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Addresses and mask of one shape. A larger mask repeats the pointers of a load, and is refused in a store."""
+        if not isinstance(ptr.dtype, tl.pointer_type):
+            raise ValueError(f"a pointer is needed, got {ptr.type}")
         addresses, is_block = ptr.handle.data, ptr.type is not ptr.dtype
         if mask is None:
-            return addresses, np.broadcast_to(np.True_, addresses.shape), is_block
+            return addresses, _everywhere(addresses.shape), is_block
         if mask.dtype is not tl.int1 and mask.dtype != tl.int1:
             raise ValueError(f"Mask must have boolean scalar type, got {mask.dtype}")
         enable = mask.handle.data
         if mask.type is not mask.dtype and not is_block:
             raise ValueError("Mask argument cannot be block type if pointer argument is not a block")
         if enable.shape != addresses.shape:
-            shape = np.broadcast_shapes(addresses.shape, enable.shape) if is_block else addresses.shape
+            shape = np.broadcast_shapes(addresses.shape, enable.shape) if may_grow else addresses.shape
             addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
         return addresses, enable, is_block
 
-    def load(self, ptr: tl.tensor, mask: tl.tensor | None, other: tl.tensor | None, *policy: Any) -> tl.tensor:
-        if not isinstance(ptr.dtype, tl.pointer_type) or isinstance(ptr.dtype.element_ty, tl.block_type):
-            return super().load(ptr, mask, other, *policy)
+    def _values(self, value: Any, element: tl.dtype, shape: tuple[int, ...], is_block: bool) -> np.ndarray:
+        """What a store or an atomic takes to addresses of ``shape``."""
+        if isinstance(value, tl.tensor):
+            if value.type is not value.dtype and not is_block:
+                raise ValueError("Value argument cannot be block type if pointer argument is not a block")
+            if value.dtype is not element:
+                value = self.cast(value, element)
+            data = value.handle.data
+        else:
+            data = self.cast(self.to_tensor(value), element).handle.data
+        return data if data.shape == shape else np.broadcast_to(data, shape)
+
+    def fetch(self, ptr: tl.tensor, mask: tl.tensor | None, other: Any, access: str) -> tl.tensor:
         if mask is None and other is not None:
             raise ValueError("`other` cannot be provided without `mask`")
-        volatile = policy[-1] or ".cv" in policy or getattr(policy[0], "cache_modifier", None) == "cv"
-        addresses, enable, is_block = self._mask(ptr, mask)
+        addresses, enable, is_block = self._mask(ptr, mask, True)
         element = ptr.dtype.element_ty
-        if other is not None and other.type is not other.dtype and other.handle.data.shape != addresses.shape:
+        if (
+            isinstance(other, tl.tensor)
+            and other.type is not other.dtype
+            and other.handle.data.shape != addresses.shape
+        ):
             shape = np.broadcast_shapes(addresses.shape, other.handle.data.shape)
             addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
-        values = self.builder.load(addresses, enable, element, "volatile" if volatile else "plain")
+        values = self.builder.load(addresses, enable, element, access)
         if other is not None:
-            values = np.where(enable, values, self.cast(other, element).handle.data)
+            values = np.where(enable, values, self._values(other, element, addresses.shape, is_block))
         return _make(values, element, is_block)
 
-    def store(self, ptr: tl.tensor, value: tl.tensor, mask: tl.tensor | None, *policy: Any) -> None:
-        if not isinstance(ptr.dtype, tl.pointer_type) or isinstance(ptr.dtype.element_ty, tl.block_type):
-            return super().store(ptr, value, mask, *policy)
-        if ptr.dtype.is_const():
+    def put(self, ptr: tl.tensor, value: Any, mask: tl.tensor | None) -> None:
+        addresses, enable, is_block = self._mask(ptr, mask, False)
+        if ptr.dtype.const:
             raise ValueError("Cannot store to a constant pointer")
-        addresses, enable, is_block = self._mask(ptr, mask)
-        if value.type is not value.dtype and not is_block:
-            raise ValueError("Value argument cannot be block type if pointer argument is not a block")
-        data = self.cast(value, ptr.dtype.element_ty).handle.data
-        if data.shape != addresses.shape:
-            data = np.broadcast_to(data, addresses.shape)
+        data = self._values(value, ptr.dtype.element_ty, addresses.shape, is_block)
         self.builder.store(addresses, data, enable, "plain")
-        return None
+
+    def atom_red_typechecking_impl(self, ptr: tl.tensor, val: Any, mask: Any, op: str) -> tuple:
+        addresses, enable, is_block = self._mask(ptr, self.to_tensor(mask) if mask is not None else None, False)
+        element = ptr.dtype.element_ty
+        bits = element.primitive_bitwidth
+        if ptr.dtype.const:
+            raise ValueError("Cannot store to a constant pointer")
+        if bits < 16 or (bits == 16 and (element.is_int() or op != "add")):
+            raise ValueError(f"atomic_{op} does not support {element}")
+        data = self._values(val, element, addresses.shape, is_block)
+        return ptr, _make(data, element, is_block), _make(enable, tl.int1, is_block)
 
     def _offsets(self, descriptor: tl.tensor_descriptor_base, offsets: Any) -> list[int]:
         values = [value_of(x) for x in offsets]
@@ -781,7 +863,7 @@ class Semantic(TritonSemantic):
         return True
 
 
-# --- reductions and scans: combine functions run on whole blocks ----------------------------------------------------------
+# --- reductions and scans: combine functions run on whole blocks ------------------------------------------------------
 
 
 class Reductions:
@@ -909,6 +991,7 @@ class Interpreter:
         self._patches = _Patches()
         self._table: dict[int, tuple[Any, Callable]] = {}  # id -> (what it is the id of, what to call)
         self._codes: dict[int, types.CodeType] = {}
+        self._ranges: dict[tuple[int, int], tl.tensor] = {}
         self._kept: list[Any] = []
         self.semantic = Semantic(Builder(port, self._kernel_name))
         self.reductions = Reductions(self.resolve)
@@ -958,7 +1041,13 @@ class Interpreter:
         for kind in (tl.dtype, tl.pointer_type, tl.block_type):
             set_(kind, "to_ir", lambda ty, builder: ty)
 
+        self._stock = {name: self._with_semantic(getattr(tl.core, name)) for name in ("load", "store", "dot")}
         replaced = {
+            "load": self._load,
+            "store": self._store,
+            "arange": self._arange,
+            "full": self._full,
+            "where": self._where,
             "reduce": self.reductions.reduce,
             "associative_scan": self.reductions.scan,
             "map_elementwise": self.reductions.map_elementwise,
@@ -966,21 +1055,27 @@ class Interpreter:
             "static_range": _static_range,
             "static_assert": _static_assert,
             "static_print": _static_print,
-            "multiple_of": _hint,
+            "multiple_of": _multiple_of,
             "max_contiguous": _hint,
             "max_constancy": _hint,
             "condition": lambda value, **_: value,
         }
+        stand_ins = {getattr(tl.core, name): function for name, function in replaced.items()}
         for module in (tl.core, tl.math, tl):
             for name, member in list(vars(module).items()):
-                original, function = member, replaced.get(name)
+                if not (_is_builtin(member) or inspect.isclass(member)) or isinstance(member, JITFunction):
+                    continue
+                function = stand_ins.get(member)
                 if function is None:
-                    if not _is_builtin(member) or inspect.isclass(member):
+                    if inspect.isclass(member):
                         continue
-                    function = self._with_semantic(member)
-                self._know(original, function)
+                    function = self.words.get(id(member)) or self._with_semantic(member)
+                self._know(member, function)
                 set_(module, name, function)
+        for member in _dependent_launch_words():
+            self._know(member, lambda **_: None)
         self._know(range, self._range)
+        self._know(tl.standard.zeros, lambda shape, dtype: self._full(shape, 0, dtype))
         self._know(min, partial(self._extreme, builtins.min, semantic.minimum))
         self._know(max, partial(self._extreme, builtins.max, semantic.maximum))
         self._patch_values()
@@ -1018,7 +1113,7 @@ class Interpreter:
     # calls
 
     def replace(self, jit_fn: Any, function: Callable) -> None:
-        """Let ``function`` stand for a jit function (or any callable) in kernels, called with the arguments as they are."""
+        """Let ``function`` stand for a jit function (or any callable) in kernels; it gets the arguments as they are."""
         self.words[id(jit_fn)] = function
         self._know(jit_fn, function)
         self._kept.append(jit_fn)
@@ -1085,8 +1180,11 @@ class Interpreter:
         return value
 
     def _truth(self, condition: Any) -> bool:
-        if isinstance(condition, tl.tensor) and condition.handle.data.size != 1:
-            raise ValueError("Boolean value of Tensor with more than one value is ambiguous")
+        if isinstance(condition, tl.tensor):
+            data = condition.handle.data
+            if data.size != 1:
+                raise ValueError("Boolean value of Tensor with more than one value is ambiguous")
+            return bool(data.item())
         return bool(condition)
 
     def _not(self, x: Any) -> Any:
@@ -1113,6 +1211,62 @@ class Interpreter:
         dtype = numpy_dtype(ty)
         for value in range(first, last, by):
             yield tl.tensor(Handle(np.array([value], dtype), ty), ty)
+
+    def _load(
+        self,
+        pointer: tl.tensor,
+        mask: Any = None,
+        other: Any = None,
+        boundary_check: Any = (),
+        padding_option: Any = "",
+        cache_modifier: Any = "",
+        eviction_policy: Any = "",
+        volatile: Any = False,
+        _semantic: Any = None,
+    ) -> tl.tensor:
+        if isinstance(pointer.dtype, tl.pointer_type) and isinstance(pointer.dtype.element_ty, tl.block_type):
+            return self._stock["load"](pointer, mask, other, boundary_check, padding_option)
+        cache_modifier, mask, other = _plain(cache_modifier), _plain(mask), _plain(other)
+        if cache_modifier not in _LOAD_MODIFIERS:
+            raise ValueError(f"Cache modifier {cache_modifier} not supported")
+        if _plain(eviction_policy) not in _EVICTIONS:
+            raise ValueError(f"Eviction policy {_plain(eviction_policy)} not supported")
+        if mask is not None and not isinstance(mask, tl.tensor):
+            mask = self.semantic.to_tensor(mask)
+        access = "volatile" if cache_modifier == ".cv" or _plain(volatile) else "plain"
+        return self.semantic.fetch(pointer, mask, other, access)
+
+    def _store(
+        self,
+        pointer: tl.tensor,
+        value: Any,
+        mask: Any = None,
+        boundary_check: Any = (),
+        cache_modifier: Any = "",
+        eviction_policy: Any = "",
+        _semantic: Any = None,
+    ) -> None:
+        if isinstance(pointer.dtype, tl.pointer_type) and isinstance(pointer.dtype.element_ty, tl.block_type):
+            self._stock["store"](pointer, value, mask, boundary_check)
+            return
+        mask = _plain(mask)
+        if mask is not None and not isinstance(mask, tl.tensor):
+            mask = self.semantic.to_tensor(mask)
+        self.semantic.put(pointer, _plain(value), mask)
+
+    def _arange(self, start: Any, end: Any, _semantic: Any = None) -> tl.tensor:
+        key = _plain(start), _plain(end)
+        found = self._ranges.get(key) if type(key[0]) is type(key[1]) is int else None
+        if found is None:
+            found = self._ranges[key] = self.semantic.arange(*key)
+        return found
+
+    def _full(self, shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> tl.tensor:
+        shape = _plain(shape)
+        return self.semantic.full((shape,) if isinstance(shape, int) else shape, _plain(value), _plain(dtype))
+
+    def _where(self, condition: Any, x: Any, y: Any, _semantic: Any = None) -> tl.tensor:
+        return self.semantic.where(self.semantic.to_tensor(condition), _plain(x), _plain(y))
 
     def _extreme(self, plain: Callable, operation: Callable, *args: Any) -> Any:
         if not any(isinstance(x, tl.tensor) for x in args):
@@ -1179,8 +1333,7 @@ class Interpreter:
             return self._host_descriptor(value, tensors)
         if hasattr(value, "data_ptr"):
             tensors.append(value.base if isinstance(value, TensorWrapper) else value)
-            element = tl.str_to_ty(f"*{_canonical(value.dtype)}", None).element_ty
-            ty = tl.pointer_type(element, const=True) if const else tl.pointer_type(element)
+            ty = _pointer_type(triton._utils.canonicalize_dtype(value.dtype), const)
             return _make(np.array([value.data_ptr()], np.uint64), ty, False)
         return value
 
@@ -1224,7 +1377,26 @@ def _location(frame: types.FrameType) -> tuple[str, int, str, str]:
 
 _CONSTEXPR_OPERATORS = [
     f"__{prefix}{name}__"
-    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift lt le gt ge eq ne".split()
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq",
+        "ne",
+    )
     for prefix in ("", "r")
 ]
 
@@ -1234,10 +1406,6 @@ def _is_builtin(member: Any) -> bool:
         return bool(getattr(member, TRITON_BUILTIN, False))
     except Exception:  # lazily loaded attributes of foreign objects
         return False
-
-
-def _canonical(dtype: Any) -> str:
-    return triton._utils.canonicalize_dtype(dtype)
 
 
 def _method(member: Callable, semantic: Semantic) -> Callable:
@@ -1275,25 +1443,25 @@ def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
 
 
 def _shape(x: tl.tensor) -> tl.tuple:
-    return tl.tuple([constexpr(size) for size in (x.type.shape if x.type.is_block() else ())])
+    return _shape_tuple(tuple(x.type.shape) if x.type is not x.dtype else ())
 
 
 def _bool(x: tl.tensor) -> bool:
     """Of a scalar its value; a block is true as any object is, which Triton's own code leans on."""
-    return bool(x.handle.data.reshape(-1)[0]) if x.handle.data.size == 1 else True
+    return bool(x.handle.data.item()) if x.handle.data.size == 1 else True
 
 
 def _getitem(x: tl.tensor, index: Any, _semantic: Any = None) -> tl.tensor:
-    index = tuple(index) if isinstance(index, (tuple, list, tl.tuple)) else (index,)
-    keys = []
-    for key in map(tl.core._unwrap_if_constexpr, index):
-        if key is not None and not (isinstance(key, slice) and key == slice(None)):
-            raise ValueError(f"unsupported tensor index: {key}")
-        keys.append(key)
+    keys = list(index) if isinstance(index, (tuple, list, tl.tuple)) else [index]
+    for i, key in enumerate(keys):
+        if key is not None and not (type(key) is slice and key == _EVERYTHING):
+            keys[i] = _plain(key)
+            if keys[i] is not None:
+                raise ValueError(f"unsupported tensor index: {key}")
     data = x.handle.data
-    if not x.type.is_block():
+    if x.type is x.dtype:
         data = data.reshape(())
-    if sum(key is not None for key in keys) > data.ndim:
+    if len(keys) - keys.count(None) > data.ndim:
         raise ValueError(f"too many indices for tensor of rank {data.ndim}")
     return _make(data[tuple(keys)], x.dtype, True)
 
@@ -1318,6 +1486,21 @@ def _static_assert(condition: Any, message: Any = "", **_: Any) -> None:
 
 def _static_print(*values: Any, _semantic: Any = None, **kwargs: Any) -> None:
     print(*map(value_of, values), **kwargs)
+
+
+def _multiple_of(x: Any, values: Any, _semantic: Any = None) -> Any:
+    """A wrong hint makes a GPU's vector accesses fault or misread, so it is an error here. Only scalars are checked."""
+    values = [_plain(v) for v in (values if isinstance(values, (list, tuple, tl.tuple)) else [_plain(values)])]
+    if isinstance(x, tl.tensor) and x.type is x.dtype and x.handle.data.item() % values[0]:
+        raise AssertionError(f"tl.multiple_of(x, {values[0]}) of x = {x.handle.data.item()}")
+    return x
+
+
+def _dependent_launch_words() -> list[Any]:
+    """Programmatic dependent launch: here a kernel begins when the one before it has ended."""
+    cuda = getattr(tl.extra, "cuda", None)
+    words = (getattr(cuda, name, None) for name in ("gdc_wait", "gdc_launch_dependents"))
+    return [word for word in words if word is not None]
 
 
 def _hint(x: Any, *_: Any, **__: Any) -> Any:

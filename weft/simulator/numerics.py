@@ -1,4 +1,4 @@
-"""Arithmetic on NumPy arrays as an NVIDIA GPU does it: rounding, saturation, signed zeros and NaN of every element type.
+"""Arithmetic on NumPy arrays as an NVIDIA GPU does it: rounding, saturation, signed zeros and NaN of every type.
 
 bf16 and fp8 values live in ``ml_dtypes`` arrays. Everything here is a pure function of arrays; nothing knows Triton.
 Exact to the last bit: casts, bitcasts, add, sub, mul, fma, comparisons, integers. IEEE where the GPU approximates
@@ -265,7 +265,7 @@ def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
 
 
 def reduce_sum(x: np.ndarray, axis: int) -> np.ndarray:
-    """Sum along ``axis``, kept as length 1: 16- and 8-bit floats in fp32 with one rounding, integers wrapping around."""
+    """Sum along ``axis``, kept as length 1: 16- and 8-bit floats in fp32 and rounded once, integers wrapping around."""
     if x.dtype == _BOOL:
         return np.logical_xor.reduce(x, axis=axis, keepdims=True)
     if x.dtype in _NARROW:

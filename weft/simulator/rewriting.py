@@ -1,6 +1,6 @@
 """Turns the source of a kernel into Python that means what Triton's compiler reads in it.
 
-Python and Triton disagree about calls (a builtin is handed the compiler), assignments (a plain number becomes a tensor),
+Python and Triton disagree about calls (a builtin is handed the compiler), assignments (a number becomes a tensor),
 ``and``/``or``/``not`` and chained comparisons (elementwise, not short-circuit) and conditions. Those become calls of
 helpers, which reach the code as closure cells: no global of the user's module is touched. Lines, columns and file name
 stay the user's, so tracebacks and debuggers show the kernel as it was written.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 # name -> what it does to its arguments; `bind` wants one function for each.
 HELPERS = {
@@ -127,7 +127,7 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
 
-@lru_cache(maxsize=None)
+@cache
 def compile_kernel(
     source: str, filename: str, first_line: int, indent: int, name: str, free: tuple[str, ...]
 ) -> types.CodeType:

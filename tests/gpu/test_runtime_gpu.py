@@ -1,0 +1,26 @@
+"""Teams, words and debug-mode waits on real GPUs: the same mains as on virtual ranks."""
+
+import pytest
+
+import weft
+from tests.runtime import behaviour
+from weft.errors import WaitTimeout
+
+WORLD_SIZES = [pytest.param(w, marks=pytest.mark.gpu(w)) for w in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_teams_and_words_do_what_they_promise(world_size):
+    for rank, wrong in enumerate(weft.launch(behaviour.run_all, world_size, "cuda", heap_bytes=64 << 20)):
+        assert not any(wrong.values()), f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_a_wait_in_vain_ends_on_every_rank_with_its_kernel_signal_and_values(world_size, tmp_path):
+    with pytest.raises(WaitTimeout) as caught:
+        weft.launch(behaviour.wait_in_vain, world_size, "cuda", args=(str(tmp_path),), heap_bytes=64 << 20, debug=1.0)
+    assert (caught.value.rank, caught.value.kernel, caught.value.program) == (0, "wait_for_nobody", 0)
+    assert (caught.value.signal, caught.value.wanted, caught.value.seen) == ("landed[1]", 5, 0)
+    for rank in range(world_size):
+        said = (tmp_path / f"rank{rank}").read_text()
+        assert "kernel wait_for_nobody, program 0" in said and "landed[1] >= 5" in said and "saw 0" in said

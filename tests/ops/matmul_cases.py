@@ -1,0 +1,135 @@
+"""The case table's matrix products. Importing this adds their Operations to OPERATIONS (tests/ops/cases.py).
+
+A case's shape is (M, N, K): M rows of the whole product, N and K of the GEMM of one rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.ops.cases import BF16, FP16, FP32, OPERATIONS, Case, Inputs, Operation, part_of, values
+from weft import ops
+from weft.ops.gemm import GemmConfig
+
+MATMUL_OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def operands(case: Case, rank: int, generator: torch.Generator) -> Inputs:
+    M, N, K = case.shape
+    rows = M // case.world_size if case.op == "all_gather_matmul" else M
+    return values(case, (rows, K), generator), values(case, (N, K), generator)
+
+
+def run(case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    of_team = () if case.op == "matmul" else (team,)
+    if case.config:
+        # The package's attribute of this name is the function.
+        module = importlib.import_module(f"weft.ops.{case.op}")
+        return module.run(a, b, *of_team, config=GemmConfig(**dict(case.config)))
+    return getattr(ops, case.op)(a, b, *of_team)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.double() @ b.double().T
+
+
+def gathered(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    return product(torch.cat([a for a, _ in everyone]), everyone[rank][1])
+
+
+def summed(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=everyone[0][0].device)
+    for a, b in everyone:
+        total = total + product(a, b)
+    return total
+
+
+def length(case: Case) -> int:
+    ranks = case.world_size if case.op in ("matmul_reduce_scatter", "matmul_all_reduce") else 1
+    return case.shape[2] * ranks
+
+
+OPERATIONS |= {
+    "matmul": Operation(
+        inputs=operands, run=run, length=length, reference=lambda case, rank, everyone: product(*everyone[rank])
+    ),
+    "all_gather_matmul": Operation(inputs=operands, run=run, length=length, reference=gathered),
+    "matmul_reduce_scatter": Operation(
+        inputs=operands,
+        run=run,
+        length=length,
+        reference=lambda case, rank, everyone: part_of(summed(case, rank, everyone), rank, case.world_size),
+        partials=lambda case: case.world_size - 1,
+    ),
+    "matmul_all_reduce": Operation(
+        inputs=operands,
+        run=run,
+        length=length,
+        reference=summed,
+        replicated=True,
+        partials=lambda case: case.world_size - 1,
+    ),
+}
+
+
+def config(block_m: int, block_n: int, block_k: int, **more: int) -> tuple[tuple[str, Any], ...]:
+    return (("block_m", block_m), ("block_n", block_n), ("block_k", block_k), *more.items())
+
+
+# Small enough for the simulator.
+MATMULS: list[Case] = []
+# For GPUs: the configs that config_for chooses there, many tiles a program, several chunks a shard.
+LARGE_MATMULS: list[Case] = []
+
+
+def _cases() -> None:
+    def add(op: str, w: int, dtype: torch.dtype, shape: tuple[int, int, int], **more: Any) -> None:
+        MATMULS.append(Case(op=op, world_size=w, dtype=dtype, shape=shape, **more))
+
+    small, wide = config(16, 16, 32, group=3), config(32, 32, 16, group=1, num_warps=2, num_stages=2)
+    for w in (2, 3, 4, 8):
+        for op in MATMUL_OPS[1:]:
+            add(op, w, BF16, (w * 4, 48, 64))
+            # Rows of K elements that start on no 16 bytes.
+            add(op, w, FP16, (w, 33, 21))
+    for w in (2, 3, 4):
+        for op in MATMUL_OPS[1:]:
+            add(op, w, FP32, (w * 7, 40, 36))
+        # Fewer tiles than ranks, and rows that no world size divides.
+        add("matmul_all_reduce", w, BF16, (1, 16, 40))
+        add("matmul_all_reduce", w, BF16, (19, 50, 24), config=small)
+    for op in MATMUL_OPS[1:]:
+        # Several tile rows a panel, the last short; groups and chunks that do not divide them.
+        add(op, 2, BF16, (2 * 41, 40, 72), config=(*small, ("chunks", 2)))
+        add(op, 4, BF16, (4 * 33, 70, 48), config=wide)
+        add(op, 2, BF16, (2 * 12, 24, 20), layout="transposed")
+        add(op, 3, BF16, (3 * 5, 24, 32), layout="offset")
+    add("all_gather_matmul", 3, BF16, (3 * 70, 20, 16), config=config(16, 32, 16, chunks=8))
+    for op in MATMUL_OPS:
+        add(op, 1, BF16, (20, 24, 40))
+    for dtype in (FP16, BF16, FP32):
+        add("matmul", 1, dtype, (1, 70, 33))
+        add("matmul", 1, dtype, (90, 50, 96), config=small)
+        add("matmul", 1, dtype, (40, 48, 16), layout="transposed")
+    add("matmul", 1, BF16, (33, 33, 33), layout="offset")
+
+    for w in (2, 4, 8):
+        for op in MATMUL_OPS[1:]:
+            for dtype, shape in (
+                (BF16, (2048, 1280, 1024)),
+                (FP16, (w * 1000, 520, 2048)),
+                (BF16, (w * 130, 700, 333)),
+                (BF16, (w * 16, 5120, 640)),
+                (FP32, (w * 100, 300, 200)),
+            ):
+                LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=dtype, shape=shape))
+        LARGE_MATMULS.append(Case(op="matmul_all_reduce", world_size=w, dtype=BF16, shape=(1, 5120, 1600)))
+        LARGE_MATMULS.append(Case(op="all_gather_matmul", world_size=w, dtype=BF16, shape=(w * 4096, 1280, 5120)))
+    LARGE_MATMULS.append(Case(op="matmul", world_size=1, dtype=BF16, shape=(4096, 4096, 4096)))
+
+
+_cases()

@@ -1,0 +1,198 @@
+"""Matrix products against plain PyTorch, on virtual ranks: one table, several schedules, several calls in a row."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import weft
+from tests.ops.cases import BF16, FP32, Case
+from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, config
+from tests.ops.test_collectives import check_replicated, run_cases
+from weft import ops
+from weft.errors import HeapExhausted
+from weft.ops.gemm import GemmConfig
+from weft.runtime import capabilities
+
+FUSED = MATMUL_OPS[1:]
+
+
+def test_every_field_of_the_config_moves():
+    moved = {name for case in MATMULS for name, _ in case.config}
+    assert moved == {field.name for field in dataclasses.fields(GemmConfig)}
+
+
+@pytest.mark.parametrize("op", MATMUL_OPS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_table(world_size, op):
+    cases = [case for case in MATMULS if case.op == op and case.world_size == world_size]
+    calls = 2 if world_size == 8 else 3
+    check_replicated(weft.simulate(run_cases, world_size, seed=world_size, args=(cases, calls)))
+
+
+def interleaved(world_size):
+    """Calls of all ops that share workspaces, large after small and small after large; the last outgrow the first."""
+    w = world_size
+    for rows, N, K, block in ((w, 32, 16, 16), (w * 18, 40, 24, 16), (w * 2, 16, 32, 32), (w * 40, 64, 33, 32)):
+        for op in FUSED:
+            yield Case(op=op, world_size=w, dtype=BF16, shape=(rows, N, K), config=config(block, block, 16, group=2))
+            yield Case(op="all_reduce", world_size=w, dtype=BF16, shape=(rows,))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("world_size", "slow"), [(2, {1: 20.0}), (3, None), (4, {0: 20.0})])
+def test_mixed_shapes_back_to_back(world_size, slow, seed):
+    results = weft.simulate(run_cases, world_size, seed=seed, slow=slow, args=(list(interleaved(world_size)), 2))
+    check_replicated(results)
+
+
+def test_a_workspace_grows():
+    """More than the smallest capacity, then less again: the larger one is used from then on."""
+    cases = [
+        Case(op=op, world_size=2, dtype=FP32, shape=(rows, 512, 300), config=config(64, 256, 256))
+        for rows in (64, 512, 32)
+        for op in FUSED
+    ]
+    weft.simulate(run_cases, 2, args=(cases, 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_replayed_graph_fills_the_same_half_each_time(seed):
+    """A graph with one call writes the same half of A_full at every replay: the device must wait, not the parity."""
+
+    def main(team):
+        results = []
+        for call in range(5):
+            a, b = (torch.full((20, 24), float(call + team.rank)), torch.ones(16, 24))
+            results.append(ops.all_gather_matmul(a, b, team))
+            for workspace in team.workspace(("all_gather_matmul", FP32), dict).values():
+                workspace.calls = 0
+        for call, result in enumerate(results):
+            expected = torch.arange(call, call + team.size).repeat_interleave(20)[:, None] * torch.full((1, 16), 24.0)
+            assert_identical(result, expected, what=f"call {call}")
+
+    weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_the_same_bits_whatever_the_schedule(op):
+    case = Case(op=op, world_size=3, dtype=BF16, shape=(27, 40, 64), config=config(16, 16, 32))
+    first, second = (weft.simulate(run_cases, 3, seed=seed, sms=sms, args=([case], 1)) for seed, sms in ((1, 8), (2, 2)))
+    for rank in range(3):
+        assert_identical(first[rank][0][2], second[rank][0][2])
+
+
+def test_ranks_may_hold_different_shares_of_K():
+    def main(team):
+        parts = [torch.randn(12, K, generator=torch.Generator().manual_seed(K)) for K in (5, 16, 40)]
+        a = b = parts[team.rank]
+        expected = sum(part.double() @ part.double().T for part in parts)
+        assert_close(ops.matmul_all_reduce(a, b, team), expected, 61, partials=2)
+        assert_close(ops.matmul_reduce_scatter(a, b, team), expected[4 * team.rank :][:4], 61, partials=2)
+
+    weft.simulate(main, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda team: ops.matmul_reduce_scatter(torch.ones(1001, 4), torch.ones(3, 4), team),
+            r"M=1001 is not divisible by world_size=2; pad M to 1002",
+        ),
+        (lambda team: ops.matmul(torch.ones(2, 4), torch.ones(4, 3)), r"a has K=4 columns and b has 3"),
+        (lambda team: ops.matmul(torch.ones(4), torch.ones(4, 4)), r"a has shape \(4,\); pass a matrix"),
+        (lambda team: ops.matmul_all_reduce(torch.ones(0, 4), torch.ones(4, 4), team), r"a has shape \(0, 4\)"),
+        (lambda team: ops.all_gather_matmul(torch.ones(2, 4), torch.ones(4, 4).half(), team), r"a_shard.dtype=.*float16"),
+        (lambda team: ops.matmul(torch.ones(2, 4).double(), torch.ones(4, 4).double()), r"must be the same one of float16"),
+        (lambda team: ops.all_gather_matmul(torch.ones(2, 4, device="meta"), torch.ones(4, 4), team), r"is on meta, not on"),
+        (lambda team: GemmConfig(block_m=48, block_n=16, block_k=16), r"block_m=48 is not a power of two"),
+        (lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, chunks=9), r"chunks=9 is not in 1 \.\. 8"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    def main(team):
+        with pytest.raises(ValueError, match=message):
+            call(team)
+
+    weft.simulate(main, 2)
+
+
+def test_a_heap_that_is_too_small_says_so():
+    def main(team):
+        with pytest.raises(HeapExhausted, match="rank . wanted|weft.init"):
+            ops.matmul_all_reduce(torch.ones(512, 16), torch.ones(512, 16), team)
+
+    weft.simulate(main, 2, heap_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_a_graph_break(backend):
+    def mlp(x, up, down, team):
+        h = torch.relu(ops.all_gather_matmul(x, up, team))
+        return ops.matmul_reduce_scatter(h, down, team) + ops.matmul_all_reduce(x, ops.matmul(up, up), team)
+
+    def main(team):
+        compiled = torch.compile(lambda x, up, down: mlp(x, up, down, team), fullgraph=True, backend=backend)
+        for call in range(2):
+            generator = torch.Generator().manual_seed(10 * call + team.rank)
+            x, up, down = (torch.randn(shape, generator=generator) for shape in ((8, 16), (16, 16), (16, 16)))
+            assert_identical(compiled(x, up, down), mlp(x, up, down, team), what=f"call {call}")
+
+    weft.simulate(main, 2)
+    torch._dynamo.reset()
+
+
+def test_schemas_and_fakes_tell_the_truth():
+    def main(team):
+        a, b = torch.randn(4, 6), torch.randn(8, 6).t().contiguous().t()
+        for op in MATMUL_OPS:
+            args = (a, b) if op == "matmul" else (a, b, team.name)
+            tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+            torch.library.opcheck(getattr(torch.ops.weft, op).default, args, test_utils=tests)
+
+    weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize("op", MATMUL_OPS)
+def test_backward(op):
+    """Gradients of the sum over ranks of <weights_r, op_r> against autograd through the reference in one process."""
+    shapes = ((4, 5), (3, 5))
+
+    def inputs(rank):
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+    def main(team):
+        a, b = inputs(team.rank)
+        y = ops.matmul(a, b) if op == "matmul" else getattr(ops, op)(a, b, team)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(100 + team.rank))
+        (y * weights).sum().backward()
+        return a.grad, b.grad, weights
+
+    by_rank = weft.simulate(main, 2)
+    everyone = [inputs(rank) for rank in range(2)]
+    a = [a for a, _ in everyone]
+    products = [x @ y.T for x, y in everyone]
+    results = {
+        "matmul": products,
+        "all_gather_matmul": [torch.cat(a) @ b.T for _, b in everyone],
+        "matmul_reduce_scatter": sum(products).chunk(2),
+        "matmul_all_reduce": [sum(products)] * 2,
+    }[op]
+    sum((y * weights).sum() for y, (*_, weights) in zip(results, by_rank, strict=True)).backward()
+    for rank, (grad_a, grad_b, _) in enumerate(by_rank):
+        assert_close(grad_a, everyone[rank][0].grad, 6, partials=1, what=f"gradient of rank {rank}'s a")
+        assert_close(grad_b, everyone[rank][1].grad, 8, partials=1, what=f"gradient of rank {rank}'s b")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_configs_cover_all_sizes(arch):
+    """Every size gets a config, tiles are not taller than needed, and ranks with other shares of K agree on it."""
+    caps = capabilities.Capabilities(device_name="", arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
+    for dtype in (torch.float16, FP32):
+        for rows in (1, 16, 17, 64, 100, 128, 4096):
+            for N in (1, 64, 5120, 25600):
+                chosen = ops.gemm.config_for(rows, N, dtype, caps)
+                assert chosen.block_m <= max(16, 2 * rows), (rows, N, chosen)

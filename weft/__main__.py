@@ -2,4 +2,5 @@
 
 from weft.cli import app
 
-app(prog_name="weft")
+if __name__ == "__main__":
+    app(prog_name="weft")

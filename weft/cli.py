@@ -34,7 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-DEVICES = ("auto", "cuda", "sim")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -77,13 +76,13 @@ def generate(
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None,
-    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Continue prompts with a model that is spread over several ranks."""
     with _one_line_errors(traceback):
-        import weft
+        from weft.runtime.launch import DEVICES, launch
 
         _one_of("device", device, DEVICES)
         options = GenerateOptions(
@@ -97,7 +96,7 @@ def generate(
             stop=tuple(stop or ()),
             dtype=dtype,
         )
-        weft.launch(generate_on_rank, world_size=world_size, device=device, args=(options,))
+        launch(generate_on_rank, world_size=world_size, device=device, args=(options,))
 
 
 def generate_on_rank(team: Team, options: GenerateOptions) -> None:
@@ -160,11 +159,12 @@ def _print_speed(engine: Engine, team: Team, options: GenerateOptions) -> None:
 @contextmanager
 def _loading(shown: bool) -> Iterator:
     """Yields progress(bytes so far, bytes in all) for the engine, drawn on stderr where that is a terminal."""
-    if not shown:
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
         yield None
         return
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -27,15 +27,16 @@ import torch
 import triton
 
 import weft
-from tests.ops import cases
-from tests.ops.cases import BF16, FP16, FP32, OPERATIONS, Case, check, inputs_of
+from tests.ops.cases import BF16, COLLECTIVES, FP16, FP32, LARGE, OPERATIONS, Case, check, inputs_of
 from tests.ops.closeness import assert_close, assert_identical, bits
+from tests.ops.matmul_cases import LARGE_MATMULS, MATMULS
 from weft import ops
 
 REPLAYS = 20
 CALLS = 200
 # Different inputs of the back-to-back calls: stale data of the last buffers is always somebody else's.
 DATASETS = 10
+HEAP_BYTES = {"cuda": 8 << 30, "sim": None}  # workspaces of all cases stay until the end
 LONGEST_DELAY = 400_000  # cycles, about 0.2 ms
 
 
@@ -112,8 +113,13 @@ def first_of(errors: list[str]) -> str:
     return next(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)
 
 
+def place(case: Case, team: Any) -> int:
+    """The rank that this rank plays in a case: rank 0 of a case for one rank."""
+    return team.rank if case.world_size == team.size else 0
+
+
 def run(case: Case, team: Any, call: int) -> torch.Tensor:
-    return OPERATIONS[case.op].run(case, team, *inputs_of(case, team.rank, call, team.device))
+    return OPERATIONS[case.op].run(case, team, *inputs_of(case, place(case, team), call, team.device))
 
 
 def digest(results: Iterable[torch.Tensor]) -> str:
@@ -132,7 +138,7 @@ def table(team: Any, chosen: Iterable[Case], again: bool = True):
 
         def verify(results):
             for call, result in enumerate(results[:3]):
-                check(case, team.rank, call, result)
+                check(case, place(case, team), call, result)
             for call, result in enumerate(results[3:]):
                 assert_identical(result, results[call], what=f"{case} run again")
             return digest(results[:1]) if OPERATIONS[case.op].replicated else None
@@ -145,7 +151,7 @@ def table(team: Any, chosen: Iterable[Case], again: bool = True):
 def graphs(team: Any, chosen: Iterable[Case]):
     def attempt(case: Case):
         def launch():
-            static = inputs_of(case, team.rank, 0, team.device)
+            static = inputs_of(case, place(case, team), 0, team.device)
             OPERATIONS[case.op].run(case, team, *static)  # makes the workspace, compiles
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -153,7 +159,7 @@ def graphs(team: Any, chosen: Iterable[Case]):
                 out = OPERATIONS[case.op].run(case, team, *static)
             results = []
             for call in range(REPLAYS):
-                for old, new in zip(static, inputs_of(case, team.rank, call, team.device), strict=True):
+                for old, new in zip(static, inputs_of(case, place(case, team), call, team.device), strict=True):
                     old.copy_(new)
                 graph.replay()
                 results.append((call, out.clone()))
@@ -163,7 +169,7 @@ def graphs(team: Any, chosen: Iterable[Case]):
 
         def verify(made):
             for call, result in made[1]:
-                check(case, team.rank, call, result)
+                check(case, place(case, team), call, result)
 
         return str(case), launch, verify
 
@@ -176,10 +182,13 @@ def back_to_back(team: Any, mixes: dict[str, list[Case]]):
     def attempt(item: tuple[str, list[Case]]):
         label, mix = item
         draw = random.Random(label)
-        plan = [(draw.choice(mix), draw.randrange(DATASETS)) for _ in range(CALLS)]
+        plan = [
+            (draw.choice(mix), draw.randrange(DATASETS))
+            for _ in range(CALLS if team.device.type == "cuda" else CALLS // 10)
+        ]
 
         def launch():
-            mine = {key: inputs_of(key[0], team.rank, key[1], team.device) for key in set(plan)}
+            mine = {key: inputs_of(key[0], place(key[0], team), key[1], team.device) for key in set(plan)}
             for case in mix:  # compiled and with a workspace before the delays begin
                 run(case, team, 0)
             team.barrier()
@@ -197,7 +206,7 @@ def back_to_back(team: Any, mixes: dict[str, list[Case]]):
                 if key in checked:
                     assert_identical(result, checked[key], what=f"{key[0]} data {key[1]} in call {number}")
                 else:
-                    check(key[0], team.rank, key[1], result)
+                    check(key[0], place(key[0], team), key[1], result)
                     checked[key] = result
 
         return label, launch, verify
@@ -205,8 +214,10 @@ def back_to_back(team: Any, mixes: dict[str, list[Case]]):
     return map(attempt, mixes.items())
 
 
-def several(x: torch.Tensor, team: Any) -> torch.Tensor:
-    y = ops.all_reduce(torch.relu(x) * 2, team)
+def several(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, team: Any) -> torch.Tensor:
+    h = ops.all_gather_matmul(x, up, team)
+    x = ops.matmul_reduce_scatter(torch.relu(h), down, team) + x
+    y = ops.all_reduce(x * 2, team)
     z = ops.all_gather(y[:2] + 1, team)
     z = ops.all_to_all(z.float() * 0.5, team)
     return ops.reduce_scatter(z, team) + ops.all_reduce(y, team, "two_shot")[:2]
@@ -214,12 +225,13 @@ def several(x: torch.Tensor, team: Any) -> torch.Tensor:
 
 def compiled(team: Any):
     def launch():
-        function = torch.compile(lambda x: several(x, team), fullgraph=True)
+        function = torch.compile(lambda *tensors: several(*tensors, team), fullgraph=True)
         results = []
         for call in range(3):
             generator = torch.Generator(team.device).manual_seed(call * 100 + team.rank)
-            x = torch.randn(8, 256, generator=generator, device=team.device).to(BF16)
-            results.append((function(x), several(x, team)))
+            where = {"generator": generator, "device": team.device}
+            x, up, down = (torch.randn(*shape, **where).to(BF16) / 8 for shape in ((8, 256), (128, 256), (256, 128)))
+            results.append((function(x, up, down), several(x, up, down, team)))
         return results
 
     def verify(results):
@@ -230,11 +242,16 @@ def compiled(team: Any):
     yield "several ops in one function", launch, verify
 
 
-def representative(world_size: int) -> list[Case]:
+def of_size(table_of_cases: Iterable[Case], world_size: int) -> list[Case]:
+    """The cases for so many ranks, and the products of one rank, which each rank then makes for itself."""
+    return [case for case in table_of_cases if case.world_size == world_size or case.op == "matmul"]
+
+
+def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
     """One case of each algorithm: what graphs and back-to-back calls are tried with."""
     w = world_size
     signalled = (("algorithm", "two_shot"), ("transport", "signals"))
-    matmuls = {case.op: case for case in matmul_cases(w) if case.dtype == BF16}
+    matmuls = {case.op: case for case in reversed(of_size(products, w)) if case.dtype == BF16}
     return [
         Case(op="all_reduce", world_size=w, dtype=BF16, shape=(16, 512), algorithm="one_shot"),
         Case(op="all_reduce", world_size=w, dtype=FP32, shape=(1001,), algorithm="one_shot"),
@@ -248,23 +265,19 @@ def representative(world_size: int) -> list[Case]:
     ]
 
 
-def matmul_cases(world_size: int) -> list[Case]:
-    return [case for case in cases.MATMULS if case.world_size == world_size]
-
-
 def main(team: Any) -> list[dict[str, Any]]:
     suite, w = Suite(team), team.size
     suite.say(f"{w} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
     on_gpu = team.device.type == "cuda"
     try:
-        suite.group("collectives", table(team, [case for case in cases.COLLECTIVES if case.world_size == w]))
-        suite.group("matmuls", table(team, matmul_cases(w)))
-        chosen = representative(w)
+        suite.group("collectives", table(team, of_size(COLLECTIVES, w)))
+        suite.group("matmuls", table(team, of_size(MATMULS, w)))
+        chosen = representative(w, LARGE_MATMULS if on_gpu else MATMULS)
         suite.group("back-to-back", back_to_back(team, {**{str(c): [c] for c in chosen}, "all of them mixed": chosen}))
         suite.group("compile", compiled(team))
         if on_gpu:
             suite.group("graph", graphs(team, chosen))
-            suite.group("large", table(team, [case for case in cases.LARGE if case.world_size == w], again=False))
+            suite.group("large", table(team, of_size([*LARGE, *LARGE_MATMULS], w), again=False))
     except Desynchronised as failure:
         suite.groups[-1].failures.append(f"given up: {failure}")
         suite.say(f"  GIVEN UP, later groups did not run: {failure}")
@@ -278,7 +291,7 @@ def command(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()
-    groups = weft.launch(main, chosen.world_size, device=chosen.device)[0]
+    groups = weft.launch(main, chosen.world_size, device=chosen.device, heap_bytes=HEAP_BYTES[chosen.device])[0]
     passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")
     if chosen.json:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import weft
+from weft.layers import MODES
 from weft.models import Qwen3ForCausalLM
 
 TOLERANCE = 0.05  # relative RMS of the logits; bf16's own noise at these weights is about 0.024
@@ -30,15 +31,21 @@ def relative_rms(found, expected):
     return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
-@pytest.mark.parametrize("mode", ["torch", "ag_rs", "gemm_ar"])
+def in_all_modes(team, directory, tokens):
+    return {mode: teacher_forced(team, directory, mode, tokens) for mode in MODES}
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_bf16_logits_are_those_of_transformers_up_to_its_noise(make_checkpoint, mode, world_size):
+def test_bf16_logits_are_those_of_transformers_up_to_its_noise(make_checkpoint, world_size):
     directory, reference = make_checkpoint(kv_heads=2)
     tokens = prompt(3, 40)
     with torch.no_grad():
         expected = reference(tokens).logits
-    results = weft.launch(teacher_forced, world_size, "cuda", args=(directory, mode, tokens))
-    for prefilled, decoded in results:
-        assert relative_rms(prefilled, expected) <= TOLERANCE
-        assert relative_rms(decoded, expected[:, 2:]) <= TOLERANCE
-        assert torch.equal(prefilled, results[0][0]) and torch.equal(decoded, results[0][1])
+    by_rank = weft.launch(in_all_modes, world_size, "cuda", args=(directory, tokens))
+    for mode in MODES:
+        prefilled, decoded = by_rank[0][mode]
+        assert relative_rms(prefilled, expected) <= TOLERANCE, mode
+        assert relative_rms(decoded, expected[:, 2:]) <= TOLERANCE, mode
+        for found in by_rank:
+            assert torch.equal(found[mode][0], prefilled) and torch.equal(found[mode][1], decoded), mode

@@ -189,8 +189,6 @@ OPERATIONS: dict[str, Operation] = {
 
 # A tile of one-shot is 512 elements of two bytes or 256 of four, a tile of two-shot world_size times that.
 COLLECTIVES: list[Case] = []
-# Matrix products, (M, N, K) of the whole product.
-MATMULS: list[Case] = []
 # Sizes for real GPUs: many rounds of a bounded workspace.
 LARGE: list[Case] = [
     Case(op=op, world_size=w, dtype=BF16, shape=shape)

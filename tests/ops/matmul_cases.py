@@ -128,7 +128,7 @@ def _cases() -> None:
             ):
                 LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=dtype, shape=shape))
         LARGE_MATMULS.append(Case(op="matmul_all_reduce", world_size=w, dtype=BF16, shape=(1, 5120, 1600)))
-        LARGE_MATMULS.append(Case(op="all_gather_matmul", world_size=w, dtype=BF16, shape=(w * 4096, 1280, 5120)))
+        LARGE_MATMULS.append(Case(op="all_gather_matmul", world_size=w, dtype=BF16, shape=(w * 2048, 1280, 5120)))
     LARGE_MATMULS.append(Case(op="matmul", world_size=1, dtype=BF16, shape=(4096, 4096, 4096)))
 
 

@@ -11,7 +11,7 @@ from weft.ops.all_gather import all_gather_kernel
 from weft.ops.all_reduce import all_reduce_kernel
 from weft.ops.all_to_all import all_to_all_kernel
 from weft.ops.barrier import barrier_kernel
-from weft.ops.exchange import LAMPORT_ROW_BYTES, LAMPORT_WARPS, SIGNALS_TILE_BYTES, SIGNALS_WARPS
+from weft.ops.exchange import LAMPORT_ROW_BYTES, LAMPORT_WARPS, MAX_REGISTERS, SIGNALS_TILE_BYTES, SIGNALS_WARPS
 from weft.ops.reduce_scatter import reduce_scatter_kernel
 
 # name -> (kernel, transport, constants of its own)
@@ -36,6 +36,7 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20):
     return compiled(
         kernel, x, x, n, x, words, words, a_view(world_size), arch=arch, BLOCK=row_bytes // dtype.itemsize, ROWS=rows,
         TRANSPORT=transport, num_warps=LAMPORT_WARPS if transport == "lamport" else SIGNALS_WARPS, **constants,
+        **({"maxnreg": MAX_REGISTERS} if arch.startswith("sm_") else {}),
     )  # fmt: skip
 
 
@@ -50,6 +51,8 @@ def test_compiles(arch, name):
         assert re.search(r"st\.global\.v4\.b32", ptx), ptx
         assert not re.search(r"(st|ld)(\.volatile)?\.global(\.\w+)*\.b16", ptx), ptx
         assert ".local" not in ptx
+        # What team.max_programs() was told, so that the cooperative launch fits.
+        assert f".maxnreg {MAX_REGISTERS}" in ptx
 
 
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "reduce_scatter"])

@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.exchange import count_tiles, exchange, is_rank, keep_epoch, my_slot, signal_slots
+from weft.ops.exchange import (
+    MAX_REGISTERS,
+    count_tiles,
+    exchange,
+    is_rank,
+    keep_epoch,
+    my_slot,
+    signal_slots,
+    tile_rest,
+)
 from weft.ops.registration import WORDS, check_has_rows, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -43,10 +52,11 @@ def all_gather_kernel(
     length = tl.cast(n, tl.int64)
     sources = tl.arange(0, ROWS)[:, None] * length
     for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
-        at = tl.cast(tile, tl.int64) * BLOCK + columns
-        rows = tl.broadcast_to(tl.load(x + at, mask=at < length, other=0)[None, :], (ROWS, BLOCK))
+        start = tl.cast(tile, tl.int64) * BLOCK
+        inside = columns < tile_rest(length, start, BLOCK)
+        rows = tl.broadcast_to(tl.load(x + start + columns, mask=inside, other=0)[None, :], (ROWS, BLOCK))
         received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-        tl.store(out + sources + at[None, :], received, mask=is_rank(team, ROWS) & (at < length)[None, :])
+        tl.store(out + start + sources + columns[None, :], received, mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1
     keep_epoch(epochs, epoch - 1, TRANSPORT)
 
@@ -65,7 +75,7 @@ def run(x: torch.Tensor, team: Team) -> torch.Tensor:
     all_gather_kernel[(min(triton.cdiv(n, block), slots.programs),)](
         x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs,
         team.view, BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
-        num_warps=slots.num_warps, launch_cooperative_grid=True,
+        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
     return out
 

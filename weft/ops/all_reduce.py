@@ -16,6 +16,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.dispatch import choose
 from weft.ops.exchange import (
+    MAX_REGISTERS,
     count_tiles,
     exchange,
     is_rank,
@@ -25,6 +26,7 @@ from weft.ops.exchange import (
     send_order,
     signal_slots,
     sum_of_ranks,
+    tile_rest,
 )
 from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.runtime.team import Team, find_team
@@ -81,18 +83,20 @@ def all_reduce_kernel(
         from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
         for tile in range(program, count_tiles(end, world * BLOCK), tl.num_programs(0)):
             start = tl.cast(tile, tl.int64) * (world * BLOCK)
-            rows = tl.load(x + start + to_peer, mask=is_rank(team, ROWS) & (start + to_peer < end), other=0)
+            rest = tile_rest(end, start, world * BLOCK)
+            rows = tl.load(x + start + to_peer, mask=is_rank(team, ROWS) & (to_peer < rest), other=0)
             part = sum_of_ranks(exchange(rows, slot, arrived, epoch, team, TRANSPORT), dtype)
             rows = tl.broadcast_to(part[None, :], (ROWS, BLOCK))
             whole = exchange(rows, slot, arrived, epoch + 1, team, TRANSPORT)
-            tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (start + from_peer < end))
+            tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
             epoch += 2
     else:
         for tile in range(program, count_tiles(end, BLOCK), tl.num_programs(0)):
-            at = tl.cast(tile, tl.int64) * BLOCK + columns
-            rows = tl.broadcast_to(tl.load(x + at, mask=at < end, other=0)[None, :], (ROWS, BLOCK))
+            start = tl.cast(tile, tl.int64) * BLOCK
+            inside = columns < tile_rest(end, start, BLOCK)
+            rows = tl.broadcast_to(tl.load(x + start + columns, mask=inside, other=0)[None, :], (ROWS, BLOCK))
             received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-            tl.store(out + at, sum_of_ranks(received, dtype), mask=at < end)
+            tl.store(out + start + columns, sum_of_ranks(received, dtype), mask=inside)
             epoch += 1
     keep_epoch(epochs, epoch - 1, TRANSPORT)
 
@@ -112,7 +116,7 @@ def run(x: torch.Tensor, team: Team, config: AllReduceConfig) -> torch.Tensor:
     all_reduce_kernel[(min(tiles, slots.programs),)](
         x.contiguous(), out, n, slots.buffer.view(x.dtype), slots.arrived, slots.epochs, team.view,
         BLOCK=block, ROWS=triton.next_power_of_2(team.size), TWO_SHOT=two_shot, TRANSPORT=config.transport,
-        num_warps=slots.num_warps, launch_cooperative_grid=True,
+        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
     return out
 
@@ -146,9 +150,9 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
     algorithm  "auto" (weft.ops.explain says what and why), "one_shot" or "two_shot"
 
-    Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays
-    correctly, after one call outside (which makes the workspace). ValueError for wrong arguments. The backward is an
-    all-reduce.
+    Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. A team's collectives share workspaces, so
+    one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside (which makes the
+    workspace). ValueError for wrong arguments. The backward is an all-reduce.
     """
     check_tensor("all_reduce", "x", x, team, FLOATS)
     check_choice("all_reduce", "algorithm", algorithm, ALGORITHMS)

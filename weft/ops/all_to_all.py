@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.exchange import count_tiles, exchange, is_rank, keep_epoch, my_slot, send_order, signal_slots
+from weft.ops.exchange import (
+    MAX_REGISTERS,
+    count_tiles,
+    exchange,
+    is_rank,
+    keep_epoch,
+    my_slot,
+    send_order,
+    signal_slots,
+    tile_rest,
+)
 from weft.ops.registration import WORDS, check_even, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -44,11 +54,11 @@ def all_to_all_kernel(
     to_peer = send_order(team, ROWS)[:, None] * length
     from_peer = tl.arange(0, ROWS)[:, None] * length
     for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
-        at = (tl.cast(tile, tl.int64) * BLOCK + columns)[None, :]
-        mask = is_rank(team, ROWS) & (at < length)
-        rows = tl.load(x + to_peer + at, mask=mask, other=0)
+        start = tl.cast(tile, tl.int64) * BLOCK
+        mask = is_rank(team, ROWS) & (columns < tile_rest(length, start, BLOCK))[None, :]
+        rows = tl.load(x + start + to_peer + columns[None, :], mask=mask, other=0)
         received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-        tl.store(out + from_peer + at, received, mask=mask)
+        tl.store(out + start + from_peer + columns[None, :], received, mask=mask)
         epoch += 1
     keep_epoch(epochs, epoch - 1, TRANSPORT)
 
@@ -67,7 +77,7 @@ def run(x: torch.Tensor, team: Team) -> torch.Tensor:
     all_to_all_kernel[(min(triton.cdiv(n, block), slots.programs),)](
         x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs,
         team.view, BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
-        num_warps=slots.num_warps, launch_cooperative_grid=True,
+        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
     return out
 

@@ -47,6 +47,9 @@ LAMPORT_WARPS = 2
 LAMPORT_ROW_BYTES = 1024  # 16 bytes a thread; many small programs beat few large ones (H200: FACTS, 512 bf16 elements)
 SIGNALS_WARPS = 4
 SIGNALS_TILE_BYTES = 16384  # of all rows: 128 bytes a thread in registers, whatever the world size
+# Of a thread, so that 8 programs of 2 warps or 4 of 4 fit an SM's 65,536. Ragged sizes would take up to 250 (signalled
+# two-shot of bf16, sm_90) and have the cooperative launch refused; held to 128 they spill, up to 184 bytes at W=8.
+MAX_REGISTERS = 128
 UNWRITTEN = {2: (torch.int16, -(2**15)), 4: (torch.int32, -(2**31))}  # the bits of -0.0 by item size
 
 
@@ -66,6 +69,12 @@ def is_rank(team, ROWS: tl.constexpr):
 def count_tiles(length, TILE: tl.constexpr):
     """Tiles of TILE elements in ``length`` (int64, since the sum in ``cdiv`` may pass 2**31), int32."""
     return tl.cast(tl.cdiv(length, TILE), tl.int32)
+
+
+@triton.jit
+def tile_rest(length, start, TILE: tl.constexpr):
+    """How many of the TILE elements from ``start`` (int64) lie before ``length``: int32, for masks of few registers."""
+    return tl.cast(tl.minimum(length - start, TILE), tl.int32)
 
 
 @triton.jit
@@ -148,7 +157,7 @@ def lamport_slots(team: Team, itemsize: int) -> Slots:
     stages = 3
 
     def make() -> Slots:
-        programs = min([1024, *team.exchange(team.max_programs(LAMPORT_WARPS, registers=128))])
+        programs = min([1024, *team.exchange(team.max_programs(LAMPORT_WARPS, MAX_REGISTERS))])
         buffer = team.empty((programs, stages, team.size, LAMPORT_ROW_BYTES), torch.uint8)
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)
@@ -163,7 +172,7 @@ def signal_slots(team: Team) -> Slots:
     row_bytes = SIGNALS_TILE_BYTES // triton.next_power_of_2(team.size)
 
     def make() -> Slots:
-        programs = min([512, *team.exchange(team.max_programs(SIGNALS_WARPS))])
+        programs = min([512, *team.exchange(team.max_programs(SIGNALS_WARPS, MAX_REGISTERS))])
         return _slots(team, team.empty((programs, stages, team.size, row_bytes), torch.uint8), SIGNALS_WARPS)
 
     return team.workspace(("exchange", "signals"), make)

@@ -66,11 +66,11 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
     """
     if caps.is_simulated:
         # A tile costs the simulator milliseconds whatever its size: about four, so that there is a schedule to see.
-        block_n = _fit(triton.cdiv(N, max(1, 4 // panels)), 16, 128)
+        block_n = _fit(triton.cdiv(N, max(1, 4 // panels)), 16, 256)
         return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128, group=2)
     if dtype == torch.float32:
         # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands.
-        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=64, block_k=32, num_stages=2)
+        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=64, block_k=16, num_stages=2)
     if caps.arch.startswith("gfx"):
         # 64 KiB of LDS for both operands; one stage waits in registers.
         block_m = _fit(rows, 16, 128)
@@ -78,10 +78,8 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
     if rows <= 64:
         # Bound by reading B: narrow tiles give every SM a part of it.
         block_n = 32 if panels * N <= 32 * caps.sms else 64
-        return GemmConfig(
-            block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _compute_capability(caps.arch) >= 90 else 32
-        )
-    if _compute_capability(caps.arch) < 90:
+        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _is_datacentre(caps.arch) else 32)
+    if not _is_datacentre(caps.arch):
         return GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8)
     if panels * triton.cdiv(rows, 128) * triton.cdiv(N, 256) < caps.sms:
         return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4)
@@ -101,8 +99,9 @@ def _fit(size: int, low: int, high: int) -> int:
     return max(low, min(high, triton.next_power_of_2(size)))
 
 
-def _compute_capability(arch: str) -> int:
-    return int(arch.removeprefix("sm_"))
+def _is_datacentre(arch: str) -> bool:
+    """sm_90, sm_100, sm_103: TMA and 227 KiB of shared memory. sm_8x lacks the one, sm_12x the other."""
+    return int(arch.removeprefix("sm_")) // 10 in (9, 10)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -57,6 +59,7 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> t
     return out
 
 
+@functools.lru_cache
 def _capabilities(device: torch.device) -> capabilities.Capabilities:
     if device.type == "cpu":
         return capabilities.simulated(1, _SIMULATED_SMS)

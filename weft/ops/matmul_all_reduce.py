@@ -53,7 +53,6 @@ def matmul_all_reduce_kernel(
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
     now = wl.next_epoch(epoch)
-    own = first_tile(me, tiles, world)
     start = first_tile((me + 1) % world, tiles, world)
     for place in range(tl.program_id(0), tiles.count, tl.num_programs(0)):
         number = at_place(place, start, tiles)
@@ -80,7 +79,7 @@ def matmul_all_reduce_kernel(
             tl.store(there + packed(BLOCK_M, BLOCK_N), acc.to(out.dtype.element_ty))
             wl.notify(arrived + slot * flags + tile, owner, now, team)
     # The order begins with all tiles of the peers.
-    of_peers = tiles.count - (first_tile(me + 1, tiles, world) - own)
+    of_peers = tiles.count + first_tile(me, tiles, world) - first_tile(me + 1, tiles, world)
     for place in range(tl.program_id(0), of_peers, tl.num_programs(0)):
         number = at_place(place, start, tiles)
         panel, chunk, tile_row, tile_column = locate(number, tiles)

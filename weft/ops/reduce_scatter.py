@@ -12,6 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.dispatch import choose
 from weft.ops.exchange import (
+    MAX_REGISTERS,
     count_tiles,
     exchange,
     is_rank,
@@ -21,6 +22,7 @@ from weft.ops.exchange import (
     send_order,
     signal_slots,
     sum_of_ranks,
+    tile_rest,
 )
 from weft.ops.registration import FLOATS, check_even, check_tensor
 from weft.runtime.team import Team, find_team
@@ -54,11 +56,11 @@ def reduce_scatter_kernel(
     length = tl.cast(n, tl.int64)
     to_peer = send_order(team, ROWS)[:, None] * length
     for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
-        at = tl.cast(tile, tl.int64) * BLOCK + columns
-        mask = is_rank(team, ROWS) & (at < length)[None, :]
-        rows = tl.load(x + to_peer + at[None, :], mask=mask, other=0)
+        start = tl.cast(tile, tl.int64) * BLOCK
+        inside = columns < tile_rest(length, start, BLOCK)
+        rows = tl.load(x + start + to_peer + columns[None, :], mask=is_rank(team, ROWS) & inside[None, :], other=0)
         received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-        tl.store(out + at, sum_of_ranks(received, x.dtype.element_ty), mask=at < length)
+        tl.store(out + start + columns, sum_of_ranks(received, x.dtype.element_ty), mask=inside)
         epoch += 1
     keep_epoch(epochs, epoch - 1, TRANSPORT)
 
@@ -76,7 +78,7 @@ def run(x: torch.Tensor, team: Team, transport: str) -> torch.Tensor:
     reduce_scatter_kernel[(min(triton.cdiv(n, block), slots.programs),)](
         x.contiguous(), out, n, slots.buffer.view(x.dtype), slots.arrived, slots.epochs, team.view,
         BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT=transport,
-        num_warps=slots.num_warps, launch_cooperative_grid=True,
+        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
     )  # fmt: skip
     return out
 

@@ -518,6 +518,24 @@ class Builder(InterpreterBuilder):
 # --- the semantic layer: Triton's own, with the hot operations short-cut ----------------------------------------------
 
 
+def _bitwise(op: Callable) -> Callable:
+    def method(self: Semantic, x: Any, y: Any) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y)
+        if not ty.is_int():
+            raise IncompatibleTypeErrorImpl(ty, ty)
+        return _make(op(left, right), ty, is_block)
+
+    return method
+
+
+def _comparison(op: Callable) -> Callable:
+    def method(self: Semantic, x: Any, y: Any) -> tl.tensor:
+        left, right, _, is_block = self.operands(x, y)
+        return _make(op(left, right), tl.int1, is_block)
+
+    return method
+
+
 class Semantic(TritonSemantic):
     """Triton's type rules, memoised; operands broadcast by NumPy rather than copied out."""
 
@@ -634,7 +652,7 @@ class Semantic(TritonSemantic):
 
     def _arithmetic(self, op: np.ufunc, x: Any, y: Any) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
-        out = op(left, right) if ty is not tl.int1 else numerics.wrap_bool(op, left, right)
+        out = op(left, right) if ty.name != "int1" else numerics.wrap_bool(op, left, right)
         return _make(out, ty, is_block)
 
     def add(self, x: Any, y: Any, sanitize_overflow: bool = False) -> tl.tensor:
@@ -678,55 +696,11 @@ class Semantic(TritonSemantic):
         left, right, ty, is_block = self.operands(x, y)
         return _make(numerics.maximum(left, right, propagate_nan is _ALL_NAN), ty, is_block)
 
-    def _bitwise(self, op: np.ufunc, x: Any, y: Any) -> tl.tensor:
-        left, right, ty, is_block = self.operands(x, y)
-        if not ty.is_int():
-            raise IncompatibleTypeErrorImpl(ty, ty)
-        return _make(op(left, right), ty, is_block)
-
-    def and_(self, x: Any, y: Any) -> tl.tensor:
-        return self._bitwise(np.bitwise_and, x, y)
-
-    def or_(self, x: Any, y: Any) -> tl.tensor:
-        return self._bitwise(np.bitwise_or, x, y)
-
-    def xor_(self, x: Any, y: Any) -> tl.tensor:
-        return self._bitwise(np.bitwise_xor, x, y)
-
-    def shl(self, x: Any, y: Any) -> tl.tensor:
-        return self._bitwise(np.left_shift, x, y)
-
-    def lshr(self, x: Any, y: Any) -> tl.tensor:
-        left, right, ty, is_block = self.operands(x, y)
-        unsigned = numerics.BITS[left.dtype.itemsize]
-        return _make((left.view(unsigned) >> right.view(unsigned)).view(left.dtype), ty, is_block)
-
-    def ashr(self, x: Any, y: Any) -> tl.tensor:
-        left, right, ty, is_block = self.operands(x, y)
-        signed = np.dtype(f"int{8 * left.dtype.itemsize}")
-        return _make((left.view(signed) >> right.view(signed)).view(left.dtype), ty, is_block)
-
-    def _compare(self, op: np.ufunc, x: Any, y: Any) -> tl.tensor:
-        left, right, _, is_block = self.operands(x, y)
-        return _make(op(left, right), tl.int1, is_block)
-
-    def greater_than(self, x: Any, y: Any) -> tl.tensor:
-        return self._compare(np.greater, x, y)
-
-    def greater_equal(self, x: Any, y: Any) -> tl.tensor:
-        return self._compare(np.greater_equal, x, y)
-
-    def less_than(self, x: Any, y: Any) -> tl.tensor:
-        return self._compare(np.less, x, y)
-
-    def less_equal(self, x: Any, y: Any) -> tl.tensor:
-        return self._compare(np.less_equal, x, y)
-
-    def equal(self, x: Any, y: Any) -> tl.tensor:
-        return self._compare(np.equal, x, y)
-
-    def not_equal(self, x: Any, y: Any) -> tl.tensor:
-        return self._compare(np.not_equal, x, y)
+    and_, or_, xor_ = map(_bitwise, (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
+    shl, lshr, ashr = map(_bitwise, (np.left_shift, numerics.shift_right_logical, numerics.shift_right_arithmetic))
+    greater_than, greater_equal = _comparison(np.greater), _comparison(np.greater_equal)
+    less_than, less_equal = _comparison(np.less), _comparison(np.less_equal)
+    equal, not_equal = _comparison(np.equal), _comparison(np.not_equal)
 
     def where(self, condition: tl.tensor, x: Any, y: Any) -> tl.tensor:
         condition = self.cast(condition, tl.int1)
@@ -747,6 +721,8 @@ class Semantic(TritonSemantic):
             if source.is_ptr() and to.is_ptr() or {source.name, to.name} & {"int64", "uint64"}:
                 return _make(x.handle.data.view(numpy_dtype(to)), to, x.type is not source)
             return super().cast(x, dst_ty)
+        if source.is_fp8() and to.is_int() or source.is_int() and to.is_fp8():
+            raise TypeError(f"Triton cannot cast {source} to {to}; go through fp32")
         if fp_downcast_rounding not in (None, "rtne", "rtz"):
             raise ValueError(f"Invalid rounding mode: {fp_downcast_rounding}. Supported: 'rtne' and 'rtz'.")
         narrowing = source.is_floating() and to.is_floating() and to.primitive_bitwidth < source.primitive_bitwidth
@@ -762,16 +738,17 @@ class Semantic(TritonSemantic):
             raise TypeError(f"Shape elements must have type `constexpr[int]`, got {shape}")
         return _make(np.broadcast_to(data, shape) if shape else data, dtype, bool(shape))
 
-    def dot(self, a: tl.tensor, b: tl.tensor, acc: tl.tensor | None, *rest: Any) -> tl.tensor:
-        """The usual products without Triton's checks of everything else."""
-        common = a.dtype == b.dtype and a.dtype.name in ("bf16", "fp16", "fp32") and rest[-1] in (None, tl.float32)
+    def dot_fp32(self, a: tl.tensor, b: tl.tensor, acc: tl.tensor | None) -> tl.tensor | None:
+        """The usual products with an fp32 result; None for whatever Triton's own code should judge."""
+        if a.dtype.name != b.dtype.name or a.dtype.name not in ("bf16", "fp16", "fp32"):
+            return None
         left, right = a.handle.data, b.handle.data
-        if not common or left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0] or left.shape[1] < 16:
-            return super().dot(a, b, acc, *rest)
+        if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0] or left.shape[1] < 16:
+            return None
         if acc is None:
-            return _make(numerics.dot(left, right, np.zeros((), np.float32)), tl.float32, True)
-        if acc.dtype != tl.float32 or acc.handle.data.shape != (left.shape[0], right.shape[1]):
-            return super().dot(a, b, acc, *rest)
+            return _make(numerics.dot(left, right, np.zeros((1, 1), np.float32)), tl.float32, True)
+        if acc.dtype.name != "fp32" or acc.handle.data.shape != (left.shape[0], right.shape[1]):
+            return None
         return _make(numerics.dot(left, right, acc.handle.data), tl.float32, True)
 
     def make_scalar(self, value: Any, dtype: tl.dtype) -> tl.tensor:
@@ -1012,6 +989,8 @@ class Interpreter:
     def __enter__(self) -> Interpreter:
         if getattr(JITFunction.run, "__weft_interpreter__", False):
             raise RuntimeError("an Interpreter is active in this process already; leave its scope first")
+        if triton.knobs.runtime.interpret:
+            raise RuntimeError("TRITON_INTERPRET is set, so Triton's own interpreter has the kernels; unset it")
         try:
             self._patch()
         except BaseException:
@@ -1048,6 +1027,8 @@ class Interpreter:
             "arange": self._arange,
             "full": self._full,
             "where": self._where,
+            "dot": self._dot,
+            "cast": self._cast,
             "reduce": self.reductions.reduce,
             "associative_scan": self.reductions.scan,
             "map_elementwise": self.reductions.map_elementwise,
@@ -1085,7 +1066,7 @@ class Interpreter:
         for kind in (tl.tensor, tensor_descriptor_base):
             for name, member in list(vars(kind).items()):
                 if _is_builtin(member):
-                    set_(kind, name, _method(member, semantic))
+                    set_(kind, name, _method(getattr(member, "__wrapped__", member), semantic))
         s = semantic
         forward = {
             "add": s.add, "sub": s.sub, "mul": s.mul, "truediv": s.truediv, "floordiv": s.floordiv, "mod": s.mod,
@@ -1097,6 +1078,7 @@ class Interpreter:
             set_(tl.tensor, f"__{name}__", _operator(operation))
             if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
                 set_(tl.tensor, f"__r{name}__", _reflected(operation))
+        set_(tl.tensor, "to", lambda x, *args, _semantic=None, **kwargs: self._cast(x, *args, **kwargs))
         set_(tl.tensor, "__init__", _init_tensor)
         set_(tl.tensor, "shape", property(_shape))
         set_(tl.tensor, "numel", property(lambda x: constexpr(x.handle.data.size)))
@@ -1267,6 +1249,20 @@ class Interpreter:
 
     def _where(self, condition: Any, x: Any, y: Any, _semantic: Any = None) -> tl.tensor:
         return self.semantic.where(self.semantic.to_tensor(condition), _plain(x), _plain(y))
+
+    def _cast(
+        self, x: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None
+    ) -> tl.tensor:
+        x = x if isinstance(x, tl.tensor) else self.semantic.to_tensor(x)
+        if _plain(bitcast):
+            return self.semantic.bitcast(x, _plain(dtype))
+        return self.semantic.cast(x, _plain(dtype), _plain(fp_downcast_rounding))
+
+    def _dot(self, input: tl.tensor, other: tl.tensor, acc: Any = None, *args: Any, **kwargs: Any) -> tl.tensor:
+        result = None
+        if not args and _plain(kwargs.get("out_dtype")) in (None, tl.float32):
+            result = self.semantic.dot_fp32(input, other, _plain(acc))
+        return self._stock["dot"](input, other, acc, *args, **kwargs) if result is None else result
 
     def _extreme(self, plain: Callable, operation: Callable, *args: Any) -> Any:
         if not any(isinstance(x, tl.tensor) for x in args):

@@ -157,6 +157,16 @@ def remainder_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.fmod(a, b)
 
 
+def shift_right_logical(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    unsigned = BITS[a.dtype.itemsize]
+    return (a.view(unsigned) >> b.view(unsigned)).view(a.dtype)
+
+
+def shift_right_arithmetic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    signed = np.dtype(f"int{8 * a.dtype.itemsize}")
+    return (a.view(signed) >> b.view(signed)).view(a.dtype)
+
+
 def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Upper half of the product of two 32- or 64-bit integers taken as unsigned."""
     unsigned = BITS[a.dtype.itemsize]

@@ -79,12 +79,12 @@ class PeerFailed(WeftError):
 
 
 class NoPeerAccess(WeftError):
-    def __init__(self, rank: int, peer: int, device: str, peer_device: str) -> None:
+    def __init__(self, rank: int, one: int, device: str, other: int, other_device: str) -> None:
         super().__init__(
-            f"rank {rank} on {device} cannot reach rank {peer} on {peer_device}: no peer-to-peer access between these GPUs. "
-            f"Choose GPUs that are linked (weft doctor prints the matrix), for example through CUDA_VISIBLE_DEVICES"
+            f"rank {rank}: rank {one} on {device} cannot reach rank {other} on {other_device}: no peer-to-peer access between "
+            f"these GPUs. Choose GPUs that are linked (weft doctor prints the matrix), for example by CUDA_VISIBLE_DEVICES"
         )
-        self.rank, self.peer = rank, peer
+        self.rank, self.one, self.other = rank, one, other
 
 
 class NotEnoughGPUs(WeftError):

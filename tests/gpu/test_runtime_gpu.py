@@ -1,6 +1,7 @@
 """Teams, words and debug-mode waits on real GPUs: the same mains as on virtual ranks."""
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.runtime import behaviour
@@ -24,3 +25,31 @@ def test_a_wait_in_vain_ends_on_every_rank_with_its_kernel_signal_and_values(wor
     for rank in range(world_size):
         said = (tmp_path / f"rank{rank}").read_text()
         assert "kernel wait_for_nobody, program 0" in said and "landed[1] >= 5" in said and "saw 0" in said
+
+
+def on_a_mesh_dimension(team):
+    """Pairs of ranks, each a team of its own with its own heap and signals."""
+    mesh = init_device_mesh("cuda", (team.size // 2, 2), mesh_dim_names=("dp", "tp"))
+    pair = weft.init(mesh["tp"], heap_bytes=8 << 20)
+    assert (pair.size, pair.rank) == (2, team.rank % 2)
+    return behaviour.run_all(pair)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_a_device_mesh_dimension_is_a_team(world_size):
+    for rank, wrong in enumerate(weft.launch(on_a_mesh_dimension, world_size, "cuda", heap_bytes=8 << 20)):
+        assert not any(wrong.values()), f"rank {rank}: {wrong}"
+
+
+def lonely(team):
+    """Rank 1 fails on the host while the others are in a collective host call."""
+    if team.rank == 1:
+        raise KeyError("rank 1 tripped")
+    team.empty(16)
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_raises_ends_the_others_and_its_error_is_raised():
+    with pytest.raises(KeyError, match="rank 1 tripped"):
+        weft.launch(lonely, 2, "cuda", heap_bytes=8 << 20)
+

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,25 @@ DEFAULT_HEAP_BYTES = 1 << 30
 _numbers = itertools.count()
 
 
+class Place(NamedTuple):
+    """Which GPU a rank has."""
+
+    host: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} of {self.host}"
+
+
+def check_peers(rank: int, places: Sequence[Place], can_access: Callable[[int, int], bool]) -> None:
+    """NoPeerAccess for the first pair of ranks that cannot reach each other: the same verdict on every rank."""
+    for one, place in enumerate(places):
+        for other, there in enumerate(places):
+            reachable = place.host == there.host and (place == there or can_access(place.index, there.index))
+            if one != other and not reachable:
+                raise NoPeerAccess(rank, one, str(place), other, str(there))
+
+
 class CudaPlatform:
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, name: str, heap_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
@@ -31,7 +50,8 @@ class CudaPlatform:
         self._store = store
         self._meeting = Meeting(store, name, self.rank, self.size)
         self._subsets = 0
-        self._check_peers()
+        places = self.exchange("places", Place(socket.gethostname(), self.device.index))
+        check_peers(self.rank, places, torch.cuda.can_device_access_peer)
         self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
         self._handle = symm_mem.rendezvous(self.heap, group)
         pointers = [int(p) for p in self._handle.buffer_ptrs]
@@ -45,7 +65,7 @@ class CudaPlatform:
             for r in range(self.size)
         ]
         multicast = int(getattr(self._handle, "multicast_ptr", 0) or 0) != 0
-        self.caps = capabilities.probe(self.device, self._device_indices, multicast=multicast)
+        self.caps = capabilities.probe(self.device, [place.index for place in places], multicast=multicast)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
         self._names: dict[int, tuple[int, str, int]] = {}
         self.copy_engine = CudaCopyEngine(self)
@@ -76,16 +96,6 @@ class CudaPlatform:
         store = dist.distributed_c10d._get_default_store()
         members = "-".join(map(str, dist.get_process_group_ranks(group)))
         return cls(group, store, f"team{next(_numbers)}.{members}", heap_bytes or DEFAULT_HEAP_BYTES)
-
-    def _check_peers(self) -> None:
-        here = (socket.gethostname(), self.device.index, str(self.device))
-        everyone = self.exchange("devices", here)
-        self._device_indices = [index for _, index, _ in everyone]
-        for peer, (host, index, device) in enumerate(everyone):
-            if host != here[0]:
-                raise NoPeerAccess(self.rank, peer, f"{here[0]}:{here[2]}", f"{host}:{device}")
-            if peer != self.rank and not torch.cuda.can_device_access_peer(self.device.index, index):
-                raise NoPeerAccess(self.rank, peer, here[2], device)
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._peers[peer]
@@ -131,9 +141,10 @@ class CudaPlatform:
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> CudaPlatform | None:
         self._subsets += 1
         everyone = dist.get_process_group_ranks(self.group)
-        group = dist.new_group([everyone[r] for r in ranks])
         if self.rank not in ranks:
             return None
+        # Only the members come here, and they need not be all of the world.
+        group = dist.new_group([everyone[r] for r in ranks], use_local_synchronization=True)
         return CudaPlatform(group, self._store, f"{self.name}.{self._subsets}", heap_bytes)
 
     def fail(self, message: str) -> None:

@@ -1,0 +1,73 @@
+"""Host-side meetings end in time, whatever the other ranks do. Threads stand for ranks; the store is torch's own."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.errors import NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
+from weft.runtime.cuda import Place, check_peers
+from weft.runtime.meeting import Meeting
+from weft.runtime.record import raise_from_record
+
+
+def on_ranks(size, body, patience=20.0):
+    """body(rank, meeting) on a thread for every rank; results or exceptions in rank order."""
+    store = dist.HashStore()
+
+    def run(rank):
+        try:
+            return body(rank, Meeting(store, "team", rank, size, patience))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_everybody_gets_every_item_in_rank_order_many_times(size):
+    found = on_ranks(size, lambda rank, meeting: [meeting.exchange("call", (rank, n)) for n in range(6)])
+    assert found == [[[(r, n) for r in range(size)] for n in range(6)]] * size
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_patience():
+    found = on_ranks(3, lambda rank, meeting: rank == 1 or meeting.exchange("allocation #4", rank), patience=0.3)
+    for rank in (0, 2):
+        assert isinstance(found[rank], PeerSilent)
+        assert f"rank {rank}: rank 1 did not reach allocation #4" in str(found[rank])
+
+
+def test_a_rank_that_fails_is_learnt_of_long_before_the_patience():
+    def body(rank, meeting):
+        if rank == 0:
+            meeting.fail("out of cheese")
+            return "failed"
+        return meeting.exchange("barrier", None) if rank == 1 else meeting.watch(lambda: False)
+
+    said, *others = on_ranks(3, body)
+    assert said == "failed"
+    for rank, error in enumerate(others, 1):
+        assert isinstance(error, PeerFailed)
+        assert str(error) == f"rank {rank}: rank 0 failed: out of cheese"
+
+
+def test_gpus_without_a_link_are_the_same_error_on_every_rank():
+    places = [Place("box", 0), Place("box", 1), Place("box", 2)]
+    check_peers(0, places, lambda one, other: True)
+    for rank in range(3):
+        with pytest.raises(NoPeerAccess, match=f"rank {rank}: rank 1 on GPU 1 of box cannot reach rank 2 on GPU 2 of box"):
+            check_peers(rank, places, lambda one, other: {one, other} != {1, 2})
+    with pytest.raises(NoPeerAccess, match="GPU 0 of box cannot reach rank 1 on GPU 0 of attic"):
+        check_peers(0, [Place("box", 0), Place("attic", 0)], lambda one, other: True)
+
+
+def test_the_record_of_a_wait_that_gave_up_becomes_an_exception():
+    told = []
+    words = [int.from_bytes(b"wait_for_nobody".ljust(64, b"\0")[at : at + 8], "little", signed=True) for at in range(0, 64, 8)]
+    record = torch.tensor([2, 3, 7, 41, 0x1000, 5, -1, 2_500_000, *words])
+    raise_from_record(torch.zeros(16, dtype=torch.int64), str, told.append)
+    with pytest.raises(WaitTimeout, match=r"rank 3: kernel wait_for_nobody, program 7, line 41 waited 2.5 s for 4096 >= 5 .* saw -1"):
+        raise_from_record(record, str, told.append)
+    assert len(told) == 1

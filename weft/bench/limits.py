@@ -1,0 +1,68 @@
+"""What the hardware allows: bytes on the wire, operations, and the time that no implementation can beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.bench.shapes import COLLECTIVES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Measured, not from a data sheet: link bytes/s in one direction, halves FLOP/s, memory bytes/s, seconds."""
+
+    link: float
+    flops: float
+    memory: float
+    latency: float
+
+
+# By the driver's name of the GPU. H200: NVLink 4 through NVSwitch without multicast; copies of 132 CTAs 359 GB/s,
+# bf16 GEMMs on random data 770-803 TFLOP/s, weights streamed at 4.3 TB/s, one flag there and back 2.43 µs.
+GPUS = {"NVIDIA H200": Limits(link=360e9, flops=790e12, memory=4.3e12, latency=2.4e-6)}
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def limits_of(gpu: str) -> Limits | None:
+    return GPUS.get(gpu)
+
+
+def wire_bytes(op: str, world_size: int, size: Sequence[int], itemsize: int) -> float:
+    """The fewest bytes that each rank must send."""
+    share = (world_size - 1) / world_size
+    if op in COLLECTIVES:
+        return (2 if op == "all-reduce" else 1) * share * size[0]
+    m, n, k = size
+    return {
+        "gemm": 0.0,
+        "ag-gemm": share * m * k,
+        "gemm-rs": share * m * n,
+        "gemm-ar": 2 * share * m * n,
+    }[op] * itemsize
+
+
+def operations(op: str, size: Sequence[int]) -> float:
+    """Floating-point operations of one rank's GEMM; 0 for collectives."""
+    return 0.0 if op in COLLECTIVES else 2.0 * size[0] * size[1] * size[2]
+
+
+def floor_us(op: str, world_size: int, size: Sequence[int], dtype: str, limits: Limits | None) -> float | None:
+    """Wire time + latency of a collective, max(T_gemm, T_comm) of a GEMM op; None where the limits are not known."""
+    if limits is None or (op not in COLLECTIVES and dtype == "fp32"):
+        return None
+    itemsize = ITEMSIZE[dtype]
+    wire = wire_bytes(op, world_size, size, itemsize) / limits.link
+    if op in COLLECTIVES:
+        return (wire + (limits.latency if world_size > 1 else 0.0)) * 1e6
+    m, n, k = size
+    gemm = max(operations(op, size) / limits.flops, itemsize * (m * k + n * k + m * n) / limits.memory)
+    return max(gemm, wire) * 1e6
+
+
+def rate(op: str, world_size: int, size: Sequence[int], dtype: str, microseconds: float) -> float:
+    """GB/s of bus bandwidth (nccl-tests' busbw) of a collective, TFLOP/s of one rank of a GEMM op."""
+    if op in COLLECTIVES:
+        return wire_bytes(op, world_size, size, ITEMSIZE[dtype]) / microseconds / 1e3
+    return operations(op, size) / microseconds / 1e6

@@ -1,0 +1,140 @@
+"""What a run found, as data: written to JSON, read back, and all tables and plots made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.bench.shapes import COLLECTIVES, OPS
+
+SCHEMA = 1
+# "weft": ours. "other": does the same. "ceiling": the GEMM alone, which overlap can reach but does not have to beat.
+ROLES = ("weft", "other", "ceiling")
+# "graph": events in a CUDA graph. "around": whole graphs, see the protocol. "eager": events on the stream.
+# "host": the simulator's wall clock, which means nothing.
+MODES = ("graph", "around", "eager", "host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One provider at one shape. Times are None where it did not run; then ``reason`` says why.
+
+    median_us  of one call, the maximum over the ranks; p10_us and p90_us are that rank's
+    chain_us   per call of several in a row, where they are short
+    eager_us   without a graph, where that was asked for
+    reason     why there is no time, or why it was not taken inside a graph
+    """
+
+    shape: tuple[int, ...]
+    label: str
+    provider: str
+    role: str
+    mode: str | None = None
+    median_us: float | None = None
+    p10_us: float | None = None
+    p90_us: float | None = None
+    samples: int = 0
+    chain_us: float | None = None
+    eager_us: float | None = None
+    max_abs_error: float | None = None
+    rms_error: float | None = None
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES or self.mode not in (*MODES, None):
+            raise ValueError(f"row of {self.provider}: role={self.role!r}, mode={self.mode!r} are not known")
+        if self.median_us is None and self.max_abs_error is None and not self.reason:
+            raise ValueError(f"row of {self.provider} at {self.label}: neither a time, an error nor a reason")
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """One op at one world size."""
+
+    op: str
+    world_size: int
+    dtype: str
+    machine: dict[str, Any]
+    protocol: dict[str, Any]
+    date: str
+    command: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def is_simulated(self) -> bool:
+        return bool(self.machine.get("simulated"))
+
+
+def to_json(reports: Iterable[Report]) -> str:
+    return json.dumps({"schema": SCHEMA, "reports": [dataclasses.asdict(report) for report in reports]}, indent=1) + "\n"
+
+
+def write(path: Path, reports: Iterable[Report]) -> None:
+    """The file is there whole or as it was before, whenever the run is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(to_json(reports))
+    os.replace(unfinished, path)
+
+
+def read(path: Path) -> list[Report]:
+    """ValueError, with the file's name, for what is not a results file of this schema."""
+    try:
+        return from_json(path.read_text())
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: not a results file of schema {SCHEMA}: {error}") from error
+
+
+def from_json(text: str) -> list[Report]:
+    document = json.loads(text)
+    if document.get("schema") != SCHEMA:
+        raise ValueError(f"schema is {document.get('schema')!r}")
+    reports = []
+    for fields in document["reports"]:
+        rows = [Row(**{**row, "shape": tuple(row["shape"])}) for row in fields["rows"]]
+        report = Report(**{**fields, "rows": rows})
+        if report.op not in OPS:
+            raise ValueError(f"op {report.op!r} is unknown")
+        if any(len(row.shape) != (1 if report.op in COLLECTIVES else 3) for row in rows):
+            raise ValueError(f"a shape does not fit {report.op}")
+        reports.append(report)
+    return reports
+
+
+def shapes_of(report: Report) -> list[tuple[int, ...]]:
+    """In the order of the run."""
+    return list(dict.fromkeys(row.shape for row in report.rows))
+
+
+def providers_of(report: Report) -> list[str]:
+    """weft's first, then the others, then ceilings."""
+    names = dict.fromkeys((row.provider, row.role) for row in report.rows)
+    return [name for role in ROLES for name, its_role in names if its_role == role]
+
+
+def row_of(report: Report, shape: Sequence[int], provider: str) -> Row | None:
+    return next((row for row in report.rows if row.shape == tuple(shape) and row.provider == provider), None)
+
+
+def weft_row(report: Report, shape: Sequence[int]) -> Row | None:
+    """What a user gets, ``weft.auto``; the fastest other row of weft where that was not measured."""
+    rows = _timed(report, shape, "weft")
+    return next((row for row in rows if row.provider == "weft.auto"), min(rows, key=_median, default=None))
+
+
+def best_other(report: Report, shape: Sequence[int]) -> Row | None:
+    return min(_timed(report, shape, "other"), key=_median, default=None)
+
+
+def _timed(report: Report, shape: Sequence[int], role: str) -> list[Row]:
+    return [r for r in report.rows if r.shape == tuple(shape) and r.role == role and r.median_us is not None]
+
+
+def _median(row: Row) -> float:
+    assert row.median_us is not None
+    return row.median_us

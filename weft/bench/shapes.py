@@ -1,0 +1,157 @@
+"""What is measured: the ops by name, and named sets of shapes.
+
+A shape of a collective is (bytes,): of the input of all-reduce, reduce-scatter and all-to-all, of the output of
+all-gather. A shape of a GEMM op is (M, N, K): M rows of the whole product, N and K of the GEMM of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+GEMMS = ("gemm", "ag-gemm", "gemm-rs", "gemm-ar")
+OPS = (*COLLECTIVES, *GEMMS)
+
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SIZES = tuple(1024 * 4**power for power in range(10))  # 1 KiB .. 256 MiB
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The sizes that decide a transformer's projections."""
+
+    hidden: int
+    query: int  # heads * head_dim
+    key_value: int  # KV heads * head_dim
+    intermediate: int
+
+
+MODELS = {
+    "qwen3-32b": Model(hidden=5120, query=8192, key_value=1024, intermediate=25600),
+    "llama3-70b": Model(hidden=8192, query=8192, key_value=1024, intermediate=28672),
+}
+# yifuwang/symm-mem-recipes, the table of its fused all-gather-matmul: N and K of one of eight ranks.
+RECIPES = {"8b": (1792, 4096), "70b": (3584, 8192), "105b": (6656, 16384)}
+RECIPE_ROWS = (4096, 8192, 16384)
+
+COLUMN_PARALLEL, ROW_PARALLEL = ("qkv", "gate-up"), ("o", "down")
+PROJECTIONS = {
+    "gemm": (*COLUMN_PARALLEL, *ROW_PARALLEL),
+    "ag-gemm": COLUMN_PARALLEL,
+    "gemm-rs": ROW_PARALLEL,
+    "gemm-ar": ROW_PARALLEL,
+}
+# A simulated tile costs milliseconds whatever its size.
+TINY_SIZES = (1 * KIB, 12 * KIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    size: tuple[int, ...]
+    label: str
+
+
+def sets_for(op: str) -> tuple[str, ...]:
+    return ("sizes",) if op in COLLECTIVES else (*MODELS, "symm-mem-recipes")
+
+
+def parse_shapes(op: str, words: Sequence[str], world_size: int, *, tiny: bool = False) -> tuple[Shape, ...]:
+    """The shapes that ``words`` name, in their order, none twice; the op's first set if there are no words.
+
+    word  SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; "sizes" or BYTES,BYTES,… (64KiB, 1MiB) of a collective
+    tiny  named sets become a few shapes that the simulator can run
+
+    ValueError for what it cannot read and for shapes that the op refuses.
+    """
+    check_op(op)
+    found: dict[tuple[int, ...], Shape] = {}
+    for word in words or sets_for(op)[:1]:
+        for shape in (_collective if op in COLLECTIVES else _gemm)(op, word.strip().lower(), world_size, tiny):
+            found.setdefault(shape.size, shape)
+    return tuple(found.values())
+
+
+def check_op(op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op {op!r} is unknown; choose one of {', '.join(OPS)}")
+
+
+def size_label(nbytes: int) -> str:
+    """64 KiB, 1 MiB, 1000 B."""
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if nbytes % unit == 0 and nbytes:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
+    if word == "sizes":
+        # Every rank's part starts on 16 bytes, so that any algorithm may be tried.
+        step = math.lcm(16 * world_size, 16)
+        sizes = [size // step * step for size in (TINY_SIZES if tiny else SIZES) if size >= step]
+    else:
+        sizes = [_bytes(op, part) for part in word.split(",")]
+    for size in sizes:
+        if size % (4 * world_size):
+            raise ValueError(
+                f"--shapes {word}: {size} bytes do not divide into {world_size} parts of whole elements; "
+                f"take {-(-size // (4 * world_size)) * 4 * world_size}"
+            )
+    return [Shape(size=(size,), label=size_label(size)) for size in sizes]
+
+
+def _bytes(op: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*(b|kib|mib|gib)?", text.strip())
+    if not match or int(match[1]) == 0:
+        raise ValueError(f"--shapes {text!r} is neither a set of {op} (sizes) nor a number of bytes (4096, 64KiB, 1MiB)")
+    return int(match[1]) * {None: 1, "b": 1, "kib": KIB, "mib": MIB, "gib": 1 << 30}[match[2]]
+
+
+def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
+    if re.fullmatch(r"\d+(,\d+)*", word):
+        size = tuple(map(int, word.split(",")))
+        if len(size) != 3 or 0 in size:
+            raise ValueError(f"--shapes {word} is not M,N,K: three positive numbers, as in 4096,12800,5120")
+        if op in ("ag-gemm", "gemm-rs") and size[0] % world_size:
+            raise ValueError(
+                f"--shapes {word}: {op} needs M={size[0]} divisible by world_size={world_size}; "
+                f"take {-(-size[0] // world_size) * world_size}"
+            )
+        return [Shape(size=size, label="x".join(map(str, size)))]
+    match = re.fullmatch(r"([a-z0-9-]+)(?:/([a-z0-9-]+))?(?::(\d+(?:,\d+)*))?", word)
+    name, part, rows = match.groups() if match else (word, None, None)
+    if name not in sets_for(op):
+        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets_for(op))}) nor M,N,K")
+    parts = _parts(op, name, world_size)
+    if part is not None and part not in parts:
+        raise ValueError(f"--shapes {word!r}: {name} has no part {part!r} for {op}; it has {', '.join(parts)}")
+    chosen = [part] if part else list(parts)
+    if tiny:
+        return [Shape(size=(16 * world_size, 48, 32), label=f"tiny {part}") for part in chosen[:1]]
+    listed = tuple(map(int, rows.split(","))) if rows else (RECIPE_ROWS if name == "symm-mem-recipes" else ROWS)
+    # Rows are sharded in these: smaller batches than ranks have no shard for everybody.
+    split = world_size if op in ("ag-gemm", "gemm-rs") else 1
+    return [
+        Shape(size=(m, *parts[part]), label=f"{name} {part} M={m}") for part in chosen for m in listed if m % split == 0
+    ]
+
+
+def _parts(op: str, name: str, world_size: int) -> dict[str, tuple[int, int]]:
+    """Part of the set -> (N, K) of one rank's GEMM."""
+    if name == "symm-mem-recipes":
+        # Mirrored where K is what the ranks share.
+        return {part: (k, n) if op in ("gemm-rs", "gemm-ar") else (n, k) for part, (n, k) in RECIPES.items()}
+    model = MODELS[name]
+    if any(size % world_size for size in (model.query, model.key_value, model.intermediate)):
+        raise ValueError(f"the projections of {name} do not divide into world_size={world_size} shards")
+    everything = {
+        "qkv": ((model.query + 2 * model.key_value) // world_size, model.hidden),
+        "gate-up": (2 * model.intermediate // world_size, model.hidden),
+        "o": (model.hidden, model.query // world_size),
+        "down": (model.hidden, model.intermediate // world_size),
+    }
+    return {part: everything[part] for part in PROJECTIONS[op]}

@@ -1,0 +1,111 @@
+"""Shadow memory: for each element who wrote it last and who has read it since.
+
+Who is a number of an access (``races.Access``); readers are a number of a set of accesses. A tile is as a rule accessed as a
+whole, so its elements share their numbers and a check is one comparison; where they do not, it is one per distinct number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from weft.simulator.memory import Extent
+
+UNWRITTEN, INITIAL = 0, 1
+Cells = slice | np.ndarray
+
+
+class Shadow:
+    """Of one extent. The cell is the smallest element that it was accessed with."""
+
+    def __init__(self, extent: Extent, initial: int) -> None:
+        self.extent, self._initial, self.unit = extent, initial, 0
+        self.writes = self.reads = np.zeros(0, np.int32)
+
+    def cells(self, offsets: np.ndarray, itemsize: int) -> Cells:
+        """The cells of elements of ``itemsize`` bytes at byte ``offsets`` (one-dimensional)."""
+        self._refine(itemsize)
+        unit = self.unit
+        if offsets.size == 1:
+            first = int(offsets[0]) // unit
+            return slice(first, first + itemsize // unit)
+        span = int(offsets[-1]) - int(offsets[0])
+        if span == (offsets.size - 1) * itemsize and (np.diff(offsets) == itemsize).all():
+            first = int(offsets[0]) // unit
+            return slice(first, first + offsets.size * itemsize // unit)
+        at = offsets // unit
+        return at if itemsize == unit else (at[:, None] + np.arange(itemsize // unit)).ravel()
+
+    def elements(self, cells: np.ndarray) -> tuple[int, int]:
+        """First and last of the tensor's own elements among ``cells`` (indices)."""
+        low, high = int(cells.min()) * self.unit, int(cells.max()) * self.unit
+        return low // self.extent.itemsize, high // self.extent.itemsize
+
+    def _refine(self, itemsize: int) -> None:
+        if self.unit == 0:
+            self.unit = itemsize
+            count = -(-self.extent.size // itemsize)
+            self.writes = np.full(count, self._initial, np.int32)
+            self.reads = np.zeros(count, np.int32)
+        elif itemsize < self.unit:
+            self.writes = np.repeat(self.writes, self.unit // itemsize)
+            self.reads = np.repeat(self.reads, self.unit // itemsize)
+            self.unit = itemsize
+
+
+def distinct(numbers: np.ndarray) -> list[int]:
+    """The distinct numbers of an array, quickly where there is one."""
+    first = int(numbers[0])
+    if numbers.size == 1 or (numbers == first).all():
+        return [first]
+    return np.unique(numbers).tolist()
+
+
+def mapped(numbers: np.ndarray, function: Callable[[int], int]) -> np.ndarray | int:
+    """``function`` of every number."""
+    found = distinct(numbers)
+    if len(found) == 1:
+        return function(found[0])
+    new = np.array([function(n) for n in found], np.int32)
+    return new[np.searchsorted(np.array(found, np.int32), numbers)]
+
+
+def where(cells: Cells, mask: np.ndarray) -> np.ndarray:
+    """The indices of those cells for which ``mask`` holds."""
+    return np.flatnonzero(mask) + cells.start if isinstance(cells, slice) else cells[mask]
+
+
+class ReadSets:
+    """Sets of accesses by number; number 0 is the empty set. Equal sets have equal numbers."""
+
+    def __init__(self) -> None:
+        self._sets: list[tuple[int, ...]] = [()]
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
+
+    def __getitem__(self, number: int) -> tuple[int, ...]:
+        return self._sets[number]
+
+    def number(self, members: tuple[int, ...]) -> int:
+        found = self._numbers.get(members)
+        if found is None:
+            found = self._numbers[members] = len(self._sets)
+            self._sets.append(members)
+        return found
+
+
+def extents_of(
+    find: Callable[[int], Extent | None], addresses: np.ndarray, itemsize: int
+) -> Iterator[tuple[Extent, np.ndarray]]:
+    """(extent, those of the addresses that it holds) for addresses that are known to lie in extents."""
+    while addresses.size:
+        extent = find(int(addresses[0]))
+        if extent is None:
+            return
+        low, high = np.uint64(extent.base), np.uint64(extent.base + extent.size)
+        if int(addresses.min()) >= low and int(addresses.max()) < high:
+            yield extent, addresses
+            return
+        inside = (addresses >= low) & (addresses < high)
+        yield extent, addresses[inside]
+        addresses = addresses[~inside]

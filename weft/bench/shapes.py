@@ -6,7 +6,6 @@ all-gather. A shape of a GEMM op is (M, N, K): M rows of the whole product, N an
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def size_label(nbytes: int) -> str:
 def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
     if word == "sizes":
         # Every rank's part starts on 16 bytes, so that any algorithm may be tried.
-        step = math.lcm(16 * world_size, 16)
+        step = 16 * world_size
         sizes = [size // step * step for size in (TINY_SIZES if tiny else SIZES) if size >= step]
     else:
         sizes = [_bytes(op, part) for part in word.split(",")]

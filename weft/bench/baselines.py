@@ -1,0 +1,228 @@
+"""What weft is compared with: NCCL, torch's symmetric-memory ops, cuBLAS, and cuBLAS with each of them.
+
+Outputs are preallocated wherever the library takes one. NVLink multicast is never asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.bench.problem import Problem
+from weft.bench.providers import Attempt, Provider, Unavailable, copy_into
+from weft.bench.shapes import COLLECTIVES
+
+Allocate = Callable[..., torch.Tensor]
+Close = Callable[[], None] | None
+
+
+def group_of(problem: Problem) -> Any:
+    if problem.team.group is None:
+        raise Unavailable("needs GPUs; these are simulated ranks")
+    return problem.team.group
+
+
+# --- where buffers lie -----------------------------------------------------------------------------------------------
+
+
+def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
+    return [torch.empty(size, dtype=problem.dtype, device=problem.team.device) for size in sizes], None
+
+
+def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
+    """In a pool of ncclMemAlloc that is registered as a symmetric window, so that NCCL may use its symmetric kernels."""
+    backend = group_of(problem)._get_backend(problem.team.device)
+    if not hasattr(backend, "register_mem_pool"):
+        raise Unavailable(f"torch {torch.__version__} has no register_mem_pool")
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        tensors, _ = ordinary(problem, sizes)
+    # After the allocations: newer torch does not make windows of later ones.
+    try:
+        backend.register_mem_pool(pool, symm=True)
+    except TypeError:
+        raise Unavailable(f"register_mem_pool of torch {torch.__version__} has no symmetric windows") from None
+    return tensors, lambda: backend.deregister_mem_pool(pool)
+
+
+def symmetric(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
+    """In torch's symmetric memory, each met by all ranks."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    name = group_of(problem).group_name
+    tensors = [symm_mem.empty(size, dtype=problem.dtype, device=problem.team.device) for size in sizes]
+    for tensor in tensors:
+        symm_mem.rendezvous(tensor, name)
+    return tensors, None
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+
+def nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
+    group, world = group_of(problem), problem.team.size
+    inputs = [x for (x,) in problem.sets]
+    (elements,) = inputs[0].shape
+    out_size = {"all-gather": elements * world, "reduce-scatter": elements // world}.get(problem.op, elements)
+    (*buffers, out), close = place(problem, [tuple(x.shape) for x in inputs] + [(out_size,)])
+    out.fill_(torch.nan)
+
+    def run(number: int) -> torch.Tensor:
+        x = buffers[number]
+        if problem.op == "all-reduce":
+            dist.all_reduce(x, group=group)
+            return x
+        call = {
+            "all-gather": dist.all_gather_into_tensor,
+            "reduce-scatter": dist.reduce_scatter_tensor,
+            "all-to-all": dist.all_to_all_single,
+        }[problem.op]
+        call(out, x, group=group)
+        return out
+
+    return _collective(problem, buffers, run, close)
+
+
+def _collective(problem: Problem, buffers: list[torch.Tensor], run: Callable, close: Close = None) -> Attempt:
+    def prepare(number: int) -> None:
+        copy_into(buffers[number], problem.sets[number][0])
+
+    for number in range(len(buffers)):
+        prepare(number)
+    return Attempt(run=run, prepare=prepare, close=close)
+
+
+def torch_all_reduce(problem: Problem, call: Callable) -> Attempt:
+    name = group_of(problem).group_name
+    buffers, close = symmetric(problem, [tuple(x.shape) for (x,) in problem.sets])
+    return _collective(problem, buffers, lambda number: call(buffers[number], name), close)
+
+
+def one_shot(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name)
+
+
+def two_shot(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name)
+
+
+def low_contention(problem: Problem) -> Attempt:
+    """torch's copy-engine all-gather and reduce-scatter, on inputs in symmetric memory."""
+    import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
+
+    name, ops = group_of(problem).group_name, torch.ops.symm_mem
+    buffers, close = symmetric(problem, [tuple(x.shape) for (x,) in problem.sets])
+
+    def run(number: int) -> torch.Tensor:
+        if problem.op == "all-gather":
+            out = ops._low_contention_all_gather(buffers[number], name)
+        else:
+            out = ops._low_contention_reduce_scatter(buffers[number], "sum", name)
+        return torch.ops._c10d_functional.wait_tensor(out)
+
+    return _collective(problem, buffers, run, close)
+
+
+# --- GEMMs -----------------------------------------------------------------------------------------------------------
+
+
+def cublas(problem: Problem) -> Attempt:
+    """The GEMM alone, A gathered beforehand where the op gathers it."""
+    group_of(problem)
+    pairs = problem.sets
+    if problem.op == "ag-gemm":
+        pairs = [(problem.gathered(number), b) for number, (_, b) in enumerate(problem.sets)]
+    (out,), _ = ordinary(problem, [(pairs[0][0].shape[0], pairs[0][1].shape[0])])
+    return Attempt(
+        run=lambda number: torch.mm(pairs[number][0], pairs[number][1].T, out=out),
+        local=problem.op in ("gemm-rs", "gemm-ar"),
+    )
+
+
+def cublas_and_nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
+    group, (m, n, k) = group_of(problem), problem.shape.size
+    shards = problem.sets
+    if problem.op == "ag-gemm":
+        (*mine, gathered), close = place(problem, [tuple(a.shape) for a, _ in shards] + [(m, k)])
+        (out,), _ = ordinary(problem, [(m, n)])
+        for buffer, (a, _) in zip(mine, shards, strict=True):
+            copy_into(buffer, a)
+
+        def run(number: int) -> torch.Tensor:
+            dist.all_gather_into_tensor(gathered, mine[number], group=group)
+            return torch.mm(gathered, shards[number][1].T, out=out)
+    elif problem.op == "gemm-rs":
+        (product, out), close = place(problem, [(m, n), (m // problem.team.size, n)])
+
+        def run(number: int) -> torch.Tensor:
+            torch.mm(shards[number][0], shards[number][1].T, out=product)
+            dist.reduce_scatter_tensor(out, product, group=group)
+            return out
+    else:
+        (product,), close = place(problem, [(m, n)])
+
+        def run(number: int) -> torch.Tensor:
+            torch.mm(shards[number][0], shards[number][1].T, out=product)
+            dist.all_reduce(product, group=group)
+            return product
+
+    return Attempt(run=run, close=close)
+
+
+def cublas_and_torch(problem: Problem, call: Callable) -> Attempt:
+    """The GEMM writes into symmetric memory, where torch's all-reduce finds it."""
+    name, (m, n, _) = group_of(problem).group_name, problem.shape.size
+    (product,), close = symmetric(problem, [(m, n)])
+
+    def run(number: int) -> torch.Tensor:
+        torch.mm(problem.sets[number][0], problem.sets[number][1].T, out=product)
+        return call(product, name)
+
+    return Attempt(run=run, close=close)
+
+
+def torch_fused(problem: Problem) -> Attempt:
+    import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
+
+    name, ops = group_of(problem).group_name, torch.ops.symm_mem
+
+    def run(number: int) -> torch.Tensor:
+        a, b = problem.sets[number]
+        if problem.op == "ag-gemm":
+            # Without the gathered A it would choose multimem instructions where the driver offers them.
+            return ops.fused_all_gather_matmul(a, [b.T], 0, name, return_A=True)[1][0]
+        return ops.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
+
+    return Attempt(run=run)
+
+
+def _provider(name: str, ops: tuple[str, ...], make: Callable[[Problem], Attempt], role: str = "other") -> Provider:
+    return Provider(name=name, ops=ops, role=role, make=make)
+
+
+FUSED = ("ag-gemm", "gemm-rs", "gemm-ar")
+BASELINES = (
+    _provider("nccl", COLLECTIVES, nccl),
+    _provider("nccl.window", COLLECTIVES, lambda problem: nccl(problem, windowed)),
+    _provider("torch.one_shot", ("all-reduce",), lambda problem: torch_all_reduce(problem, one_shot)),
+    _provider("torch.two_shot", ("all-reduce",), lambda problem: torch_all_reduce(problem, two_shot)),
+    _provider("torch.low_contention", ("all-gather", "reduce-scatter"), low_contention),
+    _provider("cublas", ("gemm",), cublas),
+    _provider("cublas+nccl", FUSED, cublas_and_nccl),
+    _provider("cublas+nccl.window", FUSED, lambda problem: cublas_and_nccl(problem, windowed)),
+    _provider("torch.fused", ("ag-gemm", "gemm-rs"), torch_fused),
+    _provider("cublas+torch.one_shot", ("gemm-ar",), lambda problem: cublas_and_torch(problem, one_shot)),
+    _provider("cublas+torch.two_shot", ("gemm-ar",), lambda problem: cublas_and_torch(problem, two_shot)),
+    _provider("cublas", FUSED, cublas, role="ceiling"),
+)
+
+
+def close_quietly(attempt: Attempt) -> None:
+    """A library that cannot give its memory back must not end the run."""
+    if attempt.close is not None:
+        with contextlib.suppress(RuntimeError):
+            attempt.close()

@@ -1,0 +1,161 @@
+"""One shape of one op at one rank: random inputs, the fp32 answer, and how far from it an answer may be."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.bench.shapes import COLLECTIVES, Shape
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Between two uses of the same weights so many other bytes are read: twice the 60 MB L2 of an H200.
+COLD_BYTES = 120e6
+FP32_EPS = torch.finfo(torch.float32).eps
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How an answer compares with the fp32 one; ``wrong`` says why it is not accepted, empty if it is."""
+
+    max_abs_error: float
+    rms_error: float
+    wrong: str
+
+
+class Problem:
+    """op, dtype, shape and team; ``sets`` of this rank's inputs, different ones, to rotate through.
+
+    Inputs: x of a collective; a, b of a GEMM op, as the op of weft takes them. All are a function of (op, shape, rank,
+    number of the set), so every rank makes its peers' inputs itself where it needs them for the answer.
+    """
+
+    def __init__(self, op: str, shape: Shape, dtype: str, team: Team) -> None:
+        self.op, self.shape, self.team = op, shape, team
+        self.dtype, self.dtype_name = DTYPES[dtype], dtype
+        self.sets = [self._inputs(team.rank, number) for number in range(self._count())]
+        self._answers: dict[bool, torch.Tensor] = {}
+
+    @property
+    def replicas(self) -> int:
+        """Calls in one CUDA graph: enough that the weights of the first are cold again when it is replayed."""
+        if self.op not in COLLECTIVES:
+            return max(2, len(self.sets))
+        return 8 if self.shape.size[0] <= 1 << 20 else 4 if self.shape.size[0] <= 1 << 24 else 2
+
+    def _count(self) -> int:
+        if self.team.is_simulated:
+            return 1
+        if self.op in COLLECTIVES:
+            return 4 if self.shape.size[0] <= 1 << 24 else 2
+        nbytes = sum(math.prod(size) for size in self._sizes()) * self.dtype.itemsize
+        return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
+
+    def _sizes(self) -> list[tuple[int, ...]]:
+        """Of one rank's inputs."""
+        size, world = self.shape.size, self.team.size
+        if self.op in COLLECTIVES:
+            elements = size[0] // self.dtype.itemsize
+            return [(elements // world if self.op == "all-gather" else elements,)]
+        m, n, k = size
+        return [(m // world if self.op == "ag-gemm" else m, k), (n, k)]
+
+    def _inputs(self, rank: int, number: int) -> Inputs:
+        seed = zlib.crc32(f"{self.op} {self.shape.size} {rank} {number}".encode())
+        generator = torch.Generator(self.team.device).manual_seed(seed)
+        sizes = self._sizes()
+        # Products of b have the variance of a: nothing grows with K, whatever is summed.
+        scales = [1.0] if len(sizes) == 1 else [1.0, sizes[1][1] ** -0.5]
+        return tuple(
+            torch.empty(size, dtype=self.dtype, device=self.team.device).normal_(0, scale, generator=generator)
+            for size, scale in zip(sizes, scales, strict=True)
+        )
+
+    # --- the answer to set 0 ----------------------------------------------------------------------------------------
+
+    @property
+    def is_exact(self) -> bool:
+        """Nothing is computed: every bit must arrive as it was sent."""
+        return self.op in ("all-gather", "all-to-all")
+
+    def answer(self, local: bool = False) -> torch.Tensor:
+        """What this rank should get, in fp32 (or as it was sent). ``local``: of its own GEMM alone."""
+        if local not in self._answers:
+            self._answers[local] = self._local_answer() if local else self._answer()
+        return self._answers[local]
+
+    def forget(self) -> None:
+        """Give the answers' memory back."""
+        self._answers.clear()
+
+    def _peers(self) -> list[Inputs]:
+        me = self.team.rank
+        return [self.sets[0] if rank == me else self._inputs(rank, 0) for rank in range(self.team.size)]
+
+    def _local_answer(self) -> torch.Tensor:
+        a, b = self.sets[0]
+        return a.float() @ b.float().T
+
+    def _answer(self) -> torch.Tensor:
+        me, world = self.team.rank, self.team.size
+        if self.op == "gemm":
+            return self._local_answer()
+        if self.op == "ag-gemm":
+            return self.gathered(0).float() @ self.sets[0][1].float().T
+        if self.op == "all-gather":
+            return torch.cat([x for (x,) in self._peers()])
+        if self.op == "all-to-all":
+            return torch.cat([x.chunk(world)[me] for (x,) in self._peers()])
+        total: torch.Tensor | None = None
+        for inputs in self._peers():
+            mine = inputs[0].chunk(world)[me] if self.op in ("reduce-scatter", "gemm-rs") else inputs[0]
+            part = mine.float() if len(inputs) == 1 else mine.float() @ inputs[1].float().T
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def gathered(self, number: int) -> torch.Tensor:
+        """All ranks' rows of A of a set, as a GEMM after an all-gather would see them."""
+        return torch.cat([self._inputs(rank, number)[0] for rank in range(self.team.size)])
+
+    # --- judging ----------------------------------------------------------------------------------------------------
+
+    def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
+        expected = self.answer(local)
+        if tuple(actual.shape) != tuple(expected.shape):
+            return Verdict(
+                max_abs_error=math.inf,
+                rms_error=math.inf,
+                wrong=f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}",
+            )
+        error = (actual.float() - expected.float()).abs_()
+        worst, rms = float(error.max()), float(error.square().mean().sqrt())
+        if self.is_exact:
+            bad = actual != expected
+        else:
+            relative, absolute = self._tolerance(local)
+            bad = ~(error <= relative * expected.abs() + absolute * float(expected.square().mean().sqrt()))
+        count = int(bad.sum())
+        wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""
+        return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
+
+    def _tolerance(self, local: bool) -> tuple[float, float]:
+        """(of the element, of the answer's RMS): one rounding, a random walk of fp32 sums, and the roundings of partial
+        sums that travel in ``dtype``: a library's ring rounds W - 1 times."""
+        eps = torch.finfo(self.dtype).eps
+        summed = self.op in ("all-reduce", "reduce-scatter", "gemm-rs", "gemm-ar") and not local
+        length = self.team.size if self.op in COLLECTIVES else self.shape.size[2] * (self.team.size if summed else 1)
+        return eps, 6 * FP32_EPS * math.sqrt(length) + (4 * eps if summed and self.team.size > 1 else 0.0)
+
+
+def poison(like: torch.Tensor) -> None:
+    """Fill the memory that the next tensor of this size is likely to get: a result that is not written shows."""
+    torch.empty_like(like).fill_(math.nan)

@@ -90,8 +90,9 @@ class NoPeerAccess(WeftError):
 class NotEnoughGPUs(WeftError):
     def __init__(self, world_size: int, available: int) -> None:
         super().__init__(
-            f"world_size={world_size} needs {world_size} GPUs and this machine has {available}; "
-            f"use --world-size {max(available, 1)} or --device sim (virtual ranks)"
+            f"world_size={world_size} needs {world_size} GPUs and this machine has {available}; use "
+            + (f"--world-size {available} or " if available else "")
+            + "--device sim (virtual ranks)"
         )
         self.world_size, self.available = world_size, available
 
@@ -126,7 +127,9 @@ class InvalidAccess(WeftError):
     """A simulated kernel read or wrote outside every tensor it could know."""
 
     def __init__(self, who: str, verb: str, address: int, size: int, nearest: str) -> None:
-        super().__init__(f"{who}: {verb} of {size} bytes at {address:#x}, outside every known tensor; nearest: {nearest}")
+        super().__init__(
+            f"{who}: {verb} of {size} bytes at {address:#x}, outside every known tensor; nearest: {nearest}"
+        )
         self.who, self.verb, self.address, self.size, self.nearest = who, verb, address, size, nearest
 
 

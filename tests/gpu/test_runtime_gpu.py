@@ -52,4 +52,3 @@ def lonely(team):
 def test_a_rank_that_raises_ends_the_others_and_its_error_is_raised():
     with pytest.raises(KeyError, match="rank 1 tripped"):
         weft.launch(lonely, 2, "cuda", heap_bytes=8 << 20)
-

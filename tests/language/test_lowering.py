@@ -134,7 +134,8 @@ def test_stores_to_a_peer_are_16_bytes_wide(dtype):
 
 
 def test_a_debug_wait_knows_its_kernel_and_traps():
-    ptx = compiled(wait_then_tma_load, *[TensorDescriptor.from_tensor(X, [64, 64])] * 2, SIGNALS, a_view(patience_us=5), arch="sm_90").asm["ptx"]  # fmt: skip
+    tile = TensorDescriptor.from_tensor(X, [64, 64])
+    ptx = compiled(wait_then_tma_load, tile, tile, SIGNALS, a_view(patience_us=5), arch="sm_90").asm["ptx"]
     name = int.from_bytes(b"wait_the", "little", signed=True)
     assert "trap;" in ptx and (str(name) in ptx or f"{name:#x}" in ptx.lower())
 
@@ -145,7 +146,9 @@ def clear(x, BLOCK: tl.constexpr):
     wl.lamport_clear(x + offsets, offsets < BLOCK)
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 0x80008000), (torch.float16, 0x80008000), (torch.float32, 1 << 31)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, 0x80008000), (torch.float16, 0x80008000), (torch.float32, 1 << 31)]
+)
 def test_clearing_writes_the_bits_of_minus_zero(dtype, bits):
     ptx = compiled(clear, torch.zeros(1024, dtype=dtype), 1024, arch="sm_90").asm["ptx"]
     assert "st.global.v4.b32" in ptx

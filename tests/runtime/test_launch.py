@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import weft
-from weft.errors import NotEnoughGPUs, NoTeam
+from weft.errors import NoTeam, NotEnoughGPUs
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 

@@ -57,7 +57,9 @@ def test_gpus_without_a_link_are_the_same_error_on_every_rank():
     places = [Place("box", 0), Place("box", 1), Place("box", 2)]
     check_peers(0, places, lambda one, other: True)
     for rank in range(3):
-        with pytest.raises(NoPeerAccess, match=f"rank {rank}: rank 1 on GPU 1 of box cannot reach rank 2 on GPU 2 of box"):
+        with pytest.raises(
+            NoPeerAccess, match=f"rank {rank}: rank 1 on GPU 1 of box cannot reach rank 2 on GPU 2 of box"
+        ):
             check_peers(rank, places, lambda one, other: {one, other} != {1, 2})
     with pytest.raises(NoPeerAccess, match="GPU 0 of box cannot reach rank 1 on GPU 0 of attic"):
         check_peers(0, [Place("box", 0), Place("attic", 0)], lambda one, other: True)
@@ -65,9 +67,14 @@ def test_gpus_without_a_link_are_the_same_error_on_every_rank():
 
 def test_the_record_of_a_wait_that_gave_up_becomes_an_exception():
     told = []
-    words = [int.from_bytes(b"wait_for_nobody".ljust(64, b"\0")[at : at + 8], "little", signed=True) for at in range(0, 64, 8)]
+    words = [
+        int.from_bytes(b"wait_for_nobody".ljust(64, b"\0")[at : at + 8], "little", signed=True)
+        for at in range(0, 64, 8)
+    ]
     record = torch.tensor([2, 3, 7, 41, 0x1000, 5, -1, 2_500_000, *words])
     raise_from_record(torch.zeros(16, dtype=torch.int64), str, told.append)
-    with pytest.raises(WaitTimeout, match=r"rank 3: kernel wait_for_nobody, program 7, line 41 waited 2.5 s for 4096 >= 5 .* saw -1"):
+    with pytest.raises(
+        WaitTimeout, match=r"rank 3: kernel wait_for_nobody, program 7, line 41 waited 2.5 s for 4096 >= 5 .* saw -1"
+    ):
         raise_from_record(record, str, told.append)
     assert len(told) == 1

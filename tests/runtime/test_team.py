@@ -30,7 +30,9 @@ def test_a_full_heap_says_how_large_it_must_be():
         team.empty(1 << 20, torch.float32, name="activations")
         team.empty(1 << 20, torch.float32)
 
-    with pytest.raises(HeapExhausted, match=r"rank \d: 4,194,304 bytes wanted.*activations \(4,194,304 bytes\).*heap_bytes="):
+    with pytest.raises(
+        HeapExhausted, match=r"rank \d: 4,194,304 bytes wanted.*activations \(4,194,304 bytes\).*heap_bytes="
+    ):
         weft.simulate(main, 2, heap_bytes=6 << 20)
 
 

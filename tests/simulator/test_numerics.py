@@ -111,17 +111,22 @@ def test_floats_become_integers_by_truncation(source, to):
     assert_same(numerics.convert(x, numerics.DTYPES[to]), to_torch(x, source).to(TORCH[to]))
 
 
-def test_floats_beyond_the_range_of_an_integer_clamp():
-    x = np.array([np.nan, np.inf, -np.inf, 3e9, -3e9], np.float32)
-    assert numerics.convert(x, np.dtype(np.int32)).tolist() == [0, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31)]
-    assert numerics.convert(x, np.dtype(np.uint32)).tolist() == [0, 2**32 - 1, 0, 3_000_000_000, 0]
-    assert numerics.convert(x * np.float32(1e12), np.dtype(np.int64)).tolist() == [
-        0,
-        2**63 - 1,
-        -(2**63),
-        2**63 - 1,
-        -(2**63),
-    ]
+@pytest.mark.parametrize(
+    ("source", "to", "values"),
+    [
+        # what cvt.rzi gives for NaN, inf, -inf, 3e9 and -3e9
+        ("fp32", "int32", [0, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31)]),
+        ("fp32", "uint32", [0, 2**32 - 1, 0, 3_000_000_000, 0]),
+        ("fp32", "uint8", [0, 255, 0, 255, 0]),  # clamped to 16 bits, then cut
+        ("fp32", "int8", [0, -1, 0, -1, 0]),
+        ("fp32", "int64", [-(2**63), 2**63 - 1, -(2**63), 3_000_000_000, -3_000_000_000]),
+        ("fp64", "int32", [-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, -(2**31)]),
+        ("fp64", "uint64", [2**63, 2**64 - 1, 0, 3_000_000_000, 0]),
+    ],
+)
+def test_floats_beyond_the_range_of_an_integer_clamp(source, to, values):
+    x = np.array([np.nan, np.inf, -np.inf, 3e9, -3e9], numerics.DTYPES[source])
+    assert numerics.convert(x, numerics.DTYPES[to]).tolist() == values
 
 
 @pytest.mark.parametrize("source", INTS)

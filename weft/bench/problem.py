@@ -156,6 +156,7 @@ class Problem:
         return eps, 6 * FP32_EPS * math.sqrt(length) + (4 * eps if summed and self.team.size > 1 else 0.0)
 
 
-def poison(like: torch.Tensor) -> None:
-    """Fill the memory that the next tensor of this size is likely to get: a result that is not written shows."""
-    torch.empty_like(like).fill_(math.nan)
+def poison(problem: Problem, local: bool) -> None:
+    """Fill the memory that the result is likely to get: what is not written shows."""
+    expected = problem.answer(local)
+    torch.empty(expected.shape, dtype=problem.dtype, device=expected.device).fill_(math.nan)

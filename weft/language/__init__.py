@@ -9,11 +9,10 @@ from weft.language.bulk import get, get_nbi, put, put_nbi, put_signal, put_signa
 from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.epochs import advance_epoch, next_epoch
 from weft.language.lamport import lamport_clear, lamport_load, lamport_store
+from weft.language.lowering import simulated as _simulated  # noqa: F401  (registers the words that the simulator runs)
 from weft.language.multimem import multimem_load_reduce, multimem_store
 from weft.language.ordering import fence, quiet
 from weft.language.signals import barrier, consume_token, notify, wait
-
-from weft.language.lowering import simulated as _simulated  # noqa: F401  (registers the words that the simulator runs)
 
 __all__ = [
     "advance_epoch", "barrier", "consume_token", "fence", "get", "get_nbi", "lamport_clear", "lamport_load", "lamport_store",

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from weft.language import bulk, coordinates, ordering, signals
-from weft.language.lowering import stock
 
 CMP_EQ: tl.constexpr = tl.constexpr(0)
 CMP_NE: tl.constexpr = tl.constexpr(1)

@@ -26,7 +26,8 @@ def at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> torch.Tensor
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
     if dst.dtype != src.dtype or dst.numel() != src.numel():
         raise ValueError(
-            f"a copy from {tuple(src.shape)} {src.dtype} to {tuple(dst.shape)} {dst.dtype}: dtype and number of elements must agree"
+            f"a copy from {tuple(src.shape)} {src.dtype} to {tuple(dst.shape)} {dst.dtype}: "
+            f"dtype and number of elements must agree"
         )
     if not (dst.is_contiguous() and src.is_contiguous()):
         raise ValueError(f"copies are of contiguous tensors; got strides {src.stride()} -> {dst.stride()}")

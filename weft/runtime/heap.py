@@ -43,7 +43,9 @@ class HeapLayout:
                 self._taken[block.offset] = Block(block.offset, size, nbytes, name)
                 return block.offset
         largest = sorted(self._taken.values(), key=lambda b: -b.size)[:3]
-        raise HeapExhausted(self.rank, size, self.free_bytes, self.size, [f"{b.name} ({b.used:,} bytes)" for b in largest])
+        raise HeapExhausted(
+            self.rank, size, self.free_bytes, self.size, [f"{b.name} ({b.used:,} bytes)" for b in largest]
+        )
 
     def give_back(self, offset: int) -> None:
         block = self._taken.pop(offset)

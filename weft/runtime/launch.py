@@ -146,9 +146,14 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             try:
                 error, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                error, value = WeftError(f"rank {rank}: its process died without a word (killed, or a crash in the driver)"), None
+                error, value = (
+                    WeftError(f"rank {rank}: its process died without a word (killed, or a crash in the driver)"),
+                    None,
+                )
             results[rank] = value
-            if error is not None and (first is None or (isinstance(first, PeerFailed) and not isinstance(error, PeerFailed))):
+            if error is not None and (
+                first is None or (isinstance(first, PeerFailed) and not isinstance(error, PeerFailed))
+            ):
                 first = error
     if first is not None:
         raise first
@@ -185,7 +190,9 @@ def _worker(
 
 def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:
     if error is not None:
-        error.add_note(f"in rank {rank}:\n{''.join(traceback.format_exception(error))}") if hasattr(error, "add_note") else None
+        error.add_note(f"in rank {rank}:\n{''.join(traceback.format_exception(error))}") if hasattr(
+            error, "add_note"
+        ) else None
     try:
         packed = pickle.dumps((error, value))
         pickle.loads(packed)

@@ -45,5 +45,11 @@ def make_view(
     multicast: bool = False,
 ) -> TeamView:
     return TeamView(
-        2 * rank + 3, tl.constexpr(size), deltas, barriers, tl.constexpr(patience_us), record, tl.constexpr(int(multicast))
+        2 * rank + 3,
+        tl.constexpr(size),
+        deltas,
+        barriers,
+        tl.constexpr(patience_us),
+        record,
+        tl.constexpr(int(multicast)),
     )

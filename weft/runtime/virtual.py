@@ -87,7 +87,9 @@ class VirtualPlatform:
         if self.rank not in ranks:
             return None
         team = f"{self._team}.{self._subsets}"
-        return VirtualPlatform(self._cluster, team, [self._members[r] for r in ranks], list(ranks).index(self.rank), heap_bytes)
+        return VirtualPlatform(
+            self._cluster, team, [self._members[r] for r in ranks], list(ranks).index(self.rank), heap_bytes
+        )
 
     def fail(self, message: str) -> None:
         """Nothing to do: what a virtual rank raises ends the simulation."""

@@ -266,6 +266,10 @@ class Descriptor:
 # --- the builder: what Triton's semantic layer asks for, as NumPy calls -----------------------------------------------
 
 
+def _array(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.data
+
+
 def _unary(op: Callable) -> Callable:
     return lambda self, x: Handle(op(x.data), x.dtype)
 
@@ -351,14 +355,14 @@ class Builder(InterpreterBuilder):
 
     def create_masked_load(self, ptr: TensorHandle, mask: Any, other: Any, *_: Any) -> Handle:
         """For block pointers, which are loaded through Triton's own code."""
-        element, mask = ptr.get_element_ty(), getattr(mask, "data", mask)
+        element, mask = ptr.get_element_ty(), _array(mask)
         values = self.load(ptr.data, mask, element, "plain")
         if other is not None:
             values = np.where(mask, values, other.data.view(values.dtype))
         return Handle(values, element)
 
     def create_masked_store(self, ptr: TensorHandle, value: TensorHandle, mask: Any, *_: Any) -> None:
-        self.store(ptr.data, value.data, getattr(mask, "data", mask), "plain")
+        self.store(ptr.data, value.data, _array(mask), "plain")
 
     def create_atomic_rmw(self, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Handle:
         return self.atomic(_ATOMICS[op], ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
@@ -1206,7 +1210,7 @@ class Interpreter:
         volatile: Any = False,
         _semantic: Any = None,
     ) -> tl.tensor:
-        if isinstance(pointer.dtype, tl.pointer_type) and isinstance(pointer.dtype.element_ty, tl.block_type):
+        if _is_block_pointer(pointer):
             return self._stock["load"](pointer, mask, other, boundary_check, padding_option)
         cache_modifier, mask, other = _plain(cache_modifier), _plain(mask), _plain(other)
         if cache_modifier not in _LOAD_MODIFIERS:
@@ -1228,7 +1232,7 @@ class Interpreter:
         eviction_policy: Any = "",
         _semantic: Any = None,
     ) -> None:
-        if isinstance(pointer.dtype, tl.pointer_type) and isinstance(pointer.dtype.element_ty, tl.block_type):
+        if _is_block_pointer(pointer):
             self._stock["store"](pointer, value, mask, boundary_check)
             return
         mask = _plain(mask)
@@ -1395,6 +1399,11 @@ _CONSTEXPR_OPERATORS = [
     )
     for prefix in ("", "r")
 ]
+
+
+def _is_block_pointer(x: Any) -> bool:
+    """``tl.make_block_ptr`` gives a tensor of its own kind in Triton 3.6 and 3.7, another object in 3.8."""
+    return not isinstance(x, tl.tensor) or isinstance(getattr(x.dtype, "element_ty", None), tl.block_type)
 
 
 def _is_builtin(member: Any) -> bool:

@@ -40,8 +40,8 @@ _F32, _F64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool
 
 
 def convert(x: np.ndarray, to: np.dtype, toward_zero: bool = False) -> np.ndarray:
-    """``x`` as dtype ``to``. Floats round to nearest even (or toward zero), fp8 saturates, integers wrap around,
-    floats become integers by truncation that clamps to 32 or 64 bits as ``cvt.rzi`` does, NaN becoming 0."""
+    """``x`` as dtype ``to``. Floats round to nearest even (or toward zero), fp8 saturates, integers wrap around, and
+    floats become integers as by ``cvt.rzi``: truncated, clamped to 16, 32 or 64 bits, then cut to 8."""
     source = x.dtype
     if source == to:
         return x
@@ -128,12 +128,15 @@ def _toward_zero(x: np.ndarray, to: np.dtype) -> np.ndarray:
 
 
 def _float_to_int(x: np.ndarray, to: np.dtype) -> np.ndarray:
-    wide = np.dtype(f"{'int' if to.kind == 'i' else 'uint'}{64 if to.itemsize == 8 else 32}")
+    wide = np.dtype(f"{'int' if to.kind == 'i' else 'uint'}{8 * max(2, to.itemsize)}")
+    # PTX: NaN gives 0, or the top bit alone where 64 bits are on either side.
+    of_nan = 1 << (8 * wide.itemsize - 1) if 8 in (x.dtype.itemsize, to.itemsize) else 0
     x = x.astype(np.float64)
     info = np.iinfo(wide)
-    high = x >= float(info.max)
-    inside = np.where(np.isnan(x) | high, 0.0, np.maximum(x, float(info.min)))
-    return np.where(high, wide.type(info.max), inside.astype(wide)).astype(to)
+    nan, high = np.isnan(x), x >= float(info.max)
+    inside = np.where(nan | high, 0.0, np.maximum(x, float(info.min)))
+    out = np.where(high, wide.type(info.max), inside.astype(wide))
+    return np.where(nan, np.array(of_nan, BITS[wide.itemsize]).view(wide), out).astype(to)
 
 
 def bitcast(x: np.ndarray, to: np.dtype) -> np.ndarray:

@@ -38,7 +38,9 @@ def drain_bulk_stores():
 @triton.jit
 def fence_proxy_async():
     """``fence.proxy.async.global``: what generic loads may see, later bulk (TMA) loads of this thread see too."""
-    tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -46,6 +46,8 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
     if missing() and active.any():
         low, high = int(addresses[active].min()), int(addresses[active].max()) + itemsize
         what = machine.memory.describe(low)
-        machine.wait_for_bytes(low, high, lambda: missing() == 0, lambda: f"waits for {missing()} unwritten elements from {what}")
+        machine.wait_for_bytes(
+            low, high, lambda: missing() == 0, lambda: f"waits for {missing()} unwritten elements from {what}"
+        )
     bits = machine.load(addresses, active, itemsize, "volatile")
     return interp.block(bits.view(interp.numpy_dtype(dtype)), dtype)

@@ -1,0 +1,252 @@
+"""Timing one attempt. A meter is replayed round by round, alternating with the other providers' meters.
+
+    GraphMeter   one CUDA graph of n times [prepare, barrier, event, op, event]: each call alone, all ranks let go at once
+    ChainMeter   one CUDA graph of [prepare all, barrier, event, op, op, …, event]: calls in a row, divided
+    AroundMeter  where events cannot be recorded inside a graph: a graph of [prepare all, barrier, op, op, …] minus one of
+                 [prepare all, barrier], timed from outside and divided
+    EagerMeter   the same as GraphMeter without a graph: the host's launches are in it
+    HostMeter    the simulator: the host's clock, which means nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from weft.bench.providers import Attempt
+from weft.errors import WeftError
+from weft.ops import barrier
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+# A GPU that is not done with one round after so long never will be; the longest round takes well under a second.
+PATIENCE_SECONDS = 20.0
+# Calls in a row are timed over at least so long, and only where one takes less than LONG_US.
+CHAIN_US = 50.0
+LONG_US = 100.0
+
+
+class Stuck(WeftError):
+    """A provider's GPU work does not end. Nothing more can be measured in these processes."""
+
+    def __init__(self, rank: int, what: str, seconds: float) -> None:
+        super().__init__(
+            f"rank {rank}: {what} did not end within {seconds:g} s, so nothing after it was measured; leave it out with "
+            f"--providers, or look for the wait that nobody ends with weft.launch(..., debug=True)"
+        )
+        self.rank, self.what, self.seconds = rank, what, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Microseconds of one rank."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+
+class Meter(Protocol):
+    def replay(self) -> None:
+        """Give one round of work to the GPU."""
+
+    def samples(self) -> list[float]:
+        """Microseconds per call of the last round, once it has ended."""
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    ordered = sorted(samples)
+
+    def at(share: float) -> float:
+        return ordered[round(share * (len(ordered) - 1))]
+
+    return Spread(median=statistics.median(ordered), p10=at(0.1), p90=at(0.9), samples=len(ordered))
+
+
+def finish(team: Team, what: str, seconds: float = PATIENCE_SECONDS) -> None:
+    """This rank's GPU work has ended, or Stuck. All ranks have given theirs to the GPU before they come here."""
+    if team.device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + seconds
+        pause = 0.0
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise Stuck(team.rank, what, seconds)
+            time.sleep(pause)
+            pause = min(0.0005, pause + 0.00002)
+    team.synchronize()
+
+
+def order(attempt_sets: int, replicas: int) -> list[int]:
+    """Which set each replica takes: in turn, so that the last one takes set 0, whose answer is known."""
+    return [(replicas - 1 - place) % attempt_sets for place in range(replicas)]
+
+
+def event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True, external=True)
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Work is recorded into ``graph``. Without the emptied caches of ``torch.cuda.graph``, which cost milliseconds each."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Other threads (NCCL's watchdog) go on talking to the driver.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _prepare(attempt: Attempt, numbers: Sequence[int]) -> None:
+    if attempt.prepare is not None:
+        for number in numbers:
+            attempt.prepare(number)
+
+
+class GraphMeter:
+    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pairs = [(event(), event()) for _ in numbers]
+        self.out: torch.Tensor | None = None
+        with capturing(self._graph):
+            for number, (start, end) in zip(numbers, self._pairs, strict=True):
+                _prepare(attempt, [number])
+                barrier(team)
+                start.record()
+                self.out = attempt.run(number)
+                end.record()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def samples(self) -> list[float]:
+        return [start.elapsed_time(end) * 1e3 for start, end in self._pairs]
+
+
+class ChainMeter:
+    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+        self._graph, self._count = torch.cuda.CUDAGraph(), len(numbers)
+        self._start, self._end = event(), event()
+        with capturing(self._graph):
+            _prepare(attempt, sorted(set(numbers)))
+            barrier(team)
+            self._start.record()
+            for number in numbers:
+                attempt.run(number)
+            self._end.record()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def samples(self) -> list[float]:
+        return [self._start.elapsed_time(self._end) * 1e3 / self._count]
+
+
+class AroundMeter:
+    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+        self._count = len(numbers)
+        self._graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+        self._pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in self._graphs]
+        self.out: torch.Tensor | None = None
+        for graph, with_op in zip(self._graphs, (False, True), strict=True):
+            with capturing(graph):
+                _prepare(attempt, sorted(set(numbers)))
+                barrier(team)
+                for number in numbers if with_op else ():
+                    self.out = attempt.run(number)
+
+    def replay(self) -> None:
+        for graph, (start, end) in zip(self._graphs, self._pairs, strict=True):
+            start.record()
+            graph.replay()
+            end.record()
+
+    def samples(self) -> list[float]:
+        without, whole = (start.elapsed_time(end) * 1e3 for start, end in self._pairs)
+        return [(whole - without) / self._count]
+
+
+class EagerMeter:
+    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+        self._team, self._attempt, self._numbers = team, attempt, numbers
+        self._pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in numbers]
+        self.out: torch.Tensor | None = None
+
+    def replay(self) -> None:
+        for number, (start, end) in zip(self._numbers, self._pairs, strict=True):
+            _prepare(self._attempt, [number])
+            barrier(self._team)
+            start.record()
+            self.out = self._attempt.run(number)
+            end.record()
+
+    def samples(self) -> list[float]:
+        return [start.elapsed_time(end) * 1e3 for start, end in self._pairs]
+
+
+class HostMeter:
+    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+        self._team, self._attempt, self._numbers = team, attempt, numbers
+        self._samples: list[float] = []
+        self.out: torch.Tensor | None = None
+
+    def replay(self) -> None:
+        self._samples = []
+        for number in self._numbers:
+            _prepare(self._attempt, [number])
+            self._team.barrier()
+            started = time.perf_counter()
+            self.out = self._attempt.run(number)
+            self._samples.append((time.perf_counter() - started) * 1e6)
+
+    def samples(self) -> list[float]:
+        return self._samples
+
+
+def events_in_graphs(team: Team) -> float | None:
+    """What two events with nothing between them read inside a graph, in microseconds; None where they read nonsense."""
+    if team.device.type != "cuda":
+        return None
+    x = torch.zeros(1 << 20, device=team.device)
+    empty: list[float] = []
+    try:
+        graph, marks = torch.cuda.CUDAGraph(), [event() for _ in range(3)]
+        with capturing(graph):
+            marks[0].record()
+            marks[1].record()
+            x.add_(1)
+            marks[2].record()
+        for _ in range(10):
+            graph.replay()
+            finish(team, "the first CUDA graph")
+            if not 0 < marks[1].elapsed_time(marks[2]) < 10:
+                return None
+            empty.append(marks[0].elapsed_time(marks[1]) * 1e3)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return statistics.median(empty)
+
+
+def rounds_for(seconds_a_round: float, quick: bool) -> int:
+    """So many that a shape takes about 1.2 s of GPU time (0.35 s if quick), within bounds."""
+    budget, fewest, most = (0.35, 3, 12) if quick else (1.2, 6, 50)
+    return max(fewest, min(most, int(budget / max(seconds_a_round, 1e-6))))
+
+
+MeterMaker = Callable[["Team", Attempt, Sequence[int]], Meter]

@@ -1,0 +1,318 @@
+"""What every rank runs: for each shape, set up and check all providers, then time them round by round."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from weft.bench import machine, measure
+from weft.bench.baselines import close_quietly
+from weft.bench.measure import Meter, Stuck, finish
+from weft.bench.problem import DTYPES, Problem, Verdict, poison
+from weft.bench.providers import Attempt, Provider, Unavailable, choose
+from weft.bench.report import Report, Row, write
+from weft.bench.shapes import Shape
+from weft.errors import PeerFailed, PeerSilent, WeftError
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+T = TypeVar("T")
+# A weft op's workspace is a few times its largest tensor, in capacities of powers of two that are all kept.
+HEAP_FACTOR = 8
+# Nobody goes on after these.
+FATAL = (Stuck, PeerFailed, PeerSilent)
+
+
+class OutOfStep(WeftError):
+    """A provider started its kernels on some ranks only: they wait for peers that will not come."""
+
+    def __init__(self, rank: int, what: str, reason: str) -> None:
+        super().__init__(f"rank {rank}: {what} failed on some ranks only ({reason}), so nothing after it was measured")
+        self.rank, self.what, self.reason = rank, what, reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One op to measure. ``providers``: names or families of names, all if empty."""
+
+    op: str
+    shapes: tuple[Shape, ...]
+    dtype: str = "bf16"
+    providers: tuple[str, ...] = ()
+    check_only: bool = False
+    quick: bool = False
+    eager: bool = False
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        choose(self.op, self.providers)  # ValueError for names that do not fit
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Entrant:
+    """A provider that gave the right answer, with its meters: of single calls, of calls in a row, without a graph."""
+
+    row: Row
+    attempt: Attempt
+    single: Meter | None = None
+    chain: Meter | None = None
+    eager: Meter | None = None
+
+    def meters(self) -> list[Meter]:
+        return [meter for meter in (self.single, self.chain, self.eager) if meter is not None]
+
+
+def heap_bytes(plans: Sequence[Plan]) -> int:
+    """Symmetric memory per rank that the GEMM ops' workspaces may need, besides 2 GiB."""
+    largest: dict[str, int] = {}
+    for plan in plans:
+        for shape in plan.shapes:
+            if len(shape.size) == 3:
+                m, n, k = shape.size
+                moved = m * (k if plan.op == "ag-gemm" else n) * DTYPES[plan.dtype].itemsize
+                largest[plan.op] = max(largest.get(plan.op, 0), 0 if plan.op == "gemm" else moved)
+    return min((2 << 30) + HEAP_FACTOR * sum(largest.values()), 40 << 30)
+
+
+def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Callable[[str], None]) -> list[Report]:
+    """Measure ``plans`` one after the other; the same reports on every rank.
+
+    folder  where rank 0 writes OP.wW.json after every shape, so that a run that is killed leaves what it found
+    say     called by rank 0 with a line for each shape
+
+    Stuck or OutOfStep if a provider's kernels do not end; its ``reports`` hold what was found, and the reason at the rest.
+    """
+    empty_us = measure.events_in_graphs(team)
+    empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
+    here, reports = machine.describe(team), []
+    for plan in plans:
+        bench = Bench(team, plan, empty_us)
+        report = Report(
+            op=plan.op, world_size=team.size, dtype=plan.dtype, machine=here, protocol=bench.protocol(),
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), command=plan.command,
+        )  # fmt: skip
+        reports.append(report)
+        for number, shape in enumerate(plan.shapes):
+            started = time.perf_counter()
+            try:
+                report.rows += bench.measure(shape)
+            except (Stuck, OutOfStep) as error:
+                report.rows += bench.without(plan.shapes[number:], f"not measured: {error}")
+                error.reports = reports  # type: ignore[attr-defined]
+                _save(team, folder, report)
+                raise
+            _save(team, folder, report)
+            if team.rank == 0:
+                seconds = time.perf_counter() - started
+                say(f"{plan.op} W={team.size} {shape.label}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
+    return reports
+
+
+def _save(team: Team, folder: Path | None, report: Report) -> None:
+    if folder is not None and team.rank == 0:
+        write(folder / f"{report.op}.w{report.world_size}.json", [report])
+
+
+class Bench:
+    """One plan at one rank. Every method is collective: all ranks take the same way through it."""
+
+    def __init__(self, team: Team, plan: Plan, empty_us: float | None) -> None:
+        self.team, self.plan, self.empty_us = team, plan, empty_us
+        self.providers = choose(plan.op, plan.providers)
+
+    def measure(self, shape: Shape) -> list[Row]:
+        problem, reason = self.together(lambda: Problem(self.plan.op, shape, self.plan.dtype, self.team))
+        if problem is None or reason:
+            return list(self.without([shape], reason))
+        rows: dict[str, Row] = {}
+        entrants: list[Entrant] = []
+        for provider in self.providers:
+            entrant = self.enter(problem, provider)
+            rows[provider.name] = entrant.row
+            if entrant.row.reason is None:
+                entrants.append(entrant)
+            else:
+                close_quietly(entrant.attempt)
+        if not self.plan.check_only:
+            for entrant in list(entrants):
+                self.set_up(problem, entrant)
+                if entrant.single is None:
+                    entrants.remove(entrant)
+                    close_quietly(entrant.attempt)
+                rows[entrant.row.provider] = entrant.row
+            problem.forget()
+            for row in self.time(entrants):
+                rows[row.provider] = row
+        for entrant in entrants:
+            entrant.single = entrant.chain = entrant.eager = None
+            close_quietly(entrant.attempt)
+        entrants.clear()
+        if self.team.device.type == "cuda":
+            del problem
+            gc.collect()
+            torch.cuda.empty_cache()
+        return list(rows.values())
+
+    # --- one provider -----------------------------------------------------------------------------------------------
+
+    def enter(self, problem: Problem, provider: Provider) -> Entrant:
+        """The provider's answer checked. The row has a reason if it is out."""
+        row = self.row(problem.shape, provider)
+        what = f"{provider.name} at {problem.shape.label}"
+        attempt, reason = self.together(lambda: provider.make(problem))
+        if attempt is None or reason:
+            return Entrant(row=replace(row, reason=reason), attempt=Attempt(run=lambda number: torch.empty(0)))
+        _, reason = self.together(lambda: poison(problem, attempt.local))
+        if not reason:
+            out, reason = self.together(lambda: attempt.run(0), launches=what)
+        if reason:
+            return Entrant(row=replace(row, reason=reason), attempt=attempt)
+        finish(self.team, what)
+        return Entrant(row=self.judged(row, problem, attempt, out, "wrong answer"), attempt=attempt)
+
+    def judged(self, row: Row, problem: Problem, attempt: Attempt, out: Any, complaint: str) -> Row:
+        verdict, reason = self.together(lambda: problem.judge(out, attempt.local))
+        if reason:
+            return replace(row, reason=f"could not be checked: {reason}")
+        verdicts: list[Verdict] = self.team.exchange(verdict)
+        wrong = next((f"{complaint}: rank {rank}: {v.wrong}" for rank, v in enumerate(verdicts) if v.wrong), None)
+        # NaN has no place in JSON, and a maximum would lose it.
+        worst = max((v.max_abs_error for v in verdicts if math.isfinite(v.max_abs_error)), default=None)
+        rms = max((v.rms_error for v in verdicts if math.isfinite(v.rms_error)), default=None)
+        return replace(row, max_abs_error=worst, rms_error=rms, reason=wrong)
+
+    def set_up(self, problem: Problem, entrant: Entrant) -> None:
+        """The entrant's meters, its answer checked once more as they give it. No ``single`` if it is out."""
+        team, attempt, what = self.team, entrant.attempt, f"{entrant.row.provider} at {problem.shape.label}"
+        numbers = measure.order(len(problem.sets), problem.replicas)
+        if team.is_simulated:
+            meter: Any = measure.HostMeter(team, attempt, numbers[-1:])
+            mode, reason = "host", None
+        else:
+            make = measure.AroundMeter if self.empty_us is None else measure.GraphMeter
+            mode = "around" if self.empty_us is None else "graph"
+            meter, reason = self.together(lambda: make(team, attempt, numbers))
+            if reason:
+                meter, mode, reason = measure.EagerMeter(team, attempt, numbers), "eager", f"not captured: {reason}"
+        if meter.out is not None:
+            meter.out.fill_(math.nan)
+        _, failure = self.together(meter.replay, launches=what)
+        if failure:
+            entrant.row = replace(entrant.row, reason=failure)
+            return
+        finish(team, what)
+        row = self.judged(entrant.row, problem, attempt, meter.out, "wrong answer when timed")
+        entrant.row = replace(row, mode=mode, reason=row.reason or reason)
+        if row.reason:
+            return
+        entrant.single = meter
+        if mode == "graph":
+            one = max(team.exchange(measure.spread(meter.samples()).median))
+            if one < measure.LONG_US:
+                count = max(4, min(32, math.ceil(measure.CHAIN_US / max(one, 1.0))))
+                numbers = measure.order(len(problem.sets), count)
+                entrant.chain, _ = self.together(lambda: measure.ChainMeter(team, attempt, numbers))
+        if self.plan.eager and mode in ("graph", "around"):
+            entrant.eager = measure.EagerMeter(team, attempt, numbers)
+
+    # --- all of them ------------------------------------------------------------------------------------------------
+
+    def time(self, entrants: Sequence[Entrant]) -> Iterator[Row]:
+        """Rounds of all meters in turn; each row with the median of the rank whose median is largest."""
+        if not entrants:
+            return
+        meters = [meter for entrant in entrants for meter in entrant.meters()]
+        started = time.perf_counter()
+        self.round(meters)
+        seconds = max(self.team.exchange(time.perf_counter() - started))
+        rounds = 2 if self.team.is_simulated else measure.rounds_for(seconds, self.plan.quick)
+        samples: list[list[float]] = [[] for _ in meters]
+        for number in range(rounds):
+            # Not always after the same neighbour: what ran before decides clocks and caches.
+            turn = number % len(meters)
+            self.round(meters[turn:] + meters[:turn])
+            for meter, found in zip(meters, samples, strict=True):
+                found += meter.samples()
+        mine = {id(meter): measure.spread(found) for meter, found in zip(meters, samples, strict=True)}
+        for entrant in entrants:
+            everyone = self.team.exchange([mine[id(meter)] for meter in entrant.meters()])
+            single, *others = [max(ranks, key=lambda s: s.median) for ranks in zip(*everyone, strict=True)]
+            chain = others.pop(0).median if entrant.chain is not None else None
+            eager = others.pop(0).median if entrant.eager is not None else None
+            if entrant.row.mode == "eager":
+                eager = single.median
+            yield replace(
+                entrant.row, median_us=single.median, p10_us=single.p10, p90_us=single.p90, samples=single.samples,
+                chain_us=chain, eager_us=eager,
+            )  # fmt: skip
+
+    def round(self, meters: Sequence[Meter]) -> None:
+        for meter in meters:
+            meter.replay()
+        finish(self.team, "a round of all providers")
+
+    # --- agreeing ---------------------------------------------------------------------------------------------------
+
+    def together(self, action: Callable[[], T], launches: str | None = None) -> tuple[T | None, str | None]:
+        """(what ``action`` returned, None), or (None, the first rank's reason) on all ranks if it raised on any.
+
+        ``launches``: what it gives to the GPU that waits for the other ranks. OutOfStep if it raised on some of them only.
+        """
+        made, reason = None, None
+        try:
+            made = action()
+        except FATAL:
+            raise
+        except Exception as error:  # every failure of a provider is a row with its reason
+            reason = _one_line(error)
+        reasons = self.team.exchange(reason)
+        first = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)
+        if first is not None and len(set(reasons)) == 1:
+            first = reasons[0]
+        if first is not None and launches and None in reasons:
+            raise OutOfStep(self.team.rank, launches, first)
+        return (made, None) if first is None else (None, first)
+
+    def row(self, shape: Shape, provider: Provider) -> Row:
+        return Row(
+            shape=shape.size, label=shape.label, provider=provider.name, role=provider.role, reason="not measured"
+        )
+
+    def without(self, shapes: Sequence[Shape], reason: str | None) -> list[Row]:
+        return [replace(self.row(shape, p), reason=reason) for shape in shapes for p in self.providers]
+
+    def protocol(self) -> dict[str, Any]:
+        if self.team.is_simulated:
+            return {"timing": "the host's clock around simulated calls: times mean nothing", "check": CHECK}
+        return {
+            "timing": AROUND if self.empty_us is None else EVENTS,
+            "in a row": "[prepare all, barrier, event, op, op, …, event] in one CUDA graph, divided by the number of ops",
+            "empty_us": self.empty_us,
+            "alternation": "all providers of a shape in turn in one process, round by round, starting with another each time",
+            "rounds": "quick" if self.plan.quick else "full",
+            "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one",
+            "input of a collective": "written on the same stream just before the barrier, not timed",
+            "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
+            "check": CHECK,
+        }
+
+
+EVENTS = "[prepare, barrier of all ranks on the GPU, event, op, event] in one CUDA graph; nothing subtracted"
+AROUND = "a CUDA graph of [prepare, barrier, op, op, …] minus one of [prepare, barrier], timed from outside and divided"
+CHECK = "every answer against fp32 before timing, and once more as it is timed"
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:300] if isinstance(error, (WeftError, ValueError, Unavailable)) else f"{type(error).__name__}: {text}"[:300]

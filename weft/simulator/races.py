@@ -1,0 +1,259 @@
+"""Who may have seen what: accesses to memory that no happens-before orders, and reads of what nobody wrote.
+
+FastTrack (Flanagan and Freund, PLDI 2009) with read sets instead of read clocks, on whole tiles: see ``shadow``. An access is
+checked against the last write and the reads since of every element it touches. Atomics and volatile loads are *strong*: two
+strong accesses whose scopes include each other do not race.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from weft.simulator.clocks import Slots, at, hear
+from weft.simulator.findings import Finding, Place, Side, allowed_by
+from weft.simulator.memory import Extent
+from weft.simulator.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
+from weft.simulator.trails import ASYNC, BLOCK, SCALAR, Access, ProgramTrail, Sync, Trail
+
+_LANGUAGE = "weft.language"
+
+
+class Races:
+    """Shadow memory of every extent, all accesses by number, and the findings so far."""
+
+    def __init__(self, machine: Any) -> None:
+        self.machine, self.memory, self.interpreter = machine, machine.memory, machine.interpreter
+        self.slots = Slots()
+        self.findings: dict[tuple, Finding] = {}
+        self.counts: dict[tuple, int] = {}
+        self._shadows: dict[int, Shadow] = {}
+        self._accesses: list[Access | None] = [None, None]  # UNWRITTEN, INITIAL
+        self._sets = ReadSets()
+        self._reported: set[tuple] = set()
+        self._places: dict[tuple, Place] = {}
+
+    # --- accesses ----------------------------------------------------------------------------------------------------
+
+    def access(self, trail: Trail, kind: str, verb: str, scope: str | None = None) -> Access:
+        """The access that ``trail`` makes now; the same object for the same source line as long as nothing was published."""
+        code = self.code() if isinstance(trail, ProgramTrail) else None
+        key = (kind, verb, code, scope)
+        found = trail.accesses.get(key)
+        if found is None:
+            slot, time, seq = trail.stamp(kind)
+            found = Access(len(self._accesses), trail, kind, slot, time, seq, verb, code, scope, trail.sync)
+            self._accesses.append(found)
+            trail.accesses[key] = found
+        return found
+
+    def code(self) -> tuple | None:
+        """(code object, line) of the innermost kernel frame outside the language's own words."""
+        codes = self.interpreter._codes
+        frame = sys._getframe(1)
+        inner = None
+        while frame is not None:
+            if id(frame.f_code) in codes:
+                inner = inner or frame
+                name = frame.f_globals.get("__name__", "")
+                if not name.startswith((_LANGUAGE, "triton.")):
+                    return frame.f_code, frame.f_lineno
+            frame = frame.f_back
+        return (inner.f_code, inner.f_lineno) if inner is not None else None
+
+    def read(self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, bits: np.ndarray | None, *,
+             tma: bool = False, lamport: bool = False) -> None:  # fmt: skip
+        """``addresses``: one-dimensional, in known extents. ``bits``: what was read, None if unknown."""
+        for extent, part in extents_of(self.memory.find, addresses, itemsize):
+            shadow = self._shadow(extent)
+            cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
+            writes = shadow.writes[cells]
+            for number in distinct(writes):
+                if number == UNWRITTEN:
+                    self._check_written(shadow, cells, writes, access, bits if part is addresses else None, itemsize)
+                elif number != INITIAL:
+                    writer = self._accesses[number]
+                    if lamport and writer.message is not None:
+                        trail.clock = hear(trail.clock, writer.message)
+                    else:
+                        kind = self._conflict(writer, access, lamport, trail.proxy if tma else None)
+                        if kind is not None:
+                            self._race(kind, writer, access, shadow, where(cells, writes == number))
+            if lamport:
+                # From here on the words are as if the reader had written them: their writer is ordered by them alone.
+                shadow.writes[cells] = mapped(writes, lambda n: access.number if self._is_message(n) else n)
+            readers = shadow.reads[cells]
+            shadow.reads[cells] = mapped(readers, lambda n: self._with_reader(n, access))
+
+    def write(self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False,
+              kind_if_race: str | None = None) -> None:  # fmt: skip
+        for extent, part in extents_of(self.memory.find, addresses, itemsize):
+            shadow = self._shadow(extent)
+            cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
+            writes, readers = shadow.writes[cells], shadow.reads[cells]
+            for number in distinct(writes):
+                if number > INITIAL:
+                    self._judge(self._accesses[number], access, shadow, cells, writes == number, lamport, kind_if_race)
+            kept: dict[int, int] = {}
+            for number in distinct(readers):
+                left = []
+                for member in self._sets[number]:
+                    reader = self._accesses[member]
+                    if not self._knows(access, reader, lamport):
+                        left.append(member)
+                        self._judge(reader, access, shadow, cells, readers == number, lamport, kind_if_race)
+                kept[number] = self._sets.number(tuple(left) if access.scope else ())
+            shadow.writes[cells] = access.number
+            shadow.reads[cells] = mapped(readers, kept.__getitem__)
+
+    def untouch(self, base: int) -> None:
+        """An extent is gone: what comes to its addresses is another tensor."""
+        self._shadows.pop(base, None)
+
+    # --- order -------------------------------------------------------------------------------------------------------
+
+    def _knows(self, access: Access, earlier: Access, lamport: bool) -> bool:
+        return at(access.trail.clock, earlier.slot, 1 if lamport else 0) >= earlier.time
+
+    def _conflict(self, earlier: Access, access: Access, lamport: bool, proxy: np.ndarray | None) -> str | None:
+        """The kind of race, None if the two are ordered or may meet."""
+        trail = access.trail
+        if self._knows(access, earlier, lamport):
+            return "proxy-fence" if proxy is not None and at(proxy, earlier.slot) < earlier.time else None
+        if earlier.trail is trail:
+            return "undrained-tma" if access.kind is not ASYNC else None
+        if earlier.scope and access.scope:
+            wide = earlier.scope == access.scope == "sys"
+            same_gpu = earlier.trail.rank == trail.rank and "cta" not in (earlier.scope, access.scope)
+            return None if wide or same_gpu else "scope"
+        if earlier.seq and earlier.kind is not SCALAR:
+            # One of its releases is known here, but did not cover this access.
+            if at(trail.clock, self.slots.of(earlier.trail.rank, ("program", earlier.trail._index, SCALAR))) >= earlier.seq:
+                return "undrained-tma" if earlier.kind is ASYNC else "missing-barrier"
+        return trail.notes.get(earlier.trail, ("race", ""))[0]
+
+    def _judge(self, earlier: Access, access: Access, shadow: Shadow, cells: Any, mask: np.ndarray, lamport: bool,
+               kind_if_race: str | None) -> None:  # fmt: skip
+        kind = self._conflict(earlier, access, lamport, None)
+        if kind is not None:
+            self._race(kind_if_race if kind == "race" and kind_if_race else kind, earlier, access, shadow, where(cells, mask))
+
+    def _with_reader(self, number: int, access: Access) -> int:
+        members = self._sets[number]
+        if access.number in members:
+            return number
+        kept = [m for m in members if not self._superseded(self._accesses[m], access)]
+        return self._sets.number((*kept, access.number))
+
+    def _superseded(self, reader: Access, by: Access) -> bool:
+        return (reader.scope is not None or by.scope is None) and self._knows(by, reader, False)
+
+    def _is_message(self, number: int) -> bool:
+        return number > INITIAL and self._accesses[number].message is not None
+
+    def _shadow(self, extent: Extent) -> Shadow:
+        found = self._shadows.get(extent.base)
+        if found is None or found.extent.size < extent.size:
+            fresh = extent.base in self.machine.uninitialised
+            found = self._shadows[extent.base] = Shadow(extent, UNWRITTEN if fresh else INITIAL)
+        return found
+
+    # --- findings ----------------------------------------------------------------------------------------------------
+
+    def _check_written(self, shadow: Shadow, cells: Any, writes: np.ndarray, access: Access, bits: np.ndarray | None,
+                       itemsize: int) -> None:  # fmt: skip
+        """Host code that the checker does not see may have written; what still has the poison's bits nobody has."""
+        if bits is None:
+            return
+        poison = bits.ravel() == np.iinfo(bits.dtype).max
+        fresh = writes.reshape(poison.size, -1) == UNWRITTEN if writes.size != poison.size else (writes == UNWRITTEN)[:, None]
+        bad = (fresh & poison[:, None]).ravel()
+        if bad.any() and (access.number, shadow.extent.base) not in self._reported:
+            self._reported.add((access.number, shadow.extent.base))
+            low, high = shadow.elements(where(cells, bad))
+            name, owner = shadow.extent.name, shadow.extent.rank
+            text = f"{self.describe(access)} reads {name} of rank {owner}, which nobody has written since it was allocated"
+            self.report("uninitialised", text, (access,), name, owner, low, high)
+
+    def _race(self, kind: str, earlier: Access, access: Access, shadow: Shadow, cells: np.ndarray) -> None:
+        key = (kind, earlier.number, access.number, shadow.extent.base)
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        low, high = shadow.elements(cells)
+        self.report(kind, self._sentence(kind, earlier, access), (earlier, access), shadow.extent.name, shadow.extent.rank, low, high)
+
+    def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
+        first, second = self.line_of(earlier), self.line_of(access)
+        if kind in ("missing-barrier", "undrained-tma") and earlier.trail is not access.trail:
+            release = next((r for r in earlier.trail.releases if r.count >= earlier.seq), None)
+            where_ = f"the release in {self.place(release.code)}" if release else "the release"
+            why = (
+                f"covers only what came before the last CTA barrier, and {first} comes after it"
+                if kind == "missing-barrier"
+                else f"does not cover the tensor-descriptor store in {first}, which was not drained before a CTA barrier"
+            )
+            return f"{where_}, acquired before {second}, {why}"
+        if kind == "undrained-tma":
+            return f"{second} touches what the same program stored through a descriptor in {first} and has not drained"
+        if kind == "proxy-fence":
+            return f"{second} loads through a descriptor what {first} stored, acquired but without a proxy fence in between"
+        if kind == "scope" and earlier.scope and access.scope:
+            return f"{first} (scope {earlier.scope}) and {second} (scope {access.scope}) are atomics whose scopes do not include each other"
+        note = access.trail.notes.get(earlier.trail)
+        if note is not None and note[0] == kind:
+            return note[1]
+        if kind == "signal-reset":
+            return f"{second} resets a signal that {first} may still wait for: nothing orders the two"
+        if earlier.trail is access.trail:
+            return f"{first} and {second} are not ordered"
+        return f"no release after {first} (rank {earlier.trail.rank}) is acquired before {second} (rank {access.trail.rank})"
+
+    def report(self, kind: str, message: str, accesses: Iterable[Access], tensor: str = "", rank: int = 0, first: int = 0,
+               last: int = 0, detail: tuple[str, ...] = ()) -> None:  # fmt: skip
+        sides = tuple(self.side(a) for a in accesses)
+        finding = Finding(
+            kind=kind, message=message, tensor=tensor, rank=rank, first=first, last=last, sides=sides, detail=detail,
+            allowed=allowed_by(kind, sides),
+        )  # fmt: skip
+        self.findings.setdefault(finding.cause, finding)
+        self.counts[finding.cause] = self.counts.get(finding.cause, 0) + 1
+
+    def side(self, access: Access) -> Side:
+        trail = access.trail
+        return Side(
+            rank=trail.rank, task=trail.label, verb=access.verb, place=self.place(access.code), sync=self.words_of(access.sync)
+        )
+
+    def place(self, code: tuple | None) -> Place | None:
+        if code is None:
+            return None
+        if code not in self._places:
+            import linecache
+
+            source, line = code
+            text = linecache.getline(source.co_filename, line).strip()
+            self._places[code] = Place(file=source.co_filename, line=line, function=source.co_name, text=text)
+        return self._places[code]
+
+    def words_of(self, sync: Sync) -> str:
+        target = f" {self.memory.describe(sync.address)}" if sync.address is not None else ""
+        return f"{sync.verb}{target}{f' in {self.place(sync.code)}' if sync.code else ''}"
+
+    def line_of(self, access: Access) -> str:
+        place = self.place(access.code)
+        return f"line {place.line}" if place else f"{access.verb} of {access.trail.label}"
+
+    def describe(self, access: Access) -> str:
+        place = self.place(access.code)
+        return f"{access.trail.label} ({place})" if place else f"{access.trail.label} ({access.verb})"
+
+
+def kind_of(addresses: np.ndarray) -> str:
+    """One address: one thread. More: all threads."""
+    return SCALAR if addresses.size == 1 else BLOCK
+
+

@@ -1,0 +1,227 @@
+"""What the race detector keeps for each line of program order: its clock, and how far its accesses are published.
+
+    main    a rank's main stream: host-side tensor operations and kernel launches
+    stream  a side stream (the copy engine)
+    program a program instance. Its threads are not one: a release by one thread covers what all threads did before the last
+            CTA barrier, and its own; tensor-descriptor stores are covered once they are drained, before such a barrier
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.simulator.clocks import Slots, fit, joined
+
+BLOCK, SCALAR, ASYNC = "block", "scalar", "async"
+
+
+@dataclass(slots=True)
+class Sync:
+    """The last synchronisation of a trail, put into words when it is reported."""
+
+    verb: str
+    address: int | None = None
+    code: tuple | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """One access as it is remembered: ``time`` of ``slot``; ``seq`` is the program's count of releases by then."""
+
+    number: int
+    trail: Trail
+    kind: str
+    slot: int
+    time: int
+    seq: int
+    verb: str
+    code: tuple | None
+    scope: str | None
+    sync: Sync
+    message: np.ndarray | None = None
+
+
+class Trail:
+    def __init__(self, slots: Slots, rank: int, label: str, name: object, clock: np.ndarray) -> None:
+        self.slots, self.rank, self.label = slots, rank, label
+        self.sync = Sync("start of " + label)
+        self.accesses: dict[tuple, Access] = {}
+        # Whose writes an acquire did not make visible, and why: trail -> (kind, sentence).
+        self.notes: dict[Trail, tuple[str, str]] = {}
+        self.slot = slots.of(rank, name)
+        self.clock = fit(clock, self.slot)
+        self.tick()
+
+    def tick(self) -> None:
+        """What comes after is not known to those who know what came before."""
+        self.clock[:, self.slot] = self.slots.tick(self.slot)
+        self.accesses.clear()
+
+    def stamp(self, kind: str) -> tuple[int, int, int]:
+        """(slot, its time, count of releases) for an access of ``kind``."""
+        return self.slot, self.slots.time[self.slot], 0
+
+    def learn(self, clock: np.ndarray) -> None:
+        self.clock = joined(self.clock, clock)
+
+    def publish(self) -> np.ndarray:
+        """A clock that covers all of this trail so far."""
+        known = self.clock.copy()
+        self.tick()
+        return known
+
+
+@dataclass(slots=True)
+class Release:
+    count: int
+    code: tuple | None
+    address: int
+
+
+@dataclass(slots=True)
+class _Threads:
+    """Stamps of one kind of access: what a release covers, and whether anything came since."""
+
+    slot: int
+    published: int
+    drained: int
+    dirty: bool = False
+
+
+class ProgramTrail(Trail):
+    def __init__(self, slots: Slots, rank: int, label: str, index: int, clock: np.ndarray) -> None:
+        super().__init__(slots, rank, label, ("program", index, SCALAR), clock)
+        self._index = index
+        self._threads: dict[str, _Threads] = {}
+        self.releases: list[Release] = []
+        self.fenced: np.ndarray | None = None
+        self.seen: np.ndarray | None = None
+        self.proxy = self.clock.copy()
+        self.proxy[:, self.slot] -= 1
+
+    def _of(self, kind: str) -> _Threads:
+        threads = self._threads.get(kind)
+        if threads is None:
+            slot = self.slots.of(self.rank, ("program", self._index, kind))
+            self.clock = fit(self.clock, slot)
+            before = self.slots.time[slot]
+            now = self.slots.tick(slot)
+            # A program sees its own plain stores at once, its descriptor stores when they are drained.
+            self.clock[:, slot] = before if kind is ASYNC else now
+            threads = self._threads[kind] = _Threads(slot, before, before)
+        return threads
+
+    def stamp(self, kind: str) -> tuple[int, int, int]:
+        count = self.slots.time[self.slot]
+        if kind is SCALAR:
+            return self.slot, count, count
+        threads = self._of(kind)
+        threads.dirty = True
+        return threads.slot, self.slots.time[threads.slot], count
+
+    def barrier(self) -> None:
+        """A CTA barrier: what all threads did is covered by the releases to come."""
+        block = self._threads.get(BLOCK)
+        if block is not None and block.dirty:
+            block.published = self._next(block)
+        stores = self._threads.get(ASYNC)
+        if stores is not None:
+            stores.published = stores.drained
+
+    def drain(self) -> None:
+        """Descriptor stores so far have landed, as every thread knows of its own."""
+        stores = self._threads.get(ASYNC)
+        if stores is not None and stores.dirty:
+            stores.drained = self._next(stores)
+            self.clock[:, stores.slot] = stores.drained
+
+    def _next(self, threads: _Threads) -> int:
+        before = self.slots.time[threads.slot]
+        now = self.slots.tick(threads.slot)
+        threads.dirty = False
+        if threads is not self._threads.get(ASYNC):
+            self.clock[:, threads.slot] = now
+        self.accesses.clear()
+        return before
+
+    def covered(self) -> np.ndarray:
+        """The clock that a release by one thread makes known."""
+        known = self.clock.copy()
+        for threads in self._threads.values():
+            known[:, threads.slot] = threads.published
+        return known
+
+    def publish(self) -> np.ndarray:
+        known = self.covered()
+        self.tick()
+        return known
+
+    def fence_proxy(self) -> None:
+        block = self._threads.get(BLOCK)
+        self.proxy = self.clock.copy()
+        if block is not None and block.dirty:
+            known = block.published
+            self.proxy[:, block.slot] = self._next(block)
+            block.published, block.dirty = known, True  # a fence is no barrier
+        self.tick()
+
+    def fence(self) -> None:
+        """A fence in every thread: covers later relaxed stores, and makes acquires of earlier relaxed loads."""
+        self.fenced = self.publish()
+        if self.seen is not None:
+            self.learn(self.seen)
+
+    def saw(self, clock: np.ndarray) -> None:
+        self.seen = joined(clock.copy(), self.seen) if self.seen is not None else clock.copy()
+
+    def finish(self) -> np.ndarray:
+        """The clock at the program's end: all of it has landed."""
+        known = self.clock
+        for threads in self._threads.values():
+            known[:, threads.slot] = self.slots.time[threads.slot]
+        return known
+
+
+@dataclass(slots=True)
+class Word:
+    """A synchronisation word: what its present value's release sequence makes known, and its story.
+
+    by_all   to acquires at system scope;  by_rank  rank -> to acquires of that rank at GPU scope too
+    """
+
+    address: int
+    itemsize: int
+    by_all: np.ndarray | None = None
+    by_rank: dict[int, np.ndarray] = field(default_factory=dict)
+    writers: list[tuple[Trail, tuple | None, str, int]] = field(default_factory=list)
+    unreleased: dict[Trail, str] = field(default_factory=dict)
+    wanted: int = 0
+    added: int = 0
+    notify_launches: set[int] = field(default_factory=set)
+    wait_launches: set[int] = field(default_factory=set)
+    equality: tuple[Trail, tuple] | None = None
+    values: set[int] = field(default_factory=set)
+
+    def forget(self) -> None:
+        """A plain or relaxed store ends the release sequence."""
+        self.by_all = None
+        self.by_rank = {}
+        self.unreleased = {}
+
+    def release(self, rank: int, clock: np.ndarray, scope: str) -> None:
+        if scope == "sys":
+            self.by_all = clock.copy() if self.by_all is None else joined(self.by_all, clock)
+        if scope != "cta":
+            mine = self.by_rank.get(rank)
+            self.by_rank[rank] = clock.copy() if mine is None else joined(mine, clock)
+
+    def visible(self, rank: int, scope: str) -> list[np.ndarray]:
+        """What an acquire by a task of ``rank`` at ``scope`` learns."""
+        mine = [self.by_rank[rank]] if rank in self.by_rank and scope != "cta" else []
+        return [*mine, self.by_all] if scope == "sys" and self.by_all is not None else mine
+
+    def wrote(self, trail: Trail, code: tuple | None, verb: str, value: int) -> None:
+        self.writers.append((trail, code, verb, value))
+        del self.writers[:-8]

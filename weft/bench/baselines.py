@@ -34,7 +34,7 @@ def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
 
 
 def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
-    """In a pool of ncclMemAlloc that is registered as a symmetric window, so that NCCL may use its symmetric kernels."""
+    """In a pool of ncclMemAlloc registered as a symmetric window, so that NCCL may use its symmetric kernels."""
     backend = group_of(problem)._get_backend(problem.team.device)
     if not hasattr(backend, "register_mem_pool"):
         raise Unavailable(f"torch {torch.__version__} has no register_mem_pool")

@@ -1,11 +1,11 @@
 """Timing one attempt. A meter is replayed round by round, alternating with the other providers' meters.
 
-    GraphMeter   one CUDA graph of n times [prepare, barrier, event, op, event]: each call alone, all ranks let go at once
-    ChainMeter   one CUDA graph of [prepare all, barrier, event, op, op, …, event]: calls in a row, divided
-    AroundMeter  where events cannot be recorded inside a graph: a graph of [prepare all, barrier, op, op, …] minus one of
-                 [prepare all, barrier], timed from outside and divided
-    EagerMeter   the same as GraphMeter without a graph: the host's launches are in it
-    HostMeter    the simulator: the host's clock, which means nothing
+GraphMeter   one CUDA graph of n times [prepare, barrier, event, op, event]: each call alone, all ranks released at once
+ChainMeter   one CUDA graph of [prepare all, barrier, event, op, op, …, event]: calls in a row, divided
+AroundMeter  where events cannot be recorded inside a graph: a graph of [prepare all, barrier, op, op, …] minus one of
+             [prepare all, barrier], timed from outside and divided
+EagerMeter   the same as GraphMeter without a graph: the host's launches are in it
+HostMeter    the simulator: the host's clock, which means nothing
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Stuck(WeftError):
 
     def __init__(self, rank: int, what: str, seconds: float) -> None:
         super().__init__(
-            f"rank {rank}: {what} did not end within {seconds:g} s, so nothing after it was measured; leave it out with "
-            f"--providers, or look for the wait that nobody ends with weft.launch(..., debug=True)"
+            f"rank {rank}: {what} did not end within {seconds:g} s, so nothing after it was measured; leave it out "
+            f"with --providers, or look for the wait that nobody ends with weft.launch(..., debug=True)"
         )
         self.rank, self.what, self.seconds = rank, what, seconds
 
@@ -97,7 +97,7 @@ def event() -> torch.cuda.Event:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Work is recorded into ``graph``. Without the emptied caches of ``torch.cuda.graph``, which cost milliseconds each."""
+    """Work is recorded into ``graph``. ``torch.cuda.graph`` would empty caches each time, which costs milliseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -25,7 +25,7 @@ class Attempt:
     """A provider set up for one problem.
 
     run      (number of the set) -> the result; given to the current stream, captured if the provider can be
-    prepare  (number of the set): writes the input where the provider reads it, as the kernel before it would have; not timed
+    prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
     local    the result is that of this rank's GEMM alone
     close    gives back what does not go by itself
     """

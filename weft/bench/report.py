@@ -71,7 +71,8 @@ class Report:
 
 
 def to_json(reports: Iterable[Report]) -> str:
-    return json.dumps({"schema": SCHEMA, "reports": [dataclasses.asdict(report) for report in reports]}, indent=1) + "\n"
+    document = {"schema": SCHEMA, "reports": [dataclasses.asdict(report) for report in reports]}
+    return json.dumps(document, indent=1) + "\n"
 
 
 def write(path: Path, reports: Iterable[Report]) -> None:

@@ -16,7 +16,8 @@ import torch
 from weft.bench import machine, measure
 from weft.bench.baselines import close_quietly
 from weft.bench.measure import Meter, Stuck, finish
-from weft.bench.problem import DTYPES, Problem, Verdict, poison
+from weft.bench.plan import Plan, protocol
+from weft.bench.problem import Problem, Verdict, poison
 from weft.bench.providers import Attempt, Provider, Unavailable, choose
 from weft.bench.report import Report, Row, write
 from weft.bench.shapes import Shape
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 T = TypeVar("T")
-# A weft op's workspace is a few times its largest tensor, in capacities of powers of two that are all kept.
-HEAP_FACTOR = 8
 # Nobody goes on after these.
 FATAL = (Stuck, PeerFailed, PeerSilent)
 
@@ -38,25 +37,6 @@ class OutOfStep(WeftError):
     def __init__(self, rank: int, what: str, reason: str) -> None:
         super().__init__(f"rank {rank}: {what} failed on some ranks only ({reason}), so nothing after it was measured")
         self.rank, self.what, self.reason = rank, what, reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One op to measure. ``providers``: names or families of names, all if empty."""
-
-    op: str
-    shapes: tuple[Shape, ...]
-    dtype: str = "bf16"
-    providers: tuple[str, ...] = ()
-    check_only: bool = False
-    quick: bool = False
-    eager: bool = False
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        choose(self.op, self.providers)  # ValueError for names that do not fit
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,25 +53,13 @@ class Entrant:
         return [meter for meter in (self.single, self.chain, self.eager) if meter is not None]
 
 
-def heap_bytes(plans: Sequence[Plan]) -> int:
-    """Symmetric memory per rank that the GEMM ops' workspaces may need, besides 2 GiB."""
-    largest: dict[str, int] = {}
-    for plan in plans:
-        for shape in plan.shapes:
-            if len(shape.size) == 3:
-                m, n, k = shape.size
-                moved = m * (k if plan.op == "ag-gemm" else n) * DTYPES[plan.dtype].itemsize
-                largest[plan.op] = max(largest.get(plan.op, 0), 0 if plan.op == "gemm" else moved)
-    return min((2 << 30) + HEAP_FACTOR * sum(largest.values()), 40 << 30)
-
-
 def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Callable[[str], None]) -> list[Report]:
     """Measure ``plans`` one after the other; the same reports on every rank.
 
     folder  where rank 0 writes OP.wW.json after every shape, so that a run that is killed leaves what it found
     say     called by rank 0 with a line for each shape
 
-    Stuck or OutOfStep if a provider's kernels do not end; its ``reports`` hold what was found, and the reason at the rest.
+    Stuck or OutOfStep if a provider's kernels do not end; its ``reports`` hold what was found, and why not the rest.
     """
     empty_us = measure.events_in_graphs(team)
     empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
@@ -99,7 +67,7 @@ def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Calla
     for plan in plans:
         bench = Bench(team, plan, empty_us)
         report = Report(
-            op=plan.op, world_size=team.size, dtype=plan.dtype, machine=here, protocol=bench.protocol(),
+            op=plan.op, world_size=team.size, dtype=plan.dtype, machine=here, protocol=protocol(plan, team.is_simulated, empty_us),
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), command=plan.command,
         )  # fmt: skip
         reports.append(report)
@@ -267,7 +235,7 @@ class Bench:
     def together(self, action: Callable[[], T], launches: str | None = None) -> tuple[T | None, str | None]:
         """(what ``action`` returned, None), or (None, the first rank's reason) on all ranks if it raised on any.
 
-        ``launches``: what it gives to the GPU that waits for the other ranks. OutOfStep if it raised on some of them only.
+        ``launches``: what it gives to the GPU, where ranks wait for each other. OutOfStep if it raised on some only.
         """
         made, reason = None, None
         try:
@@ -292,27 +260,8 @@ class Bench:
     def without(self, shapes: Sequence[Shape], reason: str | None) -> list[Row]:
         return [replace(self.row(shape, p), reason=reason) for shape in shapes for p in self.providers]
 
-    def protocol(self) -> dict[str, Any]:
-        if self.team.is_simulated:
-            return {"timing": "the host's clock around simulated calls: times mean nothing", "check": CHECK}
-        return {
-            "timing": AROUND if self.empty_us is None else EVENTS,
-            "in a row": "[prepare all, barrier, event, op, op, …, event] in one CUDA graph, divided by the number of ops",
-            "empty_us": self.empty_us,
-            "alternation": "all providers of a shape in turn in one process, round by round, starting with another each time",
-            "rounds": "quick" if self.plan.quick else "full",
-            "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one",
-            "input of a collective": "written on the same stream just before the barrier, not timed",
-            "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
-            "check": CHECK,
-        }
-
-
-EVENTS = "[prepare, barrier of all ranks on the GPU, event, op, event] in one CUDA graph; nothing subtracted"
-AROUND = "a CUDA graph of [prepare, barrier, op, op, …] minus one of [prepare, barrier], timed from outside and divided"
-CHECK = "every answer against fp32 before timing, and once more as it is timed"
-
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return text[:300] if isinstance(error, (WeftError, ValueError, Unavailable)) else f"{type(error).__name__}: {text}"[:300]
+    spoken = isinstance(error, (WeftError, ValueError, Unavailable))
+    return (text if spoken else f"{type(error).__name__}: {text}")[:300]

@@ -106,7 +106,7 @@ def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
 def _bytes(op: str, text: str) -> int:
     match = re.fullmatch(r"(\d+)\s*(b|kib|mib|gib)?", text.strip())
     if not match or int(match[1]) == 0:
-        raise ValueError(f"--shapes {text!r} is neither a set of {op} (sizes) nor a number of bytes (4096, 64KiB, 1MiB)")
+        raise ValueError(f"--shapes {text!r} is neither a set of {op} (sizes) nor bytes (4096, 64KiB, 1MiB)")
     return int(match[1]) * {None: 1, "b": 1, "kib": KIB, "mib": MIB, "gib": 1 << 30}[match[2]]
 
 

@@ -1,0 +1,221 @@
+"""``weft bench``: flags to a frozen dataclass, and the reports printed and written. cli.py registers it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.bench.plan import Plan
+    from weft.bench.report import Report
+    from weft.runtime.team import Team
+
+DEVICES = ("auto", "cuda", "sim")
+SIMULATED_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The flags, as they were typed. ValueError for what no machine could make right."""
+
+    op: str
+    world_sizes: tuple[int, ...] = ()
+    shapes: tuple[str, ...] = ()
+    dtype: str = "bf16"
+    providers: tuple[str, ...] = ()
+    json: Path | None = None
+    plot: Path | None = None
+    check_only: bool = False
+    quick: bool = False
+    eager: bool = False
+    device: str = "auto"
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        from weft.bench.shapes import check_op
+
+        check_op(self.op)
+        if self.device not in DEVICES:
+            raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
+        if self.plot is not None and self.plot.suffix != ".svg":
+            raise ValueError(
+                f"--plot {self.plot}: plots are SVG pictures; name the file {self.plot.with_suffix('.svg')}"
+            )
+
+
+def bench(
+    op: Annotated[str, typer.Argument(help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, …")],
+    world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB. "
+            "May be repeated"
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    providers: Annotated[
+        str | None, typer.Option(help="Names or families, as in weft,nccl,torch [default: all]")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write what was measured there")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it there (SVG)")] = None,
+    check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs as well")] = False,
+    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "auto",
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
+) -> None:
+    """Time every way to do an op, side by side. Exit status 1: weft was wrong or did not run somewhere."""
+    with _one_line_errors(traceback):
+        options = BenchOptions(
+            op=op,
+            world_sizes=_numbers("world-size", world_size),
+            shapes=tuple(shapes or ()),
+            dtype=dtype,
+            providers=_words(providers),
+            json=json,
+            plot=plot,
+            check_only=check_only,
+            quick=quick,
+            eager=eager,
+            device=device,
+            command=shlex.join(["weft", *sys.argv[1:]]),
+        )
+        reports = measure(options)
+        if _talks():
+            show(reports)
+            _write(options, reports)
+    raise typer.Exit(1 if weft_failed(reports) else 0)
+
+
+def measure(options: BenchOptions) -> list[Report]:
+    """The reports, one for each world size. Everything that can be refused is refused before the first rank starts."""
+    import torch
+
+    from weft.bench.plan import Plan, heap_bytes
+    from weft.bench.shapes import parse_shapes
+    from weft.errors import NotEnoughGPUs
+    from weft.runtime.launch import coordinates, launch
+
+    gpus, where = torch.cuda.device_count(), coordinates()
+    simulated = options.device == "sim" or (options.device == "auto" and gpus == 0)
+    own_ranks = where.world_size if where is not None and not simulated else None
+    sizes = options.world_sizes or (own_ranks or (SIMULATED_RANKS if simulated else gpus),)
+    if not simulated and own_ranks is None and max(sizes) > gpus:
+        raise NotEnoughGPUs(max(sizes), gpus)
+    plans = [
+        Plan(
+            op=options.op,
+            shapes=parse_shapes(options.op, options.shapes, size, tiny=simulated),
+            dtype=options.dtype,
+            providers=options.providers,
+            check_only=options.check_only,
+            quick=options.quick,
+            eager=options.eager,
+            command=options.command,
+        )
+        for size in sizes
+    ]
+    reports: list[Report] = []
+    for size, plan in zip(sizes, plans, strict=True):
+        try:
+            reports += launch(
+                on_rank,
+                size,
+                "sim" if simulated else "cuda",
+                args=((plan,), None),
+                heap_bytes=None if simulated else heap_bytes((plan,)),
+            )[0]
+        except WeftError as error:
+            # Stuck and OutOfStep bring what was found before.
+            show([*reports, *getattr(error, "reports", [])])
+            raise
+    return reports
+
+
+def on_rank(team: Team, plans: tuple[Plan, ...], folder: Path | None) -> list[Report]:
+    """What each rank runs. Rank 0 says how far it is."""
+    from weft.bench.runner import run_plans
+
+    with _progress(team.rank == 0) as say:
+        return run_plans(team, plans, folder, say)
+
+
+def show(reports: list[Report]) -> None:
+    from weft.bench.table import printed, sheet
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    for report in reports:
+        console.print(printed(sheet(report)))
+        console.print()
+
+
+def weft_failed(reports: list[Report]) -> bool:
+    return any(row.role == "weft" and row.reason and row.median_us is None for report in reports for row in report.rows)
+
+
+def _write(options: BenchOptions, reports: list[Report]) -> None:
+    from weft.bench.plot import svg
+    from weft.bench.report import write
+
+    if options.json is not None:
+        write(options.json, reports)
+    if options.plot is not None:
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        options.plot.write_text(svg(reports))
+
+
+def _talks() -> bool:
+    """One process prints: under torchrun every rank comes here."""
+    from weft.runtime.launch import coordinates
+
+    where = coordinates()
+    return where is None or where.rank == 0
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yields say(line): the last line on a terminal, all of them elsewhere, on stderr."""
+    console = Console(stderr=True, highlight=False)
+    if not shown:
+        yield lambda line: None
+    elif console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda line: console.print(line, soft_wrap=True)
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    words = _words(text)
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise ValueError(f"--{flag} {text} is not a list of positive numbers, as in 2,4")
+    return tuple(map(int, words))
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+
+
+@contextmanager
+def _one_line_errors(traceback: bool) -> Iterator[None]:
+    """What a person got wrong is said on stderr, exit status 2. All else is our mistake and keeps its traceback."""
+    try:
+        yield
+    except (WeftError, ValueError) as error:
+        if traceback:
+            raise
+        typer.echo(f"weft: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,146 @@
+"""A report as a table: a pure function of it, printed in colour or written as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from weft.bench.limits import floor_us, limits_of, rate
+from weft.bench.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
+from weft.bench.shapes import COLLECTIVES
+
+NONE = "–"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """title, header and cells as text; ``slower``: rows where weft loses; ``notes``: sentences below the table."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    slower: frozenset[int]
+    notes: tuple[str, ...]
+
+
+def sheet(report: Report) -> Sheet:
+    """Per shape each provider's time, weft's speed-up over the best other, its rate and its share of the limit."""
+    providers, shapes = providers_of(report), shapes_of(report)
+    unit = "busbw GB/s" if report.op in COLLECTIVES else "TFLOP/s"
+    rows, slower = [], set()
+    for number, shape in enumerate(shapes):
+        ours, other = weft_row(report, shape), best_other(report, shape)
+        found = {provider: row_of(report, shape, provider) for provider in providers}
+        label = next(row.label for row in report.rows if row.shape == shape)
+        if not label[0].isdigit() and len(shape) == 3:
+            label = f"{label} ({'x'.join(map(str, shape))})"
+        gain = speed_up(ours, other)
+        if gain is not None and gain < 1:
+            slower.add(number)
+        rows.append(
+            (
+                label,
+                *(_cell(found[provider]) for provider in providers),
+                _plain(gain, "{:.2f}x"),
+                _plain(_rate(report, ours), "{:.0f}"),
+                _plain(share_of_limit(report, ours), "{:.0%}"),
+            )
+        )
+    machine = report.machine
+    where = "simulated ranks" if report.is_simulated else f"{report.world_size} x {machine['gpu']}"
+    title = f"{report.op}, {report.dtype}, world size {report.world_size} ({where}), µs"
+    header = ("shape", *providers, "speed-up", unit, "of limit")
+    return Sheet(
+        title=title, header=header, rows=tuple(rows), slower=frozenset(slower), notes=tuple(_notes(report, providers))
+    )
+
+
+def speed_up(ours: Row | None, other: Row | None) -> float | None:
+    if ours is None or other is None or not ours.median_us or not other.median_us:
+        return None
+    return other.median_us / ours.median_us
+
+
+def share_of_limit(report: Report, row: Row | None) -> float | None:
+    limits = limits_of(report.machine["gpu"])
+    if row is None or not row.median_us:
+        return None
+    floor = floor_us(report.op, report.world_size, row.shape, report.dtype, limits)
+    return None if floor is None else floor / row.median_us
+
+
+def _rate(report: Report, row: Row | None) -> float | None:
+    if row is None or not row.median_us or report.is_simulated:
+        return None
+    return rate(report.op, report.world_size, row.shape, report.dtype, row.median_us)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.median_us is None:
+        if not row.reason:
+            return "right"
+        return "WRONG" if row.reason.startswith("wrong") else NONE
+    alone = microseconds(row.median_us) + ("*" if row.mode == "eager" else "")
+    if row.chain_us is not None:
+        alone += f" ({microseconds(row.chain_us)})"
+    return alone if row.eager_us is None or row.mode == "eager" else f"{alone} / {microseconds(row.eager_us)}"
+
+
+def microseconds(value: float) -> str:
+    """Three digits or so: 3.26, 41.8, 752."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _plain(value: float | None, form: str) -> str:
+    return NONE if value is None else form.format(value)
+
+
+def _notes(report: Report, providers: Sequence[str]) -> list[str]:
+    if report.is_simulated:
+        notes = ["Simulated ranks: answers were checked, times mean nothing."]
+    else:
+        notes = ["Median of single calls, the maximum over the ranks. Speed-up: weft.auto over the fastest other."]
+    rows = report.rows
+    if any(row.chain_us is not None for row in rows):
+        notes.append("In brackets: per call of several in a row.")
+    if any(row.eager_us is not None and row.mode != "eager" for row in rows):
+        notes.append("After the stroke: without a CUDA graph.")
+    if any(row.mode == "eager" for row in rows):
+        notes.append("*: could not be captured in a CUDA graph.")
+    if any(row.role == "ceiling" for row in rows):
+        ceilings = ", ".join(dict.fromkeys(row.provider for row in rows if row.role == "ceiling"))
+        notes.append(f"{ceilings}: the GEMM alone, no provider of the op.")
+    for provider in providers:
+        reasons: dict[str, list[str]] = {}
+        for row in rows:
+            if row.provider == provider and row.reason:
+                reasons.setdefault(row.reason, []).append(row.label)
+        everywhere = len(shapes_of(report))
+        for reason, labels in reasons.items():
+            at = "" if len(labels) == everywhere > 1 else f" at {', '.join(labels)}"
+            notes.append(f"{provider}{at}: {reason}")
+    return notes
+
+
+def printed(made: Sheet) -> Table:
+    """For a terminal; rows where weft loses are red."""
+    table = Table(title=Text(made.title, style="bold"), title_justify="left", caption_justify="left", box=None)
+    table.caption = Text("\n".join(made.notes), style="dim")
+    for number, name in enumerate(made.header):
+        table.add_column(Text(name, style="bold"), justify="left" if number == 0 else "right", no_wrap=True)
+    for number, row in enumerate(made.rows):
+        style = "red" if number in made.slower else ""
+        table.add_row(*(Text(cell, style=style if at == len(row) - 3 else "") for at, cell in enumerate(row)))
+    return table
+
+
+def markdown(made: Sheet) -> str:
+    """A GitHub table and its notes."""
+    lines = [f"| {' | '.join(made.header)} |", f"|---{'|---:' * (len(made.header) - 1)}|"]
+    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in made.rows]
+    return "\n".join([*lines, "", *(f"- {note}" for note in made.notes)])

@@ -1,0 +1,98 @@
+"""Host code's own accesses: what PyTorch operations read and write of the memory that kernels and peers may touch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# They look at a tensor's shape only.
+_SHAPE_ONLY = frozenset({
+    "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+    "rand_like", "randn_like", "sym_size", "sym_stride", "is_same_size",
+})  # fmt: skip
+
+
+class HostOperations(TorchDispatchMode):
+    """Tells the watcher of every operation of this thread. Operations on memory that only this rank has cost a look-up."""
+
+    def __init__(self, watcher: Any, rank: int) -> None:
+        super().__init__()
+        self._watcher, self._rank = watcher, rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        custom = _implementation(func)
+        if custom is not None:
+            # A mode is off while it handles an operation; the operations inside are what we want to see.
+            with self:
+                return custom(*args, **kwargs)
+        name = func._schema.name.split("::")[-1]
+        if name in _SHAPE_ONLY:
+            return func(*args, **kwargs)
+        touched = [(t, w) for value, w in _operands(func, args, kwargs) for t in _tensors(value) if self._concerns(t)]
+        before = {}
+        for tensor, write in touched:
+            if write:
+                low = tensor.data_ptr()
+                for word in self._watcher.words.within(low, low + _reach(tensor)):
+                    before[word.address] = self._watcher.words.value(word)
+        result = func(*args, **kwargs)
+        for tensor, write in touched:
+            mine = {}
+            if write:
+                low = tensor.data_ptr()
+                mine = {a: old for a, old in before.items() if low <= a < low + _reach(tensor)}
+            self._watcher.host_access(self._rank, _addresses(tensor), tensor.element_size(), name, write, mine)
+            if write:
+                self._watcher.machine.scheduler.written(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor))
+        if name == "_local_scalar_dense":
+            self._watcher.synchronized(self._rank)
+        return result
+
+    def _concerns(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() > 0 and self._watcher.memory.find(tensor.data_ptr()) is not None
+
+
+def _operands(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, bool]]:
+    """(argument, is it written) of those whose elements are used; a view of an argument uses none."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        alias = argument.alias_info
+        if value is not None and (alias is None or alias.is_write):
+            found.append((value, alias is not None))
+    return found
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for t in value if isinstance(t, torch.Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from its first to behind its last element."""
+    return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
+
+
+def _addresses(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.is_contiguous():
+        offsets = np.arange(tensor.numel(), dtype=np.int64)
+    else:
+        offsets = np.zeros((1,) * max(1, tensor.dim()), np.int64)
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            offsets = offsets + (np.arange(size) * stride).reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+    return (tensor.data_ptr() + offsets.ravel() * tensor.element_size()).astype(np.uint64)
+
+
+def _implementation(func: Any) -> Any:
+    """The Python function behind a custom operator; None for PyTorch's own."""
+    if func.namespace == "aten":
+        return None
+    from torch._library.custom_ops import OPDEFS
+
+    found = OPDEFS.get(func._schema.name)
+    return found._init_fn if found is not None else None

@@ -1,0 +1,212 @@
+"""Synchronisation words: what a release makes known, what an acquire learns, and what goes wrong with signals.
+
+A word is any scalar that a notify, a wait or an atomic has touched. PTX in short: an acquire that reads a release's value, or
+one that a chain of read-modify-writes made of it, learns what the releaser knew, if the scope of each includes the other.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right, insort
+from typing import Any
+
+import numpy as np
+
+from weft.simulator.races import Races
+from weft.simulator.trails import SCALAR, Access, ProgramTrail, Release, Sync, Trail, Word
+
+_EQUALITY = re.compile(r"^while\b.*(!=|not\b.*==)")
+
+
+class Words:
+    def __init__(self, races: Races) -> None:
+        self._races, self._memory = races, races.memory
+        self._words: dict[int, Word] = {}
+        self._sorted: list[int] = []
+
+    # --- finding them ------------------------------------------------------------------------------------------------
+
+    def at(self, address: int, itemsize: int) -> Word:
+        word = self._words.get(address)
+        if word is None:
+            word = self._words[address] = Word(address, itemsize)
+            insort(self._sorted, address)
+        return word
+
+    def known(self, address: int) -> Word | None:
+        return self._words.get(address)
+
+    def within(self, low: int, high: int) -> list[Word]:
+        """Words at ``low .. high - 1``."""
+        found = self._sorted[bisect_left(self._sorted, low) : bisect_right(self._sorted, high - 1)]
+        return [self._words[address] for address in found]
+
+    def drop(self, low: int, high: int) -> None:
+        for word in self.within(low, high):
+            del self._words[word.address]
+            self._sorted.remove(word.address)
+
+    def value(self, word: Word) -> int:
+        raw = self._memory.read_word(word.address, word.itemsize, lambda: "weft check")
+        return signed(raw, word.itemsize)
+
+    # --- order -------------------------------------------------------------------------------------------------------
+
+    def acquire(self, trail: Trail, word: Word, scope: str, verb: str) -> None:
+        """``trail`` has read the word with acquire order."""
+        for known in word.visible(trail.rank, scope):
+            trail.learn(known)
+        code = self._races.code() if isinstance(trail, ProgramTrail) else None
+        for other, (kind, sentence) in self._missed(word, trail.rank, scope).items():
+            trail.notes[other] = (kind, sentence)
+        trail.sync = Sync(verb, word.address, code)
+        if isinstance(trail, ProgramTrail):
+            trail.barrier()  # Triton hands the value to all threads through one
+
+    def relaxed(self, trail: Trail, word: Word, scope: str) -> None:
+        """``trail`` has read the word without acquire order: only a fence makes one of it."""
+        for known in word.visible(trail.rank, scope):
+            if isinstance(trail, ProgramTrail):
+                trail.saw(known)
+        place = self._races.place(self._races.code())
+        for other, _, _, _ in word.writers:
+            sentence = f"line {place.line if place else '?'} reads {self._memory.describe(word.address)} without acquire order"
+            trail.notes.setdefault(other, ("relaxed-order", sentence))
+
+    def release(self, trail: Trail, word: Word, scope: str, verb: str, *, keeps: bool) -> None:
+        """``trail`` writes the word with release order; ``keeps``: by a read-modify-write, which goes on with the sequence."""
+        code = self._races.code() if isinstance(trail, ProgramTrail) else None
+        if isinstance(trail, ProgramTrail):
+            trail.releases.append(Release(trail.stamp(SCALAR)[2], code, word.address))
+        known = trail.publish()
+        if not keeps:
+            word.forget()
+        word.unreleased.pop(trail, None)
+        word.release(trail.rank, known, scope)
+        if scope != "sys":
+            where = self._races.place(code)
+            word.unreleased[trail] = ("scope", f"the release in {where} has scope {scope}")
+        trail.sync = Sync(verb, word.address, code)
+
+    def unordered(self, trail: Trail, word: Word, scope: str | None, *, keeps: bool) -> None:
+        """``trail`` writes the word without release order (``scope`` None: a plain store)."""
+        if not keeps:
+            word.forget()
+        if isinstance(trail, ProgramTrail) and scope is not None and trail.fenced is not None:
+            word.release(trail.rank, trail.fenced, scope)
+            return
+        place = self._races.place(self._races.code()) if isinstance(trail, ProgramTrail) else trail.label
+        word.unreleased[trail] = ("relaxed-order", f"{place} writes {self._memory.describe(word.address)} without release order")
+
+    def _missed(self, word: Word, rank: int, scope: str) -> dict[Trail, tuple[str, str]]:
+        """Writers that an acquire of ``rank`` at ``scope`` does not synchronise with, and why."""
+        missed = {}
+        for trail, (kind, sentence) in word.unreleased.items():
+            if kind == "scope" and trail.rank == rank:
+                continue
+            missed[trail] = (kind, f"{sentence}, so it does not order rank {rank}" if kind == "scope" else sentence)
+        if scope != "sys":
+            for trail, _, _, _ in word.writers:
+                if trail.rank != rank:
+                    missed.setdefault(trail, ("scope", f"the acquire has scope {scope}, so no other rank's release orders it"))
+        return missed
+
+    # --- what goes wrong with signals --------------------------------------------------------------------------------
+
+    def stored(self, word: Word, access: Access, old: int, new: int, launch: int) -> str | None:
+        """A word was set. Reports what is wrong with the value; the kind that a race on the word has because of it."""
+        trail, bits = access.trail, 8 * word.itemsize
+        back = (new - old) % (1 << bits) >= 1 << (bits - 1)
+        word.wrote(trail, access.code, access.verb, new)
+        self._equality(word, new)
+        if access.verb == "notify":
+            word.notify_launches.add(launch)
+            if back:
+                self._report("epoch-back", f"{self._races.line_of(access)} sets a signal that has {old} to {new}", word, [access])
+            return None
+        if not back:
+            return None
+        waiter = self._waiting_for(word)
+        if waiter is not None:
+            text = f"{self._races.line_of(access)} sets a signal from {old} to {new} while {waiter} waits for it"
+            self._report("signal-reset", text, word, [access])
+        return "signal-reset"
+
+    def added(self, word: Word, access: Access, new: int, launch: int) -> None:
+        word.wrote(access.trail, access.code, access.verb, new)
+        word.notify_launches.add(launch)
+        word.added += 1
+        self._equality(word, new)
+
+    def waited(self, word: Word, wanted: int, launch: int) -> None:
+        if wanted > 0:
+            word.wanted = max(word.wanted, wanted)
+            word.wait_launches.add(launch)
+
+    def polled(self, word: Word, trail: Trail) -> None:
+        """A raw load or atomic that only looks: is it a loop that waits for equality?"""
+        code = self._races.code() if isinstance(trail, ProgramTrail) else None
+        place = self._races.place(code)
+        if place is not None and word.equality is None and _EQUALITY.match(place.text):
+            word.equality = (trail, code)
+
+    def finish(self) -> None:
+        """At the end of a run: counts that nobody waited for."""
+        for word in self._words.values():
+            calls = len(word.notify_launches) / max(1, len(word.wait_launches))
+            if word.added > 1 and word.wanted > 0 and self.value(word) > word.wanted * calls:
+                text = f"{self._memory.describe(word.address)} ends at {self.value(word)}, and the most that is waited for is {word.wanted}"
+                access = self._last_access(word)
+                self._report("overshoot", text, word, [access] if access else [])
+
+    def cause(self, address: int) -> list[str]:
+        """Why a wait for the word at ``address`` may never end: who notified it, or whom else the notifies went to."""
+        word, name = self._words.get(address), self._memory.describe(address)
+        if word is not None and word.writers:
+            trail, code, verb, value = word.writers[-1]
+            return [f"{name}: last written by {trail.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"]
+        extent = self._memory.find(address)
+        lines = [f"{name}: nobody ever notifies it"]
+        if extent is not None:
+            others = [w for w in self._words.values() if w.writers and (f := self._memory.find(w.address)) and f.name == extent.name]
+            for other in others[:3]:
+                trail, code, verb, value = other.writers[-1]
+                where = self._races.place(code) or "host code"
+                lines.append(f"{self._memory.describe(other.address)} was: by {trail.label} ({verb}, {where}), value {value}")
+        return lines
+
+    def _last_access(self, word: Word) -> Access | None:
+        trail, code, verb, _ = word.writers[-1]
+        return Access(0, trail, SCALAR, 0, 0, 0, verb, code, "sys", trail.sync)
+
+    def _equality(self, word: Word, new: int) -> None:
+        word.values.add(new)
+        if word.equality is not None and len(word.values) > 1:
+            trail, code = word.equality
+            access = Access(0, trail, SCALAR, 0, 0, 0, "poll", code, "sys", trail.sync)
+            text = f"{self._races.line_of(access)} waits for one value of a signal that takes {sorted(word.values)}"
+            self._report("equality-wait", text, word, [access])
+
+    def _waiting_for(self, word: Word) -> str | None:
+        for task in self._races.machine.scheduler.waiting_tasks():
+            if task.waiting is not None and task.waiting.low == word.address:
+                return task.label
+        return None
+
+    def _report(self, kind: str, text: str, word: Word, accesses: list[Any]) -> None:
+        extent = self._memory.find(word.address)
+        if extent is None:
+            return
+        index = (word.address - extent.base) // extent.itemsize
+        self._races.report(kind, text, accesses, extent.name, extent.rank, index, index)
+
+
+def signed(word: int, itemsize: int) -> int:
+    bits = 8 * itemsize
+    word = int(word) & ((1 << bits) - 1)
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+def addresses_in(word: Word, addresses: np.ndarray) -> np.ndarray:
+    """Where among ``addresses`` the word is."""
+    return np.flatnonzero(addresses == np.uint64(word.address))

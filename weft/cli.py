@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from weft.bench.command import bench
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(bench)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 

@@ -76,7 +76,7 @@ OPERATIONS |= {
 }
 
 
-def config(block_m: int, block_n: int, block_k: int, **more: int) -> tuple[tuple[str, Any], ...]:
+def config(block_m: int, block_n: int, block_k: int, **more: Any) -> tuple[tuple[str, Any], ...]:
     return (("block_m", block_m), ("block_n", block_n), ("block_k", block_k), *more.items())
 
 
@@ -108,6 +108,17 @@ def _cases() -> None:
         add(op, 4, BF16, (4 * 33, 70, 48), config=wide)
         add(op, 2, BF16, (2 * 12, 24, 20), layout="transposed")
         add(op, 3, BF16, (3 * 5, 24, 32), layout="offset")
+        # Streamed tiles of several parts, and of programs with none; a tile that goes out in many pieces, and in one.
+        add(op, 2, BF16, (2 * 40, 72, 150), config=config(16, 16, 16, piece=32))
+        add(op, 2, BF16, (2 * 20, 40, 90), config=config(16, 16, 16, piece=256, stream=False))
+    for w in (2, 3, 4, 8):
+        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+            add(op, w, BF16, (w * 20, 40, 48), config=config(16, 16, 32, design="segments"))
+            add(op, w, FP16, (w, 33, 21), config=config(16, 32, 16, design="segments"), layout="transposed")
+        for dtype, shape in ((BF16, (1, 40, 64)), (FP16, (19, 33, 21)), (FP32, (40, 72, 60))):
+            lamport = config(16, 32, 16, design="lamport")
+            add("matmul_all_reduce", w, dtype, shape, config=lamport)
+        add("matmul_all_reduce", w, BF16, (60, 2200, 16), config=config(32, 256, 16, design="lamport"))
     add("all_gather_matmul", 3, BF16, (3 * 70, 20, 16), config=config(16, 32, 16, chunks=8))
     for op in MATMUL_OPS:
         add(op, 1, BF16, (20, 24, 40))

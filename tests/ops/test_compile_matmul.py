@@ -13,11 +13,12 @@ import triton
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.ops import gemm
-from weft.ops.all_gather_matmul import all_gather_matmul_kernel, begin_kernel
+from weft.ops.all_gather_matmul import all_gather_matmul_kernel
 from weft.ops.gemm import MAX_CHUNKS, config_for
 from weft.ops.matmul import matmul_kernel
 from weft.ops.matmul_all_reduce import matmul_all_reduce_kernel
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+from weft.ops.segments import begin_kernel
 from weft.ops.tiles import make_tiles
 from weft.runtime.capabilities import Capabilities
 
@@ -46,14 +47,23 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4):
     tiles = make_tiles(
         rows, N, panels=world_size, block_m=chosen.block_m, block_n=chosen.block_n, group=chosen.group, chunks=4
     )
-    sizes = (N, K, tiles, a_view(world_size))
+    whole, parts = tiles.count - 5, (torch.zeros(8), WORDS)
+    sizes = (N, K, tiles)
+    slots = (x, x, WORDS)
+    end = (whole, a_view(world_size))
     args = {
-        "matmul": (a, K, b, K, x, rows, *sizes[:3]),
-        "all_gather_matmul": (a, K, a, 4 * rows, b, K, x, WORDS, WORDS, rows, *sizes),
-        "matmul_reduce_scatter": (a, K, b, K, x, x, WORDS, WORDS, 1 << 20, 1 << 12, 4 * rows, rows, *sizes),
-        "matmul_all_reduce": (a, K, b, K, x, x, WORDS, x, WORDS, WORDS, 1 << 20, 1 << 12, rows, *sizes),
-    }[op]
+        "matmul": (a, K, b, K, x, *parts, rows, *sizes, whole),
+        "all_gather_matmul": (a, K, a, 4 * rows, b, K, x, WORDS, WORDS, *parts, rows, *sizes, *end),
+        "matmul_reduce_scatter": (
+            a, K, b, K, x, *slots, WORDS, 1 << 20, 1 << 12, *parts, 4 * rows, rows, *sizes, 7, *end,
+        ),
+        "matmul_all_reduce": (
+            a, K, b, K, x, *slots, x, WORDS, WORDS, 1 << 20, 1 << 12, *parts, rows, *sizes, *end,
+        ),
+    }[op]  # fmt: skip
     options = gemm.constants(chosen, descriptors)
+    if op in ("matmul", "all_gather_matmul"):
+        del options["PIECE"]
     if op == "all_gather_matmul":
         options["MAX_CHUNKS"] = MAX_CHUNKS
     return compiled(KERNELS[op], *args, arch=arch, launch_cooperative_grid=op != "matmul", **options)

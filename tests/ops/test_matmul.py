@@ -1,6 +1,7 @@
 """Matrix products against plain PyTorch, on virtual ranks: one table, several schedules, several calls in a row."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -56,20 +57,41 @@ def test_a_workspace_grows():
     weft.simulate(run_cases, 2, args=(cases, 1))
 
 
+@pytest.mark.parametrize("design", ["fused", "segments"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_replayed_graph_fills_the_same_half_each_time(seed):
+def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
     """A graph with one call writes the same half of A_full at every replay: the device must wait, not the parity."""
+    gather = importlib.import_module("weft.ops.all_gather_matmul")
+    chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design=design)
 
     def main(team):
         results = []
         for call in range(5):
             a, b = (torch.full((20, 24), float(call + team.rank)), torch.ones(16, 24))
-            results.append(ops.all_gather_matmul(a, b, team))
+            results.append(gather.run(a, b, team, config=chosen))
             for workspace in team.workspace(("all_gather_matmul", FP32), dict).values():
                 workspace.calls = 0
         for call, result in enumerate(results):
             expected = torch.arange(call, call + team.size).repeat_interleave(20)[:, None] * torch.full((1, 16), 24.0)
             assert_identical(result, expected, what=f"call {call}")
+
+    weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed):
+    scatter = importlib.import_module("weft.ops.matmul_reduce_scatter")
+    chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments")
+
+    def main(team):
+        results = []
+        for call in range(5):
+            a, b = torch.full((60, 24), float(call + team.rank)), torch.ones(16, 24)
+            results.append(scatter.run(a, b, team, config=chosen))
+            for workspace in team.workspace(("matmul_reduce_scatter segments", FP32), dict).values():
+                workspace.calls = 0
+        for call, result in enumerate(results):
+            assert_identical(result, torch.full((20, 16), 24.0 * (3 * call + 3)), what=f"call {call}")
 
     weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
 

@@ -6,6 +6,7 @@ Outputs are preallocated wherever the library takes one. NVLink multicast is nev
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ from weft.bench.problem import Problem
 from weft.bench.providers import Attempt, Provider, Unavailable, copy_into
 from weft.bench.shapes import COLLECTIVES
 
-Allocate = Callable[..., torch.Tensor]
 Close = Callable[[], None] | None
+WINDOW_STEP = 256  # elements: the buffers in a window start on 512 bytes at least
 
 
 def group_of(problem: Problem) -> Any:
@@ -34,30 +35,41 @@ def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
 
 
 def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
-    """In a pool of ncclMemAlloc registered as a symmetric window, so that NCCL may use its symmetric kernels."""
+    """In memory of ncclMemAlloc registered as a symmetric window, so that NCCL may use its symmetric kernels."""
     backend = group_of(problem)._get_backend(problem.team.device)
     if not hasattr(backend, "register_mem_pool"):
         raise Unavailable(f"torch {torch.__version__} has no register_mem_pool")
     pool = torch.cuda.MemPool(backend.mem_allocator)
+    lengths = [-(-math.prod(size) // WINDOW_STEP) * WINDOW_STEP for size in sizes]
     with torch.cuda.use_mem_pool(pool):
-        tensors, _ = ordinary(problem, sizes)
-    # After the allocations: newer torch does not make windows of later ones.
+        # One allocation, so one window: of several, each rank would register those first that lie lowest.
+        (whole,), _ = ordinary(problem, [(sum(lengths),)])
+    # After the allocation: newer torch does not make windows of later ones.
     try:
         backend.register_mem_pool(pool, symm=True)
     except TypeError:
         raise Unavailable(f"register_mem_pool of torch {torch.__version__} has no symmetric windows") from None
+    parts = whole.split(lengths)
+    tensors = [part[: math.prod(size)].view(size) for part, size in zip(parts, sizes, strict=True)]
     return tensors, lambda: backend.deregister_mem_pool(pool)
 
 
-def symmetric(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
-    """In torch's symmetric memory, each met by all ranks."""
+def symmetric(problem: Problem, size: tuple[int, ...]) -> torch.Tensor:
+    """The start of an allocation in torch's symmetric memory that all of torch's ops here share, one after the other.
+
+    They read it from its beginning: not all of them know of tensors that start later in an allocation.
+    """
     import torch.distributed._symmetric_memory as symm_mem
 
-    name = group_of(problem).group_name
-    tensors = [symm_mem.empty(size, dtype=problem.dtype, device=problem.team.device) for size in sizes]
-    for tensor in tensors:
-        symm_mem.rendezvous(tensor, name)
-    return tensors, None
+    group, team = group_of(problem), problem.team
+    by_capacity: dict[int, torch.Tensor] = team.workspace(("bench", "symmetric"), dict)
+    wanted = math.prod(size) * problem.dtype.itemsize
+    capacity = max(by_capacity, default=0)
+    if capacity < wanted:
+        capacity = max(32 << 20, 1 << (wanted - 1).bit_length())
+        by_capacity[capacity] = symm_mem.empty((capacity,), dtype=torch.uint8, device=team.device)
+        symm_mem.rendezvous(by_capacity[capacity], group.group_name)
+    return by_capacity[capacity].view(problem.dtype)[: math.prod(size)].view(size)
 
 
 # --- collectives -----------------------------------------------------------------------------------------------------
@@ -91,15 +103,15 @@ def _collective(problem: Problem, buffers: list[torch.Tensor], run: Callable, cl
     def prepare(number: int) -> None:
         copy_into(buffers[number], problem.sets[number][0])
 
-    for number in range(len(buffers)):
-        prepare(number)
+    for number in reversed(range(len(buffers))):
+        prepare(number)  # 0 last: the first call, which is checked, takes it, and buffers may be shared
     return Attempt(run=run, prepare=prepare, close=close)
 
 
 def torch_all_reduce(problem: Problem, call: Callable) -> Attempt:
-    name = group_of(problem).group_name
-    buffers, close = symmetric(problem, [tuple(x.shape) for (x,) in problem.sets])
-    return _collective(problem, buffers, lambda number: call(buffers[number], name), close)
+    name, (x, *_) = group_of(problem).group_name, problem.sets[0]
+    buffer = symmetric(problem, tuple(x.shape))
+    return _collective(problem, [buffer] * len(problem.sets), lambda number: call(buffer, name))
 
 
 def one_shot(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -114,17 +126,17 @@ def low_contention(problem: Problem) -> Attempt:
     """torch's copy-engine all-gather and reduce-scatter, on inputs in symmetric memory."""
     import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
 
-    name, ops = group_of(problem).group_name, torch.ops.symm_mem
-    buffers, close = symmetric(problem, [tuple(x.shape) for (x,) in problem.sets])
+    name, ops, (x, *_) = group_of(problem).group_name, torch.ops.symm_mem, problem.sets[0]
+    buffer = symmetric(problem, tuple(x.shape))
 
     def run(number: int) -> torch.Tensor:
         if problem.op == "all-gather":
-            out = ops._low_contention_all_gather(buffers[number], name)
+            out = ops._low_contention_all_gather(buffer, name)
         else:
-            out = ops._low_contention_reduce_scatter(buffers[number], "sum", name)
+            out = ops._low_contention_reduce_scatter(buffer, "sum", name)
         return torch.ops._c10d_functional.wait_tensor(out)
 
-    return _collective(problem, buffers, run, close)
+    return _collective(problem, [buffer] * len(problem.sets), run)
 
 
 # --- GEMMs -----------------------------------------------------------------------------------------------------------
@@ -176,13 +188,13 @@ def cublas_and_nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
 def cublas_and_torch(problem: Problem, call: Callable) -> Attempt:
     """The GEMM writes into symmetric memory, where torch's all-reduce finds it."""
     name, (m, n, _) = group_of(problem).group_name, problem.shape.size
-    (product,), close = symmetric(problem, [(m, n)])
+    product = symmetric(problem, (m, n))
 
     def run(number: int) -> torch.Tensor:
         torch.mm(problem.sets[number][0], problem.sets[number][1].T, out=product)
         return call(product, name)
 
-    return Attempt(run=run, close=close)
+    return Attempt(run=run)
 
 
 def torch_fused(problem: Problem) -> Attempt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from weft.bench.report import Report
     from weft.runtime.team import Team
 
-DEVICES = ("auto", "cuda", "sim")
 SIMULATED_RANKS = 2
 
 
@@ -43,6 +43,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         from weft.bench.shapes import check_op
+        from weft.runtime.launch import DEVICES
 
         check_op(self.op)
         if self.device not in DEVICES:
@@ -54,7 +55,9 @@ class BenchOptions:
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, …")],
+    op: Annotated[
+        str, typer.Argument(help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar")
+    ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
     shapes: Annotated[
         list[str] | None,
@@ -72,7 +75,7 @@ def bench(
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs as well")] = False,
-    device: Annotated[str, typer.Option(help=", ".join(DEVICES))] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Time every way to do an op, side by side. Exit status 1: weft was wrong or did not run somewhere."""
@@ -91,18 +94,29 @@ def bench(
             device=device,
             command=shlex.join(["weft", *sys.argv[1:]]),
         )
-        reports = measure(options)
+        reports: list[Report] = []
+        lost = _measure(options, reports)
         if _talks():
             show(reports)
             _write(options, reports)
+            if lost is not None:
+                typer.echo(f"weft: {lost}", err=True)
+    if lost is not None:
+        sys.stdout.flush()
+        os._exit(1)  # an orderly end would wait for the kernels that never end
     raise typer.Exit(1 if weft_failed(reports) else 0)
 
 
-def measure(options: BenchOptions) -> list[Report]:
-    """The reports, one for each world size. Everything that can be refused is refused before the first rank starts."""
+def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
+    """Append a report for each world size; the error that ended the run early, if one did.
+
+    Everything that can be refused is refused before the first rank starts.
+    """
     import torch
 
+    from weft.bench.measure import Stuck
     from weft.bench.plan import Plan, heap_bytes
+    from weft.bench.runner import OutOfStep
     from weft.bench.shapes import parse_shapes
     from weft.errors import NotEnoughGPUs
     from weft.runtime.launch import coordinates, launch
@@ -126,7 +140,6 @@ def measure(options: BenchOptions) -> list[Report]:
         )
         for size in sizes
     ]
-    reports: list[Report] = []
     for size, plan in zip(sizes, plans, strict=True):
         try:
             reports += launch(
@@ -136,11 +149,10 @@ def measure(options: BenchOptions) -> list[Report]:
                 args=((plan,), None),
                 heap_bytes=None if simulated else heap_bytes((plan,)),
             )[0]
-        except WeftError as error:
-            # Stuck and OutOfStep bring what was found before.
-            show([*reports, *getattr(error, "reports", [])])
-            raise
-    return reports
+        except (Stuck, OutOfStep) as error:
+            reports += error.reports
+            return error
+    return None
 
 
 def on_rank(team: Team, plans: tuple[Plan, ...], folder: Path | None) -> list[Report]:
@@ -152,14 +164,13 @@ def on_rank(team: Team, plans: tuple[Plan, ...], folder: Path | None) -> list[Re
 
 
 def show(reports: list[Report]) -> None:
-    from weft.bench.table import printed, sheet
+    from weft.bench import table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 200
     for report in reports:
-        console.print(printed(sheet(report)))
-        console.print()
+        table.show(table.sheet(report), console)
 
 
 def weft_failed(reports: list[Report]) -> bool:

@@ -34,6 +34,12 @@ def describe(team: Team) -> dict[str, Any]:
     }
 
 
+def state() -> str | None:
+    """Clock, power and temperature of the first GPU, as they are now: large GEMMs are limited by power."""
+    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+    return _output("nvidia-smi", query, "--format=csv,noheader")
+
+
 def revision(package: Path) -> str:
     """git's name of the checkout; without git, a digest of the package's source."""
     if (package.parent / ".git").exists():

@@ -11,9 +11,10 @@ HostMeter    the simulator: the host's clock, which means nothing
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,7 @@ from weft.errors import WeftError
 from weft.ops import barrier
 
 if TYPE_CHECKING:
+    from weft.bench.report import Report
     from weft.runtime.team import Team
 
 # A GPU that is not done with one round after so long never will be; the longest round takes well under a second.
@@ -42,6 +44,7 @@ class Stuck(WeftError):
             f"with --providers, or look for the wait that nobody ends with weft.launch(..., debug=True)"
         )
         self.rank, self.what, self.seconds = rank, what, seconds
+        self.reports: list[Report] = []  # what was found before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +103,22 @@ def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Work is recorded into ``graph``. ``torch.cuda.graph`` would empty caches each time, which costs milliseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Other threads (NCCL's watchdog) go on talking to the driver.
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(Exception):
-                graph.capture_end()
-            raise
-        graph.capture_end()
+    collected = gc.isenabled()
+    gc.disable()  # what it frees may not be freed during a capture
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads (NCCL's watchdog) go on talking to the driver.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collected:
+            gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
 
 
@@ -223,7 +232,7 @@ def events_in_graphs(team: Team) -> float | None:
     """What two events with nothing between them read inside a graph, in microseconds; None where they read nonsense."""
     if team.device.type != "cuda":
         return None
-    x = torch.zeros(1 << 20, device=team.device)
+    x = torch.zeros(1 << 20, device=team.device).add_(1)
     empty: list[float] = []
     try:
         graph, marks = torch.cuda.CUDAGraph(), [event() for _ in range(3)]
@@ -247,6 +256,3 @@ def rounds_for(seconds_a_round: float, quick: bool) -> int:
     """So many that a shape takes about 1.2 s of GPU time (0.35 s if quick), within bounds."""
     budget, fewest, most = (0.35, 3, 12) if quick else (1.2, 6, 50)
     return max(fewest, min(most, int(budget / max(seconds_a_round, 1e-6))))
-
-
-MeterMaker = Callable[["Team", Attempt, Sequence[int]], Meter]

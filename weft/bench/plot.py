@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 
 from weft.bench.limits import rate
 from weft.bench.report import Report, providers_of, row_of, shapes_of
 from weft.bench.shapes import COLLECTIVES
 
 WIDTH, HEIGHT = 900, 420
-LEFT, RIGHT, TOP, BOTTOM = 70, 190, 40, 90
+LEFT, RIGHT, TOP, BOTTOM = 110, 170, 40, 90
 # Told apart by colour-blind readers as well (Okabe and Ito), weft's own first.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#7b4fa3", "#8c6d31")
 INK = "#333333"
@@ -62,9 +63,11 @@ def _panel(report: Report) -> str:
         parts.append(_slanted(x(place), HEIGHT - BOTTOM + 14, label))
     for number, (provider, points) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
-        path = " ".join(f"{x(place):.1f},{y(value):.1f}" for place, value in points)
         width = 3 if provider == "weft.auto" else 1.5
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+        # A line joins shapes that differ in M or in bytes only.
+        for _, run in groupby(points, key=lambda point: shapes[point[0]][1:]):
+            path = " ".join(f"{x(place):.1f},{y(value):.1f}" for place, value in run)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
         parts += [f'<circle cx="{x(p):.1f}" cy="{y(v):.1f}" r="3" fill="{colour}"/>' for p, v in points]
         parts.append(_text(WIDTH - RIGHT + 14, TOP + 12 + 18 * number, provider, colour=colour))
     return "".join(parts)

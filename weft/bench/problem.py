@@ -148,12 +148,16 @@ class Problem:
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
 
     def _tolerance(self, local: bool) -> tuple[float, float]:
-        """(of the element, of the answer's RMS): one rounding, a random walk of fp32 sums, and the roundings of partial
-        sums that travel in ``dtype``: a library's ring rounds W - 1 times."""
+        """(of the element, of the answer's RMS): one rounding, a random walk of fp32 sums, and partial sums in ``dtype``.
+
+        A library's ring rounds W - 1 times, and cuBLAS may add what split K computes in halves. What is left out shows
+        all the same: 64 of K = 5120 are 0.11 of the RMS, all of these together 0.03 in bf16.
+        """
         eps = torch.finfo(self.dtype).eps
         summed = self.op in ("all-reduce", "reduce-scatter", "gemm-rs", "gemm-ar") and not local
         length = self.team.size if self.op in COLLECTIVES else self.shape.size[2] * (self.team.size if summed else 1)
-        return eps, 6 * FP32_EPS * math.sqrt(length) + (4 * eps if summed and self.team.size > 1 else 0.0)
+        in_parts = self.op not in COLLECTIVES or (summed and self.team.size > 1)
+        return eps, 6 * FP32_EPS * math.sqrt(length) + (4 * eps if in_parts else 0.0)
 
 
 def poison(problem: Problem, local: bool) -> None:

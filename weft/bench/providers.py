@@ -90,17 +90,17 @@ def _names(word: str, name: str) -> bool:
 
 def _of_weft(op: str) -> list[Provider]:
     module = importlib.import_module(f"weft.ops.{WEFT[op]}")
-    algorithms = getattr(module, "ALGORITHMS", None)
+    named = [algorithm for algorithm in getattr(module, "ALGORITHMS", ()) if algorithm != "auto"]
     return [
         Provider(
             name=f"weft.{algorithm}",
             ops=(op,),
             role="weft",
             make=lambda problem, algorithm=algorithm: _weft(
-                problem, {"algorithm": algorithm} if algorithms is not None else {}
+                problem, {} if algorithm == "auto" else {"algorithm": algorithm}
             ),
         )
-        for algorithm in algorithms or ("auto",)
+        for algorithm in ("auto", *named)
     ]
 
 

@@ -22,6 +22,7 @@ from weft.bench.providers import Attempt, Provider, Unavailable, choose
 from weft.bench.report import Report, Row, write
 from weft.bench.shapes import Shape
 from weft.errors import PeerFailed, PeerSilent, WeftError
+from weft.ops import barrier
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -37,6 +38,7 @@ class OutOfStep(WeftError):
     def __init__(self, rank: int, what: str, reason: str) -> None:
         super().__init__(f"rank {rank}: {what} failed on some ranks only ({reason}), so nothing after it was measured")
         self.rank, self.what, self.reason = rank, what, reason
+        self.reports: list[Report] = []  # what was found before
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,15 +63,23 @@ def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Calla
 
     Stuck or OutOfStep if a provider's kernels do not end; its ``reports`` hold what was found, and why not the rest.
     """
+    if team.device.type == "cuda":
+        barrier(team)  # loaded before the first capture
+        finish(team, "the first barrier")
     empty_us = measure.events_in_graphs(team)
     empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
     here, reports = machine.describe(team), []
     for plan in plans:
         bench = Bench(team, plan, empty_us)
         report = Report(
-            op=plan.op, world_size=team.size, dtype=plan.dtype, machine=here, protocol=protocol(plan, team.is_simulated, empty_us),
-            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), command=plan.command,
-        )  # fmt: skip
+            op=plan.op,
+            world_size=team.size,
+            dtype=plan.dtype,
+            machine=dict(here),
+            protocol=protocol(plan, team.is_simulated, empty_us),
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            command=plan.command,
+        )
         reports.append(report)
         for number, shape in enumerate(plan.shapes):
             started = time.perf_counter()
@@ -77,13 +87,16 @@ def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Calla
                 report.rows += bench.measure(shape)
             except (Stuck, OutOfStep) as error:
                 report.rows += bench.without(plan.shapes[number:], f"not measured: {error}")
-                error.reports = reports  # type: ignore[attr-defined]
+                error.reports = reports
                 _save(team, folder, report)
                 raise
             _save(team, folder, report)
             if team.rank == 0:
                 seconds = time.perf_counter() - started
                 say(f"{plan.op} W={team.size} {shape.label}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
+        if team.rank == 0 and team.device.type == "cuda":
+            report.machine["afterwards"] = machine.state()
+            _save(team, folder, report)
     return reports
 
 

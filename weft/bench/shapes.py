@@ -125,7 +125,7 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
     name, part, rows = match.groups() if match else (word, None, None)
     if name not in sets_for(op):
         raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets_for(op))}) nor M,N,K")
-    parts = _parts(op, name, world_size)
+    parts = _parts(op, name, 1 if tiny else world_size)
     if part is not None and part not in parts:
         raise ValueError(f"--shapes {word!r}: {name} has no part {part!r} for {op}; it has {', '.join(parts)}")
     chosen = [part] if part else list(parts)

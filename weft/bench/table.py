@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -115,28 +116,39 @@ def _notes(report: Report, providers: Sequence[str]) -> list[str]:
     if any(row.role == "ceiling" for row in rows):
         ceilings = ", ".join(dict.fromkeys(row.provider for row in rows if row.role == "ceiling"))
         notes.append(f"{ceilings}: the GEMM alone, no provider of the op.")
+    return notes + _reasons(report, providers)
+
+
+def _reasons(report: Report, providers: Sequence[str]) -> list[str]:
+    """Why providers did not run, those with the same reason at the same shapes in one note."""
+    everywhere = [row.label for row in report.rows if row.provider == providers[0]] if providers else []
+    shared: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for provider in providers:
-        reasons: dict[str, list[str]] = {}
-        for row in rows:
+        found: dict[str, list[str]] = {}
+        for row in report.rows:
             if row.provider == provider and row.reason:
-                reasons.setdefault(row.reason, []).append(row.label)
-        everywhere = len(shapes_of(report))
-        for reason, labels in reasons.items():
-            at = "" if len(labels) == everywhere > 1 else f" at {', '.join(labels)}"
-            notes.append(f"{provider}{at}: {reason}")
-    return notes
+                found.setdefault(row.reason, []).append(row.label)
+        for reason, labels in found.items():
+            shared.setdefault((reason, tuple(labels)), []).append(provider)
+    return [
+        f"{', '.join(names)}{'' if list(labels) == everywhere else ' at ' + ', '.join(labels)}: {reason}"
+        for (reason, labels), names in shared.items()
+    ]
 
 
-def printed(made: Sheet) -> Table:
-    """For a terminal; rows where weft loses are red."""
-    table = Table(title=Text(made.title, style="bold"), title_justify="left", caption_justify="left", box=None)
-    table.caption = Text("\n".join(made.notes), style="dim")
+def show(made: Sheet, console: Console) -> None:
+    """Print it; speed-ups below 1 are red."""
+    table = Table(box=None, pad_edge=False)
     for number, name in enumerate(made.header):
         table.add_column(Text(name, style="bold"), justify="left" if number == 0 else "right", no_wrap=True)
     for number, row in enumerate(made.rows):
         style = "red" if number in made.slower else ""
         table.add_row(*(Text(cell, style=style if at == len(row) - 3 else "") for at, cell in enumerate(row)))
-    return table
+    console.print(Text(made.title, style="bold"))
+    console.print(table)
+    for note in made.notes:
+        console.print(Text(note, style="dim"), soft_wrap=True)
+    console.print()
 
 
 def markdown(made: Sheet) -> str:

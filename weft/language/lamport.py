@@ -17,7 +17,7 @@ from weft.language.lowering import stock
 @triton.jit
 def lamport_store(ptr, x, mask):
     """Store ``x`` so that a ``lamport_load`` of the same elements sees it arrive; -0.0 is sent as +0.0."""
-    tl.store(ptr, tl.where(x == 0, tl.zeros_like(x), x), mask=mask)
+    stock.store_flagged(ptr, tl.where(x == 0, tl.zeros_like(x), x), mask)
 
 
 @triton.jit
@@ -52,4 +52,4 @@ def lamport_clear(ptr, mask):
         unwritten = tl.full(ptr.shape, -2147483648, tl.int32).to(dtype, bitcast=True)
     else:
         unwritten = tl.full(ptr.shape, -32768, tl.int16).to(dtype, bitcast=True)
-    tl.store(ptr, unwritten, mask=mask)
+    stock.store_flagged(ptr, unwritten, mask)

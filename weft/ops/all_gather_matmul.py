@@ -11,49 +11,29 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm
-from weft.ops.gemm import MAX_CHUNKS, GemmConfig, gemm_tile, store_tile
+from weft.ops.gemm import MAX_CHUNKS, GemmConfig, gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.matmul import run as run_matmul
-from weft.ops.tiles import Tiles, at_place, first_tile, locate, make_tiles
+from weft.ops.segments import begin_kernel, library_matmul, wait_kernel
+from weft.ops.tiles import Tiles, at_place, first_tile, locate, make_tiles, work_at, work_steps
 from weft.runtime.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@triton.jit
-def begin_kernel(epoch, filled, entered, team):
-    """Starts the next epoch and returns once this half of every rank's A_full may be overwritten.        grid: (1,)
-
-    epoch    [1]  this rank's: the number of the call that runs; the copy engine sends this word as its flag
-    filled   [1]  this rank's, of this half: the last epoch that filled it
-    entered  [W]  symmetric: entered[s] = e, once rank s has ended call e - 1
-
-    signals  every peer: entered[me] = epoch
-    waits    entered[s] > filled, for every peer s: it has ended the call that read this half last
-    """
-    world: tl.constexpr = wl.num_ranks(team)
-    me = wl.rank(team)
-    now = tl.load(epoch) + 1
-    last = tl.load(filled)
-    for step in tl.static_range(1, world):
-        wl.notify(entered + me, (me + step) % world, now, team)
-    for step in tl.static_range(1, world):
-        wl.wait(entered + (me + step) % world, last + 1, team)
-    tl.store(filled, now)
-    tl.store(epoch, now)
-
-
-@triton.jit(do_not_specialize=["rows", "tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "whole"])
 def all_gather_matmul_kernel(
-    shard, shard_stride, gathered, gathered_rows, b, b_stride, out, landed, epoch, rows, N, K, tiles, team,
+    shard, shard_stride, gathered, gathered_rows, b, b_stride, out, landed, epoch,
+    scratch, tickets, rows, N, K, tiles, whole, team,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """out[W * rows, N] = all_gather(shard[rows, K]) @ b[N, K].T        grid: (programs,), own shard first
 
     gathered  [gathered_rows, K]  symmetric, a half of A_full: shard s from row s * gathered_rows / W on, in whole tiles
     landed    [W, MAX_CHUNKS]     symmetric: landed[s, c] = epoch, once chunk c of shard s is here
     epoch     [1]                 this rank's, set by begin_kernel
+    scratch, tickets              of streamed tiles (join_parts), none of them own ones
 
     signals  copy engine of rank s, behind each chunk: landed[s, c] = epoch
     waits    before the first tile of a chunk: landed[s, c] >= epoch; the own shard is read where it is
@@ -72,17 +52,20 @@ def all_gather_matmul_kernel(
     own = tiles.count // world
     # Two loops and not a choice in one: Triton gives the operands of two GEMMs shared memory each unless one loop
     # follows the other.
+    depth = tl.cdiv(K, BLOCK_K)
     for place in range(tl.program_id(0), own, programs):
         panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
         acc = gemm_tile(
-            shard, shard_stride, rows, b, b_stride, N, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS
-        )
+            shard, shard_stride, rows, b, b_stride, N, row, column, K, 0, depth, out, out, 0,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
+        )  # fmt: skip
         store_tile(out, acc, row, column, me * rows, rows, N, BLOCK_M, BLOCK_N)
-    # The first place of this program behind the own tiles.
-    first = own + (tl.program_id(0) + programs - own % programs) % programs
+    # Own tiles this program has had.
+    had = (tl.maximum(own - tl.program_id(0), 0) + programs - 1) // programs
     waited = -1
-    for place in range(first, tiles.count, programs):
+    for step in range(had, work_steps(tiles, whole, depth)):
+        place, first, last = work_at(step, tiles, whole, depth)
         owner, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
         signal = owner * MAX_CHUNKS + chunk
@@ -91,9 +74,15 @@ def all_gather_matmul_kernel(
             waited = signal
         row_there = owner * (gathered_rows // world) + row
         acc = gemm_tile(
-            gathered, K, gathered_rows, b, b_stride, N, row_there, column, K, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS
-        )
-        store_tile(out, acc, row, column, owner * rows, rows, N, BLOCK_M, BLOCK_N)
+            gathered, K, gathered_rows, b, b_stride, N, row_there, column, K, first, last, out, out, 0,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
+        )  # fmt: skip
+        if last - first == depth:
+            store_tile(out, acc, row, column, owner * rows, rows, N, BLOCK_M, BLOCK_N)
+        elif leave_part(acc, scratch, tickets, place, tiles, whole, depth, BLOCK_M, BLOCK_N):
+            for at in range(0, BLOCK_M, ROWS):
+                x = join_parts(scratch, place, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
+                store_tile(out, x, row + at, column, owner * rows, rows, N, ROWS, BLOCK_N)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,36 +118,43 @@ def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig |
     tiles = make_tiles(
         rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group, chunks=config.chunks
     )
-    padded = world * tiles.rows * config.block_m
+    gemm.check_design("all_gather_matmul", config, "fused", "segments")
+    segments = config.design == "segments"
+    padded = world * (rows if segments else tiles.rows * config.block_m)
     space = _workspace(team, shard.dtype, padded * K)
     half = space.calls % 2
     space.calls += 1
     gathered = space.halves[half, : padded * K].view(padded, K)
     begin_kernel[(1,)](space.epoch, space.filled[half], space.entered, team.view, num_warps=1)
-    _push(team, shard, gathered, tiles, config.block_m, space)
+    _push(team, shard, gathered, rows if segments else tiles.chunk * config.block_m, space)
     out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
+    if segments:
+        _multiply_segments(team, shard, gathered, b, out, space)
+        return out
     descriptors = gemm.can_describe(shard, gathered, b)
-    all_gather_matmul_kernel[(gemm.programs(team, tiles, config),)](
+    parts, programs = gemm.parts_for(team, config, shard.dtype), gemm.programs(team, tiles, config)
+    options = gemm.constants(config, descriptors)
+    del options["PIECE"]
+    all_gather_matmul_kernel[(programs,)](
         gemm.operand(shard, config.block_m, config.block_k, descriptors), gemm.row_stride(shard),
         gemm.operand(gathered, config.block_m, config.block_k, descriptors), padded,
         gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
-        out, space.landed, space.epoch, rows, N, K, tiles, team.view,
-        MAX_CHUNKS=MAX_CHUNKS, launch_cooperative_grid=True, **gemm.constants(config, descriptors),
+        out, space.landed, space.epoch, parts.scratch, parts.tickets, rows, N, K, tiles,
+        gemm.whole_for(tiles, programs, config, tiles.count // world), team.view,
+        MAX_CHUNKS=MAX_CHUNKS, launch_cooperative_grid=True, **options,
     )  # fmt: skip
     team.copy_engine.join()
     return out
 
 
-def _push(
-    team: Team, shard: torch.Tensor, gathered: torch.Tensor, tiles: Tiles, block_m: int, space: Workspace
-) -> None:
+def _push(team: Team, shard: torch.Tensor, gathered: torch.Tensor, chunk_rows: int, space: Workspace) -> None:
     """Have the copy engine write ``shard`` into every peer's ``gathered``, one peer after the other.
 
     Rank r serves r - 1, r - 2, … : who needs this shard next comes first, and every link carries one shard at a time.
     """
     # Detached: copies are made outside the op, where autograd would follow a shard that wants a gradient.
-    engine, shard, rows, chunk_rows = team.copy_engine, shard.detach(), shard.shape[0], tiles.chunk * block_m
-    mine = team.rank * tiles.rows * block_m
+    engine, shard, rows = team.copy_engine, shard.detach(), shard.shape[0]
+    mine = team.rank * (gathered.shape[0] // team.size)
     engine.fork()
     for step in range(1, team.size):
         peer = (team.rank - step) % team.size
@@ -166,6 +162,25 @@ def _push(
             last = min(first + chunk_rows, rows)
             engine.put(gathered[mine + first : mine + last], shard[first:last], peer)
             engine.signal(space.landed[team.rank, chunk : chunk + 1], space.epoch, peer)
+
+
+def _multiply_segments(
+    team: Team, shard: torch.Tensor, gathered: torch.Tensor, b: torch.Tensor, out: torch.Tensor, space: Workspace
+) -> None:
+    """A library GEMM for each shard, the own one first; a peer's waits for landed[s, 0] = epoch before it begins.
+
+    copy  | s1 | s2 | s3 |                          what arrives
+    gemm  | s0 | s1 | s2 | s3 |                                         rank 0 of 4: shards
+
+    Reuse as in all_gather_matmul_kernel.
+    """
+    landed, into = gathered.view(team.size, *shard.shape), out.view(team.size, shard.shape[0], -1)
+    library_matmul(shard, b, into[team.rank])
+    for step in range(1, team.size):
+        owner = (team.rank + step) % team.size
+        wait_kernel[(1,)](space.landed[owner], space.epoch, team.view, num_warps=1)
+        library_matmul(landed[owner], b, into[owner])
+    team.copy_engine.join()
 
 
 def _workspace(team: Team, dtype: torch.dtype, size: int) -> Workspace:

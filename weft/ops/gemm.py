@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.ops.registration import FLOATS
-from weft.ops.tiles import Tiles
+from weft.ops.tiles import Tiles, contributors, whole_places
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Signals that a rank keeps for each shard of a gathered A.
 MAX_CHUNKS = 8
+DESIGNS = ("fused", "segments", "lamport")
 # Elements of the smallest output tile: how many tiles, each with its signal, a buffer can hold.
 SMALLEST_TILE = 16 * 16
 
@@ -38,6 +39,11 @@ class GemmConfig:
     group     tile rows that share an L2's worth of B
     num_warps, num_stages      of the compiler
     chunks    signals per shard (all_gather_matmul), at most MAX_CHUNKS
+    stream    whether tiles that do not fill a round of programs are streamed (tiles.py)
+    piece     elements of a finished tile that go to its owner in each step of the next tile (a power of two): spread over
+              the GEMM, since all programs finish tiles at once and the link would stand still in between
+    design    "fused": one kernel; "segments": a library GEMM for each rank's rows (segments.py); "lamport": one kernel
+              for few rows (lamport_matmul.py)
     """
 
     block_m: int
@@ -47,12 +53,19 @@ class GemmConfig:
     num_warps: int = 4
     num_stages: int = 3
     chunks: int = 1
+    stream: bool = True
+    piece: int = 2048
+    design: str = "fused"
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
             if value < 16 or value & (value - 1):
                 raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if self.piece < 1 or self.piece & (self.piece - 1):
+            raise ValueError(f"piece={self.piece} is not a power of two")
+        if self.design not in DESIGNS:
+            raise ValueError(f"design={self.design!r} is not one of {', '.join(map(repr, DESIGNS))}")
         if self.group < 1:
             raise ValueError(f"group={self.group} is not positive; pass 1 or more")
         if not 1 <= self.chunks <= MAX_CHUNKS:
@@ -106,31 +119,86 @@ def _is_datacentre(arch: str) -> bool:
 
 @triton.jit
 def gemm_tile(
-    a, a_stride, a_rows, b, b_stride, b_rows, row, column, K,
+    a, a_stride, a_rows, b, b_stride, b_rows, row, column, K, first, last, source, target, left,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
-    """acc[BLOCK_M, BLOCK_N] (fp32) = a[row : row + BLOCK_M, 0:K] @ b[column : column + BLOCK_N, 0:K].T
+    """acc[BLOCK_M, BLOCK_N] (fp32) = a[row : row + BLOCK_M, k] @ b[column : column + BLOCK_N, k].T over the steps
+    first .. last - 1 of BLOCK_K along k
 
     a, b: tensor descriptors over [a_rows, K] and [b_rows, K] if DESCRIPTORS, else pointers to rows that are a_stride
-    and b_stride elements apart. Rows outside count as zeros. The order of additions depends on BLOCK_K only.
+    and b_stride elements apart. Rows outside count as zeros. The order of additions depends on BLOCK_K and ``first``.
+
+    Along the way it copies target[0:left] = source[0:left], PIECE elements a step and the rest at the end, so that a
+    link takes them evenly. ``source`` is memory of this program, which a CTA barrier has made readable. 0: no copy.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    moved = 0
+    if PIECE > 0:
+        lanes = tl.arange(0, PIECE)
+        piece = tl.load(source + lanes, mask=lanes < left, other=0.0)
     if DESCRIPTORS:
-        for k in range(0, K, BLOCK_K):
+        for k in range(first * BLOCK_K, last * BLOCK_K, BLOCK_K):
             acc = tl.dot(a.load([row, k]), b.load([column, k]).T, acc, input_precision="ieee")
+            if PIECE > 0:
+                # Loaded a step ago: the tensor cores do not wait for it.
+                tl.store(target + moved + lanes, piece, mask=lanes < left - moved)
+                moved += PIECE
+                piece = tl.load(source + moved + lanes, mask=lanes < left - moved, other=0.0)
     else:
         m, n, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         # 64-bit to the tile, 32-bit in it: half the registers of a pointer for each element.
         a_tile = a + tl.cast(row, tl.int64) * a_stride
         b_tile = b + tl.cast(column, tl.int64) * b_stride
-        for k in range(0, K, BLOCK_K):
+        for k in range(first * BLOCK_K, last * BLOCK_K, BLOCK_K):
             deep = k + depth < K
             x_mask = (m < a_rows - row)[:, None] & deep[None, :]
             y_mask = (n < b_rows - column)[None, :] & deep[:, None]
             x = tl.load(a_tile + (m[:, None] * a_stride + (k + depth)[None, :]), mask=x_mask, other=0.0)
             y = tl.load(b_tile + (n[None, :] * b_stride + (k + depth)[:, None]), mask=y_mask, other=0.0)
             acc = tl.dot(x, y, acc, input_precision="ieee")
+    if PIECE > 0:
+        while moved < left:
+            at = moved + lanes
+            tl.store(target + at, tl.load(source + at, mask=at < left, other=0.0), mask=at < left)
+            moved += PIECE
     return acc
+
+
+@triton.jit
+def leave_part(
+    acc, scratch, tickets, place, tiles, whole, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Leaves this program's part of a streamed tile in ``scratch``; whether it was the last, who puts them together.
+
+    scratch  fp32 [2 * programs, tile]: the part with which a program's share begins, and the one with which it ends
+    tickets  [streamed tiles], 0: how many parts are there. Left as 0 for the next kernel of this stream
+    """
+    low, high = contributors(place, tiles, whole, depth)
+    me = tl.program_id(0)
+    # Who has the tile's beginning has it at the end of its share.
+    mine = scratch + (2 * me + tl.where(me == low, 1, 0)).to(tl.int64) * (BLOCK_M * BLOCK_N)
+    tl.store(mine + packed(BLOCK_M, BLOCK_N), acc)
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + (place - whole), 1, sem="acq_rel", scope="gpu")
+    if ticket == high - low:
+        tl.store(tickets + (place - whole), 0)
+    return ticket == high - low
+
+
+@triton.jit
+def join_parts(
+    scratch, place, row, tiles, whole, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows row .. row + ROWS - 1 of the streamed tile, fp32: its parts added up by program, for the last program only."""
+    low, high = contributors(place, tiles, whole, depth)
+    scratch += row * BLOCK_N
+    x = tl.load(scratch + (2 * low + 1).to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
+    for other in tl.range(low + 1, high + 1, num_stages=1):
+        x += tl.load(scratch + (2 * other).to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
+    return x
 
 
 @triton.jit
@@ -167,6 +235,11 @@ def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.devi
         raise ValueError(
             f"{op}: {name} has K={a.shape[1]} columns and b has {b.shape[1]}; b is [N, K], a row for each output column"
         )
+
+
+def check_design(op: str, config: GemmConfig, *designs: str) -> None:
+    if config.design not in designs:
+        raise ValueError(f"{op}: design={config.design!r} is not one of {', '.join(map(repr, designs))}")
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +282,38 @@ def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], 
 
 def programs(team: Team, tiles: Tiles, config: GemmConfig) -> int:
     """Programs of a fused kernel: all are resident, one an SM, as each takes most of its shared memory."""
-    return min(tiles.count, team.caps.sms, team.max_programs(config.num_warps))
+    most = min(team.caps.sms, team.max_programs(config.num_warps))
+    # A tile in more than eight parts takes longer to put together than to compute.
+    return min(most, tiles.count * (8 if config.stream else 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Where streamed tiles are put together, and the finished tile that each program is sending away."""
+
+    scratch: torch.Tensor
+    tickets: torch.Tensor
+    outbox: torch.Tensor
+
+
+def parts_for(team: Team, config: GemmConfig, dtype: torch.dtype) -> Parts:
+    """The team's ``Parts`` for tiles of this size, all zero between kernels of its stream."""
+    tile = config.block_m * config.block_n
+
+    def make() -> Parts:
+        sms = team.caps.sms
+        return Parts(
+            scratch=team.local((2 * sms, tile), torch.float32),
+            tickets=team.local((sms,), torch.int32),
+            outbox=team.local((sms, tile), dtype),
+        )
+
+    return team.workspace(("gemm parts", tile, dtype), make)
+
+
+def whole_for(tiles: Tiles, programs: int, config: GemmConfig, least: int = 0) -> int:
+    """How many places of a kernel of so many programs are computed whole."""
+    return whole_places(tiles.count, programs, least) if config.stream else tiles.count
 
 
 def constants(config: GemmConfig, descriptors: bool) -> dict[str, Any]:
@@ -224,6 +328,9 @@ def constants(config: GemmConfig, descriptors: bool) -> dict[str, Any]:
         "BLOCK_N": config.block_n,
         "BLOCK_K": block_k,
         "DESCRIPTORS": descriptors,
+        # Rows of a streamed tile that are put together at a time: few registers, so that all their loads are in flight.
+        "ROWS": min(config.block_m, max(1, 4096 // config.block_n)),
+        "PIECE": min(config.piece, config.block_m * config.block_n),
         "num_warps": num_warps,
         "num_stages": config.num_stages,
     }

@@ -9,28 +9,39 @@ import triton
 import triton.language as tl
 
 from weft.ops import gemm
-from weft.ops.gemm import GemmConfig, gemm_tile, store_tile
-from weft.ops.tiles import locate, make_tiles
+from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, store_tile
+from weft.ops.tiles import locate, make_tiles, work_at, work_steps
 from weft.runtime import capabilities
 
 # Programs of the plain GEMM in the simulator. They wait for nobody, so any number is right.
 _SIMULATED_SMS = 8
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
+@triton.jit(do_not_specialize=["M", "tiles", "whole"])
 def matmul_kernel(
-    a, a_stride, b, b_stride, out, M, N, K, tiles,
+    a, a_stride, b, b_stride, out, scratch, tickets, M, N, K, tiles, whole,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = a[M, K] @ b[N, K].T        grid: (min(tiles, SMs),)
+    """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,); the tiles from place ``whole`` on are streamed
 
-    signals, waits  none
+    signals, waits  none: the last part of a streamed tile adds up the others (join_parts)
     """
-    for number in range(tl.program_id(0), tiles.count, tl.num_programs(0)):
+    depth = tl.cdiv(K, BLOCK_K)
+    for step in range(0, work_steps(tiles, whole, depth)):
+        number, first, last = work_at(step, tiles, whole, depth)
         panel, chunk, tile_row, tile_column = locate(number, tiles)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        acc = gemm_tile(a, a_stride, M, b, b_stride, N, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS)
-        store_tile(out, acc, row, column, 0, M, N, BLOCK_M, BLOCK_N)
+        acc = gemm_tile(
+            a, a_stride, M, b, b_stride, N, row, column, K, first, last, out, out, 0,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
+        )  # fmt: skip
+        if last - first == depth:
+            store_tile(out, acc, row, column, 0, M, N, BLOCK_M, BLOCK_N)
+        elif leave_part(acc, scratch, tickets, number, tiles, whole, depth, BLOCK_M, BLOCK_N):
+            for at in range(0, BLOCK_M, ROWS):
+                x = join_parts(scratch, number, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
+                store_tile(out, x, row + at, column, 0, M, N, ROWS, BLOCK_N)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -50,13 +61,25 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> t
     config = config or gemm.config_for(M, N, a.dtype, caps)
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    programs = min(caps.sms, tiles.count * (8 if config.stream else 1))
+    whole = gemm.whole_for(tiles, programs, config)
+    scratch, tickets = _parts(a.device, tiles.count - whole, programs, config)
     descriptors = gemm.can_describe(a, b)
-    matmul_kernel[(min(tiles.count, caps.sms),)](
+    options = gemm.constants(config, descriptors)
+    del options["PIECE"]
+    matmul_kernel[(programs,)](
         gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),
         gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
-        out, M, N, K, tiles, **gemm.constants(config, descriptors),
+        out, scratch, tickets, M, N, K, tiles, whole, **options,
     )  # fmt: skip
     return out
+
+
+def _parts(device: torch.device, streamed: int, programs: int, config: GemmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scratch and tickets of one call. Its own, since calls may run on several streams at once."""
+    tile = config.block_m * config.block_n
+    scratch = torch.empty((2 * programs, tile) if streamed else (1,), dtype=torch.float32, device=device)
+    return scratch, torch.zeros(streamed, dtype=torch.int32, device=device) if streamed else scratch.view(torch.int32)
 
 
 @functools.lru_cache

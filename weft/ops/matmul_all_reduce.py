@@ -11,19 +11,22 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm
-from weft.ops.gemm import GemmConfig, gemm_tile, packed, store_tile
+from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, packed, store_tile
+from weft.ops.lamport_matmul import run as run_lamport
 from weft.ops.matmul import run as run_matmul
-from weft.ops.tiles import at_place, first_tile, locate, make_tiles, owner_of, slot_of
+from weft.ops.tiles import at_place, first_tile, locate, make_tiles, owner_of, slot_of, work_at, work_steps
 from weft.runtime.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@triton.jit(do_not_specialize=["M", "tiles"])
+@triton.jit(do_not_specialize=["M", "tiles", "whole"])
 def matmul_all_reduce_kernel(
-    a, a_stride, b, b_stride, out, slots, arrived, results, ready, epoch, slot_size, flags, M, N, K, tiles, team,
+    a, a_stride, b, b_stride, out, outbox, slots, arrived, results, ready, epoch, slot_size, flags, scratch, tickets,
+    M, N, K, tiles, whole, team,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = sum over ranks of a[M, K] @ b[N, K].T        grid: (programs,), own tiles last
 
@@ -34,6 +37,8 @@ def matmul_all_reduce_kernel(
     results  [all tiles]         symmetric: the summed tiles that peers own
     ready    [all tiles]         symmetric: ready[number] = epoch, once that tile lies in results
     epoch    [2]                 this rank's
+    outbox   [programs, tile]    this rank's: a program's finished tile, while it goes to its owner
+    scratch, tickets             of streamed tiles (join_parts)
 
     signals  every rank s, per tile of owner o: stores the tile at o, then arrived[slot of s, t] = epoch at o
              owner, per own tile: stores the sum at every peer, then ready[number] = epoch there
@@ -44,40 +49,77 @@ def matmul_all_reduce_kernel(
     reuse    slots: their owner reads a tile before it says ready, and nobody leaves a call before all tiles are ready.
              results: an owner writes a tile only after this rank's share of it in the same call, sent after this rank's
              last call ended. Both hold whatever the shapes of the two calls are, so one buffer each is enough.
+             outbox: a tile has left it when the next tile's GEMM ends, and only then is it filled again.
+    progress before a program waits it has sent and announced all its earlier tiles
 
     gemm  | o1 | o2 | o3 | own |                                        rank 0 of 4: tiles of the owners
-    link   | o1 | o2 | o3 |     | own to all |
+    link       | o1 | o2 | o3 | | own to all |                          each tile along the next one's GEMM
     sum                    | +1 +2 +3 |
     copy                               | o1 | o2 | o3 |
     """
     world: tl.constexpr = wl.num_ranks(team)
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = wl.rank(team)
     now = wl.next_epoch(epoch)
     start = first_tile((me + 1) % world, tiles, world)
-    for place in range(tl.program_id(0), tiles.count, tl.num_programs(0)):
+    outbox += tl.program_id(0) * TILE
+    sending = -1  # the number of the tile in the outbox
+    depth = tl.cdiv(K, BLOCK_K)
+    steps = work_steps(tiles, whole, depth)
+    for step in range(0, steps):
+        place, first, last = work_at(step, tiles, whole, depth)
         number = at_place(place, start, tiles)
         panel, chunk, tile_row, tile_column = locate(number, tiles)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        acc = gemm_tile(a, a_stride, M, b, b_stride, N, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS)
-        owner = owner_of(number, tiles, world)
-        tile = number - first_tile(owner, tiles, world)
-        in_slot = tile.to(tl.int64) * (BLOCK_M * BLOCK_N)
-        if owner == me:
-            for slot in tl.range(0, world - 1, num_stages=1):
-                wl.wait(arrived + slot * flags + tile, now, team)
-                acc += tl.load(slots + slot * slot_size + in_slot + packed(BLOCK_M, BLOCK_N)).to(tl.float32)
-            total = acc.to(out.dtype.element_ty)
-            here = results + number.to(tl.int64) * (BLOCK_M * BLOCK_N)
-            for step in tl.static_range(1, world):
-                tl.store(wl.symm_at(here, (me + step) % world, team) + packed(BLOCK_M, BLOCK_N), total)
-            for step in tl.static_range(1, world):
-                wl.notify(ready + number, (me + step) % world, now, team)
-            store_tile(out, total, row, column, 0, M, N, BLOCK_M, BLOCK_N)
+        receiver = owner_of(tl.maximum(sending, 0), tiles, world)
+        sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
+        slot = slot_of(me, receiver, world)
+        there = wl.symm_at(slots + slot * slot_size + sent.to(tl.int64) * TILE, receiver, team)
+        acc = gemm_tile(
+            a, a_stride, M, b, b_stride, N, row, column, K, first, last, outbox, there, tl.where(sending < 0, 0, TILE),
+            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, PIECE,
+        )  # fmt: skip
+        if sending >= 0:
+            wl.notify(arrived + slot * flags + sent, receiver, now, team)
+            sending = -1
+        if last - first == depth:
+            complete = True
         else:
+            complete = leave_part(acc, scratch, tickets, place, tiles, whole, depth, BLOCK_M, BLOCK_N)
+        if complete:
+            owner = owner_of(number, tiles, world)
+            tile = number - first_tile(owner, tiles, world)
+            here = slots + tile.to(tl.int64) * TILE
+            result = results + number.to(tl.int64) * TILE
+            # Where the finished tile goes: an own one to all, others' along the next tile's GEMM, the last one's at once.
+            last_step = step + 1 == steps
             slot = slot_of(me, owner, world)
-            there = wl.symm_at(slots + slot * slot_size + in_slot, owner, team)
-            tl.store(there + packed(BLOCK_M, BLOCK_N), acc.to(out.dtype.element_ty))
-            wl.notify(arrived + slot * flags + tile, owner, now, team)
+            if owner == me:
+                for peer in tl.range(0, world - 1):
+                    wl.wait(arrived + peer * flags + tile, now, team)
+            else:
+                there = wl.symm_at(here + slot * slot_size, owner, team)
+                tl.debug_barrier()  # all threads have sent what the outbox held
+            if last - first == depth:
+                deliver(
+                    acc, 0, owner == me, last_step, out, here, slot_size, there, result, outbox, row, column, M, N, team,
+                    BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            else:
+                for at in range(0, BLOCK_M, ROWS):
+                    x = join_parts(scratch, place, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
+                    deliver(
+                        x, at, owner == me, last_step, out, here, slot_size, there, result, outbox, row, column, M, N,
+                        team, ROWS, BLOCK_N,
+                    )  # fmt: skip
+            if owner == me:
+                for peer in tl.static_range(1, world):
+                    wl.notify(ready + number, (me + peer) % world, now, team)
+            elif last_step:
+                wl.notify(arrived + slot * flags + tile, owner, now, team)
+            else:
+                tl.debug_barrier()
+                sending = number
     # The order begins with all tiles of the peers.
     of_peers = tiles.count + first_tile(me, tiles, world) - first_tile(me + 1, tiles, world)
     for place in range(tl.program_id(0), of_peers, tl.num_programs(0)):
@@ -87,6 +129,28 @@ def matmul_all_reduce_kernel(
         total = tl.load(results + number.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(BLOCK_M, BLOCK_N))
         store_tile(out, total, tile_row * BLOCK_M, tile_column * BLOCK_N, 0, M, N, BLOCK_M, BLOCK_N)
     wl.advance_epoch(epoch, now)
+
+
+@triton.jit
+def deliver(
+    x, at, is_own, is_last, out, here, slot_size, there, result, outbox, row, column, M, N, team,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows ``at`` .. at + ROWS - 1 of a finished tile, ``x``: with the slots' (``here``) to ``out`` and to ``result`` of
+    every peer, or to the outbox, or to the owner (``there``)."""
+    world: tl.constexpr = wl.num_ranks(team)
+    offsets = at * BLOCK_N + packed(ROWS, BLOCK_N)
+    if is_own:
+        for slot in tl.range(0, world - 1, num_stages=1):
+            x += tl.load(here + slot * slot_size + offsets).to(tl.float32)
+        total = x.to(out.dtype.element_ty)
+        for peer in tl.static_range(1, world):
+            tl.store(wl.symm_at(result, (wl.rank(team) + peer) % world, team) + offsets, total)
+        store_tile(out, total, row + at, column, 0, M, N, ROWS, BLOCK_N)
+    elif is_last:
+        tl.store(there + offsets, x.to(out.dtype.element_ty))
+    else:
+        tl.store(outbox + offsets, x.to(out.dtype.element_ty))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +180,20 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     config = config or gemm.config_for(M, N, a.dtype, team.caps)
+    gemm.check_design("matmul_all_reduce", config, "fused", "lamport")
+    if config.design == "lamport":
+        return run_lamport(a, b, team, config)
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
+    parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
     space = _workspace(team, a.dtype, triton.cdiv(tiles.count, team.size) * config.block_m * config.block_n)
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     descriptors = gemm.can_describe(a, b)
-    matmul_all_reduce_kernel[(gemm.programs(team, tiles, config),)](
+    matmul_all_reduce_kernel[(programs,)](
         gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),
         gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
-        out, space.slots, space.arrived, space.results, space.ready, space.epoch,
-        space.slots.shape[1], space.arrived.shape[1], M, N, K, tiles, team.view,
+        out, parts.outbox, space.slots, space.arrived, space.results, space.ready, space.epoch,
+        space.slots.shape[1], space.arrived.shape[1], parts.scratch, parts.tickets,
+        M, N, K, tiles, gemm.whole_for(tiles, programs, config), team.view,
         launch_cooperative_grid=True, **gemm.constants(config, descriptors),
     )  # fmt: skip
     return out

@@ -16,6 +16,14 @@ once, and no two wait for one.
       order of rank 1 of 4, own first   | 1 1 | 2 2 | 3 3 | 0 0 |     the owners of its tiles
       order of rank 1 of 4, own last    | 2 2 | 3 3 | 0 0 | 1 1 |
 
+Tiles that do not fill the last round of programs would leave most of them idle for as long as a whole tile takes: 400
+tiles on 132 SMs are 3.03 rounds and cost 4. So the places from ``whole`` on are *streamed*: the steps along K of all of
+them, laid end to end, are dealt out evenly, and a program's share begins and ends within a tile. What it has of an
+unfinished tile it leaves in scratch memory; who comes last to a tile adds up all parts, by program, so in an order that
+does not depend on who is last (Stream-K, Osama et al. 2023).
+
+      programs   | whole | whole | whole | 1/33 tile |       132 of them, 400 tiles, whole = 396
+
 The functions are plain integer arithmetic: kernels call them, and ``plan`` runs the same source on the host.
 """
 
@@ -25,6 +33,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import triton
+import triton.language as tl
 
 
 class Tiles(NamedTuple):
@@ -106,6 +115,63 @@ def at_place(place, start, tiles):
 def slot_of(source, owner, world):
     """Which of its ``world - 1`` slots ``owner`` keeps for ``source``: slot d is for rank owner + 1 + d (mod W)."""
     return (source + world - owner - 1) % world
+
+
+def whole_places(count: int, programs: int, least: int = 0) -> int:
+    """How many of ``count`` places are computed whole, at least ``least`` of them; the rest is streamed.
+
+    A round that is nearly full costs less than putting streamed tiles together.
+    """
+    rest = count % programs
+    return count if rest > 0.9 * programs else max(count - rest, least)
+
+
+@triton.jit
+def share_of(tiles, whole, depth):
+    """This program's share of the streamed steps: (begin, end). Where steps are few, the first programs have one each."""
+    total = (tiles.count - whole) * depth
+    sharers = tl.maximum(tl.minimum(tl.num_programs(0), total), 1)
+    program = tl.minimum(tl.program_id(0), sharers)
+    return program * total // sharers, tl.minimum(program + 1, sharers) * total // sharers
+
+
+@triton.jit
+def wholes_of(whole):
+    """How many whole tiles this program has."""
+    programs = tl.num_programs(0)
+    return (tl.maximum(whole - tl.program_id(0), 0) + programs - 1) // programs
+
+
+@triton.jit
+def work_steps(tiles, whole, depth):
+    """How many pieces of work this program has: its whole tiles, then its share of the streamed ones.
+
+    whole  places computed whole        depth  steps along K of a tile
+    """
+    begin, end = share_of(tiles, whole, depth)
+    return wholes_of(whole) + tl.where(end > begin, (end - 1) // depth - begin // depth + 1, 0)
+
+
+@triton.jit
+def work_at(step, tiles, whole, depth):
+    """Piece of work ``step`` of this program: (place, first step along K, last one's successor)."""
+    begin, end = share_of(tiles, whole, depth)
+    wholes = wholes_of(whole)
+    tile = begin // depth + step - wholes
+    streamed = step >= wholes
+    place = tl.where(streamed, whole + tile, tl.program_id(0) + step * tl.num_programs(0))
+    first = tl.where(streamed, tl.maximum(begin - tile * depth, 0), 0)
+    last = tl.where(streamed, tl.minimum(end - tile * depth, depth), depth)
+    return place, first, last
+
+
+@triton.jit
+def contributors(place, tiles, whole, depth):
+    """The first and the last program that have a part of the streamed tile at ``place``."""
+    total = (tiles.count - whole) * depth
+    start = (place - whole) * depth
+    sharers = tl.minimum(tl.num_programs(0), total)
+    return ((start + 1) * sharers - 1) // total, ((start + depth) * sharers - 1) // total
 
 
 def plan(tiles: Tiles, rank: int, world: int, *, own: str) -> Iterator[tuple[int, int, Place]]:

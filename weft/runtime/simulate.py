@@ -23,6 +23,7 @@ def simulate(
     heap_bytes: int | None = None,
     args: Sequence[Any] = (),
     on_event: Callable[[tuple[int, str, str, str]], None] | None = None,
+    prepare: Callable[[Any], None] | None = None,
 ) -> list[Any]:
     """Run ``main(team, *args)`` on ``world_size`` virtual ranks; their results in rank order.
 
@@ -30,6 +31,7 @@ def simulate(
     sms       programs of a rank that can be resident at once; further ones start when others end
     slow      rank -> how many times rarer than the others it is chosen
     on_event  called with (step, task, kind, detail) for every access, launch and wait
+    prepare   called with the machine before it runs (``weft.check`` sets its watcher and strategy there)
 
     Raises what a rank raised (the others are stopped), Deadlock the moment no task can go on, InvalidAccess for a kernel
     that leaves its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
@@ -49,8 +51,11 @@ def simulate(
 
     def host(rank: int) -> Any:
         _THIS_THREAD.cluster, _THIS_THREAD.rank = cluster, rank
-        return main(Team(cluster.platform(rank, heap_bytes)), *args)
+        with machine.host_scope(rank):
+            return main(Team(cluster.platform(rank, heap_bytes)), *args)
 
+    if prepare is not None:
+        prepare(machine)
     return machine.run([lambda rank=rank: host(rank) for rank in range(world_size)])
 
 

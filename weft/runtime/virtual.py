@@ -50,7 +50,7 @@ class VirtualPlatform:
         raw = torch.empty(heap_bytes + 256, dtype=torch.uint8)
         self.heap = raw[-raw.data_ptr() % 256 :][:heap_bytes]
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
-        self._machine.memory.add_heap(self.heap.data_ptr(), heap_bytes)
+        self._machine.memory.add_heap(self.heap.data_ptr(), heap_bytes, members[place])
         cluster.heaps[team, place] = self.heap
         bases = self.exchange("init", self.heap.data_ptr())
         self.deltas = [base - self.heap.data_ptr() for base in bases]
@@ -60,12 +60,15 @@ class VirtualPlatform:
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._cluster.heaps[self._team, peer]
 
-    def exchange(self, what: str, item: Any) -> list[Any]:
+    def exchange(self, what: str, item: Any, streams: bool = False) -> list[Any]:
         self._meetings += 1
-        return self._machine.exchange(f"{self._team}'s {what} (meeting {self._meetings})", item, self._members)
+        meeting = f"{self._team}'s {what} (meeting {self._meetings})"
+        return self._machine.exchange(meeting, item, self._members, streams)
 
     def synchronize(self) -> None:
         self._machine.drain(self.copy_engine.stream)
+        if self._machine.watcher is not None:
+            self._machine.watcher.synchronized(self._machine.rank)
 
     def max_programs(self, num_warps: int, registers: int) -> int:
         return self._machine.sms
@@ -77,6 +80,7 @@ class VirtualPlatform:
         nbytes = tensor.numel() * tensor.element_size()
         # Poison: NaN in every float type, -1 in every integer, so that reading what nobody wrote shows.
         self.heap[tensor.data_ptr() - self.heap.data_ptr() :][:nbytes].fill_(0xFF)
+        self._machine.uninitialised.add(tensor.data_ptr())
         self._machine.memory.add(Extent(tensor.data_ptr(), nbytes, self.rank, name, tensor.element_size()))
 
     def released(self, tensor: torch.Tensor) -> None:
@@ -107,6 +111,8 @@ class VirtualCopyEngine:
 
     def fork(self) -> None:
         """Kernels of the main stream are synchronous here, so all of its work has ended already."""
+        if self._machine.watcher is not None:
+            self._machine.watcher.fork(self.stream)
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         self._enqueue(f"put to rank {peer}", self._at(dst, peer), src)
@@ -115,27 +121,33 @@ class VirtualCopyEngine:
         self._enqueue(f"get from rank {peer}", dst, self._at(src, peer))
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
-        self._enqueue(f"signal to rank {peer}", self._at(signal, peer), epoch)
+        self._enqueue(f"signal to rank {peer}", self._at(signal, peer), epoch, signal=True)
 
     def join(self) -> None:
-        self._machine.drain(self.stream)
+        self._machine.join(self.stream)
 
     def _at(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         return at_peer(self._platform, tensor, peer)
 
-    def _enqueue(self, label: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+    def _enqueue(self, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
         check_copy(dst, src)
         target, source = dst.view(-1), src.view(-1)
+        watcher = self._machine.watcher
+        order = watcher.enqueued(self.stream, [dst, src]) if watcher is not None else None
 
         def move() -> None:
-            count = source.numel()
+            if watcher is not None:
+                watcher.begin(order, label)
+            count, itemsize = source.numel(), source.element_size()
             step = -(-count // _PIECES) if count > _PIECES else max(count, 1)
             for start in range(0, count, step):
                 self._machine.scheduler.step()
                 self._machine.note("copy", label)
+                base, nbytes = target.data_ptr() + start * itemsize, min(step, count - start) * itemsize
+                if watcher is not None:
+                    watcher.copied(base, source.data_ptr() + start * itemsize, nbytes, itemsize, signal)
                 target[start : start + step].copy_(source[start : start + step])
-                base = target.data_ptr() + start * target.element_size()
-                self._machine.scheduler.written(base, base + min(step, count - start) * target.element_size())
+                self._machine.scheduler.written(base, base + nbytes)
 
         self._machine.enqueue(self.stream, label, move)
 
@@ -158,7 +170,7 @@ class HostLibrary:
 
     def _exchange(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
         # A copy, since a rank that is ahead may write to x before the others have read it.
-        return self._platform.exchange(what, x.detach().clone())
+        return self._platform.exchange(what, x.detach().clone(), streams=True)
 
     @staticmethod
     def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ REMEDIES = {
     "race": "order the two: a notify (release) after the first that the second side waits for (acquire)",
     "missing-barrier": "put tl.debug_barrier() between the stores and the release, or use wl.notify, which contains it",
     "undrained-tma": "a tensor-descriptor store lands later: use wl.notify, which drains it, or store with tl.store",
-    "proxy-fence": "tensor-descriptor loads need a proxy fence after the acquire: use wl.wait, which contains it, or load with tl.load",
+    "proxy-fence": "descriptor loads need a proxy fence after the acquire: use wl.wait, which contains it, or tl.load",
     "scope": "use scope='sys' on both sides: scope='gpu' orders one GPU's programs only",
     "relaxed-order": "release with sem='release' (or wl.notify) and acquire with sem='acquire' (or wl.wait) on the same word",
     "uninitialised": "write the memory before it is read: zero it, or wait for the peer that fills it",
@@ -96,7 +96,7 @@ class Finding:
     @property
     def cause(self) -> tuple:
         """Findings with equal causes are one: kind, tensor and source lines, whatever the ranks, programs and elements."""
-        places = sorted(str(side.place or side.task) for side in self.sides)
+        places = sorted(str(side.place or side.verb) for side in self.sides)
         return (self.kind, self.tensor, *places) if places else (self.kind, self.message)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_MACHINERY = ("torch.", "weft.simulator.", "weft.runtime.", "contextlib")
 # They look at a tensor's shape only.
 _SHAPE_ONLY = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
@@ -49,11 +51,21 @@ class HostOperations(TorchDispatchMode):
             if write:
                 self._watcher.machine.scheduler.written(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor))
         if name == "_local_scalar_dense":
-            self._watcher.synchronized(self._rank)
+            self._watcher.looked(self._rank)
         return result
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() > 0 and self._watcher.memory.find(tensor.data_ptr()) is not None
+
+
+def host_line() -> tuple | None:
+    """(code, line) of the host code that is calling: the innermost frame outside PyTorch, the simulator and the runtime."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None
 
 
 def _operands(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, bool]]:

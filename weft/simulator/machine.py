@@ -10,13 +10,13 @@ from __future__ import annotations
 import os.path
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from weft.errors import Deadlock, WeftError
 from weft.simulator import words
+from weft.simulator.accesses import Accesses
 from weft.simulator.interpreter import Interpreter, Launch
 from weft.simulator.memory import Memory
 from weft.simulator.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
@@ -30,8 +30,11 @@ class Program(GreenletTask):
     def __init__(self, grid: Grid, index: int) -> None:
         x, y, z = grid.launch.grid
         self.index = (index % x, index // x % y, index // (x * y))
+        self.number = index
         self.grid = grid
-        super().__init__(grid.scheduler, grid.rank, f"rank {grid.rank} kernel {grid.launch.name} program {index}", grid.launch.run)
+        super().__init__(
+            grid.scheduler, grid.rank, f"rank {grid.rank} kernel {grid.launch.name} program {index}", grid.launch.run
+        )
 
 
 class Grid:
@@ -52,10 +55,16 @@ class Grid:
         program = Program(self, self.started)
         self.started += 1
         program.on_finish = lambda: self._program_ended(program)
+        if self.machine.watcher is not None:
+            self.machine.watcher.program_started(program)
         self.scheduler.spawn(program)
 
     def _program_ended(self, program: Program) -> None:
         self.ended += 1
+        if self.machine.delays is not None:
+            self.machine.delays.end(program)
+        if self.machine.watcher is not None:
+            self.machine.watcher.program_ended(program)
         if program.error is not None and self.error is None:
             self.error = program.error
         self.machine.sm_freed(self.rank)
@@ -75,7 +84,7 @@ class Stream:
         return self.running is None and not self.queue
 
 
-class Machine:
+class Machine(Accesses):
     def __init__(
         self,
         world_size: int,
@@ -93,6 +102,10 @@ class Machine:
         self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
         self._streams: dict[tuple[int, str], Stream] = {}
         self._meetings: dict[str, dict[int, Any]] = {}
+        self.uninitialised: set[int] = set()  # bases of symmetric tensors, which nobody has filled
+        # The checker's ear, and its late stores; None where nobody checks.
+        self.watcher: Any = None
+        self.delays: Any = None
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -109,6 +122,10 @@ class Machine:
                 words.unsubscribe(subscription)
         return [host.result for host in hosts]
 
+    def host_scope(self, rank: int) -> AbstractContextManager:
+        """What a rank's host code runs in."""
+        return self.watcher.host(rank) if self.watcher is not None else nullcontext()
+
     def _bind(self, word: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: word(self, *args, **kwargs)
 
@@ -120,6 +137,8 @@ class Machine:
     def who(self) -> str:
         """The running task and, in a kernel, its source line: for messages."""
         task = self.scheduler.current
+        if self.watcher is not None:
+            self.watcher.asked_who()
         where = self.interpreter.source_location() if isinstance(task, Program) else None
         return f"{task.label} ({os.path.basename(where[0])}:{where[1]})" if where else task.label
 
@@ -127,70 +146,9 @@ class Machine:
         if self._on_event is not None:
             self._on_event((self.scheduler.steps, self.scheduler.current.label, kind, detail))
 
-    # --- the interpreter's port --------------------------------------------------------------------------------------
-
     def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         task = self.scheduler.current
         return task.index, task.grid.launch.grid
-
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
-        self.scheduler.step()
-        self.scheduler.polled(plain=access != "volatile")
-        if self._on_event is not None:
-            self.note("load", self._first(addresses, mask))
-        return self.memory.load(addresses, mask, itemsize, self.who)
-
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
-        self.scheduler.step()
-        if self._on_event is not None:
-            self.note("store", self._first(addresses, mask))
-        self.memory.store(addresses, bits, mask, self.who)
-        active = addresses[mask]
-        if active.size:
-            self.scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
-
-    def atomic(
-        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str
-    ) -> np.ndarray:
-        combine = _COMBINE[op]
-        return self._read_modify_write(op, addresses, bits.view(dtype), mask, np.dtype(dtype), combine)
-
-    def cas(self, addresses: np.ndarray, compare_bits: np.ndarray, bits: np.ndarray, sem: str, scope: str) -> np.ndarray:
-        expected = iter(np.broadcast_to(compare_bits, addresses.shape).ravel())
-        mask = np.ones(addresses.shape, bool)
-        return self._read_modify_write("cas", addresses, bits, mask, bits.dtype, lambda old, new: new if old == next(expected) else old)
-
-    def barrier(self) -> None:
-        """A CTA barrier. A program is one task here, so there is nothing to wait for."""
-
-    def _read_modify_write(self, op, addresses, values, mask, dtype, combine) -> np.ndarray:
-        """Element by element, as duplicates among the addresses must see each other."""
-        self.scheduler.step()
-        unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
-        values = np.broadcast_to(values, addresses.shape)
-        mask = np.broadcast_to(mask, addresses.shape)
-        if self._on_event is not None:
-            self.note(op, self._first(addresses, mask))
-        before = np.zeros(addresses.size, unsigned)
-        one, changed = np.ones(1, bool), []
-        flat_addresses, flat_values, flat_mask = addresses.ravel(), values.ravel(), mask.ravel()
-        for i in np.flatnonzero(flat_mask):
-            at = flat_addresses[i : i + 1]
-            old = self.memory.load(at, one, dtype.itemsize, self.who)
-            new = np.asarray(combine(old.view(dtype)[0], flat_values[i]), dtype=dtype).reshape(1).view(unsigned)
-            before[i] = old[0]
-            if new[0] != old[0]:
-                self.memory.store(at, new, one, self.who)
-                changed.append(int(at[0]))
-        if changed:
-            self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
-        else:
-            self.scheduler.polled(plain=False)
-        return before.reshape(addresses.shape)
-
-    def _first(self, addresses: np.ndarray, mask: np.ndarray) -> str:
-        active = addresses[mask]
-        return self.memory.describe(int(active.ravel()[0])) if active.size else "nothing"
 
     # --- launches and streams ----------------------------------------------------------------------------------------
 
@@ -211,6 +169,8 @@ class Machine:
         if run.total == 0:
             return
         known = [self.memory.add_tensor(t, task.rank, f"argument of {launch.name}") for t in launch.tensors]
+        if self.watcher is not None:
+            self.watcher.launch(task.rank, run, args)
         try:
             self._pending[task.rank].append(run)
             self.sm_freed(task.rank, freed=0)
@@ -221,6 +181,8 @@ class Machine:
                     self.memory.remove(base)
         if run.error is not None:
             raise run.error
+        if self.watcher is not None:
+            self.watcher.grid_ended(run)
 
     def sm_freed(self, rank: int, freed: int = 1) -> None:
         self._free_sms[rank] += freed
@@ -262,29 +224,45 @@ class Machine:
         if queue is not None:
             self.scheduler.block(Waiting(lambda: queue.idle, lambda: f"waits for its {stream}"))
 
+    def join(self, stream: str) -> None:
+        """The calling rank's main stream goes on once its side stream has nothing left to do."""
+        self.drain(stream)
+        if self.watcher is not None:
+            self.watcher.joined(stream)
+
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: str) -> int:
-        """Block the running task until ``done`` of the unsigned word at ``address``; the word then seen."""
+    def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: int) -> int:
+        """Block the running task until ``done`` of the unsigned word at ``address``, which is what becomes ``>= wanted``;
+        the word then seen. Acquires."""
         task, where = self.scheduler.current, self.who()
+        if self.watcher is not None:
+            self.watcher.waits(address, itemsize)
 
         def read() -> int:
             return self.memory.read_word(address, itemsize, lambda: where)
 
         def describe() -> str:
-            return f"{where[len(task.label) :].strip()} waits for {self.memory.describe(address)} {wanted}, sees {_signed(read(), itemsize)}"
+            name, seen = self.memory.describe(address), _signed(read(), itemsize)
+            return f"{where[len(task.label) :].strip()} waits for {name} >= {wanted}, sees {seen}"
 
         self.scheduler.block(Waiting(lambda: done(read()), describe, address, address + itemsize))
         self.note("waited", self.memory.describe(address))
+        if self.watcher is not None:
+            self.watcher.waited(address, itemsize, wanted)
         return read()
 
     def wait_for_bytes(self, low: int, high: int, done: Callable[[], bool], describe: Callable[[], str]) -> None:
         where = self.who()
         self.scheduler.block(Waiting(done, lambda: f"{where}: {describe()}", low, high))
 
-    def exchange(self, meeting: str, item: Any, members: list[int]) -> list[Any]:
-        """Host code of all ``members`` meets under one name; each gets every item, in the members' order."""
+    def exchange(self, meeting: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
+        """Host code of all ``members`` meets under one name; each gets every item, in the members' order.
+
+        ``streams``: it is the work of the main streams that meets, as in a library's collective."""
         rank = self.rank
+        if self.watcher is not None:
+            self.watcher.met(meeting, rank, streams)
         here = self._meetings.setdefault(meeting, {})
         here[rank] = item
         self.scheduler.recheck()
@@ -293,12 +271,16 @@ class Machine:
             return f"waits in {meeting} for rank {', '.join(str(m) for m in members if m not in here)}"
 
         self.scheduler.block(Waiting(lambda: len(here) == len(members), absent))
+        if self.watcher is not None:
+            self.watcher.left(meeting, rank)
         return [here[m] for m in members]
 
     def _deadlock(self) -> Deadlock:
         lines = []
         for task in self.scheduler.waiting_tasks():
-            what = task.waiting.describe() if task.waiting is not None else "spins: its loads and atomics change nothing"
+            what = (
+                task.waiting.describe() if task.waiting is not None else "spins: its loads and atomics change nothing"
+            )
             lines.append(f"{task.label} {what}")
         for rank, pending in enumerate(self._pending):
             for grid in pending:
@@ -307,23 +289,13 @@ class Machine:
                         f"rank {rank} kernel {grid.launch.name} programs {grid.started}..{grid.total - 1} cannot start: all "
                         f"{self.sms} SMs are held by programs that wait"
                     )
+        if self.watcher is not None:
+            lines += self.watcher.deadlocked(
+                [grid for pending in self._pending for grid in pending if grid.started < grid.total]
+            )
         return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")
 
 
 def _signed(word: int, itemsize: int) -> int:
     bits = 8 * itemsize
     return word - (1 << bits) if word >> (bits - 1) else word
-
-
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda old, new: old + new,
-    "fadd": lambda old, new: old + new,
-    "xchg": lambda old, new: new,
-    "min": min,
-    "max": max,
-    "umin": min,
-    "umax": max,
-    "and": lambda old, new: old & new,
-    "or": lambda old, new: old | new,
-    "xor": lambda old, new: old ^ new,
-}

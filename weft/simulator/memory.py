@@ -51,12 +51,26 @@ class Memory:
         self._extents: dict[int, Extent] = {}
         self._counts: dict[int, int] = {}
         self._heaps: list[tuple[int, int]] = []
+        self._heap_ranks: dict[tuple[int, int], int] = {}
+        # Called with the bytes (low, high) of an extent that is no longer known.
+        self.on_remove: Callable[[int, int], None] | None = None
+        self.freed: list[Extent] = []
 
-    def add_heap(self, base: int, size: int) -> None:
+    def add_heap(self, base: int, size: int, rank: int) -> None:
         self._heaps.append((base, base + size))
+        self._heap_ranks[base, base + size] = rank
 
     def in_heap(self, address: int) -> bool:
-        return any(low <= address < high for low, high in self._heaps)
+        return self.heap_of(address) is not None
+
+    def heap_of(self, address: int) -> tuple[int, int] | None:
+        for heap in self._heaps:
+            if heap[0] <= address < heap[1]:
+                return heap
+        return None
+
+    def heap_rank(self, heap: tuple[int, int]) -> int:
+        return self._heap_ranks[heap]
 
     def add(self, extent: Extent) -> None:
         """Make an extent known. Adding the same base again counts it, so that it stays until removed as often."""
@@ -76,8 +90,13 @@ class Memory:
             return
         self._counts[base] -= 1
         if self._counts[base] == 0:
-            del self._counts[base], self._extents[base]
+            extent = self._extents.pop(base)
+            del self._counts[base]
             self._bases.pop(bisect_right(self._bases, base) - 1)
+            if self.in_heap(base):
+                self.freed.append(extent)
+            if self.on_remove is not None:
+                self.on_remove(extent.base, extent.base + extent.size)
 
     def add_tensor(self, tensor: torch.Tensor, rank: int, name: str) -> int | None:
         """Know a tensor that a kernel was handed: its whole storage, as a view's neighbours are its owner's business.
@@ -135,6 +154,16 @@ class Memory:
         for part, extent in self._parts(active, itemsize, who, "store"):
             extent.words(itemsize)[self._offsets(active[part], extent, itemsize, who, "store")] = values[part]
 
+    def check(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> None:
+        """What ``store`` would raise, without storing."""
+        active = addresses[mask]
+        if active.size == 0:
+            return
+        extent = self._one_extent(active, itemsize)
+        parts = [(slice(None), extent)] if extent is not None else self._parts(active, itemsize, who, "store")
+        for part, found in parts:
+            self._offsets(active[part], found, itemsize, who, "store")
+
     def read_word(self, address: int, itemsize: int, who: Who) -> int:
         """One unsigned word."""
         at = np.array([address], np.uint64)
@@ -160,11 +189,16 @@ class Memory:
             extent = self.find(address)
             if extent is None or address + itemsize > extent.base + extent.size:
                 raise InvalidAccess(who(), verb, address, itemsize, self._nearest(address))
-            part = left & (active >= np.uint64(extent.base)) & (active <= np.uint64(extent.base + extent.size - itemsize))
+            part = (
+                left & (active >= np.uint64(extent.base)) & (active <= np.uint64(extent.base + extent.size - itemsize))
+            )
             left &= ~part
             yield part, extent
 
     def _nearest(self, address: int) -> str:
+        for extent in reversed(self.freed):
+            if extent.base <= address < extent.base + extent.size:
+                return f"{extent.index(address)}, which was freed"
         if not self._bases:
             return "no tensor is known"
         at = bisect_right(self._bases, address)
@@ -176,4 +210,3 @@ class Memory:
         extent = min(near, key=distance)
         where = "before its start" if address < extent.base else "past its end"
         return f"{extent.name} of rank {extent.rank} ({extent.size:,} bytes), {distance(extent):,} bytes {where}"
-

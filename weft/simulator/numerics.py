@@ -139,10 +139,6 @@ def _float_to_int(x: np.ndarray, to: np.dtype) -> np.ndarray:
     return np.where(nan, np.array(of_nan, BITS[wide.itemsize]).view(wide), out).astype(to)
 
 
-def bitcast(x: np.ndarray, to: np.dtype) -> np.ndarray:
-    return x if x.dtype == to else x.view(to)
-
-
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ class Races:
 
     def access(self, trail: Trail, kind: str, verb: str, scope: str | None = None) -> Access:
         """The access that ``trail`` makes now; the same object for the same source line as long as nothing was published."""
-        code = self.code() if isinstance(trail, ProgramTrail) else None
+        code = self.code() if isinstance(trail, ProgramTrail) else trail.code
         key = (kind, verb, code, scope)
         found = trail.accesses.get(key)
         if found is None:
@@ -88,15 +88,16 @@ class Races:
             readers = shadow.reads[cells]
             shadow.reads[cells] = mapped(readers, lambda n: self._with_reader(n, access))
 
-    def write(self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False,
-              kind_if_race: str | None = None) -> None:  # fmt: skip
+    def write(
+        self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False
+    ) -> None:
         for extent, part in extents_of(self.memory.find, addresses, itemsize):
             shadow = self._shadow(extent)
             cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
             writes, readers = shadow.writes[cells], shadow.reads[cells]
             for number in distinct(writes):
                 if number > INITIAL:
-                    self._judge(self._accesses[number], access, shadow, cells, writes == number, lamport, kind_if_race)
+                    self._judge(self._accesses[number], access, shadow, cells, writes == number, lamport)
             kept: dict[int, int] = {}
             for number in distinct(readers):
                 left = []
@@ -104,7 +105,7 @@ class Races:
                     reader = self._accesses[member]
                     if not self._knows(access, reader, lamport):
                         left.append(member)
-                        self._judge(reader, access, shadow, cells, readers == number, lamport, kind_if_race)
+                        self._judge(reader, access, shadow, cells, readers == number, lamport)
                 kept[number] = self._sets.number(tuple(left) if access.scope else ())
             shadow.writes[cells] = access.number
             shadow.reads[cells] = mapped(readers, kept.__getitem__)
@@ -131,15 +132,19 @@ class Races:
             return None if wide or same_gpu else "scope"
         if earlier.seq and earlier.kind is not SCALAR:
             # One of its releases is known here, but did not cover this access.
-            if at(trail.clock, self.slots.of(earlier.trail.rank, ("program", earlier.trail._index, SCALAR))) >= earlier.seq:
+            if (
+                at(trail.clock, self.slots.of(earlier.trail.rank, ("program", earlier.trail._index, SCALAR)))
+                >= earlier.seq
+            ):
                 return "undrained-tma" if earlier.kind is ASYNC else "missing-barrier"
         return trail.notes.get(earlier.trail, ("race", ""))[0]
 
-    def _judge(self, earlier: Access, access: Access, shadow: Shadow, cells: Any, mask: np.ndarray, lamport: bool,
-               kind_if_race: str | None) -> None:  # fmt: skip
+    def _judge(
+        self, earlier: Access, access: Access, shadow: Shadow, cells: Any, mask: np.ndarray, lamport: bool
+    ) -> None:
         kind = self._conflict(earlier, access, lamport, None)
         if kind is not None:
-            self._race(kind_if_race if kind == "race" and kind_if_race else kind, earlier, access, shadow, where(cells, mask))
+            self._race(kind, earlier, access, shadow, where(cells, mask))
 
     def _with_reader(self, number: int, access: Access) -> int:
         members = self._sets[number]
@@ -169,22 +174,38 @@ class Races:
         if bits is None:
             return
         poison = bits.ravel() == np.iinfo(bits.dtype).max
-        fresh = writes.reshape(poison.size, -1) == UNWRITTEN if writes.size != poison.size else (writes == UNWRITTEN)[:, None]
+        fresh = (
+            writes.reshape(poison.size, -1) == UNWRITTEN
+            if writes.size != poison.size
+            else (writes == UNWRITTEN)[:, None]
+        )
         bad = (fresh & poison[:, None]).ravel()
         if bad.any() and (access.number, shadow.extent.base) not in self._reported:
             self._reported.add((access.number, shadow.extent.base))
             low, high = shadow.elements(where(cells, bad))
             name, owner = shadow.extent.name, shadow.extent.rank
-            text = f"{self.describe(access)} reads {name} of rank {owner}, which nobody has written since it was allocated"
+            text = (
+                f"{self.describe(access)} reads {name} of rank {owner}, which nobody has written since it was allocated"
+            )
             self.report("uninitialised", text, (access,), name, owner, low, high)
 
     def _race(self, kind: str, earlier: Access, access: Access, shadow: Shadow, cells: np.ndarray) -> None:
+        if kind == "race" and (earlier.resets or access.resets):
+            kind = "signal-reset"
         key = (kind, earlier.number, access.number, shadow.extent.base)
         if key in self._reported:
             return
         self._reported.add(key)
         low, high = shadow.elements(cells)
-        self.report(kind, self._sentence(kind, earlier, access), (earlier, access), shadow.extent.name, shadow.extent.rank, low, high)
+        self.report(
+            kind,
+            self._sentence(kind, earlier, access),
+            (earlier, access),
+            shadow.extent.name,
+            shadow.extent.rank,
+            low,
+            high,
+        )
 
     def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
         first, second = self.line_of(earlier), self.line_of(access)
@@ -202,12 +223,14 @@ class Races:
         if kind == "proxy-fence":
             return f"{second} loads through a descriptor what {first} stored, acquired but without a proxy fence in between"
         if kind == "scope" and earlier.scope and access.scope:
-            return f"{first} (scope {earlier.scope}) and {second} (scope {access.scope}) are atomics whose scopes do not include each other"
+            one, other = f"{first} (scope {earlier.scope})", f"{second} (scope {access.scope})"
+            return f"{one} and {other} are atomics whose scopes do not include each other"
         note = access.trail.notes.get(earlier.trail)
         if note is not None and note[0] == kind:
             return note[1]
         if kind == "signal-reset":
-            return f"{second} resets a signal that {first} may still wait for: nothing orders the two"
+            reset, other = (second, first) if access.resets else (first, second)
+            return f"{reset} sets back a signal that {other} uses: nothing orders the two"
         if earlier.trail is access.trail:
             return f"{first} and {second} are not ordered"
         return f"no release after {first} (rank {earlier.trail.rank}) is acquired before {second} (rank {access.trail.rank})"
@@ -225,7 +248,11 @@ class Races:
     def side(self, access: Access) -> Side:
         trail = access.trail
         return Side(
-            rank=trail.rank, task=trail.label, verb=access.verb, place=self.place(access.code), sync=self.words_of(access.sync)
+            rank=trail.rank,
+            task=trail.label,
+            verb=access.verb,
+            place=self.place(access.code),
+            sync=self.words_of(access.sync),
         )
 
     def place(self, code: tuple | None) -> Place | None:
@@ -255,5 +282,3 @@ class Races:
 def kind_of(addresses: np.ndarray) -> str:
     """One address: one thread. More: all threads."""
     return SCALAR if addresses.size == 1 else BLOCK
-
-

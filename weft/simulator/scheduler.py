@@ -23,7 +23,7 @@ _PLAIN_LOAD = 0.02
 
 
 class Abandoned(BaseException):
-    """Thrown into the host threads that are left when a simulation ends early. Not an Exception: user code must not catch it."""
+    """Thrown into host threads that are left when a simulation ends early. Not an Exception: users must not catch it."""
 
 
 @dataclass(slots=True)
@@ -129,6 +129,9 @@ class Scheduler:
         self._fruitless = 0.0
         self.current: Task | None = None
         self.steps = 0
+        # In the place of the uniform choice; and what may still change memory when nobody can go on.
+        self.strategy: Any = None
+        self.when_stuck: Callable[[], bool] = lambda: False
 
     # --- called by tasks ---------------------------------------------------------------------------------------------
 
@@ -163,6 +166,8 @@ class Scheduler:
     def polled(self, plain: bool) -> None:
         """A load, or an atomic that changed nothing."""
         self._fruitless += _PLAIN_LOAD if plain else 1.0
+        if self.strategy is not None and not plain:
+            self.strategy.polled(self.current)
 
     def written(self, low: int, high: int) -> None:
         """Bytes ``low .. high - 1`` were written: wake who waits for them."""
@@ -182,11 +187,13 @@ class Scheduler:
             while self._ready or self._blocked:
                 task = self._chosen if self._chosen is not None and not self._chosen.finished else None
                 task = task or self._pick()
+                if task is None and self.when_stuck():
+                    continue
                 if task is None:
                     raise stuck()
                 if self._hopeless():
                     self._wake(lambda w: True)
-                    if self._hopeless():
+                    if self._hopeless() and not self.when_stuck():
                         raise stuck()
                 self._chosen = None
                 self.current = task
@@ -222,6 +229,8 @@ class Scheduler:
             self._wake(lambda w: True)
             if not self._ready:
                 return None
+        if self.strategy is not None:
+            return self.strategy.choose(self._ready, self.steps)
         while True:
             task = self._ready[int(self._random.random() * len(self._ready))]
             factor = self._slow.get(task.rank, 1.0)

@@ -53,15 +53,13 @@ class Words:
     # --- order -------------------------------------------------------------------------------------------------------
 
     def acquire(self, trail: Trail, word: Word, scope: str, verb: str) -> None:
-        """``trail`` has read the word with acquire order."""
+        """``trail`` has read the word with acquire order. The caller adds the CTA barrier that tells all threads."""
         for known in word.visible(trail.rank, scope):
             trail.learn(known)
         code = self._races.code() if isinstance(trail, ProgramTrail) else None
         for other, (kind, sentence) in self._missed(word, trail.rank, scope).items():
             trail.notes[other] = (kind, sentence)
         trail.sync = Sync(verb, word.address, code)
-        if isinstance(trail, ProgramTrail):
-            trail.barrier()  # Triton hands the value to all threads through one
 
     def relaxed(self, trail: Trail, word: Word, scope: str) -> None:
         """``trail`` has read the word without acquire order: only a fence makes one of it."""
@@ -70,7 +68,9 @@ class Words:
                 trail.saw(known)
         place = self._races.place(self._races.code())
         for other, _, _, _ in word.writers:
-            sentence = f"line {place.line if place else '?'} reads {self._memory.describe(word.address)} without acquire order"
+            sentence = (
+                f"line {place.line if place else '?'} reads {self._memory.describe(word.address)} without acquire order"
+            )
             trail.notes.setdefault(other, ("relaxed-order", sentence))
 
     def release(self, trail: Trail, word: Word, scope: str, verb: str, *, keeps: bool) -> None:
@@ -96,7 +96,10 @@ class Words:
             word.release(trail.rank, trail.fenced, scope)
             return
         place = self._races.place(self._races.code()) if isinstance(trail, ProgramTrail) else trail.label
-        word.unreleased[trail] = ("relaxed-order", f"{place} writes {self._memory.describe(word.address)} without release order")
+        word.unreleased[trail] = (
+            "relaxed-order",
+            f"{place} writes {self._memory.describe(word.address)} without release order",
+        )
 
     def _missed(self, word: Word, rank: int, scope: str) -> dict[Trail, tuple[str, str]]:
         """Writers that an acquire of ``rank`` at ``scope`` does not synchronise with, and why."""
@@ -108,13 +111,15 @@ class Words:
         if scope != "sys":
             for trail, _, _, _ in word.writers:
                 if trail.rank != rank:
-                    missed.setdefault(trail, ("scope", f"the acquire has scope {scope}, so no other rank's release orders it"))
+                    missed.setdefault(
+                        trail, ("scope", f"the acquire has scope {scope}, so no other rank's release orders it")
+                    )
         return missed
 
     # --- what goes wrong with signals --------------------------------------------------------------------------------
 
-    def stored(self, word: Word, access: Access, old: int, new: int, launch: int) -> str | None:
-        """A word was set. Reports what is wrong with the value; the kind that a race on the word has because of it."""
+    def stored(self, word: Word, access: Access, old: int, new: int, launch: int) -> None:
+        """A word was set. Reports what is wrong with the value."""
         trail, bits = access.trail, 8 * word.itemsize
         back = (new - old) % (1 << bits) >= 1 << (bits - 1)
         word.wrote(trail, access.code, access.verb, new)
@@ -122,15 +127,17 @@ class Words:
         if access.verb == "notify":
             word.notify_launches.add(launch)
             if back:
-                self._report("epoch-back", f"{self._races.line_of(access)} sets a signal that has {old} to {new}", word, [access])
-            return None
+                self._report(
+                    "epoch-back", f"{self._races.line_of(access)} sets a signal that has {old} to {new}", word, [access]
+                )
+            return
         if not back:
-            return None
+            return
+        access.resets = True
         waiter = self._waiting_for(word)
         if waiter is not None:
             text = f"{self._races.line_of(access)} sets a signal from {old} to {new} while {waiter} waits for it"
             self._report("signal-reset", text, word, [access])
-        return "signal-reset"
 
     def added(self, word: Word, access: Access, new: int, launch: int) -> None:
         word.wrote(access.trail, access.code, access.verb, new)
@@ -155,7 +162,8 @@ class Words:
         for word in self._words.values():
             calls = len(word.notify_launches) / max(1, len(word.wait_launches))
             if word.added > 1 and word.wanted > 0 and self.value(word) > word.wanted * calls:
-                text = f"{self._memory.describe(word.address)} ends at {self.value(word)}, and the most that is waited for is {word.wanted}"
+                name, count = self._memory.describe(word.address), self.value(word)
+                text = f"{name} ends at {count}, and the most that is waited for is {word.wanted}"
                 access = self._last_access(word)
                 self._report("overshoot", text, word, [access] if access else [])
 
@@ -164,15 +172,23 @@ class Words:
         word, name = self._words.get(address), self._memory.describe(address)
         if word is not None and word.writers:
             trail, code, verb, value = word.writers[-1]
-            return [f"{name}: last written by {trail.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"]
+            return [
+                f"{name}: last written by {trail.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"
+            ]
         extent = self._memory.find(address)
         lines = [f"{name}: nobody ever notifies it"]
         if extent is not None:
-            others = [w for w in self._words.values() if w.writers and (f := self._memory.find(w.address)) and f.name == extent.name]
+            others = [
+                w
+                for w in self._words.values()
+                if w.writers and (f := self._memory.find(w.address)) and f.name == extent.name
+            ]
             for other in others[:3]:
                 trail, code, verb, value = other.writers[-1]
                 where = self._races.place(code) or "host code"
-                lines.append(f"{self._memory.describe(other.address)} was: by {trail.label} ({verb}, {where}), value {value}")
+                lines.append(
+                    f"{self._memory.describe(other.address)} was: by {trail.label} ({verb}, {where}), value {value}"
+                )
         return lines
 
     def _last_access(self, word: Word) -> Access | None:

@@ -1,9 +1,9 @@
 """What the race detector keeps for each line of program order: its clock, and how far its accesses are published.
 
-    main    a rank's main stream: host-side tensor operations and kernel launches
-    stream  a side stream (the copy engine)
-    program a program instance. Its threads are not one: a release by one thread covers what all threads did before the last
-            CTA barrier, and its own; tensor-descriptor stores are covered once they are drained, before such a barrier
+main    a rank's main stream: host-side tensor operations and kernel launches
+stream  a side stream (the copy engine)
+program a program instance. Its threads are not one: a release by one thread covers what all threads did before the last
+        CTA barrier, and its own; tensor-descriptor stores are covered once they are drained, before such a barrier
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Access:
     scope: str | None
     sync: Sync
     message: np.ndarray | None = None
+    resets: bool = False  # it set a signal back
 
 
 class Trail:
@@ -48,6 +49,7 @@ class Trail:
         self.slots, self.rank, self.label = slots, rank, label
         self.sync = Sync("start of " + label)
         self.accesses: dict[tuple, Access] = {}
+        self.code: tuple | None = None  # of host code and streams: the line that gave the operation
         # Whose writes an acquire did not make visible, and why: trail -> (kind, sentence).
         self.notes: dict[Trail, tuple[str, str]] = {}
         self.slot = slots.of(rank, name)
@@ -159,12 +161,15 @@ class ProgramTrail(Trail):
         return known
 
     def fence_proxy(self) -> None:
-        block = self._threads.get(BLOCK)
         self.proxy = self.clock.copy()
+        self.step()
+
+    def step(self) -> None:
+        """What comes after is not known to those who know the clock so far. Publishes nothing."""
+        block = self._threads.get(BLOCK)
         if block is not None and block.dirty:
-            known = block.published
-            self.proxy[:, block.slot] = self._next(block)
-            block.published, block.dirty = known, True  # a fence is no barrier
+            self._next(block)
+            block.dirty = True
         self.tick()
 
     def fence(self) -> None:

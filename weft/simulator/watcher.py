@@ -5,79 +5,69 @@ A machine without a watcher pays one comparison an access.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from weft.simulator.clocks import joined, new_clock
-from weft.simulator.hosts import HostOperations
-from weft.simulator.races import Races, kind_of
-from weft.simulator.syncing import Words, addresses_in, signed
-from weft.simulator.trails import ASYNC, SCALAR, Access, ProgramTrail, Sync, Trail
+from weft.simulator.ordering import Ordering
+from weft.simulator.races import kind_of
+from weft.simulator.syncing import addresses_in, signed
+from weft.simulator.trails import ASYNC, SCALAR, Access, ProgramTrail, Trail
 
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
-_HELD = 64
 
 
-class Watcher:
+class Watcher(Ordering):
     def __init__(self, machine: Any) -> None:
-        self.machine, self.memory = machine, machine.memory
-        self.races = Races(machine)
-        self.words = Words(self.races)
-        self._cpu = [new_clock() for _ in range(machine.world_size)]
-        slots = self.races.slots
-        self._main = [Trail(slots, r, f"rank {r} host code", "main", new_clock()) for r in range(machine.world_size)]
-        self._streams: dict[tuple[int, str], Trail] = {}
-        self._forks: dict[tuple[int, str], np.ndarray] = {}
-        self._meetings: dict[str, np.ndarray] = {}
-        self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
-        self._launches = [0] * machine.world_size
-        self.launched_names: list[list[str]] = [[] for _ in range(machine.world_size)]
+        super().__init__(machine)
+        self.memory.on_remove = self.removed
+        # Where the last access that was asked about, as one that fails is, happened.
+        self.last: Access | None = None
 
-    # --- programs ----------------------------------------------------------------------------------------------------
+    # --- what ends a run ---------------------------------------------------------------------------------------------
 
-    def launch(self, rank: int, grid: Any, args: tuple) -> None:
-        """A grid of ``rank`` is about to start."""
-        main = self._main[rank]
-        main.learn(self._cpu[rank])
-        self._launches[rank] += 1
-        grid.known, grid.number = main.publish(), self._launches[rank]
-        grid.end = grid.known.copy()
-        grid.views = [a for a in args if hasattr(a, "deltas") and hasattr(a, "barriers")]
-        if grid.views:
-            self.launched_names[rank].append(f"{grid.launch.name}{list(grid.launch.grid)}")
-        grid.reached = {heap for t in grid.launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None}
-        if self._streams:
-            self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")
+    def asked_who(self) -> None:
+        trail = self.trail()
+        code = self.races.code() if isinstance(trail, ProgramTrail) else None
+        self.last = Access(0, trail, SCALAR, 0, 0, 0, "access", code, None, trail.sync)
 
-    def program_started(self, program: Any) -> None:
-        grid = program.grid
-        index = program.index[0] + grid.launch.grid[0] * (program.index[1] + grid.launch.grid[1] * program.index[2])
-        program.trail = ProgramTrail(self.races.slots, grid.rank, program.label, index, grid.known.copy())
-        program.trail.launch, program.trail.reached, program.trail.waits = grid.number, set(grid.reached), None
+    def waits(self, address: int, itemsize: int) -> None:
+        """The running program begins to wait for a word."""
+        trail = self.trail()
+        self.words.at(address, itemsize)
+        trail.waits = (address, self.races.code())
 
-    def program_ended(self, program: Any) -> None:
-        trail = program.trail
-        program.grid.end = joined(program.grid.end, trail.finish())
-        if trail.waits is not None and program.grid.total > self.machine.sms:
-            access = Access(0, trail, SCALAR, 0, 0, 0, "wait", trail.waits[1], "sys", trail.sync)
+    def deadlocked(self, unstarted: list[Any]) -> list[str]:
+        """Nobody can go on. Reports the likely cause, and returns what can be said of each word that is waited for."""
+        waiting = [t.trail for t in self.machine.scheduler.waiting_tasks() if getattr(t, "trail", None) is not None]
+        words: dict[int, list[Trail]] = {}
+        for trail in waiting:
+            if getattr(trail, "waits", None) is not None:
+                words.setdefault(trail.waits[0], []).append(trail)
+        causes = [line for address in words for line in self.words.cause(address)]
+        kind, text = "deadlock", causes[0] if causes else "no task can go on"
+        names = self.launched_names
+        if unstarted:
+            kind = "residency"
             text = (
-                f"kernel {program.grid.launch.name} has {program.grid.total} programs, some of which wait, and this GPU holds "
-                f"{self.machine.sms} at a time"
+                f"kernel {unstarted[0].launch.name} has {unstarted[0].total} programs and this GPU holds {self.machine.sms}: "
+                f"those that run wait, so the others never start"
             )
-            extent = self.memory.find(trail.waits[0])
-            self.races.report("residency", text, [access], extent.name if extent else "", extent.rank if extent else 0)
-
-    def grid_ended(self, grid: Any) -> None:
-        main = self._main[grid.rank]
-        main.learn(grid.end)
-        main.tick()
-        main.sync = Sync(f"end of kernel {grid.launch.name}")
-
-    def trail(self) -> Trail:
-        task = self.machine.scheduler.current
-        return getattr(task, "trail", None) or self._main[task.rank]
+        elif any(a != b for other in names[1:] for a, b in zip(names[0], other, strict=False)):
+            kind = "launch-mismatch"
+            text = "; ".join(f"rank {rank} launched {', '.join(names)}" for rank, names in enumerate(names))
+        address = next(iter(words), None)
+        extent = self.memory.find(address) if address is not None else None
+        seen, sides = set(), []
+        for trail in waiting:
+            where = getattr(trail, "waits", None)
+            if where is not None and where[1] not in seen:
+                seen.add(where[1])
+                sides.append(Access(0, trail, SCALAR, 0, 0, 0, "wait", where[1], "sys", trail.sync))
+        index = (address - extent.base) // extent.itemsize if extent is not None else 0
+        name, rank = (extent.name, extent.rank) if extent is not None else ("", 0)
+        self.races.report(kind, text, sides, name, rank, index, index, tuple(causes))
+        return causes
 
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
@@ -112,14 +102,14 @@ class Watcher:
         access = self.races.access(trail, ASYNC if how == "tma" else kind_of(addresses), verb)
         if self._translated(trail, addresses, None):
             self._untranslated(trail, access, addresses)
-        itemsize, reset = bits.dtype.itemsize, None
+        itemsize = bits.dtype.itemsize
         for word in self.words.within(int(addresses.min()), int(addresses.max()) + itemsize):
             for i in addresses_in(word, addresses):
                 old, new = self.words.value(word), signed(bits[i], itemsize)
-                reset = self.words.stored(word, access, old, new, trail.launch) or reset
+                self.words.stored(word, access, old, new, trail.launch)
                 self.words.unordered(trail, word, None, keeps=False)
         lamport = how == "lamport"
-        self.races.write(trail, access, addresses, itemsize, lamport=lamport, kind_if_race=reset)
+        self.races.write(trail, access, addresses, itemsize, lamport=lamport)
         if lamport:
             self._message(trail, access, bits)
 
@@ -141,7 +131,9 @@ class Watcher:
             self._untranslated(trail, access, addresses)
         if addresses.size <= 32 or sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
-                self._on_word(op, trail, access, self.words.at(address, itemsize), int(old[i]), int(new[i]), sem, scope, changes)
+                self._on_word(
+                    op, trail, access, self.words.at(address, itemsize), int(old[i]), int(new[i]), sem, scope, changes
+                )
         if changes:
             self.races.write(trail, access, addresses, itemsize)
         else:
@@ -160,16 +152,18 @@ class Watcher:
         if not changes:
             self.words.polled(word, trail)
             trail.waits = (word.address, access.code) if sem == "acquire" else trail.waits
-            return
-        value = signed(new, word.itemsize)
-        if op == "add":
-            self.words.added(word, access, value, trail.launch)
         else:
-            word.wrote(trail, access.code, access.verb, value)
-        if sem in ("release", "acq_rel"):
-            self.words.release(trail, word, scope, "released", keeps=True)
-        else:
-            self.words.unordered(trail, word, scope, keeps=True)
+            value = signed(new, word.itemsize)
+            if op == "add":
+                self.words.added(word, access, value, trail.launch)
+            else:
+                word.wrote(trail, access.code, access.verb, value)
+            if sem in ("release", "acq_rel"):
+                self.words.release(trail, word, scope, "released", keeps=True)
+            else:
+                self.words.unordered(trail, word, scope, keeps=True)
+        if sem in ("acquire", "acq_rel"):
+            trail.barrier()  # Triton hands the value to all threads through one
 
     def notified(self, address: int, bits: int, itemsize: int) -> None:
         """``st.release.sys`` of one thread, before it is done."""
@@ -187,6 +181,7 @@ class Watcher:
         access = self.races.access(trail, SCALAR, "wait", "sys")
         self.races.read(trail, access, np.array([address], np.uint64), itemsize, None)
         self.words.acquire(trail, word, "sys", "waited for")
+        trail.barrier()
         self.words.waited(word, wanted, trail.launch)
         trail.waits = (address, access.code)
 
@@ -224,106 +219,9 @@ class Watcher:
         extent = self.memory.find(int(addresses[0]))
         if extent is not None:
             low, high = ((int(a) - extent.base) // extent.itemsize for a in (addresses.min(), addresses.max()))
-            text = f"{self.races.describe(access)} reaches rank {extent.rank}'s {extent.name} by an address that symm_at did not give it"
+            who, name = self.races.describe(access), extent.name
+            text = f"{who} reaches rank {extent.rank}'s {name} by an address that symm_at did not give it"
             self.races.report("untranslated", text, [access], extent.name, extent.rank, low, high)
-
-    # --- host code, streams, meetings --------------------------------------------------------------------------------
-
-    def host(self, rank: int) -> AbstractContextManager:
-        """The scope of a rank's host code: its tensor operations are seen."""
-        return HostOperations(self, rank)
-
-    def host_access(self, rank: int, addresses: np.ndarray, itemsize: int, verb: str, write: bool, before: dict[int, int]) -> None:
-        main = self._main[rank]
-        main.launch = self._launches[rank]
-        main.learn(self._cpu[rank])
-        access, reset = self.races.access(main, "host", f"host {verb}"), None
-        if not write:
-            self.races.read(main, access, addresses, itemsize, None)
-            return
-        for address, old in before.items():
-            word = self.words.at(address, itemsize)
-            reset = self.words.stored(word, access, old, self.words.value(word), main.launch) or reset
-            self.words.unordered(main, word, None, keeps=False)
-        self.races.write(main, access, addresses, itemsize, kind_if_race=reset)
-
-    def stream(self, name: str) -> Trail:
-        rank = self.machine.rank
-        if (rank, name) not in self._streams:
-            trail = Trail(self.races.slots, rank, f"rank {rank} {name}", name, new_clock())
-            trail.launch = 0
-            self._streams[rank, name] = trail
-        return self._streams[rank, name]
-
-    def fork(self, name: str) -> None:
-        trail, main = self.stream(name), self._main[self.machine.rank]
-        key = (trail.rank, name)
-        self._forks[key] = joined(self._forks[key], main.publish()) if key in self._forks else main.publish()
-
-    def enqueued(self, name: str, tensors: list[Any]) -> tuple[str, np.ndarray]:
-        trail = self.stream(name)
-        known = self._cpu[trail.rank].copy()
-        if (trail.rank, name) in self._forks:
-            known = joined(known, self._forks[trail.rank, name])
-        self.hold(trail.rank, tensors, f"tensor of the {name}")
-        return name, known
-
-    def begin(self, order: tuple[str, np.ndarray], label: str) -> None:
-        trail = self.stream(order[0])
-        trail.learn(order[1])
-        trail.label = label
-        self.machine.scheduler.current.trail = trail
-
-    def copied(self, target: int, source: int, nbytes: int, itemsize: int, signal: bool) -> None:
-        """Part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
-        trail, steps = self.trail(), np.arange(0, nbytes, itemsize).astype(np.uint64)
-        reads = self.races.access(trail, "copy", "copy from")
-        self.races.read(trail, reads, np.uint64(source) + steps, itemsize, None)
-        if not signal:
-            self.races.write(trail, self.races.access(trail, "copy", "copy to"), np.uint64(target) + steps, itemsize)
-            return
-        word, access = self.words.at(target, itemsize), self.races.access(trail, "copy", "signal", "sys")
-        value = self.memory.read_word(source, itemsize, lambda: trail.label)
-        word.wrote(trail, None, "copy engine's signal", signed(value, itemsize))
-        self.races.write(trail, access, np.uint64(target) + steps, itemsize)
-        self.words.release(trail, word, "sys", "signalled", keeps=False)
-
-    def joined(self, name: str) -> None:
-        rank = self.machine.rank
-        if (rank, name) in self._streams:
-            self._main[rank].learn(self._streams[rank, name].publish())
-            self._let_go(rank)
-
-    def synchronized(self, rank: int) -> None:
-        """The host has waited for all of its rank's streams."""
-        self._cpu[rank] = joined(self._cpu[rank], self._main[rank].publish())
-        self._main[rank].sync = Sync("team.synchronize()")
-        for (owner, _), trail in self._streams.items():
-            if owner == rank:
-                self._cpu[rank] = joined(self._cpu[rank], trail.publish())
-        self._let_go(rank)
-
-    def met(self, meeting: str, rank: int, streams: bool) -> None:
-        known = self._main[rank].publish() if streams else self._cpu[rank]
-        self._meetings[meeting] = joined(known.copy(), self._meetings.get(meeting, new_clock()))
-
-    def left(self, meeting: str, rank: int) -> None:
-        self._cpu[rank] = joined(self._cpu[rank], self._meetings[meeting])
-        self._main[rank].learn(self._cpu[rank])
-        self._main[rank].sync = Sync(meeting)
-
-    def hold(self, rank: int, tensors: list[Any], name: str) -> None:
-        """Keep ordinary tensors known (and alive, so that their addresses stay theirs) until the streams have met."""
-        for tensor in tensors:
-            base = self.memory.add_tensor(tensor, rank, name)
-            if base is not None:
-                self._held[rank].append((tensor, base))
-        while len(self._held[rank]) > _HELD:
-            self.memory.remove(self._held[rank].pop(0)[1])
-
-    def _let_go(self, rank: int) -> None:
-        while self._held[rank]:
-            self.memory.remove(self._held[rank].pop()[1])
 
     def removed(self, low: int, high: int) -> None:
         self.races.untouch(low)

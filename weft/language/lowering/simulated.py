@@ -1,6 +1,7 @@
-"""The words that spin, as the simulator runs them: the task blocks, so that a deadlock is seen at once and reported by name.
+"""The words that spin or order, as the simulator runs them.
 
-All other words are interpreted as they are written.
+Who spins blocks, so that a deadlock is seen at once and reported by name; the leaves that order memory say so to the
+machine, whose checker knows what each promises. All other words are interpreted as they are written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import triton.language as tl
 
 from weft.language import lamport, signals
+from weft.language.lowering import stock
 from weft.simulator.words import simulated
 
 
@@ -26,7 +28,8 @@ def _wait(machine: Any, signal: Any, value: Any, team: Any) -> Any:
     def reached(word: int) -> bool:
         return (word - wanted + half) % (2 * half) >= half
 
-    word = machine.wait_for_word(address, bits // 8, reached, f">= {wanted}")
+    word = machine.wait_for_word(address, bits // 8, reached, wanted)
+    machine.fence_async()
     return interp.scalar(word - 2 * half if word >= half else word, tl.int64 if bits == 64 else tl.int32)
 
 
@@ -49,5 +52,39 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
         machine.wait_for_bytes(
             low, high, lambda: missing() == 0, lambda: f"waits for {missing()} unwritten elements from {what}"
         )
-    bits = machine.load(addresses, active, itemsize, "volatile")
+    bits = machine.load(addresses, active, itemsize, "lamport")
     return interp.block(bits.view(interp.numpy_dtype(dtype)), dtype)
+
+
+@simulated(stock.store_flagged)
+def _store_flagged(machine: Any, ptr: Any, x: Any, mask: Any) -> None:
+    from weft.simulator import interpreter as interp
+
+    addresses = interp.addresses_of(ptr)
+    values = np.broadcast_to(interp.value_of(x.to(interp.element_dtype(ptr))), addresses.shape)
+    active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
+    machine.store(addresses, np.ascontiguousarray(values).view(f"uint{8 * values.itemsize}"), active, "lamport")
+
+
+@simulated(stock.store_release)
+def _store_release(machine: Any, ptr: Any, value: Any) -> None:
+    from weft.simulator import interpreter as interp
+
+    bits = interp.element_dtype(ptr).primitive_bitwidth
+    word = int(np.asarray(interp.value_of(value)).ravel()[0])
+    machine.release_store(int(interp.addresses_of(ptr).ravel()[0]), word, bits // 8)
+
+
+@simulated(stock.drain_tma_stores)
+def _drain_tma_stores(machine: Any) -> None:
+    machine.drain_async()
+
+
+@simulated(stock.fence_before_tma_loads)
+def _fence_before_tma_loads(machine: Any) -> None:
+    machine.fence_async()
+
+
+@simulated(stock.fence_system)
+def _fence_system(machine: Any, word: Any) -> None:
+    machine.fence()

@@ -29,6 +29,12 @@ def add_release(ptr, value):
 
 
 @triton.jit
+def store_flagged(ptr, x, mask):
+    """Store elements that are their own flag (lamport.py): a plain store, which the simulator's checker tells from others."""
+    tl.store(ptr, x, mask=mask)
+
+
+@triton.jit
 def drain_tma_stores():
     """Tensor-descriptor stores of this thread have landed. Nothing to do where they are ordinary stores."""
     if target_info.cuda_capability_geq(9, 0):

@@ -1,0 +1,121 @@
+"""The baselines' plumbing, with libraries that are made up: on simulated ranks, summed by the simulator's own library."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+import weft
+from weft.bench import baselines
+from weft.bench.problem import Problem
+from weft.bench.providers import Unavailable, choose
+from weft.bench.shapes import COLLECTIVES, GEMMS, parse_shapes
+
+
+class Library:
+    """torch.distributed, whose group is a team."""
+
+    @staticmethod
+    def all_reduce(x, group):
+        x.copy_(group.team.library.all_reduce(x))
+
+    @staticmethod
+    def all_gather_into_tensor(out, x, group):
+        out.copy_(group.team.library.all_gather(x))
+
+    @staticmethod
+    def reduce_scatter_tensor(out, x, group):
+        out.copy_(group.team.library.reduce_scatter(x))
+
+    @staticmethod
+    def all_to_all_single(out, x, group):
+        out.copy_(torch.cat([part.chunk(group.team.size)[group.team.rank] for part in group.team.exchange(x)]))
+
+
+class Backend:
+    mem_allocator = None
+
+    def __init__(self):
+        self.registered = 0
+
+    def register_mem_pool(self, pool, symm):
+        self.registered += 1
+
+    def deregister_mem_pool(self, pool):
+        self.registered -= 1
+
+
+def group_of(team, backend):
+    return types.SimpleNamespace(team=team, group_name="g", _get_backend=lambda device: backend)
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    monkeypatch.setattr(baselines, "dist", Library)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("op", [*COLLECTIVES, *GEMMS])
+def test_every_library_gives_the_answer(op, libraries):
+    names = (
+        [p.name for p in choose(op, ["nccl", "cublas", "cublas+nccl"])]
+        if op not in COLLECTIVES
+        else ["nccl", "nccl.window"]
+    )
+
+    def main(team):
+        backend = Backend()
+        team.group = group_of(team, backend)
+        problem = Problem(op, parse_shapes(op, [], team.size, tiny=True)[0], "bf16", team)
+        for provider in choose(op, names):
+            attempt = provider.make(problem)
+            for _ in range(2):
+                if attempt.prepare is not None:
+                    attempt.prepare(0)
+                assert problem.judge(attempt.run(0), attempt.local).wrong == "", provider.name
+            assert backend.registered == ("window" in provider.name)
+            baselines.close_quietly(attempt)
+            assert backend.registered == 0
+        return len(choose(op, names))
+
+    assert weft.simulate(main, 3) == [len(names)] * 3
+
+
+def test_buffers_in_a_window_are_one_allocation_and_aligned(libraries):
+    def main(team):
+        team.group = group_of(team, Backend())
+        problem = Problem("all-reduce", parse_shapes("all-reduce", ["96"], 1)[0], "bf16", team)
+        a, b = baselines.windowed(problem, [(3, 5), (7,)])[0]
+        assert (a.shape, b.shape) == ((3, 5), (7,))
+        assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        assert b.data_ptr() - a.data_ptr() == 512
+
+        team.group = group_of(team, types.SimpleNamespace(mem_allocator=None))
+        with pytest.raises(Unavailable, match="no register_mem_pool"):
+            baselines.windowed(problem, [(8,)])
+
+    weft.simulate(main, 1)
+
+
+def test_torch_ops_share_one_symmetric_buffer(monkeypatch):
+    """Two providers in turn, each writing its input first."""
+
+    def main(team):
+        team.group = group_of(team, None)
+        shared = torch.empty(1024, dtype=torch.bfloat16)
+        monkeypatch.setattr(baselines, "symmetric", lambda problem, size: shared[: size[0]])
+        problem = Problem("all-reduce", parse_shapes("all-reduce", ["96"], 1)[0], "bf16", team)
+
+        def reduce(x, name):
+            assert name == "g"
+            return x.copy_(team.library.all_reduce(x))
+
+        first, second = (baselines.torch_all_reduce(problem, reduce) for _ in range(2))
+        for attempt in (first, second, first):
+            attempt.prepare(0)
+            assert problem.judge(attempt.run(0)).wrong == ""
+        return True
+
+    assert weft.simulate(main, 1) == [True]

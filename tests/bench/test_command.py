@@ -1,0 +1,82 @@
+"""`weft bench` from the flags to the table, on simulated ranks."""
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import run as benchmarks_run
+from weft.bench import report
+from weft.bench.command import bench
+from weft.bench.shapes import OPS
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command("bench")(bench)
+SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_runs_checks_and_reports(op, tmp_path):
+    file, picture = tmp_path / "out" / "x.json", tmp_path / "x.svg"
+    result = CliRunner().invoke(app, [op, "--json", str(file), "--plot", str(picture), *SMALL.get(op, [])])
+    assert result.exit_code == 0, result.output
+    assert "times mean nothing" in result.stdout
+    (found,) = report.read(file)
+    assert (found.op, found.world_size, found.is_simulated) == (op, 2, True)
+    assert picture.read_text().startswith("<svg")
+    for row in found.rows:
+        if row.role == "weft":
+            assert row.median_us > 0
+            assert row.max_abs_error is not None
+            assert row.mode == "host"
+            assert row.reason is None
+        else:
+            assert row.reason == "needs GPUs; these are simulated ranks"
+
+
+def test_check_only_at_two_world_sizes():
+    result = CliRunner().invoke(
+        app, ["all-gather", "--check-only", "--world-size", "2,3", "--providers", "weft", "--shapes", "96,240"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "world size 2" in result.stdout
+    assert "world size 3" in result.stdout
+    assert result.stdout.count("right") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all"], "op 'all' is unknown"),
+        (["gemm", "--shapes", "qwen4"], "neither a set"),
+        (["gemm", "--providers", "weft,cudnn"], "provider 'cudnn' is unknown"),
+        (["all-reduce", "--providers", "cublas"], "it has weft.auto"),
+        (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
+        (["gemm", "--world-size", "0"], "not a list of positive numbers"),
+        (["gemm", "--world-size", "two"], "not a list of positive numbers"),
+        (["gemm", "--dtype", "int8"], "dtype 'int8' is unknown"),
+        (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
+        (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
+        (["gemm", "--plot", "x.png"], "name the file x.svg"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments, message):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("weft: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_several_ops_in_one_launch(tmp_path, capsys):
+    words = ["all-reduce@96", "gemm@3,16,16", "all-reduce@2KiB"]
+    assert benchmarks_run.main([*words, "--out", str(tmp_path), "--providers", "weft", "--check-only"]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["all-reduce.w2.json", "gemm.w2.json"]
+    (found,) = report.read(tmp_path / "all-reduce.w2.json")
+    assert report.shapes_of(found) == [(96,), (2048,)]
+    assert found.command.startswith("python benchmarks/run.py all-reduce@96")
+    assert "2 ops in" in capsys.readouterr().out
+    assert benchmarks_run.main(["all@96", "--out", str(tmp_path)]) == 2
+    assert "op 'all' is unknown" in capsys.readouterr().err

@@ -1,0 +1,248 @@
+"""The measuring itself: wrong answers, providers that fail, do not end or cannot be captured, and every meter's graph."""
+
+import contextlib
+import pickle
+import threading
+import types
+
+import pytest
+import torch
+
+import weft
+from tests.bench import canned
+from weft.bench import baselines, measure, runner
+from weft.bench.plan import Plan, heap_bytes
+from weft.bench.problem import Problem
+from weft.bench.providers import Attempt, Provider, Unavailable, choose
+from weft.bench.shapes import Shape, parse_shapes
+
+
+class Event:
+    """Every event comes 7 µs after the one before of the same rank."""
+
+    clock = threading.local()
+
+    def __init__(self, **options):
+        self.at = None
+
+    def record(self):
+        self.at = Event.clock.now = getattr(Event.clock, "now", 0.0) + 0.007
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class Graph:
+    def replay(self):
+        """Again does the work."""
+
+
+class Again:
+    """A meter whose replay does its work again: nothing here can be captured."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+        super().__init__(*arguments)
+
+    def replay(self):
+        self.__init__(*self.arguments)
+        super().replay()
+
+
+@pytest.fixture
+def fake_gpus(monkeypatch):
+    """Ranks that time as on GPUs, with events and graphs that are made up."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure, "capturing", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "events_in_graphs", lambda team: 1.5)
+    for name in ("GraphMeter", "ChainMeter", "AroundMeter"):
+        monkeypatch.setattr(measure, name, type(name, (Again, getattr(measure, name)), {}))
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """others(name=make, …) are the baselines of all-reduce."""
+
+    def use(**makers):
+        monkeypatch.setattr(
+            baselines,
+            "BASELINES",
+            tuple(Provider(name=name, ops=("all-reduce",), role="other", make=make) for name, make in makers.items()),
+        )
+
+    return use
+
+
+def library(problem):
+    buffers = [x.clone() for (x,) in problem.sets]
+    return Attempt(
+        run=lambda number: buffers[number].copy_(problem.team.library.all_reduce(buffers[number])),
+        prepare=lambda number: buffers[number].copy_(problem.sets[number][0]),
+    )
+
+
+def wrong(problem):
+    return Attempt(run=lambda number: problem.sets[number][0].clone())
+
+
+def unwritten(problem):
+    return Attempt(run=lambda number: torch.empty_like(problem.sets[number][0]).fill_(float("nan")))
+
+
+def missing(problem):
+    raise Unavailable("not in this torch")
+
+
+def only_rank_0(problem):
+    def run(number):
+        if problem.team.rank == 1:
+            raise RuntimeError("no memory\nleft")
+        return problem.sets[number][0]
+
+    return Attempt(run=run)
+
+
+def run(plan, world_size=2, on_gpus=True):
+    lines = []
+
+    def main(team):
+        team.is_simulated = team.is_simulated and not on_gpus
+        return runner.run_plans(team, [plan], None, lines.append)
+
+    return weft.simulate(main, world_size), lines
+
+
+def plan(op="all-reduce", shapes=("96",), **more):
+    return Plan(op=op, shapes=parse_shapes(op, shapes, 2), **more)
+
+
+def test_times_as_on_gpus(fake_gpus, others):
+    others(library=library, wrong=wrong, unwritten=unwritten, missing=missing)
+    everywhere, lines = run(
+        plan(eager=True, quick=True, providers=("weft.auto", "library", "wrong", "unwritten", "missing"))
+    )
+    reports = everywhere[0][0], everywhere[1][0]
+    assert reports[0].rows == reports[1].rows  # every rank knows all, whichever lives to tell it
+    rows = {row.provider: row for row in reports[0].rows}
+    for name in ("weft.auto", "library"):
+        row = rows[name]
+        assert (row.mode, row.reason) == ("graph", None)
+        assert row.median_us == pytest.approx(7.0)
+        assert row.chain_us == pytest.approx(7 / 8)  # eight calls of the 7 µs between two events make 50 µs
+        assert row.eager_us == pytest.approx(7.0)
+        assert row.samples >= 3 * 8
+        assert row.max_abs_error < 0.1
+    assert rows["wrong"].reason.startswith("wrong answer: rank 0: ")
+    assert rows["wrong"].median_us is None
+    assert rows["unwritten"].reason.startswith("wrong answer: rank 0: 48 of 48 elements")
+    assert rows["missing"].reason == "not in this torch"
+    assert reports[0].protocol["empty_us"] == 1.5
+    assert lines == [lines[0]]
+    assert lines[0].startswith("all-reduce W=2 96 B: 1 of 1")
+
+
+def test_what_cannot_be_captured_is_timed_without_a_graph(fake_gpus, others, monkeypatch):
+    def refuse(team, attempt, numbers):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    others(library=library)
+    monkeypatch.setattr(measure, "GraphMeter", refuse)
+    (row,) = run(plan(providers=("library",)))[0][0][0].rows
+    assert row.mode == "eager"
+    assert row.median_us == row.eager_us == pytest.approx(7.0)
+    assert row.reason == "not captured: RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_without_events_in_graphs_whole_graphs_are_timed(fake_gpus, monkeypatch):
+    monkeypatch.setattr(measure, "events_in_graphs", lambda team: None)
+
+    (row,) = run(plan(op="gemm", shapes=("4,16,16",), providers=("weft",)))[0][0][0].rows
+    assert (row.mode, row.reason, row.chain_us) == ("around", None, None)
+    assert row.median_us == pytest.approx(0.0)  # both graphs take as long here
+
+
+def test_kernels_on_some_ranks_only_end_the_run_with_what_was_found(fake_gpus, others):
+    others(library=library, half=only_rank_0)
+    with pytest.raises(
+        runner.OutOfStep, match="half at 96 B failed on some ranks only .*rank 1: RuntimeError: no memory left"
+    ) as e:
+        run(plan(shapes=("96", "192")))
+    copy = pickle.loads(pickle.dumps(e.value))  # as it comes from another process
+    assert str(copy) == str(e.value)
+    (report,) = copy.reports
+    assert {row.shape for row in report.rows} == {(96,), (192,)}
+    assert all("not measured: " in row.reason for row in report.rows)
+
+
+def test_work_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", type("Never", (Event,), {"query": lambda self: False}))
+    team = types.SimpleNamespace(device=torch.device("cuda", 0), rank=3)
+    with pytest.raises(measure.Stuck, match=r"rank 3: nccl at 4 KiB did not end within 0.05 s.*--providers") as e:
+        measure.finish(team, "nccl at 4 KiB", 0.05)
+    e.value.reports = [canned.all_reduce()]
+    assert pickle.loads(pickle.dumps(e.value)).reports == [canned.all_reduce()]
+
+
+def test_a_spread_is_of_the_samples():
+    found = measure.spread([float(value) for value in range(101)][::-1])
+    assert (found.median, found.p10, found.p90, found.samples) == (50.0, 10.0, 90.0, 101)
+    assert measure.spread([3.0]).p90 == 3.0
+
+
+def test_the_last_replica_takes_the_set_whose_answer_is_known():
+    assert measure.order(3, 7) == [0, 2, 1, 0, 2, 1, 0]
+    for sets in range(1, 9):
+        for replicas in range(1, 20):
+            taken = measure.order(sets, replicas)
+            assert taken[-1] == 0
+            assert len(set(taken)) == min(sets, replicas)
+
+
+def test_rounds_fill_the_time_within_bounds():
+    assert measure.rounds_for(0.1, quick=False) == 11
+    assert measure.rounds_for(1e-9, quick=False) == 50
+    assert measure.rounds_for(9.0, quick=True) == 3
+
+
+def test_weights_are_cold_again_when_they_come_round():
+    team = types.SimpleNamespace(is_simulated=False, size=4, rank=0, device=torch.device("cpu"))
+    problem = Problem("gemm", Shape(size=(16, 8192, 512), label=""), "bf16", team)
+    nbytes = 8192 * 512 * 2
+    assert nbytes * (len(problem.sets) - 1) >= 100e6
+    assert problem.replicas == len(problem.sets)
+    assert not torch.equal(problem.sets[0][1], problem.sets[1][1])
+
+
+@pytest.mark.parametrize("op", ["all-gather", "all-to-all", "reduce-scatter", "ag-gemm", "gemm-rs", "gemm-ar"])
+def test_a_wrong_element_is_seen(op):
+    def main(team):
+        problem = Problem(op, parse_shapes(op, [], 2, tiny=True)[0], "bf16", team)
+        right = problem.answer().to(torch.bfloat16, copy=True)
+        assert not problem.judge(right).wrong
+        right.view(-1)[5] += 1
+        assert problem.judge(right).wrong.startswith("1 of ")
+        assert problem.judge(right[1:]).wrong.startswith("shape ")
+        return True
+
+    assert all(weft.simulate(main, 2))
+
+
+def test_providers_are_chosen_by_name_and_family():
+    assert [p.name for p in choose("all-reduce", ["weft"])] == ["weft.auto", "weft.one_shot", "weft.two_shot"]
+    assert [p.name for p in choose("all-reduce", ["nccl", "torch.two_shot"])] == [
+        "nccl",
+        "nccl.window",
+        "torch.two_shot",
+    ]
+    assert [(p.name, p.role) for p in choose("gemm-rs", ["cublas"])] == [("cublas", "ceiling")]
+    assert [(p.name, p.role) for p in choose("gemm", ["cublas"])] == [("cublas", "other")]
+
+
+def test_the_heap_grows_with_the_largest_shape():
+    small, large = plan(op="gemm-rs", shapes=("2,16,16",)), plan(op="ag-gemm", shapes=("16384,6656,16384",))
+    assert heap_bytes([small]) < 3 << 30
+    assert heap_bytes([small, large]) > 6 << 30

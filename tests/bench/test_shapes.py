@@ -1,0 +1,103 @@
+"""What the words on the command line mean, and what the hardware allows for it."""
+
+import pytest
+
+from weft.bench.limits import floor_us, limits_of, rate, wire_bytes
+from weft.bench.shapes import OPS, ROWS, parse_shapes
+
+
+def sizes(op, *words, world_size=4, **more):
+    return [shape.size for shape in parse_shapes(op, words, world_size, **more)]
+
+
+@pytest.mark.parametrize(
+    ("op", "word", "expected"),
+    [
+        ("ag-gemm", "qwen3-32b/qkv:4096", (4096, 2560, 5120)),
+        ("ag-gemm", "qwen3-32b/gate-up:4096", (4096, 12800, 5120)),
+        ("gemm-rs", "qwen3-32b/o:4096", (4096, 5120, 2048)),
+        ("gemm-ar", "qwen3-32b/down:1", (1, 5120, 6400)),
+        ("gemm", "llama3-70b/qkv:16", (16, 2560, 8192)),
+        ("gemm", "llama3-70b/down:16", (16, 8192, 7168)),
+        ("ag-gemm", "symm-mem-recipes/105b:16384", (16384, 6656, 16384)),
+        ("gemm-rs", "symm-mem-recipes/105b:16384", (16384, 16384, 6656)),
+        ("ag-gemm", "128,48,64", (128, 48, 64)),
+    ],
+)
+def test_one_rank_of_four_computes(op, word, expected):
+    assert sizes(op, word) == [expected]
+
+
+def test_named_sets_have_all_rows_that_divide():
+    found = sizes("ag-gemm", "qwen3-32b")
+    assert len(found) == 2 * len([m for m in ROWS if m % 4 == 0])
+    assert len(sizes("gemm-ar", "qwen3-32b")) == 2 * len(ROWS)
+    assert len(sizes("gemm", "llama3-70b")) == 4 * len(ROWS)
+    assert len(sizes("ag-gemm", "symm-mem-recipes")) == 9
+
+
+def test_collectives_take_bytes_and_powers_of_four():
+    assert sizes("all-reduce", "64KiB,1MiB", "4096", "65536") == [(65536,), (1 << 20,), (4096,)]
+    assert sizes("all-gather")[0] == (1024,)
+    assert sizes("all-gather")[-1] == (256 << 20,)
+    assert [shape.label for shape in parse_shapes("all-reduce", ["74752,64KiB,1000"], 2)] == [
+        "73 KiB",
+        "64 KiB",
+        "1000 B",
+    ]
+    assert all(size % 48 == 0 for (size,) in sizes("all-to-all", world_size=3))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_simulator_gets_tiny_ones(op):
+    for world_size in (1, 2, 3, 8):
+        for size in sizes(op, tiny=True, world_size=world_size):
+            assert max(size) <= 12 << 10
+
+
+@pytest.mark.parametrize(
+    ("op", "word", "message"),
+    [
+        ("all-to-al", "", "choose one of all-reduce"),
+        ("gemm", "qwen4", "neither a set"),
+        ("gemm", "qwen3-32b/qvk", "it has qkv, gate-up, o, down"),
+        ("ag-gemm", "qwen3-32b/down", "it has qkv, gate-up"),
+        ("gemm", "1,2", "not M,N,K"),
+        ("gemm", "1,2,0", "not M,N,K"),
+        ("gemm-rs", "33,16,16", "take 36"),
+        ("all-reduce", "10", "take 16"),
+        ("all-reduce", "qwen3-32b", "neither a set"),
+        ("all-reduce", "0", "neither a set"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_remedy(op, word, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_shapes(op, [word] if word else [], 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_projections_must_divide():
+    with pytest.raises(ValueError, match="world_size=3"):
+        parse_shapes("gemm", ["qwen3-32b"], 3)
+
+
+def test_the_wire_carries_the_fewest_bytes():
+    n = 4 << 20
+    assert wire_bytes("all-reduce", 4, (n,), 2) == 1.5 * n
+    assert wire_bytes("all-gather", 4, (n,), 2) == 0.75 * n
+    assert wire_bytes("gemm-ar", 2, (8, 16, 32), 2) == 2 * 8 * 16
+    assert wire_bytes("ag-gemm", 2, (8, 16, 32), 2) == 8 * 32
+    assert wire_bytes("gemm", 2, (8, 16, 32), 2) == 0
+
+
+def test_the_floor_is_the_larger_of_both():
+    h200 = limits_of("NVIDIA H200")
+    assert floor_us("all-reduce", 2, (360_000,), "bf16", h200) == pytest.approx(1.0 + 2.4)
+    # Weights of 65.5 MB at 4.3 TB/s; 2 * 8192 * 12800 * 5120 / 790e12; a wire that is slower than the GEMM.
+    assert floor_us("gemm", 4, (128, 5120, 6400), "bf16", h200) == pytest.approx(15.9, abs=0.1)
+    assert floor_us("ag-gemm", 4, (8192, 12800, 5120), "bf16", h200) == pytest.approx(1359, abs=1)
+    assert floor_us("ag-gemm", 4, (8192, 256, 5120), "bf16", h200) == pytest.approx(174.8, abs=0.1)
+    assert floor_us("gemm", 4, (128, 5120, 6400), "fp32", h200) is None
+    assert floor_us("gemm", 4, (128, 5120, 6400), "bf16", limits_of("some GPU")) is None
+    assert rate("gemm", 1, (1000, 1000, 1000), "bf16", 2.0) == pytest.approx(1000)
+    assert rate("all-reduce", 2, (1_000_000,), "bf16", 10.0) == pytest.approx(100)

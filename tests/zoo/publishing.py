@@ -1,0 +1,334 @@
+"""Data and the signal behind them: what a release must cover, and what an acquire must be."""
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from tests.zoo.exhibit import N, exhibit
+
+
+def tensors(team):
+    return team.zeros((N,), torch.float32, name="data"), team.signals(4, name="landed"), team.local(N, torch.float32)
+
+
+@triton.jit
+def publish_without_barrier(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
+        if not BUG:
+            tl.debug_barrier()
+        tl.atomic_xchg(wl.symm_at(landed, 1, team), 1, sem="release", scope="sys")
+    else:
+        wl.wait(landed, 1, team)
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit(
+    "missing-barrier", "data", "a tile is published by a scalar release without a CTA barrier", publish_without_barrier,
+    published=True,
+)  # fmt: skip
+def tile_published_without_barrier(team, bug):
+    data, landed, got = tensors(team)
+    publish_without_barrier[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def signal_after_descriptor_store(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        out = tl.make_tensor_descriptor(wl.symm_at(data, 1, team), [1, N], [N, 1], [1, N])
+        out.store([0, 0], tl.full((1, N), 1.0, tl.float32))  # here
+        if BUG:
+            tl.debug_barrier()
+            tl.atomic_xchg(wl.symm_at(landed, 1, team), 1, sem="release", scope="sys")
+        else:
+            wl.notify(landed, 1, 1, team)
+    else:
+        wl.wait(landed, 1, team)
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit(
+    "undrained-tma", "data", "a signal after a descriptor store that need not have landed", signal_after_descriptor_store,
+    published=True,
+)  # fmt: skip
+def signal_overtakes_descriptor_store(team, bug):
+    data, landed, got = tensors(team)
+    signal_after_descriptor_store[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def descriptor_load_after_acquire(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
+        wl.notify(landed, 1, 1, team)
+    else:
+        if BUG:
+            while tl.atomic_add(landed, 0, sem="acquire", scope="sys") < 1:
+                pass
+        else:
+            wl.wait(landed, 1, team)
+        source = tl.make_tensor_descriptor(data, [1, N], [N, 1], [1, N])
+        x = source.load([0, 0])  # here
+        tl.store(got + at, tl.reshape(x, (N,)))
+
+
+@exhibit(
+    "proxy-fence", "data", "a descriptor load of a peer's data without a proxy fence after the acquire",
+    descriptor_load_after_acquire, published=True,
+)  # fmt: skip
+def descriptor_load_without_proxy_fence(team, bug):
+    data, landed, got = tensors(team)
+    descriptor_load_after_acquire[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def flagged(
+    data, landed, got, team, N: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr, LOOK: tl.constexpr,
+    SEES: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
+        tl.debug_barrier()
+        tl.atomic_xchg(wl.symm_at(landed, 1, team), 1, sem=SEM, scope=SCOPE)
+    else:
+        while tl.atomic_add(landed, 0, sem=LOOK, scope=SEES) < 1:
+            pass
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+def with_orders(team, sem="release", scope="sys", look="acquire", sees="sys"):
+    data, landed, got = tensors(team)
+    flagged[(1,)](data, landed, got, team.view, N, sem, scope, look, sees)
+    team.barrier()
+
+
+@exhibit("scope", "data", "a release of gpu scope for a peer", flagged, also=("scope",))
+def release_of_gpu_scope(team, bug):
+    with_orders(team, scope="gpu" if bug else "sys")
+
+
+@exhibit("scope", "data", "an acquire of gpu scope of a peer's release", flagged, also=("scope",))
+def acquire_of_gpu_scope(team, bug):
+    with_orders(team, sees="gpu" if bug else "sys")
+
+
+@exhibit("relaxed-order", "data", "the flag is set by a relaxed atomic", flagged)
+def release_that_is_relaxed(team, bug):
+    with_orders(team, sem="relaxed" if bug else "release")
+
+
+@exhibit("relaxed-order", "data", "the flag is polled by a relaxed atomic", flagged)
+def acquire_that_is_relaxed(team, bug):
+    with_orders(team, look="relaxed" if bug else "acquire")
+
+
+@triton.jit
+def polled(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
+        wl.notify(landed, 1, 1, team)
+    else:
+        if BUG:
+            while tl.load(landed, volatile=True) < 1:
+                pass
+        else:
+            wl.wait(landed, 1, team)
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit("relaxed-order", "data", "the flag is polled by a volatile load, which acquires nothing", polled)
+def volatile_poll(team, bug):
+    data, landed, got = tensors(team)
+    polled[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def plainly_flagged(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)
+        tl.debug_barrier()
+        if BUG:
+            tl.store(wl.symm_at(landed, 1, team), 1)  # here
+        else:
+            wl.notify(landed, 1, 1, team)
+    else:
+        wl.wait(landed, 1, team)  # here
+        tl.store(got + at, tl.load(data + at))
+
+
+@exhibit("race", "landed", "the flag is set by a plain store", plainly_flagged, also=("relaxed-order",))
+def flag_by_plain_store(team, bug):
+    data, landed, got = tensors(team)
+    plainly_flagged[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def told_too_early(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        if BUG:
+            wl.notify(landed, 1, 1, team)
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
+        if not BUG:
+            wl.notify(landed, 1, 1, team)
+    else:
+        wl.wait(landed, 1, team)
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit("race", "data", "the notify comes before the stores", told_too_early, also=("divergence",))
+def notify_before_store(team, bug):
+    data, landed, got = tensors(team)
+    told_too_early[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def fenced(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
+        if BUG:
+            tl.debug_barrier()
+        else:
+            wl.fence(team)
+        tl.atomic_xchg(wl.symm_at(landed, 1, team), 1, sem="relaxed", scope="sys")
+    else:
+        wl.wait(landed, 1, team)
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit("relaxed-order", "data", "a relaxed flag without a fence between it and the data", fenced)
+def relaxed_flag_without_fence(team, bug):
+    data, landed, got = tensors(team)
+    fenced[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def wrong_slot(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    me = wl.rank(team)
+    at = tl.arange(0, N)
+    tl.store(wl.symm_at(data, 1 - me, team) + at, 1.0)  # here
+    wl.notify(landed + me, 1 - me, 1, team)
+    wl.notify(landed + me, me, 1, team)
+    if BUG:
+        wl.wait(landed + me, 1, team)
+    else:
+        wl.wait(landed + 1 - me, 1, team)
+    tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit("race", "data", "a wait for one's own slot of the signals", wrong_slot)
+def wait_for_the_wrong_slot(team, bug):
+    data, landed, got = tensors(team)
+    wrong_slot[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def chunked(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    half = tl.arange(0, N // 2)
+    if wl.rank(team) == 0:
+        for chunk in range(2):
+            tl.store(wl.symm_at(data, 1, team) + chunk * (N // 2) + half, 1.0)  # here
+            wl.notify(landed + chunk, 1, 1, team)
+    else:
+        for chunk in range(2):
+            if BUG:
+                wl.wait(landed, 1, team)
+            else:
+                wl.wait(landed + chunk, 1, team)
+            tl.store(got + chunk * (N // 2) + half, tl.load(data + chunk * (N // 2) + half))  # here
+
+
+@exhibit("race", "data", "the second chunk is read after a wait for the first", chunked)
+def reads_past_its_chunk(team, bug):
+    data, landed, got = tensors(team)
+    chunked[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def acknowledged(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        wl.wait(landed + 1, 1, team)
+        tl.store(wl.symm_at(data, 1, team) + at, 2.0)  # here
+    else:
+        tl.store(got + at, tl.load(data + at))  # here
+        if BUG:
+            tl.atomic_add(wl.symm_at(landed + 1, 0, team), 1, sem="release", scope="sys")
+        else:
+            wl.notify(landed + 1, 0, 1, team)
+
+
+@exhibit(
+    "missing-barrier",
+    "data",
+    "a buffer is given back by a scalar release while other threads still read it",
+    acknowledged,
+)
+def acknowledged_without_barrier(team, bug):
+    data, landed, got = tensors(team)
+    acknowledged[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def carried(data, landed, got, inbox, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
+        if not BUG:
+            wl.notify(landed, 1, 1, team)
+        wl.lamport_store(wl.symm_at(inbox, 1, team) + at, tl.full((N,), 3.0, tl.float32), at < N)
+    else:
+        x = wl.lamport_load(inbox + at, at < N, team)
+        if not BUG:
+            wl.wait(landed, 1, team)
+        tl.store(got + at, x + tl.load(data + at))  # here
+
+
+@exhibit("race", "data", "words that are their own flag are taken as a flag for other data", carried)
+def lamport_word_as_a_flag(team, bug):
+    data, landed, got = tensors(team)
+    inbox = team.empty(N, torch.float32, name="inbox").fill_(-0.0)
+    team.barrier()
+    carried[(1,)](data, landed, got, inbox, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def cleared(inbox, got, landed, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        if not BUG:
+            wl.wait(landed, 1, team)
+        wl.lamport_store(wl.symm_at(inbox, 1, team) + at, tl.full((N,), 3.0, tl.float32), at < N)  # here
+    else:
+        wl.lamport_clear(inbox + at, at < N)  # here
+        if not BUG:
+            wl.notify(landed, 0, 1, team)
+            tl.store(got + at, wl.lamport_load(inbox + at, at < N, team))
+
+
+@exhibit("race", "inbox", "a stage of Lamport words is cleared while a peer may write it", cleared)
+def lamport_stage_cleared_late(team, bug):
+    _, landed, got = tensors(team)
+    inbox = team.empty(N, torch.float32, name="inbox").fill_(-0.0)
+    team.barrier()
+    cleared[(1,)](inbox, got, landed, team.view, N, bug)
+    team.barrier()

@@ -1,0 +1,244 @@
+"""Buffers used again, programs of one rank that share memory, the copy engine, host code."""
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from tests.zoo.exhibit import N, exhibit
+from tests.zoo.publishing import tensors
+
+
+@triton.jit
+def scatter_and_sum(slots, landed, out, epoch, team, N: tl.constexpr, BUG: tl.constexpr):
+    me = wl.rank(team)
+    world: tl.constexpr = wl.num_ranks(team)
+    now = wl.next_epoch(epoch)
+    at = tl.arange(0, N)
+    half = slots if BUG else slots + (now & 1) * world * N
+    for peer in tl.static_range(world):
+        tl.store(wl.symm_at(half, peer, team) + me * N + at, now.to(tl.float32) + at)  # here
+        wl.notify(landed + me, peer, now, team)
+    total = tl.zeros((N,), tl.float32)
+    for peer in tl.static_range(world):
+        wl.wait(landed + peer, now, team)
+        total += tl.load(half + peer * N + at)  # here
+    tl.store(out + at, total)
+    wl.advance_epoch(epoch, now)
+
+
+@exhibit(
+    "race", "slots", "a call scatters into a workspace that a peer still sums from the call before", scatter_and_sum,
+    published=True, also=("divergence",),
+)  # fmt: skip
+def workspace_without_entry_proof(team, bug):
+    slots = team.zeros((2, team.size, N), torch.float32, name="slots")
+    landed, epoch, out = (
+        team.signals(team.size, name="landed"),
+        team.local(2, torch.int32),
+        team.local(N, torch.float32),
+    )
+    results = []
+    for _ in range(3):
+        scatter_and_sum[(1,)](slots, landed, out, epoch, team.view, N, bug)
+        results.append(out.clone())
+    return results
+
+
+@triton.jit
+def stale_epoch(data, landed, got, epoch, team, N: tl.constexpr, BUG: tl.constexpr):
+    me = wl.rank(team)
+    now = wl.next_epoch(epoch)
+    at = tl.arange(0, N)
+    tl.store(wl.symm_at(data, 1 - me, team) + (now & 1) * N + at, 1.0)  # here
+    wl.notify(landed, 1 - me, now, team)
+    if BUG:
+        wl.wait(landed, now - 1, team)
+    else:
+        wl.wait(landed, now, team)
+    tl.store(got + at, tl.load(data + (now & 1) * N + at))  # here
+    wl.advance_epoch(epoch, now)
+
+
+@exhibit("race", "data", "the wait is for the epoch before", stale_epoch)
+def waits_for_the_last_epoch(team, bug):
+    data, landed = team.zeros((2, N), torch.float32, name="data"), team.signals(1, name="landed")
+    epoch, got = team.local(2, torch.int32), team.local(N, torch.float32)
+    for _ in range(2):
+        stale_epoch[(1,)](data, landed, got, epoch, team.view, N, bug)
+
+
+@triton.jit
+def both_write(data, team, N: tl.constexpr, BUG: tl.constexpr):
+    me = wl.rank(team)
+    at = tl.arange(0, N)
+    row = 0 if BUG else me * N
+    tl.store(wl.symm_at(data, 0, team) + row + at, me.to(tl.float32))  # here
+
+
+@exhibit("race", "data", "all ranks store to the same rows of one rank", both_write, also=("divergence",))
+def ranks_write_the_same_rows(team, bug):
+    data = team.zeros((2, N), torch.float32, name="data")
+    both_write[(1,)](data, team.view, N, bug)
+    team.barrier()
+    return data.clone()
+
+
+@triton.jit
+def count_by_rank(counter, team, BUG: tl.constexpr):
+    if BUG:
+        tl.atomic_add(wl.symm_at(counter, 0, team), 1, sem="relaxed", scope="gpu")  # here
+    else:
+        tl.atomic_add(wl.symm_at(counter, 0, team), 1, sem="relaxed", scope="sys")
+
+
+@exhibit("scope", "counter", "several ranks add to one counter with gpu scope", count_by_rank)
+def shared_counter_of_gpu_scope(team, bug):
+    counter = team.zeros(1, torch.int32, name="counter")
+    count_by_rank[(1,)](counter, team.view, bug)
+    team.barrier()
+
+
+@triton.jit
+def accumulate(total, BUG: tl.constexpr):
+    if BUG:
+        tl.store(total, tl.load(total) + 1)  # here
+    else:
+        tl.atomic_add(total, 1)
+
+
+@exhibit("race", "total", "programs add to a sum by load and store", accumulate, also=("divergence",))
+def sum_without_an_atomic(team, bug):
+    total = team.zeros(1, torch.int32, name="total")
+    accumulate[(4,)](total, bug)
+    return total.clone()
+
+
+@triton.jit
+def split_k(parts, out, tickets, N: tl.constexpr, SEM: tl.constexpr, BARRIER: tl.constexpr):
+    at = tl.arange(0, N)
+    me = tl.program_id(0)
+    tl.store(parts + me * N + at, me.to(tl.float32))  # here
+    if BARRIER:
+        tl.debug_barrier()
+    if tl.atomic_add(tickets, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
+        total = tl.zeros((N,), tl.float32)
+        for part in range(tl.num_programs(0)):
+            total += tl.load(parts + part * N + at)  # here
+        tl.store(out + at, total)
+
+
+def split(team, sem, barrier):
+    parts, tickets = team.zeros((4, N), torch.float32, name="parts"), team.local(1, torch.int32)
+    split_k[(4,)](parts, team.local(N, torch.float32), tickets, N, sem, barrier)
+
+
+@exhibit("relaxed-order", "parts", "the last program's ticket is a relaxed atomic", split_k, world_size=1)
+def ticket_that_is_relaxed(team, bug):
+    split(team, "relaxed" if bug else "acq_rel", True)
+
+
+@exhibit(
+    "missing-barrier", "parts", "a program takes its ticket before all its threads have stored", split_k, world_size=1
+)
+def ticket_without_barrier(team, bug):
+    split(team, "acq_rel", not bug)
+
+
+@triton.jit
+def fill(x, value, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), value)  # here
+
+
+@triton.jit
+def take(x, got, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(got + at, tl.load(x + at))  # here
+
+
+@exhibit("race", "source", "the copy engine reads a tensor that a kernel still writes: no fork()", fill)
+def copy_without_fork(team, bug):
+    source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
+    fill[(1,)](source, 1.0, N)
+    if not bug:
+        team.copy_engine.fork()
+    team.copy_engine.put(target, source, 1 - team.rank)  # here
+    team.synchronize()
+
+
+@exhibit("race", "target", "a kernel reads what the copy engine still brings: no join()", take)
+def read_without_join(team, bug):
+    source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
+    got = team.local(N, torch.float32)
+    team.barrier()
+    team.copy_engine.fork()
+    team.copy_engine.get(target, source, 1 - team.rank)  # here
+    if not bug:
+        team.copy_engine.join()
+    take[(1,)](target, got, N)
+    team.barrier()
+
+
+@exhibit("race", "source", "a tensor is written again while the copy engine still reads it", fill)
+def source_overwritten_too_early(team, bug):
+    source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
+    team.barrier()
+    team.copy_engine.fork()
+    team.copy_engine.put(target, source, 1 - team.rank)  # here
+    if not bug:
+        team.copy_engine.join()
+    fill[(1,)](source, 2.0, N)
+    team.barrier()
+
+
+@triton.jit
+def take_after_wait(x, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if not BUG:
+        wl.wait(landed, 1, team)
+    tl.store(got + at, tl.load(x + at))  # here
+
+
+@exhibit(
+    "race", "target", "a kernel reads what a peer's copy engine brings without waiting for its flag", take_after_wait
+)
+def copy_without_flag(team, bug):
+    source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
+    landed, one, got = team.signals(1, name="landed"), team.local(1, torch.int32), team.local(N, torch.float32)
+    one.fill_(1)
+    team.copy_engine.fork()
+    team.copy_engine.put(target, source, 1 - team.rank)  # here
+    team.copy_engine.signal(landed, one, 1 - team.rank)
+    take_after_wait[(1,)](target, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def push(data, team, N: tl.constexpr):
+    tl.store(wl.symm_at(data, 1 - wl.rank(team), team) + tl.arange(0, N), 1.0)  # here
+
+
+@exhibit(
+    "race", "data", "host code meets with exchange(), which waits for no kernel, in the place of barrier()", push, take
+)
+def exchange_for_a_barrier(team, bug):
+    data, _, got = tensors(team)
+    push[(1,)](data, team.view, N)
+    if bug:
+        team.exchange("done")
+    else:
+        team.barrier()
+    take[(1,)](data, got, N)
+
+
+@exhibit("race", "data", "host code fills a tensor that a peer's kernel writes", push, also=("divergence",))
+def filled_by_the_host_too_late(team, bug):
+    data, _, _ = tensors(team)
+    if not bug:
+        data.fill_(5.0)
+        team.barrier()
+    push[(1,)](data, team.view, N)
+    if bug:
+        data.fill_(5.0)  # here
+    team.barrier()
+    return data.clone()

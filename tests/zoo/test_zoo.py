@@ -1,0 +1,35 @@
+"""Every planted bug is found within the default budget and for the right reason; every twin is clean."""
+
+import pytest
+
+import weft.check
+from tests.zoo import catalogue
+from weft.simulator.findings import RACES
+
+
+def run(case, bug):
+    return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,))
+
+
+@pytest.mark.parametrize("case", catalogue.EXHIBITS, ids=lambda case: case.name)
+def test_a_planted_bug_is_found_with_its_cause(case):
+    report = run(case, True)
+    findings = [found.finding for found in report.wrong]
+    right = [
+        f for f in findings if f.kind == case.kind and f.tensor == case.tensor and set(f.lines) - {None} == case.lines
+    ]
+    assert right, f"wanted {case.kind} of {case.tensor!r} at lines {sorted(case.lines)}\n{report}"
+    others = {f.kind for f in findings} - {case.kind, *case.also}
+    assert not others, f"{others} besides\n{report}"
+
+
+@pytest.mark.parametrize("case", catalogue.EXHIBITS, ids=lambda case: case.name)
+def test_its_twin_is_clean(case):
+    report = run(case, False)
+    assert report.ok, str(report)
+
+
+def test_there_are_enough_exhibits():
+    assert len(catalogue.EXHIBITS) >= 40
+    assert sum(case.published for case in catalogue.EXHIBITS) >= 4
+    assert {case.kind for case in catalogue.EXHIBITS} >= RACES

@@ -1,0 +1,26 @@
+"""``weft.check``: run a ``main(team)`` under many schedules and say what is wrong with its kernels.
+
+    report = weft.check(main, world_size=[2, 4], schedules=50)
+    assert report.ok, str(report)
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from weft.check.report import Found, Report, Schedule
+from weft.check.run import check
+
+__all__ = ["Found", "Report", "Schedule", "check"]
+
+
+class _Callable(types.ModuleType):
+    """This module, which can be called: importing a submodule makes ``weft.check`` the module, and it is to be the function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
+        return check(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

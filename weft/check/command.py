@@ -1,0 +1,106 @@
+"""``weft check script.py``: flags to ``weft.check``, and its report printed and written. cli.py registers it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.check.report import Report
+
+_SCHEDULES = 50
+_MODULE = "weft_checked_script"
+
+
+def check(
+    script: Annotated[Path, typer.Argument(help="A Python file that defines main(team)")],
+    world_size: Annotated[str, typer.Option(help="2 or 2,4")] = "2",
+    schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES,
+    strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix",
+    seed: Annotated[int, typer.Option(help="Of the first run")] = 0,
+    depth: Annotated[int, typer.Option(help="Of pct: ordering constraints that a bug needs")] = 3,
+    sms: Annotated[int, typer.Option(help="Programs of a rank that run at once")] = 8,
+    function: Annotated[str, typer.Option(help="What to run in place of main")] = "main",
+    json: Annotated[Path | None, typer.Option(help="Write the report there")] = None,
+    any_results: Annotated[
+        bool, typer.Option("--any-results", help="Results may differ from schedule to schedule")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where a wrong flag came from")] = False,
+) -> None:
+    """Look for races, deadlocks and lost signals, without a GPU. Exit status 0: clean, 1: findings, 2: wrong usage."""
+    try:
+        report = _checked(
+            load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed, depth=depth,
+            sms=sms, deterministic=not any_results, script=str(script),
+        )  # fmt: skip
+        if json is not None:
+            json.write_text(report.to_json() + "\n")
+    except (ValueError, OSError, WeftError) as error:
+        if traceback:
+            raise
+        typer.echo(f"weft: {error}", err=True)
+        raise typer.Exit(2) from None
+    _show(report)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def load(script: Path, function: str) -> Callable[..., Any]:
+    """``function`` of a script, imported as a module. ValueError if there is none."""
+    if not script.is_file():
+        raise ValueError(f"{script}: no such file; pass a Python file that defines {function}(team)")
+    spec = importlib.util.spec_from_file_location(_MODULE, script)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{script} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE] = module
+    sys.path.insert(0, str(script.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{script} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    main = getattr(module, function, None)
+    if not callable(main):
+        raise ValueError(f"{script} defines no {function}(team); write one, or name another with --function")
+    return main
+
+
+def _checked(main: Callable[..., Any], **options: Any) -> Report:
+    from weft.check.run import check as run
+
+    console = Console(stderr=True)
+    columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("schedules", total=None, found="")
+
+        def progress(done: int, total: int, found: int) -> None:
+            bar.update(task, completed=done, total=total, found=f"{found} finding(s)" if found else "")
+
+        return run(main, progress=progress, **options)
+
+
+def _show(report: Report) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for line in str(report).splitlines():
+        # A finding's head begins with its number; the rest is indented.
+        is_head = line[:1].isdigit() and ". " in line[:5]
+        style = "bold red" if is_head else "green" if report.ok else ""
+        console.print(Text(line, style=style))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--world-size {text} is not a list of numbers such as 2,4") from None

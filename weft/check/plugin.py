@@ -1,0 +1,49 @@
+"""pytest: a test that takes the fixture ``team`` and is marked ``weft`` runs on virtual ranks under many schedules.
+
+    @pytest.mark.weft(world_size=[2, 4], schedules=20)
+    def test_my_kernel(team): ...
+
+The test's body is ``main(team)``: it runs once per rank and schedule, and fails with the report if there are findings. The
+marker takes what ``weft.check`` takes. Other fixtures are made once and shared by all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "weft(world_size, schedules, ...): run on virtual ranks under many schedules (arguments of weft.check)"
+    )
+
+
+@pytest.fixture
+def team(request: pytest.FixtureRequest) -> Any:
+    """Stands for the rank's team, which each run of the test gets in its place."""
+    if request.node.get_closest_marker("weft") is None:
+        pytest.fail("the fixture 'team' needs the marker: @pytest.mark.weft(world_size=[2, 4], schedules=20)", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("weft")
+    if marker is None:
+        return None
+    from weft.check.run import check
+
+    function = pyfuncitem.obj
+    names = pyfuncitem._fixtureinfo.argnames
+    if "team" not in names:
+        pytest.fail(f"{pyfuncitem.name} is marked weft and takes no argument 'team'", pytrace=False)
+    others = {name: pyfuncitem.funcargs[name] for name in names if name != "team"}
+
+    def main(team: Any) -> Any:
+        return function(team=team, **others)
+
+    report = check(main, *marker.args, **{"script": pyfuncitem.nodeid} | marker.kwargs)
+    if not report.ok:
+        pytest.fail(str(report), pytrace=False)
+    return True

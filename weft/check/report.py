@@ -1,0 +1,114 @@
+"""What a check says: findings, how often and under which schedule they came, and how to see one again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weft.simulator.findings import Finding, Side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One run: the same values give the same run."""
+
+    world_size: int
+    strategy: str
+    seed: int
+    depth: int = 3
+
+    def command(self, script: str) -> str:
+        which = f"--world-size {self.world_size} --strategy {self.strategy} --seed {self.seed} --schedules 1"
+        return f"weft check {script} {which}" + (f" --depth {self.depth}" if self.strategy == "pct" else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A finding; ``count``: how often; ``schedules``: in how many runs; ``replay``: the simplest run known to show it."""
+
+    finding: Finding
+    count: int
+    schedules: int
+    replay: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """findings    by cause, those that a marker allows included (``finding.allowed``)
+    schedules   runs made
+    exhaustive  "exhausted": every schedule of the reduced space was run; "bounded": the search stopped early; "" otherwise
+    script      how to name the script in a replay command
+    """
+
+    findings: tuple[Found, ...]
+    schedules: int
+    world_sizes: tuple[int, ...]
+    exhaustive: str = ""
+    script: str = "SCRIPT"
+
+    @property
+    def wrong(self) -> tuple[Found, ...]:
+        """Findings that no marker allows."""
+        return tuple(f for f in self.findings if f.finding.allowed is None)
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong
+
+    def __str__(self) -> str:
+        parts = [paragraph(number, found, self.script) for number, found in enumerate(self.wrong, 1)]
+        return "\n\n".join([*parts, self.summary])
+
+    @property
+    def summary(self) -> str:
+        sizes = ", ".join(map(str, self.world_sizes))
+        searched = f"; {self.exhaustive}" if self.exhaustive else ""
+        lines = [f"{len(self.wrong)} finding(s) in {self.schedules} schedules at world size {sizes}{searched}"]
+        for found in self.findings:
+            if found.finding.allowed is not None:
+                where = ", ".join(sorted({str(side.place) for side in found.finding.sides}))
+                lines.append(f"allowed: {found.finding.kind} at {where}: {found.finding.allowed}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        def plain(found: Found) -> dict[str, Any]:
+            return asdict(found) | {"remedy": found.finding.remedy, "command": found.replay.command(self.script)}
+
+        return json.dumps(
+            {
+                "ok": self.ok,
+                "schedules": self.schedules,
+                "world_sizes": self.world_sizes,
+                "exhaustive": self.exhaustive,
+                "findings": [plain(f) for f in self.findings],
+            },
+            indent=2,
+        )
+
+
+def paragraph(number: int, found: Found, script: str) -> str:
+    """A finding as a kernel author reads it."""
+    finding = found.finding
+    where = ""
+    if finding.tensor:
+        span = f"{finding.first}" if finding.first == finding.last else f"{finding.first}..{finding.last}"
+        where = f"  {finding.tensor}[{span}] of rank {finding.rank}"
+    lines = [f"{number}. {finding.kind}{where}", f"   {finding.message}"]
+    for side in finding.sides:
+        lines += _side(side)
+    lines += [f"   {line}" for line in finding.detail if line != finding.message]
+    lines.append(f"   to mend: {finding.remedy}")
+    times = f"{found.count} times in {found.schedules} schedule(s)"
+    lines.append(f"   seen {times}; replay: {found.replay.command(script)}")
+    return "\n".join(lines)
+
+
+def _side(side: Side) -> list[str]:
+    if side.place is None:
+        return [f"   {side.verb} by {side.task}", f"        last synchronisation: {side.sync}"]
+    return [
+        f"   {side.verb} by {side.task}, {side.place} in {side.place.function}:",
+        f"        {side.place.text}",
+        f"        last synchronisation: {side.sync}",
+    ]

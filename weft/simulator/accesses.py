@@ -1,0 +1,171 @@
+"""Memory as a running program reaches it: the part of the interpreter's port that loads, stores, adds and orders.
+
+Each access is a step of the scheduler; then the checker hears of it, and late stores (``delays``) wait, where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from weft.simulator.memory import Memory
+from weft.simulator.scheduler import Scheduler
+
+
+class Accesses:
+    """What a machine is to the programs that run on it."""
+
+    scheduler: Scheduler
+    memory: Memory
+    watcher: Any
+    delays: Any
+    who: Callable[[], str]
+    note: Callable[..., None]
+    _on_event: Any
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
+        self.scheduler.step()
+        self.scheduler.polled(plain=access != "volatile")
+        if self._on_event is not None:
+            self.note("load", self._first(addresses, mask))
+        if self.delays is not None:
+            self._own_access(addresses, mask, itemsize)
+        bits = self.memory.load(addresses, mask, itemsize, self.who)
+        if self.watcher is not None:
+            self.watcher.load(addresses, mask, itemsize, access, bits)
+        return bits
+
+    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
+        self.scheduler.step()
+        if self._on_event is not None:
+            self.note("store", self._first(addresses, mask))
+        if self.watcher is not None:
+            self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
+            self.watcher.store(addresses, bits, mask, access)
+        if self.delays is not None:
+            self.delays.leak()
+            self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
+            self.delays.take(self.scheduler.current, addresses, bits, mask, access)
+            return
+        self.memory.store(addresses, bits, mask, self.who)
+        active = addresses[mask]
+        if active.size:
+            self.scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
+
+    def atomic(
+        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str
+    ) -> np.ndarray:
+        combine = _COMBINE[op]
+        return self._read_modify_write(op, addresses, bits.view(dtype), mask, np.dtype(dtype), combine, sem, scope)
+
+    def cas(
+        self, addresses: np.ndarray, compare_bits: np.ndarray, bits: np.ndarray, sem: str, scope: str
+    ) -> np.ndarray:
+        expected = iter(np.broadcast_to(compare_bits, addresses.shape).ravel())
+        mask = np.ones(addresses.shape, bool)
+
+        def combine(old: Any, new: Any) -> Any:
+            return new if old == next(expected) else old
+
+        return self._read_modify_write("cas", addresses, bits, mask, bits.dtype, combine, sem, scope)
+
+    def barrier(self) -> None:
+        """A CTA barrier. A program is one task here, so there is nothing to wait for."""
+        if self.watcher is not None:
+            self.watcher.barrier()
+        if self.delays is not None:
+            self.delays.barrier(self.scheduler.current)
+
+    def _own_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
+        self.delays.leak()
+        active = addresses[mask]
+        if active.size:
+            self.delays.touch(self.scheduler.current, int(active.min()), int(active.max()) + itemsize)
+
+    def release_store(self, address: int, bits: int, itemsize: int) -> None:
+        """One thread's store with release order at system scope."""
+        self.scheduler.step()
+        at, value = np.array([address], np.uint64), np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
+        everywhere = np.ones(1, bool)
+        if self._on_event is not None:
+            self.note("store", self._first(at, everywhere))
+        if self.watcher is not None:
+            self.memory.check(at, everywhere, itemsize, self.who)
+            self.watcher.notified(address, int(value[0]), itemsize)
+        if self.delays is not None:
+            self._own_access(at, everywhere, itemsize)
+            self.delays.release(self.scheduler.current, "sys")
+        self.memory.store(at, value, everywhere, self.who)
+        self.scheduler.written(address, address + itemsize)
+
+    def drain_async(self) -> None:
+        """Tensor-descriptor stores of the running program have landed."""
+        if self.watcher is not None:
+            self.watcher.drain()
+        if self.delays is not None:
+            self.delays.drain(self.scheduler.current)
+
+    def fence_async(self) -> None:
+        """Tensor-descriptor loads see what the running program sees."""
+        if self.watcher is not None:
+            self.watcher.fence_proxy()
+
+    def fence(self) -> None:
+        """A fence at system scope in every thread of the running program."""
+        self.scheduler.step()
+        if self.watcher is not None:
+            self.watcher.fence()
+        if self.delays is not None:
+            self.delays.fence(self.scheduler.current)
+
+    def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope) -> np.ndarray:
+        """Element by element, as duplicates among the addresses must see each other."""
+        self.scheduler.step()
+        unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
+        values = np.broadcast_to(values, addresses.shape)
+        mask = np.broadcast_to(mask, addresses.shape)
+        if self._on_event is not None:
+            self.note(op, self._first(addresses, mask))
+        if self.delays is not None:
+            self._own_access(addresses, mask, dtype.itemsize)
+            if sem in ("release", "acq_rel"):
+                self.delays.release(self.scheduler.current, scope)
+        before = np.zeros(addresses.size, unsigned)
+        after = before.copy()
+        one, changed = np.ones(1, bool), []
+        flat_addresses, flat_values, flat_mask = addresses.ravel(), values.ravel(), mask.ravel()
+        for i in np.flatnonzero(flat_mask):
+            at = flat_addresses[i : i + 1]
+            old = self.memory.load(at, one, dtype.itemsize, self.who)
+            new = np.asarray(combine(old.view(dtype)[0], flat_values[i]), dtype=dtype).reshape(1).view(unsigned)
+            before[i], after[i] = old[0], new[0]
+            if new[0] != old[0]:
+                self.memory.store(at, new, one, self.who)
+                changed.append(int(at[0]))
+        if changed:
+            self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
+        else:
+            self.scheduler.polled(plain=False)
+        if self.watcher is not None:
+            self.watcher.atomic(op, flat_addresses[flat_mask], before[flat_mask], after[flat_mask], sem, scope)
+        return before.reshape(addresses.shape)
+
+    def _first(self, addresses: np.ndarray, mask: np.ndarray) -> str:
+        active = addresses[mask]
+        return self.memory.describe(int(active.ravel()[0])) if active.size else "nothing"
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda old, new: old + new,
+    "fadd": lambda old, new: old + new,
+    "xchg": lambda old, new: new,
+    "min": min,
+    "max": max,
+    "umin": min,
+    "umax": max,
+    "and": lambda old, new: old & new,
+    "or": lambda old, new: old | new,
+    "xor": lambda old, new: old ^ new,
+}

@@ -1,0 +1,254 @@
+"""The lower layer: the operations that Triton's semantic layer asks a builder for, as NumPy calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
+
+from weft.simulator import numerics
+from weft.simulator.interpreter.descriptors import Descriptor
+from weft.simulator.interpreter.port import Port
+from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, everywhere, not_interpretable, numpy_dtype, plain
+
+_SEMANTICS = {
+    ir.MEM_SEMANTIC.RELAXED: "relaxed",
+    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
+    ir.MEM_SEMANTIC.RELEASE: "release",
+    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+}
+_SCOPES = {ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
+_ATOMICS = {
+    getattr(ir.ATOMIC_OP, name): name.lower()
+    for name in ("ADD", "FADD", "XCHG", "MIN", "MAX", "UMIN", "UMAX", "AND", "OR", "XOR")
+}
+_REDUCTIONS = {
+    getattr(ir.DESCRIPTOR_REDUCE_KIND, name): name.lower() for name in ("ADD", "MIN", "MAX", "AND", "OR", "XOR")
+}
+
+
+def _array(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.data
+
+
+def _unary(op: Callable) -> Callable:
+    return lambda self, x: Handle(op(x.data), x.dtype)
+
+
+def _binary(op: Callable) -> Callable:
+    return lambda self, x, y: Handle(op(x.data, y.data), x.dtype)
+
+
+class Builder(InterpreterBuilder):
+    """Triton's interpreter builder without its state, its raw-bit bf16 and its memory."""
+
+    def __init__(self, port: Port, names: Callable[[], str]) -> None:
+        super().__init__()
+        self.port, self.names = port, names
+        # Asserts of a kernel are checked; overflow of integers is not an error on the GPU.
+        self.options = InterpreterOptions(debug=True, sanitize_overflow=False, arch="simulator")
+        self.codegen_fns["min_dot_size"] = lambda a, b: (1, 1, 32 if a.scalar.primitive_bitwidth == 8 else 16)
+
+    def get_null_value(self, ty: tl.dtype) -> Handle:
+        return Handle(np.zeros(SCALAR_SHAPE, numpy_dtype(ty.scalar)), ty.scalar)
+
+    def get_all_ones_value(self, ty: tl.dtype) -> Handle:
+        return Handle(~np.zeros(SCALAR_SHAPE, numpy_dtype(ty.scalar)), ty.scalar)
+
+    # programs
+
+    def create_get_program_id(self, axis: int) -> Handle:
+        return Handle(np.array([self.port.program()[0][axis]], np.int32), tl.int32)
+
+    def create_get_num_programs(self, axis: int) -> Handle:
+        return Handle(np.array([self.port.program()[1][axis]], np.int32), tl.int32)
+
+    def create_barrier(self) -> None:
+        self.port.barrier()
+
+    def create_print(self, prefix: str, hexadecimal: bool, values: list, is_signed: Any) -> None:
+        where = self.port.program()[0]
+        for value in values:
+            shown = [hex(v) for v in value.data.ravel().tolist()] if hexadecimal else value.data
+            print(f"{where}{prefix}{shown}")
+        if not values:
+            print(f"{where}{prefix}")
+
+    def create_assert(self, condition: TensorHandle, message: str) -> None:
+        if not condition.data.all():
+            raise AssertionError(message)
+
+    def create_assume(self, condition: TensorHandle) -> None:
+        self.create_assert(condition, "tl.assume() of something that does not hold")
+
+    def create_inline_asm(self, *_: Any) -> None:
+        raise not_interpretable(f"inline assembly in {self.names()}")
+
+    def create_extern_elementwise(self, library: str, path: str, symbol: str, *_: Any) -> None:
+        raise not_interpretable(f"the external function {symbol} of {library or path} in {self.names()}")
+
+    # memory
+
+    def load(self, ptr: np.ndarray, mask: np.ndarray, element: tl.dtype, access: str) -> np.ndarray:
+        dtype = numpy_dtype(element)
+        bits = self.port.load(ptr, mask, dtype.itemsize, access)
+        return bits.astype(np.bool_) if dtype == np.bool_ else bits.view(dtype)
+
+    def store(self, ptr: np.ndarray, values: np.ndarray, mask: np.ndarray, access: str) -> None:
+        self.port.store(ptr, values.view(numerics.BITS[values.dtype.itemsize]), mask, access)
+
+    def create_masked_load(self, ptr: TensorHandle, mask: Any, other: Any, *_: Any) -> Handle:
+        """For block pointers, which are loaded through Triton's own code."""
+        element, mask = ptr.get_element_ty(), _array(mask)
+        values = self.load(ptr.data, mask, element, "plain")
+        if other is not None:
+            values = np.where(mask, values, other.data.view(values.dtype))
+        return Handle(values, element)
+
+    def create_masked_store(self, ptr: TensorHandle, value: TensorHandle, mask: Any, *_: Any) -> None:
+        self.store(ptr.data, value.data, _array(mask), "plain")
+
+    def create_atomic_rmw(self, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Handle:
+        return self.atomic(_ATOMICS[op], ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
+
+    def atomic(
+        self, op: str, ptr: np.ndarray, values: np.ndarray, mask: np.ndarray, element: tl.dtype, sem: str, scope: str
+    ) -> Handle:
+        bits = np.broadcast_to(values.view(numerics.BITS[values.dtype.itemsize]), ptr.shape)
+        old = self.port.atomic(op, ptr, bits, np.broadcast_to(mask, ptr.shape), values.dtype, sem, scope)
+        return Handle(old.view(values.dtype), element)
+
+    def create_atomic_cas(self, ptr: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Handle:
+        element = ptr.dtype.scalar.element_ty
+        dtype = numpy_dtype(element)
+        bits = numerics.BITS[dtype.itemsize]
+        wanted, new = (
+            np.broadcast_to(numerics.convert(x.data, dtype).view(bits), ptr.data.shape) for x in (compare, value)
+        )
+        old = self.port.cas(ptr.data, wanted, new, _SEMANTICS[sem], _SCOPES[scope])
+        return Handle(old.view(dtype), element)
+
+    def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> Handle:
+        element = ptr.dtype.scalar.element_ty
+        dtype = numpy_dtype(element)
+        nothing = np.zeros(ptr.data.shape, numerics.BITS[dtype.itemsize])
+        old = self.atomic("or", ptr.data, nothing, mask.data, element, _SEMANTICS[sem], _SCOPES[scope])
+        return Handle(old.data.view(dtype), element)
+
+    def create_atomic_store(self, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> None:
+        self.atomic("xchg", ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
+
+    def create_atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Handle:
+        """Polls until the value is there; there is no clock here, so a timeout is never reached."""
+        enable = Handle(everywhere(ptr.data.shape), tl.int1)
+        while True:
+            seen = self.create_atomic_load(ptr, enable, sem, scope)
+            if (seen.data == expected.data).all():
+                return enable
+
+    def create_make_tensor_descriptor(
+        self, base: Any, shape: list, strides: list, block_shape: list[int], is_signed: bool, padding: Any = None
+    ) -> Descriptor:
+        sizes, steps = ([x.data.item() for x in xs] for xs in (shape, strides))
+        nan = padding == ir.PADDING_OPTION.PAD_NAN
+        return Descriptor(base.data.item(), base.dtype.scalar.element_ty, sizes, steps, tuple(block_shape), nan)
+
+    def descriptor_load(self, descriptor: Descriptor, offsets: list) -> np.ndarray:
+        addresses, mask = descriptor.locate(offsets)
+        values = self.load(addresses, mask, descriptor.element, "tma")
+        if descriptor.nan:
+            values = np.where(mask, values, values.dtype.type(float("nan")))
+        return numerics.round_to_tf32(values) if descriptor.round_to_tf32 else values
+
+    def descriptor_store(self, descriptor: Descriptor, values: np.ndarray, offsets: list) -> None:
+        addresses, mask = descriptor.locate(offsets)
+        self.store(addresses, np.broadcast_to(values, addresses.shape), mask, "tma")
+
+    def create_descriptor_reduce(self, kind: Any, descriptor: Descriptor, value: Any, offsets: list) -> None:
+        addresses, mask = descriptor.locate([x.data.item() for x in offsets])
+        op, dtype = _REDUCTIONS[kind], value.data.dtype
+        if op == "add" and dtype in numerics.FLOATS:
+            op = "fadd"
+        elif op in ("min", "max") and dtype.kind == "u":
+            op = "u" + op
+        self.atomic(op, addresses, value.data, mask, value.dtype, "relaxed", "gpu")
+
+    def create_descriptor_gather(self, descriptor: Descriptor, rows: Any, column: Any, _: Any) -> Handle:
+        offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
+        return Handle(self.descriptor_load(descriptor, offsets), descriptor.element)
+
+    def create_descriptor_scatter(self, descriptor: Descriptor, value: Any, rows: Any, column: Any) -> None:
+        offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
+        self.descriptor_store(descriptor, value.data, offsets)
+
+    # casts, shapes, arithmetic
+
+    def create_int_cast(self, x: Any, to: tl.dtype, is_signed: bool) -> Handle:
+        return Handle(numerics.convert(x.data, numpy_dtype(to.scalar)), to.scalar)
+
+    def create_bitcast(self, x: Any, to: tl.dtype) -> Handle:
+        return Handle(x.data.view(numpy_dtype(to.scalar)), to.scalar)
+
+    def create_splat(self, ty: tl.dtype, x: Any) -> Handle:
+        return Handle(np.broadcast_to(x.data, tuple(ty.shape)), x.dtype)
+
+    def create_unsplat(self, x: Any) -> Handle:
+        return Handle(x.data.reshape(SCALAR_SHAPE), x.dtype)
+
+    def create_broadcast(self, x: Any, shape: Any) -> Handle:
+        return Handle(np.broadcast_to(x.data, tuple(shape)), x.dtype)
+
+    def create_expand_dims(self, x: Any, axis: int) -> Handle:
+        return Handle(np.expand_dims(x.data, axis), x.dtype)
+
+    def create_reshape(self, x: Any, shape: Any, allow_reorder: bool) -> Handle:
+        return Handle(x.data.reshape(tuple(plain(s) for s in shape)), x.dtype)
+
+    def create_trans(self, x: Any, order: Any) -> Handle:
+        return Handle(np.transpose(x.data, [plain(d) for d in order]), x.dtype)
+
+    def create_join(self, x: Any, y: Any) -> Handle:
+        return Handle(np.stack(np.broadcast_arrays(x.data, y.data), axis=-1), x.dtype)
+
+    def create_split(self, x: Any) -> tuple[Handle, Handle]:
+        return Handle(x.data[..., 0], x.dtype), Handle(x.data[..., 1], x.dtype)
+
+    def create_cat(self, x: Any, y: Any) -> Handle:
+        return Handle(np.concatenate([x.data, y.data]), x.dtype)
+
+    def create_gather(self, x: Any, index: Any, axis: int) -> Handle:
+        return Handle(np.take_along_axis(x.data, index.data.astype(np.int64), axis=axis), x.dtype)
+
+    def create_histogram(self, x: Any, bins: int, mask: Any) -> Handle:
+        return Handle(numerics.histogram(x.data, bins, None if mask is None else mask.data), tl.int32)
+
+    def create_make_range(self, ty: tl.dtype, start: int, stop: int) -> Handle:
+        return Handle(np.arange(start, stop, dtype=np.int32), tl.int32)
+
+    def create_dot(self, a: Any, b: Any, accumulator: Any, precision: Any, imprecise: Any) -> Handle:
+        return Handle(numerics.dot(a.data, b.data, accumulator.data), accumulator.dtype.scalar)
+
+    def create_dot_scaled(self, *_: Any) -> None:
+        raise not_interpretable(f"tl.dot_scaled in {self.names()}")
+
+    def create_fma(self, x: Any, y: Any, z: Any) -> Handle:
+        return Handle(numerics.fma(x.data, y.data, z.data), z.dtype)
+
+    def create_clampf(self, x: Any, low: Any, high: Any, propagate: Any) -> Handle:
+        nan = propagate is tl.PropagateNan.ALL
+        out = numerics.minimum(numerics.maximum(x.data, low.data, nan), high.data, nan)
+        return Handle(out, x.dtype)
+
+    create_precise_divf = create_fdiv = create_approx_divf = _binary(np.divide)
+    create_umulhi = _binary(numerics.multiply_high)
+    create_fneg = _unary(np.negative)
+    create_fabs = create_iabs = _unary(numerics.absolute)
+    create_rsqrt = _unary(lambda x: np.divide(x.dtype.type(1), np.sqrt(x)))
+    create_erf = _unary(lambda x: numerics.erf(x).astype(x.dtype))
+    create_exp, create_exp2, create_log, create_log2 = map(_unary, (np.exp, np.exp2, np.log, np.log2))
+    create_cos, create_sin, create_floor, create_ceil = map(_unary, (np.cos, np.sin, np.floor, np.ceil))
+    create_sqrt = create_precise_sqrt = _unary(np.sqrt)

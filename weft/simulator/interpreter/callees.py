@@ -1,0 +1,90 @@
+"""What kernel code calls where it names a function: the function rewritten, bound to the semantic layer, or replaced."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from triton.language.core import TRITON_BUILTIN, constexpr
+from triton.runtime.jit import JITFunction
+
+from weft.simulator.interpreter import rewriting, statements
+from weft.simulator.interpreter.frames import KernelFrames
+from weft.simulator.interpreter.semantic import Semantic
+from weft.simulator.interpreter.values import not_interpretable
+
+
+def is_builtin(member: Any) -> bool:
+    """Whether Triton's compiler calls it with the semantic layer as ``_semantic``."""
+    try:
+        return bool(getattr(member, TRITON_BUILTIN, False))
+    except Exception:  # lazily loaded attributes of foreign objects
+        return False
+
+
+def with_semantic(member: Any, semantic: Semantic) -> Callable:
+    """A builtin as kernel code may call it."""
+    signature = getattr(member, "signature", None) or inspect.signature(member)
+    if "_semantic" not in signature.parameters and not inspect.isclass(member):
+        return member
+    inner = member.__wrapped__ if hasattr(member, "__wrapped__") and hasattr(member, "signature") else member
+    return partial(inner, _semantic=semantic)
+
+
+class Callees:
+    """A table from what kernel code names to what it calls, filled as names are met."""
+
+    def __init__(self, semantic: Semantic, frames: KernelFrames) -> None:
+        self._semantic, self._frames = semantic, frames
+        self._table: dict[int, tuple[Any, Callable]] = {}  # id -> (what it is the id of, what to call)
+        self._replaced: dict[int, tuple[Any, Callable]] = {}
+        self._helpers = {"__weft_call__": self.resolve, **statements.helpers(semantic)}
+
+    def replace(self, callee: Any, function: Callable) -> None:
+        """Let ``function`` stand for ``callee``, for good."""
+        self._replaced[id(callee)] = (callee, function)
+        self.know(callee, function)
+
+    def know(self, callee: Any, function: Callable) -> None:
+        """Let ``function`` stand for ``callee`` until ``forget``."""
+        self._table[id(callee)] = (callee, function)
+
+    def forget(self) -> None:
+        self._table = dict(self._replaced)
+
+    def resolve(self, callee: Any) -> Callable:
+        """What kernel code calls where it says ``callee``."""
+        entry = self._table.get(id(callee))
+        if entry is not None and entry[0] is callee:
+            return entry[1]
+        if isinstance(callee, types.MethodType):
+            return callee
+        if isinstance(callee, constexpr):
+            return self.resolve(callee.value)
+        if isinstance(callee, JITFunction):
+            function = self._rewritten(callee)
+        elif is_builtin(callee):
+            function = with_semantic(callee, self._semantic)
+        else:
+            return callee
+        self.know(callee, function)
+        return function
+
+    def _rewritten(self, jit_fn: Any) -> Callable:
+        if jit_fn.is_gluon():
+            raise not_interpretable(f"the Gluon function {jit_fn.__name__}")
+        original = jit_fn.fn
+        raw = "".join(jit_fn.raw_src)
+        definition = re.search(r"^([ \t]*)def\s+\w+\s*\(", raw, re.MULTILINE)
+        assert definition is not None, jit_fn
+        first_line = jit_fn.starting_line_number + raw[: definition.start()].count("\n")
+        code = rewriting.compile_kernel(
+            jit_fn.src, original.__code__.co_filename, first_line, len(definition[1]), original.__name__,
+            original.__code__.co_freevars,
+        )  # fmt: skip
+        self._frames.add(rewriting.codes_of(code))
+        return rewriting.bind(code, original, self._helpers)

@@ -1,0 +1,67 @@
+"""Tensor descriptors (TMA): where a block of a strided tensor lies, and what of it is inside."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from weft.simulator.interpreter.values import everywhere, numpy_dtype
+
+
+@cache
+def _steps(block_shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Per dimension the indices within a block, shaped to broadcast."""
+    rank = len(block_shape)
+    return [
+        np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(rank)])
+        for axis, size in enumerate(block_shape)
+    ]
+
+
+class Descriptor:
+    """Handle of a tensor descriptor: plain Python numbers."""
+
+    def __init__(
+        self,
+        base: int,
+        element: tl.dtype,
+        shape: list[int],
+        strides: list[int],
+        block_shape: tuple[int, ...],
+        nan: bool,
+    ) -> None:
+        self.base, self.element, self.shape, self.strides = base, element, shape, strides
+        self.block_shape, self.nan, self.round_to_tf32 = block_shape, nan, False
+        self.itemsize = numpy_dtype(element).itemsize
+        if base % 16:
+            raise ValueError(f"a tensor descriptor's base must be 16-byte aligned, got address {base:#x}")
+        for stride in strides[:-1]:
+            if stride * self.itemsize % 16:
+                raise ValueError(f"a descriptor's strides must be multiples of 16 bytes, got {stride} of {element}")
+        if strides[-1] != 1:
+            raise ValueError(f"the last stride of a tensor descriptor must be 1, got {strides[-1]}")
+        self._relative: np.ndarray | None = None
+
+    def locate(self, offsets: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Addresses and in-bounds mask of the block at ``offsets``; an offset may be an array (gather)."""
+        if np.any(offsets[-1] * self.itemsize % 16):
+            raise ValueError(
+                f"a descriptor's block must start at a multiple of 16 bytes, got offset {offsets[-1]} of {self.element}"
+            )
+        steps = _steps(self.block_shape)
+        bytes_of = [stride * self.itemsize for stride in self.strides]
+        if self._relative is None:
+            self._relative = sum(step * by for step, by in zip(steps, bytes_of, strict=True)).view(np.uint64)
+        start = sum(offset * by for offset, by in zip(offsets, bytes_of, strict=True)) + self.base
+        start = start.view(np.uint64) if isinstance(start, np.ndarray) else np.uint64(start % 2**64)
+        addresses = self._relative + start
+        mask = None
+        for offset, step, size in zip(offsets, steps, self.shape, strict=True):
+            if isinstance(offset, np.ndarray) or not 0 <= offset <= size - step.size:
+                at = step + offset
+                inside = (at >= 0) & (at < size)
+                mask = inside if mask is None else mask & inside
+        return addresses, everywhere(addresses.shape) if mask is None else np.broadcast_to(mask, addresses.shape)

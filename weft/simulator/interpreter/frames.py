@@ -1,0 +1,44 @@
+"""Where in the user's kernels we are."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import types
+from collections.abc import Iterable
+
+
+class KernelFrames:
+    """Knows the code objects of rewritten kernels, and finds them on the stack."""
+
+    def __init__(self) -> None:
+        self.codes: dict[int, types.CodeType] = {}  # by id
+
+    def add(self, codes: Iterable[types.CodeType]) -> None:
+        self.codes.update((id(code), code) for code in codes)
+
+    def innermost(self, outside: tuple[str, ...] = ("triton.",)) -> types.FrameType | None:
+        """Frame of the innermost kernel code now executing; modules whose names start with one of ``outside`` count only
+        where nothing else does. None outside kernels."""
+        frame: types.FrameType | None = sys._getframe(1)
+        library = None
+        while frame is not None:
+            if id(frame.f_code) in self.codes:
+                if not str(frame.f_globals.get("__name__")).startswith(outside):
+                    return frame
+                library = library or frame
+            frame = frame.f_back
+        return library
+
+    def source_location(self) -> tuple[str, int, str, str] | None:
+        """(file, line number, function, text of the line) of the innermost kernel code; None outside kernels."""
+        frame = self.innermost()
+        if frame is None:
+            return None
+        code, line = frame.f_code, frame.f_lineno
+        return code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip()
+
+    def kernel_name(self) -> str:
+        """The innermost kernel code, for messages."""
+        where = self.source_location()
+        return f"{where[2]} ({where[0]}:{where[1]})" if where else "a kernel"

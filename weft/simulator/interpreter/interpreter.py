@@ -1,0 +1,67 @@
+"""The scope in which Triton's kernels run here."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import triton
+
+from weft.simulator.interpreter import launching, patching
+from weft.simulator.interpreter.builder import Builder
+from weft.simulator.interpreter.callees import Callees
+from weft.simulator.interpreter.frames import KernelFrames
+from weft.simulator.interpreter.launching import Launch
+from weft.simulator.interpreter.port import Port
+from weft.simulator.interpreter.semantic import Semantic
+from weft.simulator.interpreter.stand_ins import StandIns
+
+
+class Interpreter:
+    """``with Interpreter(port) as interpreter:`` is the scope in which Triton is patched; one at a time per process."""
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+        self._frames = KernelFrames()
+        self._codes = self._frames.codes  # races.py walks the stack itself; kernel_frame() is meant for it
+        self._semantic = Semantic(Builder(port, self._frames.kernel_name))
+        self._callees = Callees(self._semantic, self._frames)
+        self._stand_ins = StandIns(self._semantic, self._callees.resolve)
+        self._patches = patching.Patches()
+
+    def __enter__(self) -> Interpreter:
+        if patching.is_active():
+            raise RuntimeError("an Interpreter is active in this process already; leave its scope first")
+        if triton.knobs.runtime.interpret:
+            raise RuntimeError("TRITON_INTERPRET is set, so Triton's own interpreter has the kernels; unset it")
+        try:
+            patching.patch_jit_functions(self._patches, self.port.launch, self._callees.resolve)
+            patching.patch_language(self._patches, self._callees, self._stand_ins)
+            patching.patch_values(self._patches, self._semantic, self._stand_ins.cast)
+        except BaseException:
+            self._patches.restore()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patches.restore()
+        self._callees.forget()
+
+    def replace(self, jit_fn: Any, function: Callable) -> None:
+        """Let ``function`` stand for a jit function (or any callable) in kernels; it gets the arguments as they are."""
+        self._callees.replace(jit_fn, function)
+
+    def prepare(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict) -> Launch:
+        """Bind a launch's arguments as Triton does. TypeError for missing, surplus or unknown arguments."""
+        return launching.prepare(self._semantic, jit_fn, self._callees.resolve(jit_fn), grid, args, kwargs)
+
+    def kernel_frame(self, outside: tuple[str, ...]) -> types.FrameType | None:
+        """Frame of the innermost kernel code now executing; modules whose names start with one of ``outside`` count only
+        where nothing else does. None outside kernels."""
+        return self._frames.innermost(outside)
+
+    def source_location(self) -> tuple[str, int, str, str] | None:
+        """(file, line number, function, text of the line) of the innermost kernel code now executing; Triton's own
+        library counts only where nothing else does. None outside kernels."""
+        return self._frames.source_location()

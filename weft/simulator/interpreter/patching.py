@@ -1,0 +1,178 @@
+"""What is patched into Triton while an interpreter is active, and taken out again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import triton.language as tl
+from triton.language.core import base_value, constexpr, tensor_descriptor_base
+from triton.runtime.jit import JITFunction
+
+from weft.simulator.interpreter.callees import Callees, is_builtin
+from weft.simulator.interpreter.semantic import Semantic
+from weft.simulator.interpreter.stand_ins import StandIns
+from weft.simulator.interpreter.values import make, plain, value_of
+
+_ABSENT = object()
+_EVERYTHING = slice(None)
+# Python's operators to the semantic layer's methods.
+_ARITHMETIC = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "floordiv", "mod": "mod",
+    "and": "and_", "or": "or_", "xor": "xor_", "lshift": "shl",
+}  # fmt: skip
+_COMPARISONS = {
+    "lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
+}  # fmt: skip
+
+
+class Patches:
+    """Attributes replaced for a while."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        while self._undo:
+            owner, name, value = self._undo.pop()
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def is_active() -> bool:
+    return getattr(JITFunction.run, "__weft_interpreter__", False)
+
+
+def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[Any], Callable]) -> None:
+    """Launches go to ``launch``; a jit function called from Python runs as kernel code would run it."""
+
+    def run(jit_fn: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if not warmup:
+            launch(jit_fn, grid, args, kwargs)
+
+    def get(jit_fn: Any, instance: Any, owner: Any = None) -> Any:
+        return partial(resolve(jit_fn), instance) if isinstance(instance, base_value) else jit_fn
+
+    run.__weft_interpreter__ = True  # type: ignore[attr-defined]
+    patches.set(JITFunction, "run", run)
+    patches.set(JITFunction, "__call__", lambda jit_fn, *args, **kwargs: resolve(jit_fn)(*args, **kwargs))
+    patches.set(JITFunction, "__get__", get)
+
+
+def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> None:
+    """The functions of ``tl``, in their modules and in the table of callees."""
+    patches.set(tl.target_info, "current_target", lambda: None)
+    in_core = {getattr(tl.core, name): function for name, function in stand_ins.in_core().items()}
+    for member, function in [*in_core.items(), *stand_ins.elsewhere()]:
+        callees.know(member, function)
+    for module in (tl.core, tl.math, tl):
+        for name, member in list(vars(module).items()):
+            if member in in_core if inspect.isclass(member) else is_builtin(member):
+                patches.set(module, name, callees.resolve(member))
+
+
+def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:
+    """The methods and operators of tensors, descriptors and constexprs."""
+    for kind in (tl.dtype, tl.pointer_type, tl.block_type):
+        patches.set(kind, "to_ir", lambda ty, builder: ty)
+    for kind in (tl.tensor, tensor_descriptor_base):
+        for name, member in list(vars(kind).items()):
+            if is_builtin(member):
+                patches.set(kind, name, _method(getattr(member, "__wrapped__", member), semantic))
+    for name, method in {**_ARITHMETIC, **_COMPARISONS}.items():
+        patches.set(tl.tensor, f"__{name}__", _operator(getattr(semantic, method)))
+    for name, method in _ARITHMETIC.items():
+        patches.set(tl.tensor, f"__r{name}__", _reflected(getattr(semantic, method)))
+    members = {
+        "to": lambda x, *args, _semantic=None, **kwargs: cast(x, *args, **kwargs),
+        "shape": property(_shape),
+        "numel": property(lambda x: constexpr(x.handle.data.size)),
+        "T": property(lambda x: semantic.permute(x, (1, 0))),
+        "__init__": _init_tensor,
+        "__index__": lambda x: int(value_of(x)),
+        "__bool__": _bool,
+        "__repr__": _show,
+        "__str__": _show,
+        "__getitem__": _getitem,
+    }
+    for name, member in members.items():
+        patches.set(tl.tensor, name, member)
+    for name in (*_ARITHMETIC, *_COMPARISONS, "pow", "rshift"):
+        for operator in (f"__{name}__", f"__r{name}__"):
+            if operator in vars(constexpr):
+                patches.set(constexpr, operator, _yielding(vars(constexpr)[operator]))
+
+
+def _method(member: Callable, semantic: Semantic) -> Callable:
+    def call(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        return member(self, *args, _semantic=semantic, **kwargs)
+
+    return call
+
+
+def _operator(operation: Callable) -> Callable:
+    def call(self: tl.tensor, other: Any, _semantic: Any = None) -> tl.tensor:
+        return operation(self, other.value if isinstance(other, constexpr) else other)
+
+    return call
+
+
+def _reflected(operation: Callable) -> Callable:
+    def call(self: tl.tensor, other: Any, _semantic: Any = None) -> tl.tensor:
+        return operation(other.value if isinstance(other, constexpr) else other, self)
+
+    return call
+
+
+def _yielding(original: Callable) -> Callable:
+    """constexpr's own operators would wrap a tensor; here they leave the operation to it."""
+
+    def call(self: constexpr, other: Any) -> Any:
+        return NotImplemented if isinstance(other, tl.tensor) else original(self, other)
+
+    return call
+
+
+def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+
+
+@cache
+def _shape_tuple(shape: tuple[int, ...]) -> tl.tuple:
+    return tl.tuple([constexpr(size) for size in shape])
+
+
+def _shape(x: tl.tensor) -> tl.tuple:
+    return _shape_tuple(tuple(x.type.shape) if x.type is not x.dtype else ())
+
+
+def _bool(x: tl.tensor) -> bool:
+    """Of a scalar its value; a block is true as any object is, which Triton's own code leans on."""
+    return bool(x.handle.data.item()) if x.handle.data.size == 1 else True
+
+
+def _getitem(x: tl.tensor, index: Any, _semantic: Any = None) -> tl.tensor:
+    keys = list(index) if isinstance(index, (tuple, list, tl.tuple)) else [index]
+    for i, key in enumerate(keys):
+        if key is not None and not (type(key) is slice and key == _EVERYTHING):
+            keys[i] = plain(key)
+            if keys[i] is not None:
+                raise ValueError(f"unsupported tensor index: {key}")
+    data = x.handle.data
+    if x.type is x.dtype:
+        data = data.reshape(())
+    if len(keys) - keys.count(None) > data.ndim:
+        raise ValueError(f"too many indices for tensor of rank {data.ndim}")
+    return make(data[tuple(keys)], x.dtype, True)
+
+
+def _show(x: tl.tensor) -> str:
+    return f"{value_of(x)} ({x.type})" if x.handle is not None else "void"

@@ -1,0 +1,99 @@
+"""``tl.reduce``, ``tl.associative_scan``, ``tl.map_elementwise``: their functions are run on whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from weft.simulator import numerics
+from weft.simulator.interpreter.values import SCALAR_SHAPE, block, make, not_interpretable, numpy_dtype, plain, value_of
+
+
+class Reductions:
+    """tl.reduce, tl.associative_scan and tl.map_elementwise."""
+
+    def __init__(self, function: Callable[[Any], Callable]) -> None:
+        self.function = function
+
+    def reduce(self, input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
+        inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
+        axis, keep_dims, combine_fn = map(plain, (axis, keep_dims, combine_fn))
+        arrays = [x.handle.data for x in inputs]
+        rank = arrays[0].ndim
+        along = 0
+        if axis is None:
+            arrays = [a.reshape(-1) for a in arrays]
+        else:
+            along = tl.core._wrap_axis(axis, rank)
+        standard = tl.standard
+        if combine_fn is standard._sum_combine:
+            out = [numerics.reduce_sum(arrays[0], along)]
+        elif combine_fn is standard._elementwise_max or combine_fn is standard._elementwise_min:
+            out = [numerics.reduce_extreme(arrays[0], along, combine_fn is standard._elementwise_max)]
+        else:
+            out = self._tree(combine_fn, arrays, [x.dtype for x in inputs], along)
+        if keep_dims:
+            out = out if axis is not None else [a.reshape((1,) * rank) for a in out]
+        else:
+            out = [a.reshape(a.shape[:along] + a.shape[along + 1 :] or SCALAR_SHAPE) for a in out]
+        is_block = keep_dims or (axis is not None and rank > 1)
+        results = tuple(make(a, x.dtype, is_block) for a, x in zip(out, inputs, strict=True))
+        return results[0] if isinstance(input, tl.tensor) else results
+
+    def _combine(self, function: Callable, left: list, right: list, types_: list[tl.dtype]) -> list[np.ndarray]:
+        got = function(*map(block, left, types_), *map(block, right, types_))
+        got = got if isinstance(got, (tuple, tl.tuple)) else (got,)
+        return [
+            np.broadcast_to(numerics.convert(_array(g), numpy_dtype(ty)), a.shape)
+            for g, ty, a in zip(got, types_, left, strict=True)
+        ]
+
+    def _tree(self, combine_fn: Any, arrays: list, types_: list[tl.dtype], along: int) -> list[np.ndarray]:
+        """Neighbours are combined, then neighbouring pairs, …: order is kept, so the function need not commute."""
+        function = self.function(combine_fn)
+        arrays = [np.moveaxis(a, along, 0) for a in arrays]
+        while len(arrays[0]) > 1:
+            arrays = self._combine(function, [a[0::2] for a in arrays], [a[1::2] for a in arrays], types_)
+        return [np.moveaxis(a, 0, along) for a in arrays]
+
+    def scan(self, input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
+        inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
+        axis, reverse, combine_fn = map(plain, (axis, reverse, combine_fn))
+        along = tl.core._wrap_axis(axis, inputs[0].handle.data.ndim)
+        arrays = [np.moveaxis(x.handle.data, along, 0) for x in inputs]
+        arrays = [a[::-1] for a in arrays] if reverse else arrays
+        if combine_fn is tl.standard._sum_combine:
+            out = [numerics.scan_sum(arrays[0], 0)]
+        else:
+            function, types_ = self.function(combine_fn), [x.dtype for x in inputs]
+            rows = [[a[0:1] for a in arrays]]
+            for i in range(1, len(arrays[0])):
+                rows.append(self._combine(function, rows[-1], [a[i : i + 1] for a in arrays], types_))
+            out = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+        out = [a[::-1] for a in out] if reverse else out
+        results = tuple(make(np.moveaxis(a, 0, along), x.dtype, True) for a, x in zip(out, inputs, strict=True))
+        return results[0] if isinstance(input, tl.tensor) else results
+
+    def map_elementwise(self, scalar_fn: Any, *args: tl.tensor, pack: Any = 1, **_: Any) -> Any:
+        function = self.function(plain(scalar_fn))
+        if value_of(pack) != 1:
+            raise not_interpretable("tl.map_elementwise with pack > 1")
+        arrays = np.broadcast_arrays(*(x.handle.data for x in args))
+        results: list[tuple] = []
+        single = True
+        for values in zip(*(a.reshape(-1) for a in arrays), strict=True):
+            got = function(*(make(np.array([v]), x.dtype, False) for v, x in zip(values, args, strict=True)))
+            single = isinstance(got, tl.tensor)
+            results.append((got,) if single else tuple(got))
+        out = tuple(
+            make(np.concatenate([r.handle.data for r in column]).reshape(arrays[0].shape), column[0].dtype, True)
+            for column in zip(*results, strict=True)
+        )
+        return out[0] if single else out
+
+
+def _array(x: Any) -> np.ndarray:
+    return x.handle.data if isinstance(x, tl.tensor) else np.asarray(plain(x))

@@ -1,0 +1,329 @@
+"""The upper layer: Triton's own semantics, with the hot operations short-cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.core import constexpr
+from triton.language.semantic import IncompatibleTypeErrorImpl, TritonSemantic
+
+from weft.simulator import numerics
+from weft.simulator.interpreter.builder import Builder
+from weft.simulator.interpreter.values import Handle, everywhere, make, numpy_dtype, plain, value_of
+
+
+def _bitwise(op: Callable) -> Callable:
+    def method(self: Semantic, x: Any, y: Any) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y)
+        if not ty.is_int():
+            raise IncompatibleTypeErrorImpl(ty, ty)
+        return make(op(left, right), ty, is_block)
+
+    return method
+
+
+def _comparison(op: Callable) -> Callable:
+    def method(self: Semantic, x: Any, y: Any) -> tl.tensor:
+        left, right, _, is_block = self.operands(x, y)
+        return make(op(left, right), tl.int1, is_block)
+
+    return method
+
+
+class Semantic(TritonSemantic):
+    """Triton's type rules, memoised; operands broadcast by NumPy rather than copied out."""
+
+    builder: Builder
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__(builder)
+        self._promotions: dict[tuple, tl.dtype] = {}
+        self._constants: dict[tuple, np.ndarray] = {}
+
+    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        if isinstance(x, constexpr):
+            x = x.value
+        if isinstance(x, (int, float)):
+            return self.scalar_constant(x, self._type_of(x))
+        if check_type and not isinstance(x, tl.tensor):
+            raise TypeError(f"cannot convert {x} of type {type(x)} to tensor")
+        return x
+
+    def _type_of(self, x: int | float) -> tl.dtype:
+        if isinstance(x, bool):
+            return tl.int1
+        if isinstance(x, int):
+            if -(2**31) <= x < 2**31:
+                return tl.int32
+            for bits, ty in ((31, tl.int32), (32, tl.uint32), (63, tl.int64), (64, tl.uint64)):
+                if (x >> bits) == 0 or (x >> bits == -1 and ty.is_int_signed()):
+                    return ty
+            raise ValueError(f"Nonrepresentable integer {x}.")
+        size = abs(x)
+        fits = size == 0.0 or x != x or size == float("inf") or 2**-126 <= size <= (2 - 2**-23) * 2**127
+        return tl.float32 if fits else tl.float64
+
+    def scalar_constant(self, value: Any, dtype: tl.dtype) -> tl.tensor:
+        return tl.tensor(Handle(self._constant(value, dtype), dtype), dtype)
+
+    def _constant(self, value: Any, dtype: tl.dtype) -> np.ndarray:
+        key = (dtype.name, value, type(value), value == 0 and str(value))  # 0.0 == -0.0 == 0 == False
+        found = self._constants.get(key)
+        if found is None:
+            if dtype.is_int() and not dtype.is_bool():
+                self._check_range(value, dtype)
+                wide = np.array([int(value)], np.uint64 if value >= 2**63 else np.int64)
+            else:
+                wide = np.array([value], np.bool_ if dtype.is_bool() else np.float64)
+                wide = wide if dtype.is_bool() or dtype.is_fp64() else wide.astype(np.float32)
+            if len(self._constants) > 4096:
+                self._constants.clear()
+            found = self._constants[key] = numerics.convert(wide, numpy_dtype(dtype))
+        return found
+
+    def _check_range(self, value: Any, dtype: tl.dtype) -> None:
+        if value != int(value):
+            raise TypeError(f"cannot make a {dtype} of {value}")
+        if value < 0 and dtype.is_int_unsigned():
+            raise ValueError(
+                "Cannot perform a binary operation between an unsigned tensor and a negative scalar. "
+                "Perform a explicit cast on one of them."
+            )
+        if not dtype.get_int_min_value() <= value <= dtype.get_int_max_value():
+            raise ValueError(f"Scalar {value} is out of range for type {dtype}")
+
+    def _promote(self, a: tl.dtype, a_is_scalar: bool, b: tl.dtype, b_is_scalar: bool, div: bool) -> tl.dtype:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, div)
+        found = self._promotions.get(key)
+        if found is None:
+            found = self._promotions[key] = self.computation_type_impl(a, a_is_scalar, b, b_is_scalar, div)
+        return found
+
+    def operands(self, x: Any, y: Any, div: bool = False) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
+        """Two arrays of the common element type, that type, and whether the result is a block. No pointers."""
+        x_is_tensor, y_is_tensor = isinstance(x, tl.tensor), isinstance(y, tl.tensor)
+        a, b = x.dtype if x_is_tensor else self._type_of(x), y.dtype if y_is_tensor else self._type_of(y)
+        if a is b and not div and not isinstance(a, tl.pointer_type):
+            ty = a
+        else:
+            if isinstance(a, tl.pointer_type) or isinstance(b, tl.pointer_type):
+                raise IncompatibleTypeErrorImpl(a, b)
+            ty = self._promote(a, not x_is_tensor, b, not y_is_tensor, div)
+        if x_is_tensor:
+            left = x.handle.data if a is ty else numerics.convert(x.handle.data, numpy_dtype(ty))
+        else:
+            left = self._constant(x, ty)
+        if y_is_tensor:
+            right = y.handle.data if b is ty else numerics.convert(y.handle.data, numpy_dtype(ty))
+        else:
+            right = self._constant(y, ty)
+        is_block = (x_is_tensor and x.type is not x.dtype) or (y_is_tensor and y.type is not y.dtype)
+        return left, right, ty, is_block
+
+    def binary_op_type_checking_impl(
+        self,
+        x: Any,
+        y: Any,
+        allow_x_ptr: bool = False,
+        allow_y_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[tl.tensor, tl.tensor]:
+        if any(isinstance(getattr(v, "dtype", None), tl.pointer_type) for v in (x, y)) or not arithmetic_check:
+            return super().binary_op_type_checking_impl(x, y, allow_x_ptr, allow_y_ptr, arithmetic_check, div_or_mod)
+        left, right, ty, is_block = self.operands(x, y, div_or_mod)
+        if is_block and left.shape != right.shape:
+            shape = np.broadcast_shapes(left.shape, right.shape)
+            left, right = np.broadcast_to(left, shape), np.broadcast_to(right, shape)
+        return make(left, ty, is_block), make(right, ty, is_block)
+
+    def _arithmetic(self, op: np.ufunc, x: Any, y: Any) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y)
+        out = op(left, right) if ty.name != "int1" else numerics.wrap_bool(op, left, right)
+        return make(out, ty, is_block)
+
+    def add(self, x: Any, y: Any, sanitize_overflow: bool = False) -> tl.tensor:
+        if isinstance(y, tl.tensor) and isinstance(y.dtype, tl.pointer_type):
+            x, y = y, x
+        if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
+            return self._offset(x, y)
+        return self._arithmetic(np.add, x, y)
+
+    def _offset(self, ptr: tl.tensor, by: Any) -> tl.tensor:
+        by = self.to_tensor(by)
+        if not by.dtype.is_int():
+            raise IncompatibleTypeErrorImpl(ptr.type, by.type)
+        size = max(1, ptr.dtype.element_ty.primitive_bitwidth // 8)
+        out = ptr.handle.data + (by.handle.data.astype(np.int64) * size).view(np.uint64)
+        return make(out, ptr.dtype, ptr.type is not ptr.dtype or by.type is not by.dtype)
+
+    def sub(self, x: Any, y: Any, sanitize_overflow: bool = False) -> tl.tensor:
+        if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
+            return self._offset(x, self.minus(self.to_tensor(y)))
+        return self._arithmetic(np.subtract, x, y)
+
+    def mul(self, x: Any, y: Any, sanitize_overflow: bool = False) -> tl.tensor:
+        return self._arithmetic(np.multiply, x, y)
+
+    def floordiv(self, x: Any, y: Any) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y, True)
+        if not ty.is_int():
+            raise TypeError(f"unexpected type {ty}")
+        return make(numerics.divide_int(left, right), ty, is_block)
+
+    def mod(self, x: Any, y: Any) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y, True)
+        return make(numerics.remainder_int(left, right), ty, is_block)
+
+    def minimum(self, x: Any, y: Any, propagate_nan: Any) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y)
+        return make(numerics.minimum(left, right, propagate_nan is tl.PropagateNan.ALL), ty, is_block)
+
+    def maximum(self, x: Any, y: Any, propagate_nan: Any) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y)
+        return make(numerics.maximum(left, right, propagate_nan is tl.PropagateNan.ALL), ty, is_block)
+
+    and_, or_, xor_ = map(_bitwise, (np.bitwise_and, np.bitwise_or, np.bitwise_xor))
+    shl, lshr, ashr = map(_bitwise, (np.left_shift, numerics.shift_right_logical, numerics.shift_right_arithmetic))
+    greater_than, greater_equal = _comparison(np.greater), _comparison(np.greater_equal)
+    less_than, less_equal = _comparison(np.less), _comparison(np.less_equal)
+    equal, not_equal = _comparison(np.equal), _comparison(np.not_equal)
+
+    def where(self, condition: tl.tensor, x: Any, y: Any) -> tl.tensor:
+        condition = self.cast(condition, tl.int1)
+        if any(isinstance(v, tl.tensor) and isinstance(v.dtype, tl.pointer_type) for v in (x, y)):
+            x, y = super().binary_op_type_checking_impl(x, y, True, True)
+            left, right, ty, is_block = x.handle.data, y.handle.data, x.dtype, x.type is not x.dtype
+        else:
+            left, right, ty, is_block = self.operands(x, y)
+        return make(np.where(condition.handle.data, left, right), ty, is_block or condition.type is not condition.dtype)
+
+    def cast(self, x: tl.tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> tl.tensor:
+        source, to = x.dtype, dst_ty.scalar
+        if source is to or source == to:
+            return x
+        if isinstance(source, tl.pointer_type) or isinstance(to, tl.pointer_type):
+            if source.is_ptr() and to.is_ptr() or {source.name, to.name} & {"int64", "uint64"}:
+                return make(x.handle.data.view(numpy_dtype(to)), to, x.type is not source)
+            return super().cast(x, dst_ty)
+        if source.is_fp8() and to.is_int() or source.is_int() and to.is_fp8():
+            raise TypeError(f"Triton cannot cast {source} to {to}; go through fp32")
+        if fp_downcast_rounding not in (None, "rtne", "rtz"):
+            raise ValueError(f"Invalid rounding mode: {fp_downcast_rounding}. Supported: 'rtne' and 'rtz'.")
+        narrowing = source.is_floating() and to.is_floating() and to.primitive_bitwidth < source.primitive_bitwidth
+        if fp_downcast_rounding is not None and not narrowing:
+            raise ValueError(f"fp_downcast_rounding is for truncating float casts, not {source} to {to}")
+        out = numerics.convert(x.handle.data, numpy_dtype(to), fp_downcast_rounding == "rtz")
+        return make(out, to, x.type is not source)
+
+    def full(self, shape: Any, value: Any, dtype: tl.dtype) -> tl.tensor:
+        data = self.make_scalar(value, dtype).handle.data
+        shape = tuple(map(plain, shape))
+        if not all(isinstance(size, int) for size in shape):
+            raise TypeError(f"Shape elements must have type `constexpr[int]`, got {shape}")
+        return make(np.broadcast_to(data, shape) if shape else data, dtype, bool(shape))
+
+    def dot_fp32(self, a: tl.tensor, b: tl.tensor, acc: tl.tensor | None) -> tl.tensor | None:
+        """The usual products with an fp32 result; None for whatever Triton's own code should judge."""
+        if a.dtype.name != b.dtype.name or a.dtype.name not in ("bf16", "fp16", "fp32"):
+            return None
+        left, right = a.handle.data, b.handle.data
+        if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0] or left.shape[1] < 16:
+            return None
+        if acc is None:
+            return make(numerics.dot(left, right, np.zeros((1, 1), np.float32)), tl.float32, True)
+        if acc.dtype.name != "fp32" or acc.handle.data.shape != (left.shape[0], right.shape[1]):
+            return None
+        return make(numerics.dot(left, right, acc.handle.data), tl.float32, True)
+
+    def make_scalar(self, value: Any, dtype: tl.dtype) -> tl.tensor:
+        return self.cast(value, dtype) if isinstance(value, tl.tensor) else self.scalar_constant(value, dtype)
+
+    # memory
+
+    def _mask(self, ptr: tl.tensor, mask: Any, may_grow: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Addresses and mask of one shape. A larger mask repeats the pointers of a load, and is refused in a store."""
+        if not isinstance(ptr.dtype, tl.pointer_type):
+            raise ValueError(f"a pointer is needed, got {ptr.type}")
+        addresses, is_block = ptr.handle.data, ptr.type is not ptr.dtype
+        if mask is None:
+            return addresses, everywhere(addresses.shape), is_block
+        mask = self.to_tensor(mask)
+        if mask.dtype is not tl.int1 and mask.dtype != tl.int1:
+            raise ValueError(f"Mask must have boolean scalar type, got {mask.dtype}")
+        enable = mask.handle.data
+        if mask.type is not mask.dtype and not is_block:
+            raise ValueError("Mask argument cannot be block type if pointer argument is not a block")
+        if enable.shape != addresses.shape:
+            shape = np.broadcast_shapes(addresses.shape, enable.shape) if may_grow else addresses.shape
+            addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
+        return addresses, enable, is_block
+
+    def _values(self, value: Any, element: tl.dtype, shape: tuple[int, ...], is_block: bool) -> np.ndarray:
+        """What a store or an atomic takes to addresses of ``shape``."""
+        if isinstance(value, tl.tensor):
+            if value.type is not value.dtype and not is_block:
+                raise ValueError("Value argument cannot be block type if pointer argument is not a block")
+            if value.dtype is not element:
+                value = self.cast(value, element)
+            data = value.handle.data
+        else:
+            data = self.cast(self.to_tensor(value), element).handle.data
+        return data if data.shape == shape else np.broadcast_to(data, shape)
+
+    def fetch(self, ptr: tl.tensor, mask: Any, other: Any, access: str) -> tl.tensor:
+        if mask is None and other is not None:
+            raise ValueError("`other` cannot be provided without `mask`")
+        addresses, enable, is_block = self._mask(ptr, mask, True)
+        element = ptr.dtype.element_ty
+        if (
+            isinstance(other, tl.tensor)
+            and other.type is not other.dtype
+            and other.handle.data.shape != addresses.shape
+        ):
+            shape = np.broadcast_shapes(addresses.shape, other.handle.data.shape)
+            addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
+        values = self.builder.load(addresses, enable, element, access)
+        if other is not None:
+            values = np.where(enable, values, self._values(other, element, addresses.shape, is_block))
+        return make(values, element, is_block)
+
+    def put(self, ptr: tl.tensor, value: Any, mask: Any) -> None:
+        addresses, enable, is_block = self._mask(ptr, mask, False)
+        if ptr.dtype.const:
+            raise ValueError("Cannot store to a constant pointer")
+        data = self._values(value, ptr.dtype.element_ty, addresses.shape, is_block)
+        self.builder.store(addresses, data, enable, "plain")
+
+    def atom_red_typechecking_impl(self, ptr: tl.tensor, val: Any, mask: Any, op: str) -> tuple:
+        addresses, enable, is_block = self._mask(ptr, mask, False)
+        element = ptr.dtype.element_ty
+        bits = element.primitive_bitwidth
+        if ptr.dtype.const:
+            raise ValueError("Cannot store to a constant pointer")
+        if bits < 16 or (bits == 16 and (element.is_int() or op != "add")):
+            raise ValueError(f"atomic_{op} does not support {element}")
+        data = self._values(val, element, addresses.shape, is_block)
+        return ptr, make(data, element, is_block), make(enable, tl.int1, is_block)
+
+    def _offsets(self, descriptor: tl.tensor_descriptor_base, offsets: Any) -> list[int]:
+        values = [value_of(x) for x in offsets]
+        if len(values) != len(descriptor.block_shape):
+            raise ValueError(f"expected {len(descriptor.block_shape)} offsets, but got {len(values)}")
+        return values
+
+    def descriptor_load(self, desc: tl.tensor_descriptor_base, offsets: Any, *_: Any) -> tl.tensor:
+        return make(self.builder.descriptor_load(desc.handle, self._offsets(desc, offsets)), desc.handle.element, True)
+
+    def descriptor_store(self, desc: tl.tensor_descriptor_base, value: tl.tensor, offsets: Any) -> None:
+        data = self.cast(value, desc.handle.element).handle.data
+        if data.shape != desc.handle.block_shape:
+            raise ValueError(f"a block of shape {data.shape} stored through a descriptor of {desc.handle.block_shape}")
+        self.builder.descriptor_store(desc.handle, data, self._offsets(desc, offsets))
+        return None
+
+    def _has_native_tma(self) -> bool:
+        return True

@@ -1,0 +1,185 @@
+"""Functions of ``tl`` that run in place of Triton's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.core import constexpr
+
+from weft.simulator.interpreter.callees import with_semantic
+from weft.simulator.interpreter.reductions import Reductions
+from weft.simulator.interpreter.semantic import Semantic
+from weft.simulator.interpreter.values import Handle, numpy_dtype, plain, value_of
+
+_LOAD_MODIFIERS = frozenset([None, "", "none", ".ca", ".cg", ".cs", ".cv"])
+_EVICTIONS = frozenset([None, "", "evict_normal", "evict_first", "evict_last"])
+_STOCK = {name: getattr(tl.core, name) for name in ("load", "store", "dot")}  # taken before anything is patched
+
+
+class StandIns:
+    """The functions, bound to a semantic layer."""
+
+    def __init__(self, semantic: Semantic, resolve: Callable[[Any], Callable]) -> None:
+        self.semantic = semantic
+        self.reductions = Reductions(resolve)
+        self._stock_load, self._stock_store, self._stock_dot = (with_semantic(f, semantic) for f in _STOCK.values())
+        self._ranges: dict[tuple[int, int], tl.tensor] = {}
+
+    def in_core(self) -> dict[str, Callable]:
+        """By their names in ``triton.language.core``."""
+        return {
+            "load": self.load,
+            "store": self.store,
+            "arange": self.arange,
+            "full": self.full,
+            "where": self.where,
+            "dot": self.dot,
+            "cast": self.cast,
+            "reduce": self.reductions.reduce,
+            "associative_scan": self.reductions.scan,
+            "map_elementwise": self.reductions.map_elementwise,
+            "range": self.range,
+            "static_range": _static_range,
+            "static_assert": _static_assert,
+            "static_print": _static_print,
+            "multiple_of": _multiple_of,
+            "max_contiguous": _hint,
+            "max_constancy": _hint,
+            "condition": lambda value, **_: value,
+        }
+
+    def elsewhere(self) -> list[tuple[Any, Callable]]:
+        """(what kernels call, what stands for it) of other modules."""
+        # Programmatic dependent launch: here a kernel begins when the one before it has ended.
+        cuda = getattr(tl.extra, "cuda", None)
+        dependent = (getattr(cuda, name, None) for name in ("gdc_wait", "gdc_launch_dependents"))
+        return [
+            (range, self.range),
+            (min, partial(self._extreme, min, self.semantic.minimum)),
+            (max, partial(self._extreme, max, self.semantic.maximum)),
+            (tl.standard.zeros, lambda shape, dtype: self.full(shape, 0, dtype)),
+            *((word, lambda **_: None) for word in dependent if word is not None),
+        ]
+
+    def range(self, start: Any, stop: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
+        """``range`` and ``tl.range``: the loop variable is a tensor of the type that the bounds promote to."""
+        if stop is None:
+            start, stop = 0, start
+        bounds = [self.semantic.to_tensor(x) for x in (start, stop, 1 if step is None else step)]
+        for bound in bounds:
+            if not bound.dtype.is_int() or bound.type.is_block():
+                raise TypeError(f"For loop bounds and step must all be scalar ints, got {bound.type}")
+        promote = self.semantic.integer_promote_impl
+        ty = promote(promote(bounds[0].dtype, bounds[1].dtype), bounds[2].dtype)
+        first, last, by = (int(value_of(x)) for x in bounds)
+        dtype = numpy_dtype(ty)
+        for value in range(first, last, by):
+            yield tl.tensor(Handle(np.array([value], dtype), ty), ty)
+
+    def load(
+        self,
+        pointer: tl.tensor,
+        mask: Any = None,
+        other: Any = None,
+        boundary_check: Any = (),
+        padding_option: Any = "",
+        cache_modifier: Any = "",
+        eviction_policy: Any = "",
+        volatile: Any = False,
+        _semantic: Any = None,
+    ) -> tl.tensor:
+        if _is_block_pointer(pointer):
+            return self._stock_load(pointer, mask, other, boundary_check, padding_option)
+        cache_modifier, eviction_policy = plain(cache_modifier), plain(eviction_policy)
+        if cache_modifier not in _LOAD_MODIFIERS:
+            raise ValueError(f"Cache modifier {cache_modifier} not supported")
+        if eviction_policy not in _EVICTIONS:
+            raise ValueError(f"Eviction policy {eviction_policy} not supported")
+        access = "volatile" if cache_modifier == ".cv" or plain(volatile) else "plain"
+        return self.semantic.fetch(pointer, plain(mask), plain(other), access)
+
+    def store(
+        self,
+        pointer: tl.tensor,
+        value: Any,
+        mask: Any = None,
+        boundary_check: Any = (),
+        cache_modifier: Any = "",
+        eviction_policy: Any = "",
+        _semantic: Any = None,
+    ) -> None:
+        if _is_block_pointer(pointer):
+            self._stock_store(pointer, value, mask, boundary_check)
+            return
+        self.semantic.put(pointer, plain(value), plain(mask))
+
+    def arange(self, start: Any, end: Any, _semantic: Any = None) -> tl.tensor:
+        key = plain(start), plain(end)
+        found = self._ranges.get(key) if type(key[0]) is type(key[1]) is int else None
+        if found is None:
+            found = self._ranges[key] = self.semantic.arange(*key)
+        return found
+
+    def full(self, shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> tl.tensor:
+        shape = plain(shape)
+        return self.semantic.full((shape,) if isinstance(shape, int) else shape, plain(value), plain(dtype))
+
+    def where(self, condition: Any, x: Any, y: Any, _semantic: Any = None) -> tl.tensor:
+        return self.semantic.where(self.semantic.to_tensor(condition), plain(x), plain(y))
+
+    def cast(
+        self, x: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None
+    ) -> tl.tensor:
+        x = x if isinstance(x, tl.tensor) else self.semantic.to_tensor(x)
+        if plain(bitcast):
+            return self.semantic.bitcast(x, plain(dtype))
+        return self.semantic.cast(x, plain(dtype), plain(fp_downcast_rounding))
+
+    def dot(self, input: tl.tensor, other: tl.tensor, acc: Any = None, *args: Any, **kwargs: Any) -> tl.tensor:
+        result = None
+        if not args and plain(kwargs.get("out_dtype")) in (None, tl.float32):
+            result = self.semantic.dot_fp32(input, other, plain(acc))
+        return self._stock_dot(input, other, acc, *args, **kwargs) if result is None else result
+
+    def _extreme(self, of_numbers: Callable, operation: Callable, *args: Any) -> Any:
+        if not any(isinstance(x, tl.tensor) for x in args):
+            return of_numbers(*map(value_of, args))
+        result = args[0]
+        for x in args[1:]:
+            result = operation(value_of(result) if isinstance(result, constexpr) else result, x, tl.PropagateNan.NONE)
+        return result
+
+
+def _is_block_pointer(x: Any) -> bool:
+    """``tl.make_block_ptr`` gives a tensor of its own kind in Triton 3.6 and 3.7, another object in 3.8."""
+    return not isinstance(x, tl.tensor) or isinstance(getattr(x.dtype, "element_ty", None), tl.block_type)
+
+
+def _static_range(start: Any, end: Any = None, step: Any = None, **_: Any) -> range:
+    start, end, step = (None if x is None else int(value_of(x)) for x in (start, end, step))
+    return range(0, start, step or 1) if end is None else range(start, end, step or 1)
+
+
+def _static_assert(condition: Any, message: Any = "", **_: Any) -> None:
+    if not value_of(condition):
+        raise AssertionError(value_of(message))
+
+
+def _static_print(*values: Any, _semantic: Any = None, **kwargs: Any) -> None:
+    print(*map(value_of, values), **kwargs)
+
+
+def _multiple_of(x: Any, values: Any, _semantic: Any = None) -> Any:
+    """A wrong hint makes a GPU's vector accesses fault or misread, so it is an error here. Only scalars are checked."""
+    values = [plain(v) for v in (values if isinstance(values, (list, tuple, tl.tuple)) else [plain(values)])]
+    if isinstance(x, tl.tensor) and x.type is x.dtype and x.handle.data.item() % values[0]:
+        raise AssertionError(f"tl.multiple_of(x, {values[0]}) of x = {x.handle.data.item()}")
+    return x
+
+
+def _hint(x: Any, *_: Any, **__: Any) -> Any:
+    return x

@@ -1,0 +1,102 @@
+"""Values of a kernel: a ``tl.tensor`` whose handle is a NumPy array, and ways in and out of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.core import constexpr
+from triton.runtime.interpreter import TensorHandle
+
+from weft.errors import NotInterpretable
+from weft.simulator import numerics
+
+SCALAR_SHAPE = (1,)
+
+
+class Handle(TensorHandle):
+    """The array behind a ``tl.tensor``: shape (1,) for a scalar; bf16 and fp8 as ml_dtypes arrays. Never written to."""
+
+    attr = None  # hints say nothing to an interpreter; the base's repr shows the field
+
+    def __init__(self, data: np.ndarray, dtype: tl.dtype) -> None:
+        self.data, self.dtype = data, dtype
+
+
+_blocks: dict[tuple, tl.block_type] = {}  # a memo: building a block type costs as much as an operation
+
+
+def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
+    found = _blocks.get((element.name, shape))
+    if found is None or found.element_ty is not element:
+        found = _blocks[element.name, shape] = tl.block_type(element, list(shape))
+    return found
+
+
+@cache
+def everywhere(shape: tuple[int, ...]) -> np.ndarray:
+    """The mask of an access without a mask."""
+    mask = np.ones(shape, np.bool_)
+    mask.flags.writeable = False
+    return mask
+
+
+def plain(x: Any) -> Any:
+    """What a constexpr holds; anything else as it is."""
+    return x.value if isinstance(x, constexpr) else x
+
+
+def numpy_dtype(element: tl.dtype) -> np.dtype:
+    """The dtype of the array that holds values of a Triton element type; addresses for pointers."""
+    if isinstance(element, tl.pointer_type):
+        return numerics.BITS[8]
+    if element.name not in numerics.DTYPES:
+        raise not_interpretable(f"element type {element}")
+    return numerics.DTYPES[element.name]
+
+
+def not_interpretable(what: str) -> NotInterpretable:
+    return NotInterpretable(
+        f"{what} cannot run in the simulator; such a path needs a portable twin in plain Triton, "
+        f"and a test that the two agree"
+    )
+
+
+def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
+    """A ``tl.tensor`` of an array that has the element type's dtype already. A block's ``type`` is not its ``dtype``."""
+    return tl.tensor(Handle(data, element), _block_type(element, data.shape) if is_block else element)
+
+
+def scalar(value: int | float | bool, dtype: tl.dtype) -> tl.tensor:
+    """A scalar ``tl.tensor``."""
+    return make(numerics.convert(np.array([value]), numpy_dtype(dtype)), dtype, False)
+
+
+def block(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
+    """A block ``tl.tensor`` of an array, whose sizes are powers of two."""
+    return make(numerics.convert(np.asarray(array), numpy_dtype(dtype)), dtype, True)
+
+
+def value_of(x: Any) -> Any:
+    """The plain value of ``x``: of a scalar tensor a Python number (an address for a pointer), of a block its array,
+    of a constexpr what it holds; anything else as it is."""
+    if isinstance(x, constexpr):
+        return x.value
+    if isinstance(x, tl.tensor):
+        data = x.handle.data
+        return data if x.type is not x.dtype else data.item()
+    return x
+
+
+def addresses_of(pointer: tl.tensor) -> np.ndarray:
+    """Addresses (uint64) of a pointer or block of pointers; shape (1,) for one pointer."""
+    if not isinstance(pointer.dtype, tl.pointer_type):
+        raise TypeError(f"a pointer is needed, got {pointer.type}")
+    return pointer.handle.data
+
+
+def element_dtype(pointer: tl.tensor) -> tl.dtype:
+    """The type of what a pointer (or block of pointers) points to."""
+    return pointer.dtype.element_ty

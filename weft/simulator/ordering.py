@@ -1,0 +1,186 @@
+"""Whose clock learns from whom: launches, programs, host code, side streams and the meetings of ranks.
+
+A rank's host code has two clocks. ``main`` is its main stream: tensor operations and kernels, in order. ``cpu`` is what its
+host has waited for: only ``synchronize`` and ``barrier`` take main's knowledge over, so a copy engine that was not forked,
+or ranks that met by ``exchange`` only, know nothing of the kernels before.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from weft.simulator.clocks import joined, new_clock
+from weft.simulator.hosts import HostOperations, host_line
+from weft.simulator.races import Races
+from weft.simulator.syncing import Words, signed
+from weft.simulator.trails import SCALAR, Access, ProgramTrail, Sync, Trail
+
+# Tensors of a rank that stay known after their use, until its streams have met.
+_HELD = 64
+
+
+class Ordering:
+    def __init__(self, machine: Any) -> None:
+        self.machine, self.memory = machine, machine.memory
+        self.races = Races(machine)
+        self.words = Words(self.races)
+        self._cpu = [new_clock() for _ in range(machine.world_size)]
+        slots = self.races.slots
+        self._main = [Trail(slots, r, f"rank {r} host code", "main", new_clock()) for r in range(machine.world_size)]
+        self._streams: dict[tuple[int, str], Trail] = {}
+        self._forks: dict[tuple[int, str], np.ndarray] = {}
+        self._meetings: dict[str, np.ndarray] = {}
+        self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
+        self._launches = [0] * machine.world_size
+        self.launched_names: list[list[str]] = [[] for _ in range(machine.world_size)]
+
+    # --- programs ----------------------------------------------------------------------------------------------------
+
+    def launch(self, rank: int, grid: Any, args: tuple) -> None:
+        """A grid of ``rank`` is about to start."""
+        main = self._main[rank]
+        main.learn(self._cpu[rank])
+        self._launches[rank] += 1
+        grid.known, grid.number = main.publish(), self._launches[rank]
+        grid.end = grid.known.copy()
+        grid.views = [a for a in args if hasattr(a, "deltas") and hasattr(a, "barriers")]
+        if grid.views:
+            self.launched_names[rank].append(f"{grid.launch.name}{list(grid.launch.grid)}")
+        grid.reached = {heap for t in grid.launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None}
+        if self._streams:
+            self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")
+
+    def program_started(self, program: Any) -> None:
+        grid = program.grid
+        program.trail = ProgramTrail(self.races.slots, grid.rank, program.label, program.number, grid.known.copy())
+        program.trail.launch, program.trail.reached, program.trail.waits = grid.number, set(grid.reached), None
+
+    def program_ended(self, program: Any) -> None:
+        trail = program.trail
+        program.grid.end = joined(program.grid.end, trail.finish())
+        if trail.waits is not None and program.grid.total > self.machine.sms:
+            access = Access(0, trail, SCALAR, 0, 0, 0, "wait", trail.waits[1], "sys", trail.sync)
+            text = (
+                f"kernel {program.grid.launch.name} has {program.grid.total} programs, some of which wait, and this GPU holds "
+                f"{self.machine.sms} at a time"
+            )
+            extent = self.memory.find(trail.waits[0])
+            self.races.report("residency", text, [access], extent.name if extent else "", extent.rank if extent else 0)
+
+    def grid_ended(self, grid: Any) -> None:
+        main = self._main[grid.rank]
+        main.learn(grid.end)
+        main.tick()
+        main.sync = Sync(f"end of kernel {grid.launch.name}")
+
+    def trail(self) -> Trail:
+        task = self.machine.scheduler.current
+        return getattr(task, "trail", None) or self._main[task.rank]
+
+    # --- host code, streams, meetings --------------------------------------------------------------------------------
+
+    def host(self, rank: int) -> AbstractContextManager:
+        """The scope of a rank's host code: its tensor operations are seen."""
+        return HostOperations(self, rank)
+
+    def host_access(
+        self, rank: int, addresses: np.ndarray, itemsize: int, verb: str, write: bool, before: dict[int, int]
+    ) -> None:
+        main = self._main[rank]
+        main.launch = self._launches[rank]
+        main.learn(self._cpu[rank])
+        main.code = host_line()
+        access = self.races.access(main, "host", f"host {verb}")
+        if not write:
+            self.races.read(main, access, addresses, itemsize, None)
+            return
+        for address, old in before.items():
+            word = self.words.at(address, itemsize)
+            self.words.stored(word, access, old, self.words.value(word), main.launch)
+            self.words.unordered(main, word, None, keeps=False)
+        self.races.write(main, access, addresses, itemsize)
+
+    def stream(self, name: str) -> Trail:
+        rank = self.machine.rank
+        if (rank, name) not in self._streams:
+            trail = Trail(self.races.slots, rank, f"rank {rank} {name}", name, new_clock())
+            trail.launch = 0
+            self._streams[rank, name] = trail
+        return self._streams[rank, name]
+
+    def fork(self, name: str) -> None:
+        trail, main = self.stream(name), self._main[self.machine.rank]
+        key = (trail.rank, name)
+        self._forks[key] = joined(self._forks[key], main.publish()) if key in self._forks else main.publish()
+
+    def enqueued(self, name: str, tensors: list[Any]) -> tuple[str, np.ndarray, tuple | None]:
+        trail = self.stream(name)
+        known = self._cpu[trail.rank].copy()
+        if (trail.rank, name) in self._forks:
+            known = joined(known, self._forks[trail.rank, name])
+        self.hold(trail.rank, tensors, f"tensor of the {name}")
+        return name, known, host_line()
+
+    def begin(self, order: tuple[str, np.ndarray, tuple | None], label: str) -> None:
+        trail = self.stream(order[0])
+        trail.learn(order[1])
+        trail.label, trail.code = f"rank {trail.rank} {order[0]} ({label})", order[2]
+        self.machine.scheduler.current.trail = trail
+
+    def copied(self, target: int, source: int, nbytes: int, itemsize: int, signal: bool) -> None:
+        """Part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
+        trail, steps = self.trail(), np.arange(0, nbytes, itemsize).astype(np.uint64)
+        reads = self.races.access(trail, "copy", "copy from")
+        self.races.read(trail, reads, np.uint64(source) + steps, itemsize, None)
+        if not signal:
+            self.races.write(trail, self.races.access(trail, "copy", "copy to"), np.uint64(target) + steps, itemsize)
+            return
+        word, access = self.words.at(target, itemsize), self.races.access(trail, "copy", "signal", "sys")
+        value = self.memory.read_word(source, itemsize, lambda: trail.label)
+        word.wrote(trail, None, "copy engine's signal", signed(value, itemsize))
+        self.races.write(trail, access, np.uint64(target) + steps, itemsize)
+        self.words.release(trail, word, "sys", "signalled", keeps=False)
+
+    def joined(self, name: str) -> None:
+        rank = self.machine.rank
+        if (rank, name) in self._streams:
+            self._main[rank].learn(self._streams[rank, name].publish())
+            self._let_go(rank)
+
+    def looked(self, rank: int) -> None:
+        """The host has waited for its main stream, as ``tensor.item()`` does."""
+        self._cpu[rank] = joined(self._cpu[rank], self._main[rank].publish())
+
+    def synchronized(self, rank: int) -> None:
+        """The host has waited for all of its rank's streams."""
+        self.looked(rank)
+        self._main[rank].sync = Sync("team.synchronize()")
+        for (owner, _), trail in self._streams.items():
+            if owner == rank:
+                self._cpu[rank] = joined(self._cpu[rank], trail.publish())
+        self._let_go(rank)
+
+    def met(self, meeting: str, rank: int, streams: bool) -> None:
+        known = self._main[rank].publish() if streams else self._cpu[rank]
+        self._meetings[meeting] = joined(known.copy(), self._meetings.get(meeting, new_clock()))
+
+    def left(self, meeting: str, rank: int) -> None:
+        self._cpu[rank] = joined(self._cpu[rank], self._meetings[meeting])
+        self._main[rank].learn(self._cpu[rank])
+        self._main[rank].sync = Sync(meeting)
+
+    def hold(self, rank: int, tensors: list[Any], name: str) -> None:
+        """Keep ordinary tensors known (and alive, so that their addresses stay theirs) until the streams have met."""
+        for tensor in tensors:
+            base = self.memory.add_tensor(tensor, rank, name)
+            if base is not None:
+                self._held[rank].append((tensor, base))
+        while len(self._held[rank]) > _HELD:
+            self.memory.remove(self._held[rank].pop(0)[1])
+
+    def _let_go(self, rank: int) -> None:
+        while self._held[rank]:
+            self.memory.remove(self._held[rank].pop()[1])

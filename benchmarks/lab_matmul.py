@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from triton.runtime.jit import JITFunction
 
 import weft
-from weft.ops import all_gather_matmul as _  # noqa: F401
 from weft.ops.gemm import GemmConfig
 
 BF16 = torch.bfloat16
@@ -31,46 +31,57 @@ def module(name):
     return sys.modules[f"weft.ops.{name}"]
 
 
-def gemm_configs(M, names=None):
+def gemm_configs(M, **more):
     table = {
         1: {
-            "16x32x256s4": dict(block_m=16, block_n=32, block_k=256, num_stages=4),
             "16x64x128s5": dict(block_m=16, block_n=64, block_k=128, num_stages=5),
+            "16x32x256s5": dict(block_m=16, block_n=32, block_k=256, num_stages=5),
             "16x64x256s4": dict(block_m=16, block_n=64, block_k=256, num_stages=4),
-            "16x128x128s4": dict(block_m=16, block_n=128, block_k=128, num_stages=4),
-            "16x128x128s5w8": dict(block_m=16, block_n=128, block_k=128, num_stages=5, num_warps=8),
+            "16x128x128s5": dict(block_m=16, block_n=128, block_k=128, num_stages=5),
         },
         64: {
             "64x64x128s5": dict(block_m=64, block_n=64, block_k=128, num_stages=5),
             "64x128x64s6": dict(block_m=64, block_n=128, block_k=64, num_stages=6),
-            "64x128x128s4": dict(block_m=64, block_n=128, block_k=128, num_stages=4),
-            "64x256x64s5": dict(block_m=64, block_n=256, block_k=64, num_stages=5),
         },
         128: {
             "128x64x128s4": dict(block_m=128, block_n=64, block_k=128, num_stages=4),
             "128x128x64s6": dict(block_m=128, block_n=128, block_k=64, num_stages=6),
-            "128x128x128s3": dict(block_m=128, block_n=128, block_k=128, num_stages=3, num_warps=8),
+            "128x128x64s6w8": dict(block_m=128, block_n=128, block_k=64, num_stages=6, num_warps=8),
             "128x256x64s4w8": dict(block_m=128, block_n=256, block_k=64, num_stages=4, num_warps=8),
         },
     }
     key = 1 if M <= 16 else 64 if M <= 64 else 128
-    return {name: GemmConfig(**fields) for name, fields in table[key].items()}
+    return {name: GemmConfig(**fields, **more) for name, fields in table[key].items()}
 
 
-def large_configs(op):
-    found = {
-        "wide": GemmConfig(**WIDE),
-        "wide s4": GemmConfig(**WIDE, num_stages=4),
-        "wide s4 whole": GemmConfig(**WIDE, num_stages=4, stream=False),
-        "square s4": GemmConfig(**SQUARE, num_stages=4),
-    }
-    if op == "rs":
-        found["wide s4 p512"] = GemmConfig(**WIDE, num_stages=4, piece=512)
-        found["wide s4 p1024"] = GemmConfig(**WIDE, num_stages=4, piece=1024)
+def decode_configs(M):
+    found = {"library": GemmConfig(**WIDE, design="library")}
+    return found
+
+
+def large_configs(op, M):
+    """By op, the candidates that were left of a wider search."""
+    small = M <= 1024
     if op == "ag":
-        found["wide s4 c2"] = GemmConfig(**WIDE, num_stages=4, chunks=2)
-    if op in ("ag", "rs"):
-        found["segments"] = GemmConfig(**WIDE, num_stages=4, design="segments")
+        found = {
+            "wide flat": GemmConfig(**WIDE, flatten=True),
+            "wide flat whole": GemmConfig(**WIDE, flatten=True, split=False),
+            "segments": GemmConfig(**WIDE, design="segments"),
+        }
+        if M <= 2048:
+            found["square flat whole"] = GemmConfig(**SQUARE, num_stages=4, flatten=True, split=False)
+    else:
+        found = {
+            "wide p1k": GemmConfig(**WIDE, num_stages=4, piece=1024),
+            "wide whole p1k": GemmConfig(**WIDE, num_stages=4, piece=1024, split=False),
+        }
+        if small:
+            found["square whole p1k"] = GemmConfig(**SQUARE, num_stages=4, piece=1024, split=False)
+        if op == "rs":
+            found["segments"] = GemmConfig(**WIDE, num_stages=4, design="segments")
+            found["segments whole"] = GemmConfig(**WIDE, num_stages=4, design="segments", split=False)
+    if small:
+        found["library"] = GemmConfig(**WIDE, design="library")
     return found
 
 
@@ -87,7 +98,7 @@ class Lab:
     def random(self, *shape):
         return torch.randn(shape, device=self.team.device, generator=self.generator).to(BF16)
 
-    def measure(self, op, shape, providers, calls, repeats=12):
+    def measure(self, op, shape, providers, calls, repeats=10):
         """providers: name -> function of the call's number. One row each: median, max over ranks, microseconds a call."""
         team, graphs, side = self.team, {}, torch.cuda.Stream()
         for name, function in providers.items():
@@ -108,7 +119,7 @@ class Lab:
                 self.say(op, shape, name, graphs[name])
                 raise
         times = {name: [] for name in graphs}
-        for repeat in range(repeats):
+        for _ in range(repeats):
             for name, graph in graphs.items():
                 torch.cuda._sleep(150_000)
                 weft.ops.barrier(team)
@@ -126,6 +137,25 @@ class Lab:
         base = worst.get("cublas") or worst.get("cublas+nccl")
         self.say(op, shape, "  ".join(f"{name} {t:.1f} ({t / base:.3f})" for name, t in worst.items()))
         self.rows.append({"op": op, "shape": shape, "us": worst})
+
+    def compile_once(self, providers):
+        """Each rank compiles a share of the kernels, which the others then find in the cache."""
+        run, team = JITFunction.run, self.team
+        ours = [f for name, f in providers.items() if "cublas" not in name]
+        try:
+            JITFunction.run = lambda self, *args, **kwargs: None
+            for function in ours:
+                function(0)
+            JITFunction.run = lambda self, *args, warmup, **kwargs: run(self, *args, warmup=True, **kwargs)
+            team.barrier()
+            for function in ours[team.rank :: team.size]:
+                function(0)
+        finally:
+            JITFunction.run = run
+        team.barrier()
+        for op in ("all_gather_matmul", "matmul_reduce_scatter segments"):
+            for space in team.workspace((op, BF16), dict).values():
+                space.calls = 0
 
     def check(self, what, got, expected):
         error = ((got.float() - expected).norm() / expected.norm()).item()
@@ -151,10 +181,11 @@ class Lab:
             "cublas": lambda call: torch.mm(whole, weights[call % copies].T, out=out),
             "cublas+nccl": nccl,
         }
-        for name, config in large_configs("ag").items():
+        for name, config in large_configs("ag", M).items():
             providers[name] = partial(lambda config, call: run(shards[call % 2], weights[call % copies], team, config), config)
+        self.compile_once(providers)
         if check:
-            for call in range(3):
+            for call in range(2):
                 nccl(call)
                 expected = whole.float() @ weights[call % copies].float().T
                 for name in list(providers)[2:]:
@@ -177,10 +208,11 @@ class Lab:
             "cublas": lambda call: torch.mm(acts[call % 2], weights[call % copies].T, out=whole),
             "cublas+nccl": nccl,
         }
-        for name, config in large_configs("rs").items():
+        for name, config in large_configs("rs", M).items():
             providers[name] = partial(lambda config, call: run(acts[call % 2], weights[call % copies], team, config), config)
+        self.compile_once(providers)
         if check:
-            for call in range(3):
+            for call in range(2):
                 expected = acts[call % 2].float() @ weights[call % copies].float().T
                 dist.all_reduce(expected)
                 expected = expected.chunk(team.size)[team.rank]
@@ -199,26 +231,16 @@ class Lab:
             torch.mm(acts[call % 2], weights[call % copies].T, out=whole)
             dist.all_reduce(whole)
 
-        def pair(call):
-            torch.mm(acts[call % 2], weights[call % copies].T, out=whole)
-            return weft.ops.all_reduce(whole, team)
-
         providers = {
             "cublas": lambda call: torch.mm(acts[call % 2], weights[call % copies].T, out=whole),
             "cublas+nccl": nccl,
-            "cublas+weft": pair,
         }
-        configs = large_configs("ar") if M > 128 else gemm_configs(M)
+        configs = large_configs("ar", M) if M > 128 else decode_configs(M)
         for name, config in configs.items():
             providers[name] = partial(lambda config, call: run(acts[call % 2], weights[call % copies], team, config), config)
-        if hasattr(module("matmul_all_reduce"), "run_decode") and M <= 128:
-            decode = module("matmul_all_reduce").run_decode
-            for name, config in configs.items():
-                providers["L " + name] = partial(
-                    lambda config, call: decode(acts[call % 2], weights[call % copies], team, config), config
-                )
+        self.compile_once(providers)
         if check:
-            for call in range(3):
+            for call in range(2):
                 expected = acts[call % 2].float() @ weights[call % copies].float().T
                 dist.all_reduce(expected)
                 for name in list(providers)[2:]:
@@ -233,6 +255,11 @@ class Lab:
         providers = {"cublas": lambda call: torch.mm(a, weights[call % copies].T, out=out)}
         for name, config in gemm_configs(M).items():
             providers[name] = partial(lambda config, call: run(a, weights[call % copies], config), config)
+        if M == 16:
+            providers["16x64x128s5 whole"] = lambda call: run(
+                a, weights[call % copies], GemmConfig(block_m=16, block_n=64, block_k=128, num_stages=5, split=False)
+            )
+        self.compile_once(providers)
         if check:
             expected = a.float() @ weights[0].float().T
             for name in list(providers)[1:]:
@@ -247,7 +274,7 @@ def main(team, only):
     plan = [(op, *shape) for op, shape in SHAPES[w] if op in only or "decode" in only and op == "ar" and shape[0] <= 128]
     checked = set()
     for op, M, N, K in plan:
-        key = (op, min(M, 1024), N if op != "gemm" else 0)
+        key = (op, min(M, 1024), N if op == "ag" else 0)
         try:
             getattr(lab, op)(M, N, K, key not in checked)
         except Exception as error:
@@ -260,13 +287,16 @@ def main(team, only):
 DOWN4, O4, UP4, QKV4 = (5120, 6400), (5120, 2048), (12800, 5120), (2560, 5120)
 DOWN2, O2, UP2, QKV2 = (5120, 12800), (5120, 4096), (25600, 5120), (5120, 5120)
 LARGE = (8192, 4096, 2048, 1024)
-SHAPES = {
-    4: [(op, (M, N, K)) for op, nk in (("rs", DOWN4), ("rs", O4), ("ag", UP4), ("ag", QKV4)) for M in LARGE for N, K in (nk,)]
-    + [("ar", (M, *DOWN4)) for M in (4096, 1024, 128, 64, 16, 1)]
-    + [("gemm", (M, *nk)) for M in (1, 16, 64, 128) for nk in (UP4, DOWN4, QKV4, O4)],
-    2: [(op, (M, N, K)) for op, nk in (("rs", DOWN2), ("rs", O2), ("ag", UP2), ("ag", QKV2)) for M in LARGE for N, K in (nk,)]
-    + [("ar", (M, *DOWN2)) for M in (4096, 1024, 128, 16, 1)],
-}
+
+
+def shapes(down, o, up, qkv):
+    found = [("rs", (M, *nk)) for nk in (down, o) for M in LARGE] + [("ag", (M, *nk)) for nk in (up, qkv) for M in LARGE]
+    found += [("ar", (M, *down)) for M in (4096, 1024, 128, 16, 1)]
+    found += [("rs", (256, *nk)) for nk in (down, o)] + [("ag", (256, *nk)) for nk in (up, qkv)]
+    return found + [("gemm", (M, *nk)) for M in (16, 128) for nk in (up, down, o)]
+
+
+SHAPES = {4: shapes(DOWN4, O4, UP4, QKV4), 2: shapes(DOWN2, O2, UP2, QKV2)}
 
 
 if __name__ == "__main__":

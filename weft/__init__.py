@@ -13,6 +13,7 @@ _EXPORTS = {
     "Team": "weft.runtime.team",
     "launch": "weft.runtime.launch",
     "simulate": "weft.runtime.simulate",
+    "check": "weft.check",
     "Engine": "weft.engine",
     "ops": "weft.ops",
     "layers": "weft.layers",

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from weft.bench.command import bench
 from weft.errors import WeftError
+from weft.tune.command import tune
 
 if TYPE_CHECKING:
     from weft.engine import Engine, Piece
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(bench)
+app.command()(tune)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 

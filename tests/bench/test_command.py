@@ -18,6 +18,7 @@ SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_runs_checks_and_reports(op, tmp_path):
+    pytest.importorskip("matplotlib")
     file, picture = tmp_path / "out" / "x.json", tmp_path / "x.svg"
     result = CliRunner().invoke(app, [op, "--json", str(file), "--plot", str(picture), *SMALL.get(op, [])])
     assert result.exit_code == 0, result.output

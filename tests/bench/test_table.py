@@ -8,7 +8,8 @@ from rich.console import Console
 
 from benchmarks import performance, targets
 from tests.bench import canned
-from weft.bench import report, table
+from weft.bench import plot, report, table
+from weft.bench.command import BenchOptions
 from weft.bench.plot import svg
 
 
@@ -86,15 +87,28 @@ def test_printed_and_as_markdown():
 
 
 def test_plots_are_pictures_with_every_provider_that_ran():
+    pytest.importorskip("matplotlib")
     untimed = canned.report("gemm", 1, [canned.row((1, 2, 3), "cublas", "other", reason="no GPU")])
     picture = svg([canned.all_reduce(), canned.ag_gemm(), untimed])
-    root = ElementTree.fromstring(picture)
-    assert len([e for e in root.iter() if e.tag.endswith("polyline")]) == 3 + 3
-    assert "nothing was timed" in picture
+    groups = [e.get("id") for e in ElementTree.fromstring(picture).iter() if e.tag.endswith("}g")]
+    assert [name for name in groups if name in ("weft.auto", "weft.one_shot", "nccl", "cublas+nccl", "cublas")] == [
+        "weft.auto", "weft.one_shot", "nccl", "weft.auto", "cublas+nccl", "cublas",
+    ]  # fmt: skip
+    for words in ("all-reduce, bf16, world size 4: µs", "64 MiB", "nothing was timed"):
+        assert words in picture
     assert "torch.one_shot" not in picture
+    assert svg([canned.all_reduce(), canned.ag_gemm(), untimed]) == picture
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    for refused in (lambda: svg([]), lambda: BenchOptions(op="gemm", plot=tmp_path / "x.svg")):
+        with pytest.raises(ValueError, match=r"pip install weft\[plot\]"):
+            refused()
 
 
 def test_the_page_is_written_from_the_results(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     for name, made in (("all-reduce.w4", canned.all_reduce()), ("ag-gemm.w4", canned.ag_gemm())):
         report.write(tmp_path / "results" / "h200-x4" / f"{name}.json", [made])
     assert performance.main(tmp_path / "results", tmp_path / "docs" / "performance.md") == 0

@@ -250,15 +250,17 @@ def of_size(table_of_cases: Iterable[Case], world_size: int) -> list[Case]:
 def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
     """One case of each algorithm: what graphs and back-to-back calls are tried with."""
     w = world_size
-    signalled = (("algorithm", "two_shot"), ("transport", "signals"))
+    wide = (("transport", "lamport"), ("row_bytes", 2048), ("num_warps", 2))
     matmuls = {case.op: case for case in reversed(of_size(products, w)) if case.dtype == BF16}
     return [
         Case(op="all_reduce", world_size=w, dtype=BF16, shape=(16, 512), algorithm="one_shot"),
         Case(op="all_reduce", world_size=w, dtype=FP32, shape=(1001,), algorithm="one_shot"),
         Case(op="all_reduce", world_size=w, dtype=BF16, shape=(70000,), algorithm="two_shot"),
-        Case(op="all_reduce", world_size=w, dtype=FP16, shape=(70000,), config=signalled),
+        Case(op="all_reduce", world_size=w, dtype=FP16, shape=(70000,), algorithm="two_shot", config=wide),
         Case(op="reduce_scatter", world_size=w, dtype=BF16, shape=(w * 8, 1000)),
-        Case(op="reduce_scatter", world_size=w, dtype=FP32, shape=(w, 9000), config=(("transport", "signals"),)),
+        Case(op="reduce_scatter", world_size=w, dtype=FP32, shape=(w, 9000), config=wide),
+        Case(op="all_reduce_rms_norm", world_size=w, dtype=BF16, shape=(7, 5120), algorithm="one_shot"),
+        Case(op="all_reduce_rms_norm", world_size=w, dtype=BF16, shape=(50, 1024), algorithm="two_shot"),
         Case(op="all_gather", world_size=w, dtype=BF16, shape=(5, 1001)),
         Case(op="all_to_all", world_size=w, dtype=FP32, shape=(w * 3, 800)),
         *matmuls.values(),

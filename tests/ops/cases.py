@@ -15,6 +15,7 @@ import torch
 
 from tests.ops.closeness import assert_close, assert_identical
 from weft import ops
+from weft.ops.dispatch import Plan
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -140,11 +141,15 @@ def part_of(x: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return x[rank * rows : (rank + 1) * rows]
 
 
+def plan_of(case: Case) -> Plan:
+    return Plan(**dict(case.config))
+
+
 def run_all_reduce(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
     if case.config:
-        from weft.ops.all_reduce import AllReduceConfig, run
+        from weft.ops.all_reduce import run
 
-        return run(x, team, AllReduceConfig(**dict(case.config)))
+        return run(x, team, case.algorithm, plan_of(case))
     return ops.all_reduce(x, team, case.algorithm)
 
 
@@ -152,8 +157,43 @@ def run_reduce_scatter(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
     if case.config:
         from weft.ops.reduce_scatter import run
 
-        return run(x, team, **dict(case.config))
+        return run(x, team, plan_of(case))
     return ops.reduce_scatter(x, team)
+
+
+def run_all_gather(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
+    if case.config:
+        from weft.ops.all_gather import run
+
+        return run(x, team, plan_of(case))
+    return ops.all_gather(x, team)
+
+
+def run_all_to_all(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
+    if case.config:
+        from weft.ops.all_to_all import run
+
+        return run(x, team, plan_of(case))
+    return ops.all_to_all(x, team)
+
+
+def inputs_of_norm(case: Case, rank: int, generator: torch.Generator) -> Inputs:
+    x = values(case, case.shape, generator)
+    same = torch.Generator(generator.device).manual_seed(zlib.crc32(f"{case}".encode()))
+    return x, values(case, case.shape, same), 1 + values(case, case.shape[-1:], same) / 8
+
+
+def run_norm(case: Case, team: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[2, ...]: normed, hidden."""
+    return torch.stack(ops.all_reduce_rms_norm(x, residual, weight, 1e-6, team, case.algorithm))
+
+
+def reference_of_norm(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    _, residual, weight = everyone[rank]
+    hidden = sum_of([x for x, _, _ in everyone]) + residual.double()
+    rounded = hidden.to(case.dtype).double()
+    normed = rounded * (rounded.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    return torch.stack((normed, hidden))
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -170,9 +210,17 @@ OPERATIONS: dict[str, Operation] = {
         reference=lambda case, rank, everyone: sum_of([part_of(x, rank, case.world_size) for (x,) in everyone]),
         length=lambda case: case.world_size,
     ),
+    "all_reduce_rms_norm": Operation(
+        inputs=inputs_of_norm,
+        run=run_norm,
+        reference=reference_of_norm,
+        length=lambda case: case.world_size + 1 + case.shape[-1],
+        replicated=True,
+        partials=lambda case: 1,
+    ),
     "all_gather": Operation(
         inputs=one_tensor,
-        run=lambda case, team, x: ops.all_gather(x, team),
+        run=run_all_gather,
         reference=lambda case, rank, everyone: torch.cat([x for (x,) in everyone]),
         length=lambda case: 1,
         exact=True,
@@ -180,14 +228,14 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "all_to_all": Operation(
         inputs=one_tensor,
-        run=lambda case, team, x: ops.all_to_all(x, team),
+        run=run_all_to_all,
         reference=lambda case, rank, everyone: torch.cat([part_of(x, rank, case.world_size) for (x,) in everyone]),
         length=lambda case: 1,
         exact=True,
     ),
 }
 
-# A tile of one-shot is 512 elements of two bytes or 256 of four, a tile of two-shot world_size times that.
+# A tile of one-shot is 256 elements of two bytes or 128 of four, a tile of two-shot world_size times that.
 COLLECTIVES: list[Case] = []
 # Sizes for real GPUs: many rounds of a bounded workspace.
 LARGE: list[Case] = [
@@ -206,7 +254,8 @@ LARGE: list[Case] = [
 
 def _collectives() -> None:
     add = COLLECTIVES.append
-    signalled = (("algorithm", "two_shot"), ("transport", "signals"))
+    wide = (("transport", "lamport"), ("row_bytes", 2048), ("num_warps", 2))
+    keyed = (("transport", "keyed"), ("row_bytes", 2048), ("num_warps", 4))
     for w in (1, 2, 3, 4, 8):
         for dtype in (FP16, BF16, FP32):
             add(Case(op="all_reduce", world_size=w, dtype=dtype, shape=(3, 5, 77), algorithm="one_shot"))
@@ -214,7 +263,7 @@ def _collectives() -> None:
             add(Case(op="reduce_scatter", world_size=w, dtype=dtype, shape=(w * 3, 211)))
         for op in ("all_gather", "all_to_all"):
             add(Case(op=op, world_size=w, dtype=BF16, shape=(w * 2, 513)))
-        add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(5000,), config=signalled))
+        add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(5000,), algorithm="two_shot", config=wide))
     for w in (2, 4):
         for algorithm in ("one_shot", "two_shot"):
             for shape in ((), (1,), (0, 4), (7,), (512,), (16, 512)):
@@ -232,19 +281,29 @@ def _collectives() -> None:
                 )
             for layout in ("transposed", "offset"):
                 add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(33, 48), algorithm=algorithm, layout=layout))
-        add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(2, 999), config=signalled, data="special"))
+        special = {"algorithm": "two_shot", "config": wide, "data": "special"}
+        add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(2, 999), **special))
         add(Case(op="all_reduce", world_size=w, dtype=FP16, shape=(40, 50)))
-        add(Case(op="reduce_scatter", world_size=w, dtype=BF16, shape=(w, 3000), config=(("transport", "signals"),)))
+        add(Case(op="reduce_scatter", world_size=w, dtype=BF16, shape=(w, 3000), config=wide))
         add(Case(op="reduce_scatter", world_size=w, dtype=BF16, shape=(w, 999), data="special"))
         for op in ("all_gather", "all_to_all"):
             for dtype in (FP16, FP32):
                 add(Case(op=op, world_size=w, dtype=dtype, shape=(w, 3, 100), data="special"))
+            add(Case(op=op, world_size=w, dtype=BF16, shape=(w, 3, 101), data="special"))
+            add(Case(op=op, world_size=w, dtype=FP32, shape=(w * 2, 700), data="special", config=keyed))
+            add(Case(op=op, world_size=w, dtype=BF16, shape=(w * 3, 50), layout="offset"))
         for op in ("all_gather", "all_to_all", "reduce_scatter"):
             add(Case(op=op, world_size=w, dtype=FP32, shape=(w, 1)))
             add(Case(op=op, world_size=w, dtype=BF16, shape=(w, 0)))
             add(Case(op=op, world_size=w, dtype=BF16, shape=(w * 4, 130), layout="transposed"))
         for dtype in (torch.int64, torch.int32, torch.int8, torch.bool):
             add(Case(op="all_gather", world_size=w, dtype=dtype, shape=(5, 3)))
+        for algorithm in ("one_shot", "two_shot"):
+            for dtype, shape in ((BF16, (5, 48)), (FP16, (2, 3, 640)), (FP32, (9, 100)), (BF16, (0, 64))):
+                add(Case(op="all_reduce_rms_norm", world_size=w, dtype=dtype, shape=shape, algorithm=algorithm))
+    for w in (1, 3, 8):
+        add(Case(op="all_reduce_rms_norm", world_size=w, dtype=BF16, shape=(5, 72)))
+        add(Case(op="all_reduce_rms_norm", world_size=w, dtype=FP16, shape=(5, 72), algorithm="two_shot"))
     add(Case(op="all_gather", world_size=2, dtype=BF16, shape=(20000,)))
     add(Case(op="all_to_all", world_size=4, dtype=BF16, shape=(40000,)))
 

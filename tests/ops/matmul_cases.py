@@ -108,18 +108,17 @@ def _cases() -> None:
         add(op, 4, BF16, (4 * 33, 70, 48), config=wide)
         add(op, 2, BF16, (2 * 12, 24, 20), layout="transposed")
         add(op, 3, BF16, (3 * 5, 24, 32), layout="offset")
-        # Streamed tiles of several parts, and of programs with none; a tile that goes out in many pieces, and in one.
+        # Tiles split in several parts, and none split; a tile that goes out in many pieces, and in one.
         add(op, 2, BF16, (2 * 40, 72, 150), config=config(16, 16, 16, piece=32))
-        add(op, 2, BF16, (2 * 20, 40, 90), config=config(16, 16, 16, piece=256, stream=False))
+        add(op, 2, BF16, (2 * 20, 40, 90), config=config(16, 16, 16, piece=256, split=False))
     for w in (2, 3, 4, 8):
         for op in ("all_gather_matmul", "matmul_reduce_scatter"):
             add(op, w, BF16, (w * 20, 40, 48), config=config(16, 16, 32, design="segments"))
             add(op, w, FP16, (w, 33, 21), config=config(16, 32, 16, design="segments"), layout="transposed")
-        for dtype, shape in ((BF16, (1, 40, 64)), (FP16, (19, 33, 21)), (FP32, (40, 72, 60))):
-            lamport = config(16, 32, 16, design="lamport")
-            add("matmul_all_reduce", w, dtype, shape, config=lamport)
-        add("matmul_all_reduce", w, BF16, (60, 2200, 16), config=config(32, 256, 16, design="lamport"))
+        for op in MATMUL_OPS[1:]:
+            add(op, w, BF16, (w * 3, 40, 24), config=config(16, 32, 16, design="library"))
     add("all_gather_matmul", 3, BF16, (3 * 70, 20, 16), config=config(16, 32, 16, chunks=8))
+    add("all_gather_matmul", 2, BF16, (2 * 60, 90, 40), config=config(16, 32, 16, chunks=2, flatten=True))
     for op in MATMUL_OPS:
         add(op, 1, BF16, (20, 24, 40))
     for dtype in (FP16, BF16, FP32):
@@ -140,6 +139,19 @@ def _cases() -> None:
                 LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=dtype, shape=shape))
         LARGE_MATMULS.append(Case(op="matmul_all_reduce", world_size=w, dtype=BF16, shape=(1, 5120, 1600)))
         LARGE_MATMULS.append(Case(op="all_gather_matmul", world_size=w, dtype=BF16, shape=(w * 2048, 1280, 5120)))
+        # The designs by name, whatever dispatch chooses for the shape; tiles that are split on 132 SMs.
+        wide = {"block_m": 128, "block_n": 256, "block_k": 64, "num_warps": 8}
+        for op in MATMUL_OPS[1:]:
+            for more in ({"num_stages": 4}, {"num_stages": 4, "split": False, "piece": 512}, {"design": "library"}):
+                fields = tuple((wide | more).items())
+                LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=BF16, shape=(1024, 5120, 2000), config=fields))
+        for op, more in (
+            ("all_gather_matmul", {"flatten": True, "chunks": 2}),
+            ("all_gather_matmul", {"design": "segments"}),
+            ("matmul_reduce_scatter", {"design": "segments"}),
+        ):
+            fields = tuple((wide | more).items())
+            LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=BF16, shape=(1024, 5120, 2000), config=fields))
     LARGE_MATMULS.append(Case(op="matmul", world_size=1, dtype=BF16, shape=(4096, 4096, 4096)))
 
 

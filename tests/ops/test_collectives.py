@@ -47,7 +47,7 @@ def interleaved(world_size, dtypes=(BF16, FP32)):
             yield Case(op="all_gather", world_size=world_size, dtype=dtype, shape=(length // 2,))
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("op", ["all_reduce", "all_reduce_rms_norm", "reduce_scatter", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_table(world_size, op):
     cases = [case for case in COLLECTIVES if case.op == op and case.world_size == world_size]
@@ -72,6 +72,20 @@ def test_the_same_bits_from_run_to_run():
     case = Case(op="all_reduce", world_size=4, dtype=BF16, shape=(3000,), algorithm="two_shot")
     first, second = (weft.simulate(run_cases, 4, seed=seed, args=([case], 1)) for seed in (11, 12))
     assert_identical(first[0][0][2], second[0][0][2])
+
+
+def test_every_bit_pattern_arrives():
+    """Words that read as "unwritten", and the words that the keys of such tiles would make so."""
+
+    def main(team):
+        unwritten = torch.tensor([-(2**31), -(2**31) + 1, -(2**31) + 2, 0, 7], dtype=torch.int32)
+        halves = torch.tensor([-(2**15), -(2**15) + 1, 5], dtype=torch.int16)
+        byte = torch.arange(-128, 127, dtype=torch.int8)
+        return [(x, ops.all_gather(x, team)) for x in (unwritten, halves, byte) for _ in range(3)]
+
+    for results in weft.simulate(main, 2, seed=3):
+        for x, gathered in results:
+            assert torch.equal(gathered, torch.cat([x, x]))
 
 
 def test_barrier_orders_streams():
@@ -133,11 +147,12 @@ def test_a_closed_team_is_refused():
 def test_explain_says_what_and_why():
     small = ops.explain("all_reduce", (16, 5120), BF16, 4)
     assert (small.algorithm, small.transport) == ("one_shot", "lamport")
-    assert "163,840 bytes <= 262,144" in small.reason
+    assert "163,840 bytes <= 196,608" in small.reason
     large = ops.explain("all_reduce", (4096, 5120), BF16, 4)
-    assert (large.algorithm, large.transport) == ("two_shot", "signals")
+    assert (large.algorithm, large.plan.row_bytes) == ("two_shot", 2048)
     assert ops.explain("all_reduce", (4096, 5120), BF16, 4, algorithm="one_shot").algorithm == "one_shot"
     assert ops.explain("all_reduce", (16,), BF16, 1).algorithm == "copy"
-    assert ops.explain("all_gather", (16,), BF16, 6).transport == "signals"
+    assert ops.explain("all_gather", (16,), BF16, 6).transport == "keyed"
+    assert ops.explain("all_gather", (3,), torch.int8, 6).transport == "lamport"
     with pytest.raises(ValueError, match="op='broadcast' is not one of"):
         ops.explain("broadcast", (16,), BF16, 4)

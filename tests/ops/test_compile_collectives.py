@@ -1,6 +1,9 @@
 """Every collective kernel compiles for every target without a GPU, and the PTX shows what it promises."""
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,34 +12,48 @@ import triton
 from tests.compiling import TARGETS, a_view, compiled
 from weft.ops.all_gather import all_gather_kernel
 from weft.ops.all_reduce import all_reduce_kernel
+from weft.ops.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_rows
 from weft.ops.all_to_all import all_to_all_kernel
 from weft.ops.barrier import barrier_kernel
-from weft.ops.exchange import LAMPORT_ROW_BYTES, LAMPORT_WARPS, MAX_REGISTERS, SIGNALS_TILE_BYTES, SIGNALS_WARPS
+from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, Plan, of_world
+from weft.ops.exchange import registers_of
 from weft.ops.reduce_scatter import reduce_scatter_kernel
 
+WIDTH = 6144
 # name -> (kernel, transport, constants of its own)
 KERNELS = {
     "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False}),
     "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True}),
-    "two_shot_signals": (all_reduce_kernel, "signals", {"TWO_SHOT": True}),
     "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
-    "reduce_scatter_signals": (reduce_scatter_kernel, "signals", {}),
-    "all_gather": (all_gather_kernel, "signals", {}),
-    "all_to_all": (all_to_all_kernel, "signals", {}),
+    "all_gather": (all_gather_kernel, "keyed", {}),
+    "all_to_all": (all_to_all_kernel, "keyed", {}),
+    "norm_one_shot": (all_reduce_rms_norm_kernel, "lamport", {"TWO_SHOT": False, "WIDTH": WIDTH}),
 }
 
 
-def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20):
+def plans(name, world_size):
+    """Every plan that dispatch may choose for this kernel."""
+    if name.startswith("norm"):
+        return [plan_for_rows(WIDTH, 2)]
+    table = of_world(TWO_SHOT if name == "two_shot" else ONE_CROSSING, world_size)
+    return [
+        Plan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
+        for _, row, warps, per_sm in table
+    ]
+
+
+def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan=None):
     kernel, transport, constants = KERNELS[name]
-    if name in ("all_gather", "all_to_all"):
-        dtype = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    rows = triton.next_power_of_2(world_size)
-    row_bytes = LAMPORT_ROW_BYTES if transport == "lamport" else SIGNALS_TILE_BYTES // rows
+    if transport == "keyed":
+        dtype = torch.int32
+    plan = plan or plans(name, world_size)[0]
     x, words = torch.zeros(16, dtype=dtype), torch.zeros(4, dtype=torch.int32)
+    more = (x, x, x, 1e-6) if name.startswith("norm") else ()
+    options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     return compiled(
-        kernel, x, x, n, x, words, words, a_view(world_size), arch=arch, BLOCK=row_bytes // dtype.itemsize, ROWS=rows,
-        TRANSPORT=transport, num_warps=LAMPORT_WARPS if transport == "lamport" else SIGNALS_WARPS, **constants,
-        **({"maxnreg": MAX_REGISTERS} if arch.startswith("sm_") else {}),
+        kernel, x, x, n, x, words, a_view(world_size), *more, arch=arch,
+        BLOCK=triton.next_power_of_2(plan.row_bytes // dtype.itemsize), ROWS=triton.next_power_of_2(world_size),
+        TRANSPORT=transport, num_warps=plan.num_warps, **constants, **(options if arch.startswith("sm_") else {}),
     )  # fmt: skip
 
 
@@ -52,7 +69,12 @@ def test_compiles(arch, name):
         assert not re.search(r"(st|ld)(\.volatile)?\.global(\.\w+)*\.b16", ptx), ptx
         assert ".local" not in ptx
         # What team.max_programs() was told, so that the cooperative launch fits.
-        assert f".maxnreg {MAX_REGISTERS}" in ptx
+        assert f".maxnreg {registers_of(plans(name, 4)[0], 4)}" in ptx
+        # Nothing is read before what the kernel before has written is there.
+        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global", ptx.index("griddepcontrol.wait"))
+        assert "griddepcontrol.launch_dependents" in ptx
+    elif arch == "sm_80":
+        assert "griddepcontrol" not in asm["ptx"]
 
 
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "reduce_scatter"])
@@ -67,6 +89,23 @@ def test_ragged_and_tiny_sizes_compile():
     for n in (1, 1001):
         for name in ("one_shot", "two_shot", "all_to_all"):
             compiled_for("sm_90", name, n=n)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plans_need_no_more_registers_than_they_are_given(world_size):
+    """Spills would show as a stack: every plan of the measured world sizes, whole tiles."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not cuobjdump.exists():
+        pytest.skip("this Triton has no cuobjdump")
+    for name in KERNELS:
+        for plan in plans(name, world_size):
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(compiled_for("sm_90", name, world_size, plan=plan).asm["cubin"])
+                file.flush()
+                command = [str(cuobjdump), "--dump-resource-usage", file.name]
+                usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16, f"{name} {plan}: {usage}"
 
 
 def test_lamport_stages_are_cleared_to_minus_zero():

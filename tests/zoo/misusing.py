@@ -56,7 +56,7 @@ def signal_per_tile(landed, team, tiles):
         wl.notify(landed + tile, 1 - wl.rank(team), 1, team)  # here
 
 
-@exhibit("out-of-bounds", "landed", "a signal per tile, and more tiles than signals", signal_per_tile)
+@exhibit("out-of-bounds", "landed", "a signal per tile, and more tiles than signals", signal_per_tile, published=True)
 def more_tiles_than_signals(team, bug):
     landed = team.signals(4, name="landed")
     signal_per_tile[(1,)](landed, team.view, 5 if bug else 4)

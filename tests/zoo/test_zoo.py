@@ -3,7 +3,7 @@
 import pytest
 
 import weft.check
-from tests.zoo import catalogue
+from tests.zoo import catalogue, table
 from weft.simulator.findings import RACES
 
 
@@ -33,3 +33,8 @@ def test_there_are_enough_exhibits():
     assert len(catalogue.EXHIBITS) >= 40
     assert sum(case.published for case in catalogue.EXHIBITS) >= 4
     assert {case.kind for case in catalogue.EXHIBITS} >= RACES
+
+
+def test_the_tables_of_the_page_are_up_to_date():
+    text = table.PAGE.read_text()
+    assert table.with_tables(text) == text, "run: python -m tests.zoo.table"

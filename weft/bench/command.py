@@ -42,6 +42,7 @@ class BenchOptions:
     command: str = ""
 
     def __post_init__(self) -> None:
+        from weft.bench.plot import check_matplotlib
         from weft.bench.shapes import check_op
         from weft.runtime.launch import DEVICES
 
@@ -52,6 +53,8 @@ class BenchOptions:
             raise ValueError(
                 f"--plot {self.plot}: plots are SVG pictures; name the file {self.plot.with_suffix('.svg')}"
             )
+        if self.plot is not None:
+            check_matplotlib()
 
 
 def bench(

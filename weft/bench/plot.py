@@ -1,97 +1,94 @@
-"""Reports as an SVG picture, a panel for each: times of collectives over bytes, TFLOP/s of GEMM ops over shapes."""
+"""Reports as an SVG picture, a panel for each: times of collectives over bytes, TFLOP/s of GEMM ops over shapes.
+
+matplotlib draws it. Nothing else of weft needs it: ``pip install weft[plot]``.
+"""
 
 from __future__ import annotations
 
-import math
+import importlib.util
+import io
 from collections.abc import Sequence
-from html import escape
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from weft.bench.limits import rate
 from weft.bench.report import Report, providers_of, row_of, shapes_of
 from weft.bench.shapes import COLLECTIVES
 
-WIDTH, HEIGHT = 900, 420
-LEFT, RIGHT, TOP, BOTTOM = 110, 170, 40, 90
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 9.0, 4.2  # inches of a panel
 # Told apart by colour-blind readers as well (Okabe and Ito), weft's own first.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#7b4fa3", "#8c6d31")
-INK = "#333333"
+# Text stays text, and the same report gives the same bytes: plots are kept in git.
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "weft", "font.family": "sans-serif", "font.size": 9}
+PLAIN = {"Date": None, "Creator": None}
+
+
+def check_matplotlib() -> None:
+    """ValueError where it is missing, for callers who would like to know before they have measured for an hour."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib, which is not installed: pip install weft[plot]")
 
 
 def svg(reports: Sequence[Report]) -> str:
-    """One picture; reports without a time have an empty panel."""
-    height = HEIGHT * max(1, len(reports))
-    panels = "".join(
-        f'<g transform="translate(0 {HEIGHT * number})">{_panel(report)}</g>' for number, report in enumerate(reports)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">'
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>{panels}</svg>\n'
-    )
+    """One picture; reports without a time have an empty panel. ValueError without matplotlib."""
+    check_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    count = max(1, len(reports))
+    with matplotlib.rc_context(STYLE):
+        # A Figure of its own: pyplot keeps state and looks for a display.
+        figure = Figure(figsize=(WIDTH, HEIGHT * count), layout="constrained")
+        for axes, report in zip(figure.subplots(count, squeeze=False)[:, 0], reports, strict=False):
+            _panel(axes, report)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=PLAIN)
+    text = file.getvalue()
+    return text[text.index("<svg") :]
 
 
-def _panel(report: Report) -> str:
+def _panel(axes: Axes, report: Report) -> None:
     collective, shapes = report.op in COLLECTIVES, shapes_of(report)
+    unit = "µs" if collective else "TFLOP/s"
+    axes.set_title(f"{report.op}, {report.dtype}, world size {report.world_size}: {unit}", loc="left")
+    lines = _lines(report, shapes)
+    if not lines:
+        axes.set_axis_off()
+        axes.text(0.02, 0.9, "nothing was timed", transform=axes.transAxes)
+        return
+    for number, (provider, points) in enumerate(lines.items()):
+        style = {
+            "color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 4, "gid": provider,
+            "linewidth": 2.5 if provider == "weft.auto" else 1.2,
+        }  # fmt: skip
+        # A line joins shapes that differ in M or in bytes only; the first of a provider's stands in the legend.
+        for part, (_, run) in enumerate(groupby(points, key=lambda point: shapes[point[0]][1:])):
+            places, values = zip(*run, strict=True)
+            axes.plot(places, values, label=None if part else provider, **style)
+    axes.margins(y=0.08)
+    if collective:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    labels = [next(row.label for row in report.rows if row.shape == shape) for shape in shapes]
+    axes.set_xticks(range(len(shapes)), labels, rotation=35, ha="right", fontsize=7)
+    axes.grid(axis="y", which="both" if collective else "major", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+
+
+def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, float]]]:
+    """Provider -> (place of the shape, µs of a collective or TFLOP/s), for those that have a time."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for provider in providers_of(report):
         for place, shape in enumerate(shapes):
             row = row_of(report, shape, provider)
             if row is not None and row.median_us:
                 us = row.median_us
-                value = us if collective else rate(report.op, report.world_size, shape, report.dtype, us)
+                value = us if report.op in COLLECTIVES else rate(report.op, report.world_size, shape, report.dtype, us)
                 lines.setdefault(provider, []).append((place, value))
-    unit = "µs" if collective else "TFLOP/s"
-    title = f"{report.op}, {report.dtype}, world size {report.world_size}: {unit}"
-    parts = [_text(LEFT, 22, title, size=15)]
-    values = [value for points in lines.values() for _, value in points]
-    if not values:
-        return parts[0] + _text(LEFT, 60, "nothing was timed")
-    low, high, ticks = _scale(values, logarithmic=collective)
-
-    def x(place: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (place + 0.5) / len(shapes)
-
-    def y(value: float) -> float:
-        f = math.log10 if collective else float
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (f(value) - f(low)) / (f(high) - f(low)))
-
-    for tick in ticks:
-        parts.append(f'<path d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
-        parts.append(_text(LEFT - 8, y(tick) + 4, f"{tick:g}", anchor="end"))
-    for place, shape in enumerate(shapes):
-        label = next(row.label for row in report.rows if row.shape == shape)
-        parts.append(_slanted(x(place), HEIGHT - BOTTOM + 14, label))
-    for number, (provider, points) in enumerate(lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        width = 3 if provider == "weft.auto" else 1.5
-        # A line joins shapes that differ in M or in bytes only.
-        for _, run in groupby(points, key=lambda point: shapes[point[0]][1:]):
-            path = " ".join(f"{x(place):.1f},{y(value):.1f}" for place, value in run)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
-        parts += [f'<circle cx="{x(p):.1f}" cy="{y(v):.1f}" r="3" fill="{colour}"/>' for p, v in points]
-        parts.append(_text(WIDTH - RIGHT + 14, TOP + 12 + 18 * number, provider, colour=colour))
-    return "".join(parts)
-
-
-def _scale(values: Sequence[float], logarithmic: bool) -> tuple[float, float, list[float]]:
-    """(lowest, highest, ticks) of the y axis."""
-    if logarithmic:
-        powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9) + 1)
-        return 10.0 ** powers[0], 10.0 ** powers[-1], [10.0**power for power in powers]
-    step = 10 ** math.floor(math.log10(max(values)))
-    step = step / 2 if max(values) / step < 4 else step
-    count = math.ceil(max(values) / step)
-    return 0.0, count * step, [tick * step for tick in range(count + 1)]
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, colour: str = INK) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(text)}</text>'
-    )
-
-
-def _slanted(x: float, y: float, text: str) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="end" font-size="10" fill="{INK}" '
-        f'transform="rotate(-35 {x:.1f} {y:.1f})">{escape(text)}</text>'
-    )
+    return lines

@@ -1,7 +1,7 @@
 """``weft.check``: run a ``main(team)`` under many schedules and say what is wrong with its kernels.
 
-    report = weft.check(main, world_size=[2, 4], schedules=50)
-    assert report.ok, str(report)
+report = weft.check(main, world_size=[2, 4], schedules=50)
+assert report.ok, str(report)
 """
 
 from __future__ import annotations

@@ -81,7 +81,9 @@ def _checked(main: Callable[..., Any], **options: Any) -> Report:
 
     console = Console(stderr=True)
     columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("schedules", total=None, found="")
 
         def progress(done: int, total: int, found: int) -> None:

@@ -16,7 +16,8 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "weft(world_size, schedules, ...): run on virtual ranks under many schedules (arguments of weft.check)"
+        "markers",
+        "weft(world_size, schedules, ...): run on virtual ranks under many schedules (arguments of weft.check)",
     )
 
 
@@ -24,7 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def team(request: pytest.FixtureRequest) -> Any:
     """Stands for the rank's team, which each run of the test gets in its place."""
     if request.node.get_closest_marker("weft") is None:
-        pytest.fail("the fixture 'team' needs the marker: @pytest.mark.weft(world_size=[2, 4], schedules=20)", pytrace=False)
+        pytest.fail(
+            "the fixture 'team' needs the marker: @pytest.mark.weft(world_size=[2, 4], schedules=20)", pytrace=False
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

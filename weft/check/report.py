@@ -19,8 +19,16 @@ class Schedule:
     depth: int = 3
 
     def command(self, script: str) -> str:
-        which = f"--world-size {self.world_size} --strategy {self.strategy} --seed {self.seed} --schedules 1"
-        return f"weft check {script} {which}" + (f" --depth {self.depth}" if self.strategy == "pct" else "")
+        """How to see it again: a shell command, the marker of a pytest node, or a call where ``script`` is empty."""
+        # The search is the same each time, so as many runs lead to the same one.
+        runs, seed = (self.seed, 0) if self.strategy == "exhaustive" else (1, self.seed)
+        values = {"world_size": self.world_size, "strategy": self.strategy, "seed": seed, "schedules": runs}
+        if self.strategy == "pct":
+            values["depth"] = self.depth
+        if script and "::" not in script:
+            return " ".join([f"weft check {script}", *(f"--{n.replace('_', '-')} {v}" for n, v in values.items())])
+        listed = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return f"@pytest.mark.weft({listed})" if script else f"weft.check(main, {listed})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,7 @@ class Report:
     schedules: int
     world_sizes: tuple[int, ...]
     exhaustive: str = ""
-    script: str = "SCRIPT"
+    script: str = ""
 
     @property
     def wrong(self) -> tuple[Found, ...]:

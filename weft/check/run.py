@@ -24,11 +24,11 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run gave. ``digest``: of the ranks' results, bit for bit; None if the run ended early."""
+    """What one run gave. ``digest``: of the ranks' ``results``, bit for bit; None if the run ended early."""
 
     findings: tuple[tuple[Finding, int], ...]
     digest: str | None
-    steps: int
+    results: Any
 
 
 def check(
@@ -43,8 +43,9 @@ def check(
     heap_bytes: int | None = 8 << 20,
     args: Sequence[Any] = (),
     deterministic: bool = True,
-    script: str = "SCRIPT",
+    script: str = "",
     progress: Progress | None = None,
+    on_results: Callable[[list[Any]], None] | None = None,
 ) -> Report:
     """Run ``main(team, *args)`` under ``schedules`` schedules for each world size, and report what is wrong.
 
@@ -55,7 +56,9 @@ def check(
     depth          of pct
     sms            programs of a rank that can be resident at once
     deterministic  main's results must be bitwise the same under all schedules
+    script         how replay commands name what is checked; a Python call if empty
     progress       called with (runs made, runs in all, findings so far)
+    on_results     called with main's results, in rank order, of every run that came to its end
 
     An error that main raises is a finding too. ValueError for arguments that make no sense.
     """
@@ -67,7 +70,7 @@ def check(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(STRATEGIES)}")
     runner = Runner(main, sms, heap_bytes, tuple(args))
-    gathered = _Gathered(deterministic)
+    gathered = Gathered(deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
     for size in sizes:
         if strategy == "exhaustive":
@@ -80,12 +83,12 @@ def check(
             schedule = Schedule(world_size=size, strategy=strategy_of(strategy, number), seed=number, depth=depth)
             gathered.add(schedule, runner.run(schedule))
             _tell(progress, gathered, total)
-    found = (
-        tuple(replace(f, replay=shrunk(runner, f)) for f in gathered.found())
-        if strategy != "exhaustive"
-        else tuple(gathered.found())
+    found = gathered.found()
+    if strategy != "exhaustive":
+        found = [replace(f, replay=shrunk(runner, f)) for f in found]
+    return Report(
+        findings=tuple(found), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
     )
-    return Report(findings=found, schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script)
 
 
 class Runner:
@@ -107,12 +110,14 @@ class Runner:
                 schedule.strategy, schedule.seed, schedule.world_size, self._sms, schedule.depth, self._steps
             )
             machine.scheduler.strategy = chosen
-            if schedule.strategy == "delay":
-                machine.delays = Delays(machine, schedule.seed)
+            if strategy is not None:
+                strategy.place = machine.memory.place
+            if schedule.strategy in ("delay", "exhaustive"):
+                machine.delays = Delays(machine, schedule.seed, tasks=schedule.strategy == "exhaustive")
                 machine.scheduler.when_stuck = machine.delays.all_out
             kept.append(machine)
 
-        digest, error = None, None
+        digest = results = error = None
         try:
             results = simulate(
                 self._main, schedule.world_size, seed=schedule.seed, sms=self._sms, heap_bytes=self._heap_bytes,
@@ -132,14 +137,14 @@ class Runner:
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         if error is not None and not isinstance(error, Deadlock):
             findings.append((_of_error(error, watcher), 1))
-        return Outcome(findings=tuple(findings), digest=digest, steps=machine.scheduler.steps)
+        return Outcome(findings=tuple(findings), digest=digest, results=results)
 
 
-class _Gathered:
+class Gathered:
     """Findings of all runs so far, by cause."""
 
-    def __init__(self, deterministic: bool) -> None:
-        self.runs, self._deterministic = 0, deterministic
+    def __init__(self, deterministic: bool, on_results: Callable[[list[Any]], None] | None) -> None:
+        self.runs, self._deterministic, self._on_results = 0, deterministic, on_results
         self._found: dict[tuple, Found] = {}
         self._digests: dict[int, tuple[str, Schedule]] = {}
 
@@ -147,6 +152,8 @@ class _Gathered:
         self.runs += 1
         for finding, count in outcome.findings:
             self._merge(finding, count, schedule)
+        if outcome.digest is not None and self._on_results is not None:
+            self._on_results(outcome.results)
         if outcome.digest is not None and self._deterministic:
             first, other = self._digests.setdefault(schedule.world_size, (outcome.digest, schedule))
             if first != outcome.digest:
@@ -228,6 +235,6 @@ def _of_error(error: Exception, watcher: Any) -> Finding:
     )
 
 
-def _tell(progress: Progress | None, gathered: _Gathered, total: int) -> None:
+def _tell(progress: Progress | None, gathered: Gathered, total: int) -> None:
     if progress is not None:
         progress(gathered.runs, total, len(gathered.found()))

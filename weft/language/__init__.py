@@ -11,11 +11,11 @@ from weft.language.epochs import advance_epoch, next_epoch
 from weft.language.lamport import lamport_clear, lamport_load, lamport_store
 from weft.language.lowering import simulated as _simulated  # noqa: F401  (registers the words that the simulator runs)
 from weft.language.multimem import multimem_load_reduce, multimem_store
-from weft.language.ordering import fence, quiet
+from weft.language.ordering import fence, follow_previous_kernel, quiet
 from weft.language.signals import barrier, consume_token, notify, wait
 
 __all__ = [
-    "advance_epoch", "barrier", "consume_token", "fence", "get", "get_nbi", "lamport_clear", "lamport_load", "lamport_store",
-    "multimem_load_reduce", "multimem_store", "next_epoch", "notify", "num_ranks", "put", "put_nbi", "put_signal",
-    "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
+    "advance_epoch", "barrier", "consume_token", "fence", "follow_previous_kernel", "get", "get_nbi", "lamport_clear",
+    "lamport_load", "lamport_store", "multimem_load_reduce", "multimem_store", "next_epoch", "notify", "num_ranks", "put",
+    "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
 ]  # fmt: skip

@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.dispatch import Plan, choose, word_of
 from weft.ops.exchange import (
-    MAX_REGISTERS,
     count_tiles,
     exchange,
     is_rank,
     keep_epoch,
+    launch,
     my_slot,
-    signal_slots,
     tile_rest,
 )
-from weft.ops.registration import WORDS, check_has_rows, check_tensor
+from weft.ops.registration import as_words, check_has_rows, check_tensor
 from weft.runtime.team import Team, find_team
 
 
@@ -30,7 +30,6 @@ def all_gather_kernel(
     out,  # [W, n]
     n,
     buffer,  # Slots, in x's dtype
-    arrived,
     epochs,
     team,
     BLOCK: tl.constexpr,
@@ -41,12 +40,12 @@ def all_gather_kernel(
 
     One exchange a tile; signals, order, reuse: weft.ops.exchange.
 
-    rank 0   | load tile | push to all | flags | wait for all | store W tiles |
-    rank 1   | load tile | push to all | flags | wait for all | store W tiles |
+    rank 0   | load tile | push to all | clear | wait for all | store W tiles |
+    rank 1   | load tile | push to all | clear | wait for all | store W tiles |
     """
     program = tl.program_id(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    arrived += program * wl.num_ranks(team)
+    wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
@@ -54,35 +53,31 @@ def all_gather_kernel(
     for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(length, start, BLOCK)
-        rows = tl.broadcast_to(tl.load(x + start + columns, mask=inside, other=0)[None, :], (ROWS, BLOCK))
-        received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-        tl.store(out + start + sources + columns[None, :], received, mask=is_rank(team, ROWS) & inside[None, :])
+        own = tl.load(x + start + columns, mask=inside, other=0).to(buffer.dtype.element_ty)
+        rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
+        received = exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)
+        place = out + start + sources + columns[None, :]
+        tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1
-    keep_epoch(epochs, epoch - 1, TRANSPORT)
+    keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of shape [W * x.shape[0], ...]."""
     out = x.new_empty((team.size * x.shape[0], *x.shape[1:]))
     if team.size == 1:
         return out.copy_(x)
-    n = x.numel()
-    if n == 0:
-        return out
-    words = WORDS[x.itemsize]
-    slots = signal_slots(team)
-    block = slots.row_bytes // x.itemsize
-    all_gather_kernel[(min(triton.cdiv(n, block), slots.programs),)](
-        x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs,
-        team.view, BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
-        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
-    )  # fmt: skip
+    if x.numel() > 0:
+        words = as_words(x, word_of(x.nbytes))
+        tiles = triton.cdiv(words.numel() * max(2, words.itemsize), plan.row_bytes)
+        launch(all_gather_kernel, words, as_words(out, words.dtype), words.numel(), tiles, team, plan)
     return out
 
 
 @torch.library.custom_op("weft::all_gather", mutates_args=())
 def _all_gather(x: torch.Tensor, team: str) -> torch.Tensor:
-    return run(x, find_team(team))
+    members = find_team(team)
+    return run(x, members, choose("all_gather", x.nbytes, x.dtype, members.size, members.caps).plan)
 
 
 @_all_gather.register_fake

@@ -14,7 +14,7 @@ from weft.ops import gemm
 from weft.ops.gemm import MAX_CHUNKS, GemmConfig, gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.matmul import run as run_matmul
 from weft.ops.segments import begin_kernel, library_matmul, wait_kernel
-from weft.ops.tiles import Tiles, at_place, first_tile, locate, make_tiles, work_at, work_steps
+from weft.ops.tiles import at_place, first_tile, locate, make_tiles, wholes_of, work_at, work_steps
 from weft.runtime.team import find_team
 
 if TYPE_CHECKING:
@@ -26,20 +26,21 @@ def all_gather_matmul_kernel(
     shard, shard_stride, gathered, gathered_rows, b, b_stride, out, landed, epoch,
     scratch, tickets, rows, N, K, tiles, whole, team,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, FLATTEN: tl.constexpr, MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """out[W * rows, N] = all_gather(shard[rows, K]) @ b[N, K].T        grid: (programs,), own shard first
 
     gathered  [gathered_rows, K]  symmetric, a half of A_full: shard s from row s * gathered_rows / W on, in whole tiles
     landed    [W, MAX_CHUNKS]     symmetric: landed[s, c] = epoch, once chunk c of shard s is here
     epoch     [1]                 this rank's, set by begin_kernel
-    scratch, tickets              of streamed tiles (join_parts), none of them own ones
+    scratch, tickets              of split tiles (join_parts), none of them own ones
 
     signals  copy engine of rank s, behind each chunk: landed[s, c] = epoch
     waits    before the first tile of a chunk: landed[s, c] >= epoch; the own shard is read where it is
     reuse    a half of A_full is written again only after every rank has ended the call that read it (begin_kernel).
              Halves alternate from call to call, so that wait is over before it begins; in a CUDA graph with an odd
              number of calls, whose replays use the same half twice running, it is for the peer to end its last call.
+    progress  programs wait for copy engines only, so they need not all be resident
 
     copy  | s1 | s2 | s3 |                          what arrives
     gemm  | s0 | s1 | s2 | s3 |                                         rank 0 of 4: shards
@@ -50,10 +51,11 @@ def all_gather_matmul_kernel(
     start = first_tile(me, tiles, world)
     programs = tl.num_programs(0)
     own = tiles.count // world
-    # Two loops and not a choice in one: Triton gives the operands of two GEMMs shared memory each unless one loop
-    # follows the other.
+    # Loops, and not a choice in one: Triton gives the operands of two GEMMs shared memory each unless one loop follows
+    # the other.
     depth = tl.cdiv(K, BLOCK_K)
-    for place in range(tl.program_id(0), own, programs):
+    program = tl.program_id(0)
+    for place in tl.range(program, own, programs, flatten=FLATTEN):
         panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
         acc = gemm_tile(
@@ -61,17 +63,31 @@ def all_gather_matmul_kernel(
             BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
         )  # fmt: skip
         store_tile(out, acc, row, column, me * rows, rows, N, BLOCK_M, BLOCK_N)
-    # Own tiles this program has had.
-    had = (tl.maximum(own - tl.program_id(0), 0) + programs - 1) // programs
-    waited = -1
-    for step in range(had, work_steps(tiles, whole, depth)):
+    of_chunk = tiles.chunk * tiles.columns
+    chunks = tl.cdiv(tiles.rows, tiles.chunk)
+    for part in range(0, (world - 1) * chunks):
+        shard_begin = (part // chunks + 1) * own
+        begin = shard_begin + part % chunks * of_chunk
+        end = tl.minimum(tl.minimum(begin + of_chunk, shard_begin + own), whole)
+        # The first of this program's places in the chunk.
+        first_place = begin + (program + programs - begin % programs) % programs
+        owner = (me + 1 + part // chunks) % world
+        if first_place < end:
+            wl.wait(landed + owner * MAX_CHUNKS + part % chunks, now, team)
+        for place in tl.range(first_place, end, programs, flatten=FLATTEN):
+            panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
+            row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+            row_there = owner * (gathered_rows // world) + row
+            acc = gemm_tile(
+                gathered, K, gathered_rows, b, b_stride, N, row_there, column, K, 0, depth, out, out, 0,
+                BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
+            )  # fmt: skip
+            store_tile(out, acc, row, column, owner * rows, rows, N, BLOCK_M, BLOCK_N)
+    for step in range(wholes_of(whole), work_steps(tiles, whole, depth)):
         place, first, last = work_at(step, tiles, whole, depth)
         owner, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        signal = owner * MAX_CHUNKS + chunk
-        if signal != waited:
-            wl.wait(landed + signal, now, team)
-            waited = signal
+        wl.wait(landed + owner * MAX_CHUNKS + chunk, now, team)
         row_there = owner * (gathered_rows // world) + row
         acc = gemm_tile(
             gathered, K, gathered_rows, b, b_stride, N, row_there, column, K, first, last, out, out, 0,
@@ -113,12 +129,16 @@ def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig |
     shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
     if config is None:
-        config = gemm.config_for(rows, N, shard.dtype, team.caps, panels=world)
+        config = gemm.configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps)
         config = replace(config, chunks=gemm.chunks_for(shard.nbytes))
     tiles = make_tiles(
         rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group, chunks=config.chunks
     )
-    gemm.check_design("all_gather_matmul", config, "fused", "segments")
+    gemm.check_design("all_gather_matmul", config, "fused", "segments", "library")
+    if config.design == "library":
+        out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
+        library_matmul(torch.ops.weft.all_gather(shard, team.name), b, out)
+        return out
     segments = config.design == "segments"
     padded = world * (rows if segments else tiles.rows * config.block_m)
     space = _workspace(team, shard.dtype, padded * K)
@@ -141,7 +161,7 @@ def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig |
         gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
         out, space.landed, space.epoch, parts.scratch, parts.tickets, rows, N, K, tiles,
         gemm.whole_for(tiles, programs, config, tiles.count // world), team.view,
-        MAX_CHUNKS=MAX_CHUNKS, launch_cooperative_grid=True, **options,
+        MAX_CHUNKS=MAX_CHUNKS, FLATTEN=config.flatten, **options,
     )  # fmt: skip
     team.copy_engine.join()
     return out

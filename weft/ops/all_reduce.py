@@ -7,24 +7,21 @@ two_shot   W tiles --one to each--> sum --to all--> out     2 crossings, 2 (W - 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.dispatch import choose
+from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
-    MAX_REGISTERS,
     count_tiles,
     exchange,
     is_rank,
+    is_sent,
     keep_epoch,
-    lamport_slots,
+    launch,
     my_slot,
     send_order,
-    signal_slots,
     sum_of_ranks,
     tile_rest,
 )
@@ -34,32 +31,18 @@ from weft.runtime.team import Team, find_team
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceConfig:
-    """algorithm: "one_shot" or "two_shot". transport: "lamport" or "signals" (weft.ops.exchange)."""
-
-    algorithm: str
-    transport: str
-
-
-def default_config(algorithm: str, nbytes: int, dtype: torch.dtype, team: Team) -> AllReduceConfig:
-    decision = choose("all_reduce", nbytes, dtype, team.size, team.caps, algorithm=algorithm)
-    return AllReduceConfig(algorithm=decision.algorithm, transport=decision.transport)
-
-
 @triton.jit
 def all_reduce_kernel(
     x,  # [n]
     out,  # [n]
     n,
     buffer,  # Slots, in x's dtype
-    arrived,
     epochs,
     team,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
     TRANSPORT: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
 ):
     """out = sum over ranks of x.                                   grid: (programs,), each over every programs-th tile
 
@@ -74,57 +57,53 @@ def all_reduce_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     program = tl.program_id(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    arrived += program * world
+    wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     end = tl.cast(n, tl.int64)
     if TWO_SHOT:
         to_peer = send_order(team, ROWS)[:, None] * BLOCK + columns[None, :]
         from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
+        mine = wl.rank(team) * BLOCK + columns
         for tile in range(program, count_tiles(end, world * BLOCK), tl.num_programs(0)):
             start = tl.cast(tile, tl.int64) * (world * BLOCK)
             rest = tile_rest(end, start, world * BLOCK)
-            rows = tl.load(x + start + to_peer, mask=is_rank(team, ROWS) & (to_peer < rest), other=0)
-            part = sum_of_ranks(exchange(rows, slot, arrived, epoch, team, TRANSPORT), dtype)
+            rows = tl.load(x + start + to_peer, mask=is_sent(team, ROWS) & (to_peer < rest), other=0)
+            own = tl.load(x + start + mine, mask=mine < rest, other=0)
+            part = sum_of_ranks(exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)).to(dtype)
             rows = tl.broadcast_to(part[None, :], (ROWS, BLOCK))
-            whole = exchange(rows, slot, arrived, epoch + 1, team, TRANSPORT)
+            whole = exchange(rows, part, slot, epoch + 1, team, TRANSPORT, BLOCK)
             tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
             epoch += 2
     else:
         for tile in range(program, count_tiles(end, BLOCK), tl.num_programs(0)):
             start = tl.cast(tile, tl.int64) * BLOCK
             inside = columns < tile_rest(end, start, BLOCK)
-            rows = tl.broadcast_to(tl.load(x + start + columns, mask=inside, other=0)[None, :], (ROWS, BLOCK))
-            received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-            tl.store(out + start + columns, sum_of_ranks(received, dtype), mask=inside)
+            own = tl.load(x + start + columns, mask=inside, other=0)
+            rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
+            received = exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)
+            tl.store(out + start + columns, sum_of_ranks(received).to(dtype), mask=inside)
             epoch += 1
-    keep_epoch(epochs, epoch - 1, TRANSPORT)
+    keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team, config: AllReduceConfig) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if team.size == 1:
         return out.copy_(x)
-    n = x.numel()
-    if n == 0:
-        return out
-    two_shot = config.algorithm == "two_shot"
-    slots = lamport_slots(team, x.itemsize) if config.transport == "lamport" else signal_slots(team)
-    block = slots.row_bytes // x.itemsize
-    tiles = triton.cdiv(n, block * team.size if two_shot else block)
-    all_reduce_kernel[(min(tiles, slots.programs),)](
-        x.contiguous(), out, n, slots.buffer.view(x.dtype), slots.arrived, slots.epochs, team.view,
-        BLOCK=block, ROWS=triton.next_power_of_2(team.size), TWO_SHOT=two_shot, TRANSPORT=config.transport,
-        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
-    )  # fmt: skip
+    if x.numel() > 0:
+        two_shot = algorithm == "two_shot"
+        tiles = triton.cdiv(x.nbytes, plan.row_bytes * (team.size if two_shot else 1))
+        launch(all_reduce_kernel, x.contiguous(), out, x.numel(), tiles, team, plan, TWO_SHOT=two_shot)
     return out
 
 
 @torch.library.custom_op("weft::all_reduce", mutates_args=())
 def _all_reduce(x: torch.Tensor, team: str, algorithm: str) -> torch.Tensor:
     members = find_team(team)
-    return run(x, members, default_config(algorithm, x.nbytes, x.dtype, members))
+    decision = choose("all_reduce", x.nbytes, x.dtype, members.size, members.caps, algorithm=algorithm)
+    return run(x, members, decision.algorithm, decision.plan)
 
 
 @_all_reduce.register_fake

@@ -10,18 +10,19 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.dispatch import Plan, choose, word_of
 from weft.ops.exchange import (
-    MAX_REGISTERS,
     count_tiles,
     exchange,
     is_rank,
+    is_sent,
     keep_epoch,
+    launch,
     my_slot,
     send_order,
-    signal_slots,
     tile_rest,
 )
-from weft.ops.registration import WORDS, check_even, check_tensor
+from weft.ops.registration import as_words, check_even, check_tensor
 from weft.runtime.team import Team, find_team
 
 
@@ -31,7 +32,6 @@ def all_to_all_kernel(
     out,  # [W, n]
     n,
     buffer,  # Slots, in x's dtype
-    arrived,
     epochs,
     team,
     BLOCK: tl.constexpr,
@@ -42,49 +42,48 @@ def all_to_all_kernel(
 
     One exchange a tile; signals, order, reuse: weft.ops.exchange.
 
-    rank 0   | load W tiles | push one to each | flags | wait for all | store W tiles |
-    rank 1   | load W tiles | push one to each | flags | wait for all | store W tiles |
+    rank 0   | load W tiles | push one to each | clear | wait for all | store W tiles |
+    rank 1   | load W tiles | push one to each | clear | wait for all | store W tiles |
     """
     program = tl.program_id(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    arrived += program * wl.num_ranks(team)
+    wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
     to_peer = send_order(team, ROWS)[:, None] * length
     from_peer = tl.arange(0, ROWS)[:, None] * length
+    mine = wl.rank(team) * length
     for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
         start = tl.cast(tile, tl.int64) * BLOCK
-        mask = is_rank(team, ROWS) & (columns < tile_rest(length, start, BLOCK))[None, :]
-        rows = tl.load(x + start + to_peer + columns[None, :], mask=mask, other=0)
-        received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-        tl.store(out + start + from_peer + columns[None, :], received, mask=mask)
+        inside = columns < tile_rest(length, start, BLOCK)
+        rows = tl.load(x + start + to_peer + columns[None, :], mask=is_sent(team, ROWS) & inside[None, :], other=0)
+        own = tl.load(x + start + mine + columns, mask=inside, other=0)
+        word: tl.constexpr = buffer.dtype.element_ty
+        received = exchange(rows.to(word), own.to(word), slot, epoch, team, TRANSPORT, BLOCK)
+        place = out + start + from_peer + columns[None, :]
+        tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1
-    keep_epoch(epochs, epoch - 1, TRANSPORT)
+    keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
     out = x.new_empty(x.shape)
     if team.size == 1:
         return out.copy_(x)
-    n = x.numel() // team.size
-    if n == 0:
-        return out
-    words = WORDS[x.itemsize]
-    slots = signal_slots(team)
-    block = slots.row_bytes // x.itemsize
-    all_to_all_kernel[(min(triton.cdiv(n, block), slots.programs),)](
-        x.contiguous().view(words), out.view(words), n, slots.buffer.view(words), slots.arrived, slots.epochs,
-        team.view, BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT="signals",
-        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
-    )  # fmt: skip
+    if x.numel() > 0:
+        words = as_words(x, word_of(x.nbytes // team.size))
+        n = words.numel() // team.size
+        tiles = triton.cdiv(n * max(2, words.itemsize), plan.row_bytes)
+        launch(all_to_all_kernel, words, as_words(out, words.dtype), n, tiles, team, plan)
     return out
 
 
 @torch.library.custom_op("weft::all_to_all", mutates_args=())
 def _all_to_all(x: torch.Tensor, team: str) -> torch.Tensor:
-    return run(x, find_team(team))
+    members = find_team(team)
+    return run(x, members, choose("all_to_all", x.nbytes, x.dtype, members.size, members.caps).plan)
 
 
 @_all_to_all.register_fake

@@ -13,22 +13,54 @@ import torch
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 # Largest message that one-shot pushes faster than two-shot, by world size. bf16, one-shot / two-shot in microseconds:
-# W=2: 256 KiB 3.6 / -, 1 MiB 6.0 / 5.7.   W=4: 256 KiB 5.9 / 6.3, 512 KiB - / 7.4, 1 MiB 13.0 / 9.2, 2 MiB 23.1 / 13.1.
+# W=2: 256 KiB 3.18 / 3.86, 1 MiB 5.63 / 5.80.   W=4: 64 KiB 3.49 / 4.92, 256 KiB 5.58 / 5.49, 1 MiB 14.96 / 9.40.
 # W=3 and W=8 are not measured: one-shot's bytes grow with W - 1.
-ONE_SHOT_LIMIT = {2: 768 << 10, 3: 512 << 10, 4: 256 << 10, 8: 128 << 10}
-# Largest message for the lamport transport of two-shot. W=4: 8 MiB 44.5 against 49.6 of torch's signalled two-shot,
-# 16 MiB 103 against 91: beyond, clearing a third buffer costs more than a flag.
-LAMPORT_LIMIT = 8 << 20
+ONE_SHOT_LIMIT = {2: 1 << 20, 3: 256 << 10, 4: 192 << 10, 8: 64 << 10}
+# How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits.
+# Small programs start soonest; in large messages fewer and larger ones poll less while data arrive.
+#   W=2, 4 / 16 / 64 MiB: 512 x 1 warp 15.6 / 53.5 / 207, 2048 x 4, 4 an SM 16.3 / 54.3 / 205    (NCCL 33.7 / 75.8 / 251)
+#   W=4, 256 KiB / 1 / 4 / 16 / 64 MiB: 1024 x 2 5.49 / 9.45 / 29.8 / 96.8 / 331, 2048 x 4 5.83 / 9.40 / 27.3 / 90.3 / 320,
+#   2048 x 4, 4 an SM - / 9.42 / 24.9 / 83.8 / 324, 2048 x 2, 4 an SM - / 10.2 / 29.7 / 92.1 / 316
+#                                                                   (NCCL 14.5 / 20.9 / 43.5 / 96.9 / 320)
+ENDLESS = 1 << 62
+TWO_SHOT = {
+    2: ((32 << 20, 512, 1, 32), (ENDLESS, 2048, 4, 4)),
+    4: ((512 << 10, 1024, 2, 32), (32 << 20, 2048, 4, 4), (ENDLESS, 2048, 2, 4)),
+    8: ((512 << 10, 1024, 2, 32), (ENDLESS, 2048, 4, 4)),
+}
+# One crossing: one-shot all-reduce, and all-gather, all-to-all and reduce-scatter by the bytes of all parts together.
+#   W=2 all-gather, 64 KiB / 4 / 16 / 64 MiB: 512 x 1 - / 10.5 / 32.2 / 114, 2048 x 2 - / 9.80 / 30.3 / 108
+#   W=4: 3.10 / 14.6 / 48.1 / 178, 2048 x 2 - / 14.2 / 45.6 / 165
+#                          (NCCL W=2 8.83 / 26.3 / 55.2 / 158, W=4 11.8 / 36.4 / 65.2 / 187)
+#   W=4 reduce-scatter: 512 x 1 2.81 / 14.3 / - / -, 2048 x 2 - / 15.3 / 48.0 / 169       (NCCL 11.1 / 33.7 / 60.3 / 189)
+ONE_CROSSING = {4: ((4 << 20, 512, 1, 32), (ENDLESS, 2048, 2, 32)), 8: ((4 << 20, 512, 1, 32), (ENDLESS, 2048, 4, 32))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How tiles travel (weft.ops.exchange).
+
+    transport        "lamport" or "keyed"
+    row_bytes        what goes to one peer at once, a multiple of 16
+    num_warps        of a program
+    programs_per_sm  at most; fewer where registers do not suffice
+    """
+
+    transport: str
+    row_bytes: int
+    num_warps: int
+    programs_per_sm: int = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a call of ``op`` gets. ``reason`` is a sentence for a person."""
+    """What a call of ``op`` gets. ``reason`` is a sentence for a person, ``plan`` a collective's tiles."""
 
     op: str
     algorithm: str
     transport: str
     reason: str
+    plan: Plan | None = None
 
 
 def choose(
@@ -41,22 +73,26 @@ def choose(
     """
     if op not in COLLECTIVES:
         raise ValueError(f"choose: op={op!r} is not one of {', '.join(map(repr, COLLECTIVES))}")
-    transport = "lamport" if nbytes <= LAMPORT_LIMIT else "signals"
     if world_size == 1:
-        algorithm, transport, reason = "copy", "none", "one rank: nothing to send"
-    elif op in ("all_gather", "all_to_all"):
-        algorithm, transport, reason = "push", "signals", "every bit pattern must arrive as it was sent"
-    elif op == "reduce_scatter":
-        why = "no flags, one crossing" if transport == "lamport" else "flags cost less than clearing"
-        algorithm, reason = "push", compare(nbytes, LAMPORT_LIMIT, why)
+        nothing = Plan(transport="none", row_bytes=0, num_warps=0)
+        return Decision(op=op, algorithm="copy", transport="none", reason="one rank: nothing to send", plan=nothing)
+    transport, whole = "lamport", nbytes
+    if op != "all_reduce":
+        whole = nbytes * world_size if op == "all_gather" else nbytes
+        if op != "reduce_scatter" and word_of(whole // world_size).itemsize > 1:
+            transport = "keyed"
+        algorithm, reason = "push", "one crossing, no flags"
     elif algorithm != "auto":
         reason = f"asked for algorithm={algorithm!r}"
-    elif nbytes <= one_shot_limit(world_size):
-        algorithm, reason = "one_shot", compare(nbytes, one_shot_limit(world_size), "one crossing beats two")
+    elif nbytes <= of_world(ONE_SHOT_LIMIT, world_size):
+        algorithm, reason = "one_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, "one crossing beats two")
     else:
         why = f"fewer bytes beat fewer crossings at world_size={world_size}"
-        algorithm, reason = "two_shot", compare(nbytes, one_shot_limit(world_size), why)
-    return Decision(op=op, algorithm=algorithm, transport=transport, reason=reason)
+        algorithm, reason = "two_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, why)
+    table = of_world(TWO_SHOT if algorithm == "two_shot" else ONE_CROSSING, world_size)
+    _, row_bytes, num_warps, per_sm = next(row for row in table if whole <= row[0])
+    plan = Plan(transport=transport, row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
+    return Decision(op=op, algorithm=algorithm, transport=transport, reason=reason, plan=plan)
 
 
 def explain(
@@ -72,10 +108,63 @@ def explain(
     return choose(op, elements * dtype.itemsize, dtype, world_size, caps, algorithm=algorithm)
 
 
-def one_shot_limit(world_size: int) -> int:
-    """The limit of the next measured world size that is at least this one."""
-    return next((limit for size, limit in ONE_SHOT_LIMIT.items() if size >= world_size), min(ONE_SHOT_LIMIT.values()))
+def word_of(nbytes: int) -> torch.dtype:
+    """What moves unchanged moves as the widest of these integers that ``nbytes``, one rank's part, is a multiple of.
+    Single bytes travel widened to two, which never read as unwritten."""
+    return torch.int32 if nbytes % 4 == 0 else torch.int16 if nbytes % 2 == 0 else torch.int8
 
 
-def compare(nbytes: int, limit: int, why: str) -> str:
+def of_world(table: dict[int, Any], world_size: int) -> Any:
+    """The entry of the next measured world size that is at least this one, else of the largest."""
+    return next((entry for size, entry in table.items() if size >= world_size), table[max(table)])
+
+
+def compare(nbytes: int, limits: dict[int, int], world_size: int, why: str) -> str:
+    limit = of_world(limits, world_size)
     return f"{nbytes:,} bytes {'<=' if nbytes <= limit else '>'} {limit:,}: {why}"
+
+
+MATMULS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+# Rows of the whole product up to which the library's GEMM and weft's collective, one after the other, win: the overlap
+# saves less than a fused kernel's tiles lose. bf16, W=4, M=256, library / best fused in microseconds:
+# all_gather_matmul N=12800 K=5120 77 / 153, N=2560 36 / 55;  matmul_reduce_scatter N=5120 K=6400 43 / 86, K=2048 26 / 46.
+# M=1024: 236 / 228, 87 / 72, 137 / 120, 80 / 68. matmul_all_reduce N=5120 K=6400: M=1024 182 / 138; M=128, 16, 1: 35, 26,
+# 23, where cuBLAS and NCCL take 44, 33, 33.
+LIBRARY_ROWS = 512
+# Columns a rank from which one kernel that computes chunks as they land beats a library GEMM for each shard. W=4, K=5120,
+# fused / segments in microseconds: N=12800, M=1024 228 / 237, 2048 394 / 423, 4096 774 / 803, 8192 1589 / 1599;
+# N=2560: 77 / 72, 113 / 101, 189 / 170, 301 / 294.
+FUSED_GATHER_COLUMNS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """What a matrix product gets: ``design`` "fused", "segments" or "library" (weft.ops.gemm), and why."""
+
+    op: str
+    design: str
+    reason: str
+
+
+def choose_matmul(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Any = None) -> Design:
+    """The design of a matrix product. M: rows of the whole product; N, K: of one rank's GEMM.
+
+    ``K`` moves nothing, since ranks may hold different shares of it and must agree. ValueError for an unknown op.
+    """
+    if op not in MATMULS:
+        raise ValueError(f"choose_matmul: op={op!r} is not one of {', '.join(map(repr, MATMULS))}")
+    if caps is not None and caps.is_simulated:
+        return Design(op=op, design="fused", reason="simulated: the kernel is what is to be seen")
+    if op == "matmul" or world_size == 1:
+        # cuBLAS / our GEMM: 1024x12800x5120 197 / 225, 2048 383 / 406, 8192 1603 / 1608, 16x5120x6400 20 / 22, 128 22 / 31.
+        return Design(op=op, design="library", reason="cuBLAS is as fast at the largest shapes and faster at all others")
+    if M <= LIBRARY_ROWS:
+        return Design(op=op, design="library", reason=f"M={M} <= {LIBRARY_ROWS}: too little to overlap")
+    if op == "all_gather_matmul" and N < FUSED_GATHER_COLUMNS:
+        reason = f"N={N} < {FUSED_GATHER_COLUMNS}: the gather is the longer part, and cuBLAS is done sooner behind it"
+        return Design(op=op, design="segments", reason=reason)
+    if op == "matmul_reduce_scatter" and world_size == 2 and M >= 2048:
+        # Prototypes at W=2, N=5120 K=12800, segments over cuBLAS alone: M=1024 1.15, 2048 1.03, 4096 0.98, 8192 1.02.
+        return Design(op=op, design="segments", reason=f"two ranks, M={M} >= 2048: large segments at cuBLAS's speed")
+    return Design(op=op, design="fused", reason="one kernel computes what is here and sends what is done")

@@ -3,26 +3,26 @@
     received[s] = what rank s sent me      rows, received: [ROWS, BLOCK], ROWS = world size rounded to a power of two
 
 An all-gather exchanges W copies of a tile, an all-to-all W different ones, a reduce-scatter sums what it received, a
-one-shot all-reduce sums W copies, a two-shot all-reduce exchanges, sums and exchanges again.
+one-shot all-reduce sums W copies, a two-shot all-reduce exchanges, sums and exchanges again. What a rank sends itself
+stays in its registers.
 
 Each program owns a *slot* of the workspace and counts its exchanges in a word of device memory, its epoch. Program p
 of a rank exchanges only with the programs p of the others, and all ranks make the same calls with the same sizes, so
 epoch e of slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses
 fewer slots, and the epochs of the others stand still.
 
-    slot     stages[e % S] is [W, BLOCK]: row s is written by rank s        S = 3 (lamport) or 2 (signals)
-    lamport  data are their own flag (weft.language.lamport); one link crossing; -0.0 arrives as +0.0
-    signals  arrived[s] = e once row s is here; two crossings, no clearing, every bit pattern
+    slot     stages[e % 3] is [W, WIDTH + KEY]: row s is written by rank s
+    lamport  numbers are their own flag (weft.language.lamport): one link crossing, no fence; -0.0 arrives as +0.0
+    keyed    the same for any bits: words XOR a key that makes none of the tile "unwritten"; the key follows each row
 
-Who signals whom: rank s writes row s of stage e at every rank; each waits for all W rows.
+Flags after the data (``notify``, ``wait``) would cost a fence and a second crossing: at W=2 they took 142 us for an
+all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
 
-Reuse, signals. Rank s writes stage e % 2 at r again in epoch e + 2, after it saw r's arrival of e + 1, which r's
-program sent after it had loaded stage e into registers (``notify`` releases, with the CTA barrier in it).
+Who signals whom: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
 
-Reuse, lamport. In epoch e program p of rank r clears the stage of e - 1, which it has loaded, to "unwritten". It is
-the stage of e + 2. Rank s writes there after it saw r's rows of e + 1, sent after the clearing. The whole [W, BLOCK]
-stage is written in every epoch (beyond ragged edges with zeros) and the whole stage is cleared, so no size leaves a
-rest behind.
+Reuse. In epoch e program p of rank r clears the stage of e - 1, which it has loaded, to "unwritten". It is the stage
+of e + 2. Rank s writes there after it saw r's rows of e + 1, sent after the clearing. Whole rows are written in every
+epoch (beyond ragged edges with zeros) and whole rows are cleared, so no size leaves a rest behind.
 
 Progress. All programs of a grid are resident (cooperative launch), and each makes its exchanges in order without
 waiting for another program of its rank. Kernels that share the slots are ordered by one stream.
@@ -31,31 +31,24 @@ waiting for another program of its rank. Kernels that share the slots are ordere
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.dispatch import Plan
 from weft.runtime.team import Team
 
-# Triton 3.6 takes no plain string as a default; as a constant a constexpr object serves everywhere.
-LAMPORT: tl.constexpr = tl.constexpr("lamport")
-SIGNALS: tl.constexpr = tl.constexpr("signals")
-
-LAMPORT_WARPS = 2
-LAMPORT_ROW_BYTES = 1024  # 16 bytes a thread; many small programs beat few large ones (H200: FACTS, 512 bf16 elements)
-SIGNALS_WARPS = 4
-SIGNALS_TILE_BYTES = 16384  # of all rows: 128 bytes a thread in registers, whatever the world size
-# Of a thread, so that 8 programs of 2 warps or 4 of 4 fit an SM's 65,536. Ragged sizes would take up to 250 (signalled
-# two-shot of bf16, sm_90) and have the cooperative launch refused; held to 128 they spill, up to 184 bytes at W=8.
-MAX_REGISTERS = 128
+STAGES: tl.constexpr = tl.constexpr(3)
+KEY_BYTES: tl.constexpr = tl.constexpr(16)  # so that the next row starts at a multiple of 16 bytes too
 UNWRITTEN = {2: (torch.int16, -(2**15)), 4: (torch.int32, -(2**31))}  # the bits of -0.0 by item size
 
 
 @triton.jit
 def send_order(team, ROWS: tl.constexpr):
-    """``peers[i]``, [ROWS] int32: who gets row i. Rotated, so that not all ranks write to rank 0 first."""
+    """``peers[i]``, [ROWS] int32: who gets row i, this rank last. Rotated, so that not all write to rank 0 first."""
     return (wl.rank(team) + 1 + tl.arange(0, ROWS)) % wl.num_ranks(team)
 
 
@@ -63,6 +56,12 @@ def send_order(team, ROWS: tl.constexpr):
 def is_rank(team, ROWS: tl.constexpr):
     """[ROWS, 1] int1: rows that stand for a rank (world sizes that are not powers of two have more rows)."""
     return tl.arange(0, ROWS)[:, None] < wl.num_ranks(team)
+
+
+@triton.jit
+def is_sent(team, ROWS: tl.constexpr):
+    """[ROWS, 1] int1: rows in ``send_order`` that leave this rank."""
+    return tl.arange(0, ROWS)[:, None] < wl.num_ranks(team) - 1
 
 
 @triton.jit
@@ -78,111 +77,137 @@ def tile_rest(length, start, TILE: tl.constexpr):
 
 
 @triton.jit
-def my_slot(buffer, BLOCK: tl.constexpr, TRANSPORT: tl.constexpr, team):
-    """This program's slot of ``buffer``: pointer to [stages, W, BLOCK]."""
-    STAGES: tl.constexpr = 3 if TRANSPORT == "lamport" else 2
-    return buffer + tl.program_id(0) * (STAGES * BLOCK * wl.num_ranks(team))
+def my_slot(buffer, WIDTH: tl.constexpr, TRANSPORT: tl.constexpr, team):
+    """This program's slot of ``buffer``: pointer to [STAGES, W, WIDTH + KEY]."""
+    KEY: tl.constexpr = KEY_BYTES // (buffer.dtype.element_ty.primitive_bitwidth // 8) if TRANSPORT == "keyed" else 0
+    return buffer + tl.program_id(0) * (STAGES * (WIDTH + KEY) * wl.num_ranks(team))
 
 
 @triton.jit
-def exchange(rows, slot, arrived, epoch, team, TRANSPORT: tl.constexpr):
-    """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``; returns [ROWS, BLOCK], row s from rank s, 0
-    beyond W.
+def find_key(rows):
+    """A key, 0 if it will do, for which no word of ``rows`` XOR key reads as unwritten. There is one: a tile has fewer
+    words than there are keys."""
+    dtype: tl.constexpr = rows.dtype
+    UNWRITTEN_WORD: tl.constexpr = -(2 ** (dtype.primitive_bitwidth - 1))
+    key = tl.full((), 0, dtype)
+    while tl.max(tl.max(((rows ^ key) == UNWRITTEN_WORD).to(tl.int32), axis=1), axis=0) > 0:
+        key = (key + 1).to(dtype)
+    return key
 
-    ``slot``: ``my_slot``. ``arrived``: int32 [W] of this program. ``epoch``: this program's count of exchanges, this
-    one included. All ranks' programs of this id call it the same number of times. See the module for order and reuse.
+
+@triton.jit
+def exchange(rows, own, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
+    """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``, ``own`` [BLOCK] stays; returns [ROWS, BLOCK]:
+    row s from rank s, ``own`` in this rank's, 0 beyond W and in columns from WIDTH on.
+
+    ``slot``: ``my_slot``, of the dtype of ``rows``. ``epoch``: this program's count of exchanges, this one included.
+    ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this id call it
+    the same number of times. See the module for order and reuse.
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCK: tl.constexpr = rows.shape[1]
+    KEY: tl.constexpr = KEY_BYTES // (rows.dtype.primitive_bitwidth // 8) if TRANSPORT == "keyed" else 0
+    STRIDE: tl.constexpr = WIDTH + KEY
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
-    mask = is_rank(team, ROWS) & (tl.arange(0, BLOCK) >= 0)[None, :]
-    here = (tl.arange(0, ROWS) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-    if TRANSPORT == "lamport":
-        stage = slot + (epoch % 3) * (world * BLOCK)
-        row = wl.symm_at(stage + me * BLOCK, send_order(team, ROWS), team)
-        wl.lamport_store(row[:, None] + tl.arange(0, BLOCK)[None, :], rows, mask)
-        # Between send and receive, where there is time: the stage of the epoch before.
-        wl.lamport_clear(slot + ((epoch + 2) % 3) * (world * BLOCK) + here, mask)
-        return wl.lamport_load(stage + here, mask, team)
+    ranks, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    from_others = (ranks < world) & (ranks != me)
+    inside = (columns < WIDTH)[None, :]
+    here = (ranks * STRIDE)[:, None] + columns[None, :]
+    stage = slot + (epoch % STAGES) * (world * STRIDE)
+    old = slot + ((epoch + STAGES - 1) % STAGES) * (world * STRIDE)
+    row = wl.symm_at(stage + me * STRIDE, send_order(team, ROWS), team)
+    # Cleared between send and receive, where there is time.
+    if TRANSPORT == "keyed":
+        key = find_key(rows)
+        wl.lamport_store(row[:, None] + columns[None, :], rows ^ key, is_sent(team, ROWS) & inside)
+        wl.lamport_store(row + WIDTH, key + tl.zeros([ROWS], rows.dtype), ranks < world - 1)
+        wl.lamport_clear(old + here, from_others[:, None] & inside)
+        wl.lamport_clear(old + ranks * STRIDE + WIDTH, from_others)
+        received = wl.lamport_load(stage + here, from_others[:, None] & inside, team)
+        received ^= wl.lamport_load(stage + ranks * STRIDE + WIDTH, from_others, team)[:, None]
     else:
-        tl.static_assert(TRANSPORT == "signals", "exchange: TRANSPORT must be 'lamport' or 'signals'")
-        stage = slot + (epoch & 1) * (world * BLOCK)
-        row = wl.symm_at(stage + me * BLOCK, send_order(team, ROWS), team)
-        tl.store(row[:, None] + tl.arange(0, BLOCK)[None, :], rows, mask=mask)
-        for step in tl.static_range(world):
-            wl.notify(arrived + me, (me + 1 + step) % world, epoch, team)
-        for peer in tl.static_range(world):
-            wl.wait(arrived + peer, epoch, team)
-        return tl.load(stage + here, mask=mask, other=0)
+        tl.static_assert(TRANSPORT == "lamport", "exchange: TRANSPORT must be 'lamport' or 'keyed'")
+        wl.lamport_store(row[:, None] + columns[None, :], rows, is_sent(team, ROWS) & inside)
+        wl.lamport_clear(old + here, from_others[:, None] & inside)
+        received = wl.lamport_load(stage + here, from_others[:, None] & inside, team)
+    return tl.where((ranks == me)[:, None], own[None, :], received)
 
 
 @triton.jit
-def keep_epoch(epochs, epoch, TRANSPORT: tl.constexpr):
-    """At a program's end: ``epoch`` exchanges have ended. Lamport needs them modulo 3 only, and must never wrap
-    elsewhere."""
+def keep_epoch(epochs, epoch):
+    """At a program's end: ``epoch`` exchanges have ended. Their number modulo STAGES is all that is needed, and must
+    never wrap elsewhere."""
     tl.debug_barrier()  # all threads have read the word before it changes
-    if TRANSPORT == "lamport":
-        tl.store(epochs + tl.program_id(0), epoch % 3)
-    else:
-        tl.store(epochs + tl.program_id(0), epoch)
+    tl.store(epochs + tl.program_id(0), epoch % STAGES)
 
 
 @triton.jit
-def sum_of_ranks(received, dtype: tl.constexpr):
-    """[ROWS, BLOCK] -> [BLOCK]: summed over the ranks in fp32, in an order that is the same on all of them, rounded
-    once."""
-    return tl.sum(received.to(tl.float32), axis=0).to(dtype)
+def sum_of_ranks(received):
+    """[ROWS, BLOCK] -> [BLOCK] fp32: summed over the ranks in an order that is the same on all of them."""
+    return tl.sum(received.to(tl.float32), axis=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """The workspace of one transport, shared by all collectives of a team.
+    """The workspace of one plan and item size, shared by all collectives of a team that use it.
 
-    buffer   uint8 [programs, stages, W, row_bytes], symmetric
-    arrived  int32 [programs, W], symmetric: epochs that have arrived, by sender (unused by lamport)
-    epochs   int32 [programs]: exchanges that have ended
+    buffer     uint8 [programs * STAGES * W * (row_bytes + key)], symmetric
+    epochs     int32 [programs]: exchanges that have ended
+    registers  of a thread at most, so that so many programs are resident
     """
 
     buffer: torch.Tensor
-    arrived: torch.Tensor
     epochs: torch.Tensor
     programs: int
-    row_bytes: int
-    num_warps: int
+    registers: int
 
 
-def lamport_slots(team: Team, itemsize: int) -> Slots:
-    """For elements of 2 (fp16, bf16) or 4 (fp32) bytes. 1024 programs move 1 MiB of rows to each rank in one round."""
-    stages = 3
+def slots_of(team: Team, plan: Plan, itemsize: int) -> Slots:
+    """Made at the first call, which is collective."""
 
     def make() -> Slots:
-        programs = min([1024, *team.exchange(team.max_programs(LAMPORT_WARPS, MAX_REGISTERS))])
-        buffer = team.empty((programs, stages, team.size, LAMPORT_ROW_BYTES), torch.uint8)
+        registers = registers_of(plan, team.size)
+        resident = min(team.max_programs(plan.num_warps, registers), plan.programs_per_sm * team.caps.sms)
+        programs = min(team.exchange(resident))
+        row = plan.row_bytes + (KEY_BYTES.value if plan.transport == "keyed" else 0)
+        buffer = team.empty((programs * STAGES.value * team.size * row,), torch.uint8)
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)
-        return _slots(team, buffer, LAMPORT_WARPS)
+        epochs = team.local((programs,), torch.int32)
+        team.barrier()  # nobody writes into a peer's buffer before the peer has cleared it
+        return Slots(buffer=buffer, epochs=epochs, programs=programs, registers=registers)
 
-    return team.workspace(("exchange", "lamport", itemsize), make)
-
-
-def signal_slots(team: Team) -> Slots:
-    """For elements of any size. 512 programs move 8 MiB in one round."""
-    stages = 2
-    row_bytes = SIGNALS_TILE_BYTES // triton.next_power_of_2(team.size)
-
-    def make() -> Slots:
-        programs = min([512, *team.exchange(team.max_programs(SIGNALS_WARPS, MAX_REGISTERS))])
-        return _slots(team, team.empty((programs, stages, team.size, row_bytes), torch.uint8), SIGNALS_WARPS)
-
-    return team.workspace(("exchange", "signals"), make)
+    return team.workspace(("exchange", plan, itemsize), make)
 
 
-def _slots(team: Team, buffer: torch.Tensor, num_warps: int) -> Slots:
-    programs, row_bytes = buffer.shape[0], buffer.shape[3]
-    arrived = team.signals((programs, team.size))
-    epochs = team.local((programs,), torch.int32)
-    team.barrier()  # nobody writes into a peer's buffer before the peer has cleared it
-    return Slots(
-        buffer=buffer, arrived=arrived, epochs=epochs, programs=programs, row_bytes=row_bytes, num_warps=num_warps
-    )
+def registers_of(plan: Plan, world_size: int) -> int:
+    """What a thread may take: what whole tiles need (sm_90, tests/ops/test_compile_collectives.py). Ragged sizes would
+    take up to 250 and have the cooperative launch refused; held to this they spill."""
+    if 32 * plan.num_warps * plan.programs_per_sm * 128 <= 65536:
+        return 128
+    tile = triton.next_power_of_2(world_size) * triton.next_power_of_2(plan.row_bytes) // (32 * plan.num_warps)
+    return 64 if tile <= 32 else 80 if tile <= 64 else 128
+
+
+def launch(
+    kernel: Any, x: torch.Tensor, out: torch.Tensor, n: int, tiles: int, team: Team, plan: Plan,
+    *arguments: Any, **constants: Any,
+) -> None:  # fmt: skip
+    """Run ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)`` with a program for each
+    of ``tiles``, or as many as can be resident."""
+    itemsize = max(2, x.itemsize)  # bytes travel as words of two
+    slots = slots_of(team, plan, itemsize)
+    buffer = slots.buffer.view(x.dtype if x.itemsize == itemsize else torch.int16)
+    kernel[(min(tiles, slots.programs),)](
+        x, out, n, buffer, slots.epochs, team.view, *arguments,
+        BLOCK=triton.next_power_of_2(plan.row_bytes // itemsize), ROWS=triton.next_power_of_2(team.size),
+        TRANSPORT=plan.transport, **constants,
+        num_warps=plan.num_warps, maxnreg=slots.registers, launch_cooperative_grid=True, **follows(team),
+    )  # fmt: skip
+
+
+def follows(team: Team) -> dict[str, bool]:
+    """The launch option that goes with ``wl.follow_previous_kernel``, where there is one."""
+    arch = team.caps.arch
+    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}

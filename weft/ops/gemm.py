@@ -8,7 +8,7 @@ constexpr.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.ops.dispatch import choose_matmul
 from weft.ops.registration import FLOATS
-from weft.ops.tiles import Tiles, contributors, whole_places
+from weft.ops.tiles import MAX_PARTS, Tiles, contributors, whole_places
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Signals that a rank keeps for each shard of a gathered A.
 MAX_CHUNKS = 8
-DESIGNS = ("fused", "segments", "lamport")
+DESIGNS = ("fused", "segments", "library")
 # Elements of the smallest output tile: how many tiles, each with its signal, a buffer can hold.
 SMALLEST_TILE = 16 * 16
 
@@ -39,11 +40,12 @@ class GemmConfig:
     group     tile rows that share an L2's worth of B
     num_warps, num_stages      of the compiler
     chunks    signals per shard (all_gather_matmul), at most MAX_CHUNKS
-    stream    whether tiles that do not fill a round of programs are streamed (tiles.py)
+    split     whether tiles that do not fill a round of programs are split along K (tiles.py)
+    flatten   whether a tile's first loads go out under the last one's epilogue (all_gather_matmul)
     piece     elements of a finished tile that go to its owner in each step of the next tile (a power of two): spread over
               the GEMM, since all programs finish tiles at once and the link would stand still in between
-    design    "fused": one kernel; "segments": a library GEMM for each rank's rows (segments.py); "lamport": one kernel
-              for few rows (lamport_matmul.py)
+    design    "fused": one kernel; "segments": a library GEMM for each rank's rows (segments.py); "library": the
+              library's GEMM and weft's collective, one after the other
     """
 
     block_m: int
@@ -53,7 +55,8 @@ class GemmConfig:
     num_warps: int = 4
     num_stages: int = 3
     chunks: int = 1
-    stream: bool = True
+    split: bool = True
+    flatten: bool = False
     piece: int = 2048
     design: str = "fused"
 
@@ -96,7 +99,21 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
         return GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8)
     if panels * triton.cdiv(rows, 128) * triton.cdiv(N, 256) < caps.sms:
         return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4)
-    return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8)
+    return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
+
+
+def configured(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities) -> GemmConfig:
+    """The config of one call of ``op``, of the design that dispatch chooses. M: rows of the whole product."""
+    panels = 1 if op in ("matmul", "matmul_all_reduce") else world_size
+    config = config_for(M // panels, N, dtype, caps, panels)
+    decision = choose_matmul(op, M, N, K, dtype, world_size, caps)
+    # Putting a tile together costs what a third of a short one takes: K=2048, 28 tiles split in 4: 3 µs slower.
+    split = caps.is_simulated or K >= 4096
+    piece = 1024 if K // config.block_k >= 32 else 2048
+    if op == "all_gather_matmul" and config.block_n == 256:
+        # The next tile's loads under the epilogue take a stage's worth of shared memory. 2.5 % at M=8192.
+        config = replace(config, flatten=True, num_stages=3)
+    return replace(config, design=decision.design, split=split, piece=piece)
 
 
 def chunks_for(shard_bytes: int) -> int:
@@ -158,10 +175,12 @@ def gemm_tile(
             y = tl.load(b_tile + (n[None, :] * b_stride + (k + depth)[:, None]), mask=y_mask, other=0.0)
             acc = tl.dot(x, y, acc, input_precision="ieee")
     if PIECE > 0:
+        # All at once as far as registers go: each round is a trip to the L2 and back.
+        REST: tl.constexpr = min(BLOCK_M * BLOCK_N, 8192)
         while moved < left:
-            at = moved + lanes
+            at = moved + tl.arange(0, REST)
             tl.store(target + at, tl.load(source + at, mask=at < left, other=0.0), mask=at < left)
-            moved += PIECE
+            moved += REST
     return acc
 
 
@@ -170,21 +189,20 @@ def leave_part(
     acc, scratch, tickets, place, tiles, whole, depth,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Leaves this program's part of a streamed tile in ``scratch``; whether it was the last, who puts them together.
+    """Leaves this program's part of a split tile in ``scratch``; whether it was the last, who puts them together.
 
-    scratch  fp32 [2 * programs, tile]: the part with which a program's share begins, and the one with which it ends
-    tickets  [streamed tiles], 0: how many parts are there. Left as 0 for the next kernel of this stream
+    scratch  fp32 [programs, tile]: every program's part
+    tickets  [split tiles], 0: how many parts are there. Left as 0 for the next kernel of this stream
     """
-    low, high = contributors(place, tiles, whole, depth)
-    me = tl.program_id(0)
-    # Who has the tile's beginning has it at the end of its share.
-    mine = scratch + (2 * me + tl.where(me == low, 1, 0)).to(tl.int64) * (BLOCK_M * BLOCK_N)
+    low, end = contributors(place, tiles, whole, depth)
+    mine = scratch + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N)
     tl.store(mine + packed(BLOCK_M, BLOCK_N), acc)
     tl.debug_barrier()
     ticket = tl.atomic_add(tickets + (place - whole), 1, sem="acq_rel", scope="gpu")
-    if ticket == high - low:
+    is_last = ticket == end - low - 1
+    if is_last:
         tl.store(tickets + (place - whole), 0)
-    return ticket == high - low
+    return is_last
 
 
 @triton.jit
@@ -192,12 +210,12 @@ def join_parts(
     scratch, place, row, tiles, whole, depth,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows row .. row + ROWS - 1 of the streamed tile, fp32: its parts added up by program, for the last program only."""
-    low, high = contributors(place, tiles, whole, depth)
+    """Rows row .. row + ROWS - 1 of the split tile, fp32: its parts added up by program, for the last program only."""
+    low, end = contributors(place, tiles, whole, depth)
     scratch += row * BLOCK_N
-    x = tl.load(scratch + (2 * low + 1).to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
-    for other in tl.range(low + 1, high + 1, num_stages=1):
-        x += tl.load(scratch + (2 * other).to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
+    x = tl.load(scratch + low.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
+    for other in tl.range(low + 1, end, num_stages=1):
+        x += tl.load(scratch + other.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
     return x
 
 
@@ -283,13 +301,12 @@ def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], 
 def programs(team: Team, tiles: Tiles, config: GemmConfig) -> int:
     """Programs of a fused kernel: all are resident, one an SM, as each takes most of its shared memory."""
     most = min(team.caps.sms, team.max_programs(config.num_warps))
-    # A tile in more than eight parts takes longer to put together than to compute.
-    return min(most, tiles.count * (8 if config.stream else 1))
+    return min(most, tiles.count * (MAX_PARTS.value if config.split else 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Where streamed tiles are put together, and the finished tile that each program is sending away."""
+    """Where split tiles are put together, and the finished tile that each program is sending away."""
 
     scratch: torch.Tensor
     tickets: torch.Tensor
@@ -303,7 +320,7 @@ def parts_for(team: Team, config: GemmConfig, dtype: torch.dtype) -> Parts:
     def make() -> Parts:
         sms = team.caps.sms
         return Parts(
-            scratch=team.local((2 * sms, tile), torch.float32),
+            scratch=team.local((sms, tile), torch.float32),
             tickets=team.local((sms,), torch.int32),
             outbox=team.local((sms, tile), dtype),
         )
@@ -313,7 +330,7 @@ def parts_for(team: Team, config: GemmConfig, dtype: torch.dtype) -> Parts:
 
 def whole_for(tiles: Tiles, programs: int, config: GemmConfig, least: int = 0) -> int:
     """How many places of a kernel of so many programs are computed whole."""
-    return whole_places(tiles.count, programs, least) if config.stream else tiles.count
+    return whole_places(tiles.count, programs, least) if config.split else tiles.count
 
 
 def constants(config: GemmConfig, descriptors: bool) -> dict[str, Any]:
@@ -328,7 +345,7 @@ def constants(config: GemmConfig, descriptors: bool) -> dict[str, Any]:
         "BLOCK_N": config.block_n,
         "BLOCK_K": block_k,
         "DESCRIPTORS": descriptors,
-        # Rows of a streamed tile that are put together at a time: few registers, so that all their loads are in flight.
+        # Rows of a split tile that are put together at a time: few registers, so that all their loads are in flight.
         "ROWS": min(config.block_m, max(1, 4096 // config.block_n)),
         "PIECE": min(config.piece, config.block_m * config.block_n),
         "num_warps": num_warps,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from weft.ops import gemm
 from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, store_tile
-from weft.ops.tiles import locate, make_tiles, work_at, work_steps
+from weft.ops.tiles import MAX_PARTS, locate, make_tiles, work_at, work_steps
 from weft.runtime import capabilities
 
 # Programs of the plain GEMM in the simulator. They wait for nobody, so any number is right.
@@ -23,9 +23,9 @@ def matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,); the tiles from place ``whole`` on are streamed
+    """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,); the tiles from place ``whole`` on are split
 
-    signals, waits  none: the last part of a streamed tile adds up the others (join_parts)
+    signals, waits  none: the last part of a split tile adds up the others (join_parts)
     """
     depth = tl.cdiv(K, BLOCK_K)
     for step in range(0, work_steps(tiles, whole, depth)):
@@ -54,14 +54,16 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> torch.Tensor:
-    """``matmul`` of checked arguments, with a chosen config."""
+    """``matmul`` of checked arguments, with a chosen config, or a fused op's where there is one rank."""
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     caps = _capabilities(a.device)
-    config = config or gemm.config_for(M, N, a.dtype, caps)
+    config = config or gemm.configured("matmul", M, N, K, a.dtype, 1, caps)
+    if config.design == "library":
+        return a @ b.T
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    programs = min(caps.sms, tiles.count * (8 if config.stream else 1))
+    programs = min(caps.sms, tiles.count * (MAX_PARTS.value if config.split else 1))
     whole = gemm.whole_for(tiles, programs, config)
     scratch, tickets = _parts(a.device, tiles.count - whole, programs, config)
     descriptors = gemm.can_describe(a, b)
@@ -75,11 +77,11 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> t
     return out
 
 
-def _parts(device: torch.device, streamed: int, programs: int, config: GemmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(device: torch.device, split: int, programs: int, config: GemmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Scratch and tickets of one call. Its own, since calls may run on several streams at once."""
     tile = config.block_m * config.block_n
-    scratch = torch.empty((2 * programs, tile) if streamed else (1,), dtype=torch.float32, device=device)
-    return scratch, torch.zeros(streamed, dtype=torch.int32, device=device) if streamed else scratch.view(torch.int32)
+    scratch = torch.empty((programs, tile) if split else (1,), dtype=torch.float32, device=device)
+    return scratch, torch.zeros(split, dtype=torch.int32, device=device) if split else scratch.view(torch.int32)
 
 
 @functools.lru_cache

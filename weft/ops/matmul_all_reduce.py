@@ -12,8 +12,8 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops import gemm
 from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, packed, store_tile
-from weft.ops.lamport_matmul import run as run_lamport
 from weft.ops.matmul import run as run_matmul
+from weft.ops.segments import library_matmul
 from weft.ops.tiles import at_place, first_tile, locate, make_tiles, owner_of, slot_of, work_at, work_steps
 from weft.runtime.team import find_team
 
@@ -38,7 +38,7 @@ def matmul_all_reduce_kernel(
     ready    [all tiles]         symmetric: ready[number] = epoch, once that tile lies in results
     epoch    [2]                 this rank's
     outbox   [programs, tile]    this rank's: a program's finished tile, while it goes to its owner
-    scratch, tickets             of streamed tiles (join_parts)
+    scratch, tickets             of split tiles (join_parts)
 
     signals  every rank s, per tile of owner o: stores the tile at o, then arrived[slot of s, t] = epoch at o
              owner, per own tile: stores the sum at every peer, then ready[number] = epoch there
@@ -75,8 +75,9 @@ def matmul_all_reduce_kernel(
         sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
         slot = slot_of(me, receiver, world)
         there = wl.symm_at(slots + slot * slot_size + sent.to(tl.int64) * TILE, receiver, team)
+        left = tl.where(sending < 0, 0, TILE)
         acc = gemm_tile(
-            a, a_stride, M, b, b_stride, N, row, column, K, first, last, outbox, there, tl.where(sending < 0, 0, TILE),
+            a, a_stride, M, b, b_stride, N, row, column, K, first, last, outbox, there, left,
             BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, PIECE,
         )  # fmt: skip
         if sending >= 0:
@@ -144,7 +145,7 @@ def deliver(
         for slot in tl.range(0, world - 1, num_stages=1):
             x += tl.load(here + slot * slot_size + offsets).to(tl.float32)
         total = x.to(out.dtype.element_ty)
-        for peer in tl.static_range(1, world):
+        for peer in tl.range(1, world, num_stages=1):
             tl.store(wl.symm_at(result, (wl.rank(team) + peer) % world, team) + offsets, total)
         store_tile(out, total, row + at, column, 0, M, N, ROWS, BLOCK_N)
     elif is_last:
@@ -179,10 +180,12 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
         return run_matmul(a, b, config)
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
-    config = config or gemm.config_for(M, N, a.dtype, team.caps)
-    gemm.check_design("matmul_all_reduce", config, "fused", "lamport")
-    if config.design == "lamport":
-        return run_lamport(a, b, team, config)
+    config = config or gemm.configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
+    gemm.check_design("matmul_all_reduce", config, "fused", "library")
+    if config.design == "library":
+        partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
+        library_matmul(a, b, partial)
+        return torch.ops.weft.all_reduce(partial, team.name, "auto")
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
     space = _workspace(team, a.dtype, triton.cdiv(tiles.count, team.size) * config.block_m * config.block_n)

@@ -34,7 +34,7 @@ def matmul_reduce_scatter_kernel(
     arrived  [W - 1, flags]         symmetric: arrived[d, t] = epoch, once tile t of my rows lies in slot d
     epoch    [2]                    this rank's
     outbox   [programs, tile]       this rank's: a program's finished tile, while it goes to its owner
-    scratch, tickets                of streamed tiles (join_parts)
+    scratch, tickets                of split tiles (join_parts)
 
     signals  every rank s, per tile of owner o: stores the tile at o, then arrived[slot of s, tile] = epoch at o
     waits    own tiles, after their GEMM: arrived[d, tile] >= epoch, d = 0 .. W - 2
@@ -66,8 +66,9 @@ def matmul_reduce_scatter_kernel(
         sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
         slot = slot_of(me, receiver, world)
         there = wl.symm_at(half + slot * slot_size + sent.to(tl.int64) * TILE, receiver, team)
+        left = tl.where(sending < 0, 0, TILE)
         acc = gemm_tile(
-            a, a_stride, M, b, b_stride, N, owner * rows + row, column, K, first, last, outbox, there, tl.where(sending < 0, 0, TILE),
+            a, a_stride, M, b, b_stride, N, owner * rows + row, column, K, first, last, outbox, there, left,
             BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, PIECE,
         )  # fmt: skip
         if sending >= 0:
@@ -158,8 +159,12 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     world, (M, K), N = team.size, a.shape, b.shape[0]
     rows = M // world
-    config = config or gemm.config_for(rows, N, a.dtype, team.caps, panels=world)
-    gemm.check_design("matmul_reduce_scatter", config, "fused", "segments")
+    config = config or gemm.configured("matmul_reduce_scatter", M, N, K, a.dtype, world, team.caps)
+    gemm.check_design("matmul_reduce_scatter", config, "fused", "segments", "library")
+    if config.design == "library":
+        partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
+        library_matmul(a, b, partial)
+        return torch.ops.weft.reduce_scatter(partial, team.name)
     if config.design == "segments":
         return _run_segments(a, b, team, config)
     tiles = make_tiles(rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group)

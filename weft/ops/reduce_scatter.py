@@ -10,17 +10,15 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.dispatch import choose
+from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
-    MAX_REGISTERS,
     count_tiles,
     exchange,
-    is_rank,
+    is_sent,
     keep_epoch,
-    lamport_slots,
+    launch,
     my_slot,
     send_order,
-    signal_slots,
     sum_of_ranks,
     tile_rest,
 )
@@ -34,7 +32,6 @@ def reduce_scatter_kernel(
     out,  # [n]
     n,
     buffer,  # Slots, in x's dtype
-    arrived,
     epochs,
     team,
     BLOCK: tl.constexpr,
@@ -45,41 +42,37 @@ def reduce_scatter_kernel(
 
     One exchange a tile; signals, order, reuse: weft.ops.exchange. Elements beyond n are sent as zeros.
 
-    rank 0   | load W tiles | push one to each | wait for all | sum | store |
-    rank 1   | load W tiles | push one to each | wait for all | sum | store |
+    rank 0   | load W tiles | push one to each | clear | wait for all | sum | store |
+    rank 1   | load W tiles | push one to each | clear | wait for all | sum | store |
     """
     program = tl.program_id(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    arrived += program * wl.num_ranks(team)
+    wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
     to_peer = send_order(team, ROWS)[:, None] * length
+    mine = wl.rank(team) * length
     for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(length, start, BLOCK)
-        rows = tl.load(x + start + to_peer + columns[None, :], mask=is_rank(team, ROWS) & inside[None, :], other=0)
-        received = exchange(rows, slot, arrived, epoch, team, TRANSPORT)
-        tl.store(out + start + columns, sum_of_ranks(received, x.dtype.element_ty), mask=inside)
+        rows = tl.load(x + start + to_peer + columns[None, :], mask=is_sent(team, ROWS) & inside[None, :], other=0)
+        own = tl.load(x + start + mine + columns, mask=inside, other=0)
+        received = exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)
+        tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
         epoch += 1
-    keep_epoch(epochs, epoch - 1, TRANSPORT)
+    keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team, transport: str) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of shape [x.shape[0] / W, ...]."""
     out = x.new_empty((x.shape[0] // team.size, *x.shape[1:]))
     if team.size == 1:
         return out.copy_(x)
-    n = out.numel()
-    if n == 0:
-        return out
-    slots = lamport_slots(team, x.itemsize) if transport == "lamport" else signal_slots(team)
-    block = slots.row_bytes // x.itemsize
-    reduce_scatter_kernel[(min(triton.cdiv(n, block), slots.programs),)](
-        x.contiguous(), out, n, slots.buffer.view(x.dtype), slots.arrived, slots.epochs, team.view,
-        BLOCK=block, ROWS=triton.next_power_of_2(team.size), TRANSPORT=transport,
-        num_warps=slots.num_warps, maxnreg=MAX_REGISTERS, launch_cooperative_grid=True,
-    )  # fmt: skip
+    if out.numel() > 0:
+        launch(
+            reduce_scatter_kernel, x.contiguous(), out, out.numel(), triton.cdiv(out.nbytes, plan.row_bytes), team, plan
+        )
     return out
 
 
@@ -87,7 +80,7 @@ def run(x: torch.Tensor, team: Team, transport: str) -> torch.Tensor:
 def _reduce_scatter(x: torch.Tensor, team: str) -> torch.Tensor:
     members = find_team(team)
     decision = choose("reduce_scatter", x.nbytes, x.dtype, members.size, members.caps)
-    return run(x, members, decision.transport)
+    return run(x, members, decision.plan)
 
 
 @_reduce_scatter.register_fake

@@ -10,8 +10,7 @@ from weft.runtime.team import Team
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
-# What moves unchanged moves as integers, by item size.
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ITEM_SIZES = (1, 2, 4, 8)
 
 
 def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None = None) -> None:
@@ -22,7 +21,7 @@ def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequen
             f"move it with {name}.to(team.device)"
         )
     if dtypes is None:
-        if x.dtype.itemsize not in WORDS:
+        if x.dtype.itemsize not in ITEM_SIZES:
             raise ValueError(
                 f"{op}: {name}.dtype={x.dtype} has {x.dtype.itemsize} bytes an element, not 1, 2, 4 or 8; "
                 f"pass it as {name}.view(...) of a type that has"
@@ -51,3 +50,11 @@ def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
 def check_choice(op: str, name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{op}: {name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def as_words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """The bits of ``x``, any strides, as a flat tensor of ``word``: a view where they lie so, else of a copy."""
+    flat = x.contiguous().view(-1)
+    if flat.data_ptr() % word.itemsize != 0:
+        flat = flat.clone()
+    return flat.view(word)

@@ -66,6 +66,7 @@ def last_segment_kernel(
     epoch    [1]                 this rank's, set by begin_kernel
 
     waits    every tile, after its GEMM: arrived[d] >= epoch
+    progress programs wait for copy engines only, so they need not all be resident
     order    own partial (fp32) + slots 0, 1, … , summed in fp32: the same every run
     """
     now = tl.load(epoch)
@@ -97,9 +98,10 @@ def await_slots(arrived, now, team):
 @triton.jit
 def add_slots(x, out, slots, slot_size, row, column, rows, N, team, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     """out[row :, column :] = x [ROWS, BLOCK_N] plus the same elements of slots 0, 1, …"""
-    m, n = row + tl.arange(0, ROWS), column + tl.arange(0, BLOCK_N)
-    mask = (m < rows)[:, None] & (n < N)[None, :]
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    m, n = tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
+    mask = (m < rows - row)[:, None] & (n < N - column)[None, :]
+    slots += tl.cast(row, tl.int64) * N + column
+    at = m[:, None] * N + n[None, :]
     for slot in tl.range(0, wl.num_ranks(team) - 1, num_stages=1):
         x += tl.load(slots + tl.cast(slot, tl.int64) * slot_size + at, mask=mask, other=0.0).to(tl.float32)
     store_tile(out, x, row, column, 0, rows, N, ROWS, BLOCK_N)
@@ -120,7 +122,7 @@ def finish_last_segment(
         gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),
         gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
         out, slots, slots.shape[1], arrived, epoch, parts.scratch, parts.tickets, rows, N, K, tiles,
-        gemm.whole_for(tiles, programs, config), team.view, launch_cooperative_grid=True, **options,
+        gemm.whole_for(tiles, programs, config), team.view, **options,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.errors import NoPeerAccess, NoTeam, WeftError
+from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.copying import at_peer, check_copy
 from weft.runtime.meeting import Meeting
@@ -89,7 +89,7 @@ class CudaPlatform:
                     "weft.launch(main, world_size=N)"
                 )
             torch.cuda.set_device(where.local_rank)
-            dist.init_process_group("nccl", device_id=torch.device("cuda", where.local_rank))
+            dist.init_process_group("nccl")
         if group is not None and hasattr(group, "get_group"):
             group = group.get_group()
         group = group or dist.group.WORLD
@@ -125,9 +125,10 @@ class CudaPlatform:
         return f"{address:#x}"
 
     def max_programs(self, num_warps: int, registers: int) -> int:
-        # 65,536 registers and 32 programs an SM, on NVIDIA from sm_80 on and not less on CDNA3. The launch itself is
-        # cooperative, so the driver refuses what does not fit after all.
-        return self.caps.sms * max(1, min(32, 65536 // (32 * num_warps * registers)))
+        # 65,536 registers in four quarters, each of whole warps, and 32 programs an SM, on NVIDIA from sm_80 on and not
+        # less on CDNA3. The launch itself is cooperative, so the driver refuses what does not fit after all.
+        warps = 4 * (16384 // (32 * registers))
+        return self.caps.sms * max(1, min(32, warps // num_warps))
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -141,10 +142,20 @@ class CudaPlatform:
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> CudaPlatform | None:
         self._subsets += 1
         everyone = dist.get_process_group_ranks(self.group)
+        members = [everyone[r] for r in ranks]
+        if getattr(dist.group.WORLD, "bound_device_id", None) is None:
+            # Only the members come here, and they need not be all of the world.
+            group = dist.new_group(members, use_local_synchronization=True) if self.rank in ranks else None
+        elif len(everyone) == dist.get_world_size():
+            # A world that was made with a device_id splits NCCL's communicator, and every rank must take part in that.
+            group = dist.new_group(members)
+        else:
+            raise Unsupported(
+                f"rank {self.rank}: torch.distributed was initialised with a device_id, so a sub-team can be made only from "
+                f"the team of all {dist.get_world_size()} ranks, not from one of {len(everyone)}; leave device_id out"
+            )
         if self.rank not in ranks:
             return None
-        # Only the members come here, and they need not be all of the world.
-        group = dist.new_group([everyone[r] for r in ranks], use_local_synchronization=True)
         return CudaPlatform(group, self._store, f"{self.name}.{self._subsets}", heap_bytes)
 
     def fail(self, message: str) -> None:

@@ -171,9 +171,8 @@ def _worker(
     try:
         torch.cuda.set_device(rank)
         store = torch.distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-        torch.distributed.init_process_group(
-            "nccl", store=store, rank=rank, world_size=world_size, device_id=torch.device("cuda", rank)
-        )
+        # No device_id: with it NCCL connects at once, and a group of some ranks then needs the others to take part.
+        torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
         team = init(heap_bytes=heap_bytes, debug=debug)
         main, args = pickle.loads(work)
         value = main(team, *args)

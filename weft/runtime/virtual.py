@@ -141,11 +141,13 @@ class VirtualCopyEngine:
             count, itemsize = source.numel(), source.element_size()
             step = -(-count // _PIECES) if count > _PIECES else max(count, 1)
             for start in range(0, count, step):
+                base, nbytes = target.data_ptr() + start * itemsize, min(step, count - start) * itemsize
+                origin = source.data_ptr() + start * itemsize
+                self._machine.scheduler.current.next = ((base, base + nbytes, True), (origin, origin + nbytes, False))
                 self._machine.scheduler.step()
                 self._machine.note("copy", label)
-                base, nbytes = target.data_ptr() + start * itemsize, min(step, count - start) * itemsize
                 if watcher is not None:
-                    watcher.copied(base, source.data_ptr() + start * itemsize, nbytes, itemsize, signal)
+                    watcher.copied(base, origin, nbytes, itemsize, signal)
                 target[start : start + step].copy_(source[start : start + step])
                 self._machine.scheduler.written(base, base + nbytes)
 

@@ -25,8 +25,18 @@ class Accesses:
     note: Callable[..., None]
     _on_event: Any
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
+    def step(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, write: bool, releases: bool = False) -> None:
+        """Others may run before the running task makes this access."""
+        if getattr(self.scheduler.strategy, "explores", False):
+            task, active = self.scheduler.current, addresses[mask]
+            own = ((int(active.min()), int(active.max()) + itemsize, write),) if active.size else ()
+            late = self.delays.footprint(task, None if releases else own) if self.delays is not None else ()
+            task.next = own + late
+            task.next_line = self.watcher.races.code() if self.watcher is not None else None
         self.scheduler.step()
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
+        self.step(addresses, mask, itemsize, False)
         self.scheduler.polled(plain=access != "volatile")
         if self._on_event is not None:
             self.note("load", self._first(addresses, mask))
@@ -38,7 +48,7 @@ class Accesses:
         return bits
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
-        self.scheduler.step()
+        self.step(addresses, mask, bits.dtype.itemsize, True)
         if self._on_event is not None:
             self.note("store", self._first(addresses, mask))
         if self.watcher is not None:
@@ -86,7 +96,7 @@ class Accesses:
 
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
         """One thread's store with release order at system scope."""
-        self.scheduler.step()
+        self.step(np.array([address], np.uint64), np.ones(1, bool), itemsize, True, releases=True)
         at, value = np.array([address], np.uint64), np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
         everywhere = np.ones(1, bool)
         if self._on_event is not None:
@@ -114,7 +124,7 @@ class Accesses:
 
     def fence(self) -> None:
         """A fence at system scope in every thread of the running program."""
-        self.scheduler.step()
+        self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True, releases=True)
         if self.watcher is not None:
             self.watcher.fence()
         if self.delays is not None:
@@ -122,7 +132,8 @@ class Accesses:
 
     def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope) -> np.ndarray:
         """Element by element, as duplicates among the addresses must see each other."""
-        self.scheduler.step()
+        looks = op == "add" and not np.asarray(values).any()
+        self.step(addresses, np.broadcast_to(mask, addresses.shape), dtype.itemsize, not looks, releases="rel" in sem)
         unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
         values = np.broadcast_to(values, addresses.shape)
         mask = np.broadcast_to(mask, addresses.shape)

@@ -1,6 +1,7 @@
 """Stores that arrive late: what a program has stored waits in a buffer until something orders it, or chance lets it out.
 
-Allowed by PTX for weak stores, so signals overtake data wherever nothing forbids it. A release lets out what it covers: what
+Allowed by PTX for weak stores, so signals overtake data wherever nothing forbids it. For an exhaustive search each is a
+task, so that its arrival is a choice like any other. A release lets out what it covers: what
 came before the last CTA barrier, descriptor stores once drained; at GPU scope, what goes to the own GPU only. A program sees
 its own stores at once.
 """
@@ -8,10 +9,13 @@ its own stores at once.
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from weft.simulator.scheduler import GreenletTask
 
 _LEAK = 0.08
 
@@ -25,14 +29,15 @@ class Delayed:
     tma: bool
     covered: bool
     drained: bool = False
+    task: Any = None
 
     def overlaps(self, low: int, high: int) -> bool:
         return self.low < high and low < self.high
 
 
 class Delays:
-    def __init__(self, machine: Any, seed: int) -> None:
-        self._machine, self._random = machine, random.Random(seed)
+    def __init__(self, machine: Any, seed: int, tasks: bool = False) -> None:
+        self._machine, self._random, self._tasks = machine, random.Random(seed), tasks
         self._buffers: dict[Any, list[Delayed]] = {}
 
     def take(self, task: Any, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> None:
@@ -43,6 +48,31 @@ class Delays:
         self.touch(task, low, high)
         late = Delayed(active, bits[mask], low, high, how == "tma", addresses.size == 1 and how != "tma")
         self._buffers.setdefault(task, []).append(late)
+        if self._tasks:
+            self._spawn(task, late)
+
+    def _spawn(self, task: Any, late: Delayed) -> None:
+        def arrive() -> None:
+            own.next = ((late.low, late.high, True),)
+            self._machine.scheduler.step()
+            self._let_out(task, lambda other: other is late)
+
+        own = GreenletTask(self._machine.scheduler, task.rank, f"late store of {task.label}", arrive)
+        own.maker, own.on_finish = task, lambda: None
+        late.task = own
+        self._machine.scheduler.spawn(own)
+
+    def footprint(self, task: Any, near: tuple[tuple[int, int, bool], ...] | None) -> tuple[tuple[int, int, bool], ...]:
+        """The late stores of ``task`` that overlap ``near`` (all if None), as what an access lets out."""
+        return tuple(
+            (late.low, late.high, True)
+            for late in self._buffers.get(task, ())
+            if near is None or any(late.overlaps(low, high) for low, high, _ in near)
+        )
+
+    def under_way(self, tasks: Collection[Any]) -> bool:
+        """Whether stores of these programs are still to arrive."""
+        return self._tasks and any(task in self._buffers for task in tasks)
 
     def touch(self, task: Any, low: int, high: int) -> None:
         """``task`` accesses these bytes itself."""
@@ -63,11 +93,15 @@ class Delays:
         self._let_out(task, lambda late: not late.tma or late.drained)
 
     def end(self, task: Any) -> None:
+        if not self._tasks:
+            self.arrive(task)
+
+    def arrive(self, task: Any) -> None:
         self._let_out(task, lambda late: True)
 
     def leak(self) -> None:
         """By chance, one of them arrives."""
-        if self._buffers and self._random.random() < _LEAK:
+        if self._buffers and not self._tasks and self._random.random() < _LEAK:
             task = self._random.choice(list(self._buffers))
             late = self._random.choice(self._buffers[task])
             self._let_out(task, lambda other: other is late)
@@ -76,7 +110,7 @@ class Delays:
         """Time passes: everything arrives. Whether there was anything."""
         tasks = list(self._buffers)
         for task in tasks:
-            self.end(task)
+            self.arrive(task)
         return bool(tasks)
 
     def _is_own(self, task: Any, late: Delayed) -> bool:
@@ -96,6 +130,8 @@ class Delays:
         else:
             del self._buffers[task]
         for late in out:
+            if late.task is not None:
+                late.task.next = None  # nothing is left of it to order
             everywhere = np.ones(late.addresses.shape, bool)
             self._machine.memory.store(late.addresses, late.bits, everywhere, lambda: task.label)
             self._machine.scheduler.written(late.low, late.high)

@@ -45,14 +45,18 @@ class Grid:
         x, y, z = launch.grid
         self.total = x * y * z
         self.started = self.ended = 0
+        self.programs: list[Program] = []
         self.error: BaseException | None = None
 
     @property
     def done(self) -> bool:
+        if self.machine.delays is not None and self.machine.delays.under_way(self.programs):
+            return False
         return self.ended == self.total or self.error is not None
 
     def start_one(self) -> None:
         program = Program(self, self.started)
+        self.programs.append(program)
         self.started += 1
         program.on_finish = lambda: self._program_ended(program)
         if self.machine.watcher is not None:
@@ -168,7 +172,13 @@ class Machine(Accesses):
         self.note("launch", f"{launch.name} {launch.grid}")
         if run.total == 0:
             return
-        known = [self.memory.add_tensor(t, task.rank, f"argument of {launch.name}") for t in launch.tensors]
+        names = _argument_names(jit_fn, args, kwargs)
+        known = [
+            self.memory.add_tensor(
+                t, task.rank, f"{names.get(t.data_ptr(), '')}, argument of {launch.name}".lstrip(", ")
+            )
+            for t in launch.tensors
+        ]
         if self.watcher is not None:
             self.watcher.launch(task.rank, run, args)
         try:
@@ -294,6 +304,13 @@ class Machine(Accesses):
                 [grid for pending in self._pending for grid in pending if grid.started < grid.total]
             )
         return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")
+
+
+def _argument_names(jit_fn: Any, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
+    """data_ptr -> parameter, of tensors and of descriptors' tensors."""
+    named = [*zip((p.name for p in jit_fn.params), args, strict=False), *kwargs.items()]
+    tensors = ((name, getattr(value, "base", value)) for name, value in named)
+    return {value.data_ptr(): name for name, value in tensors if hasattr(value, "data_ptr")}
 
 
 def _signed(word: int, itemsize: int) -> int:

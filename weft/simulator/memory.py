@@ -7,6 +7,7 @@ kernel may touch. Everything else is refused by name, before it is touched.
 from __future__ import annotations
 
 import ctypes
+import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +72,18 @@ class Memory:
 
     def heap_rank(self, heap: tuple[int, int]) -> int:
         return self._heap_ranks[heap]
+
+    def place(self, address: int) -> int:
+        """A number for the address that is the same in every run: heaps by rank and order, other tensors by name."""
+        for number, heap in enumerate(self._heaps):
+            if heap[0] <= address < heap[1]:
+                rank = self._heap_ranks[heap]
+                order = sum(self._heap_ranks[other] == rank for other in self._heaps[:number])
+                return ((rank << 8) + order << 48) + address - heap[0]
+        extent = self.find(address)
+        if extent is None:
+            return address
+        return ((1 << 32) + zlib.crc32(f"{extent.rank} {extent.name}".encode()) << 48) + address - extent.base
 
     def add(self, extent: Extent) -> None:
         """Make an extent known. Adding the same base again counts it, so that it stays until removed as often."""

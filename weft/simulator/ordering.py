@@ -51,7 +51,7 @@ class Ordering:
             self.launched_names[rank].append(f"{grid.launch.name}{list(grid.launch.grid)}")
         grid.reached = {heap for t in grid.launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None}
         if self._streams:
-            self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")
+            self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")  # known under a better name already
 
     def program_started(self, program: Any) -> None:
         grid = program.grid

@@ -280,5 +280,5 @@ class Races:
 
 
 def kind_of(addresses: np.ndarray) -> str:
-    """One address: one thread. More: all threads."""
+    """Of a store or an atomic. One address: one thread. More: all threads."""
     return SCALAR if addresses.size == 1 else BLOCK

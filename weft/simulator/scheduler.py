@@ -46,6 +46,9 @@ class Task:
         self.error: BaseException | None = None
         self.result: Any = None
         self.on_finish: Callable[[], None] | None = None
+        # What it will access when it goes on, and from which line; filled in for a strategy that explores.
+        self.next: tuple[tuple[int, int, bool], ...] | None = None
+        self.next_line: Any = None
 
     def _run(self) -> None:
         try:
@@ -145,6 +148,8 @@ class Scheduler:
 
     def block(self, waiting: Waiting) -> None:
         """The calling task goes on once ``waiting.done()``. What ends it must change its bytes or call ``recheck``."""
+        if waiting.low is not None:
+            self.current.next = ((waiting.low, waiting.high, False),)
         self.step()
         if waiting.done():
             return

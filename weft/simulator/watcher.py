@@ -12,7 +12,7 @@ import numpy as np
 from weft.simulator.ordering import Ordering
 from weft.simulator.races import kind_of
 from weft.simulator.syncing import addresses_in, signed
-from weft.simulator.trails import ASYNC, SCALAR, Access, ProgramTrail, Trail
+from weft.simulator.trails import ASYNC, BLOCK, SCALAR, Access, ProgramTrail, Trail
 
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
@@ -80,7 +80,8 @@ class Watcher(Ordering):
         addresses, bits = addresses.ravel(), bits.ravel()
         self._translated(trail, addresses, bits)
         scope = "sys" if how == "volatile" else None
-        access = self.races.access(trail, kind_of(addresses), _VERBS[how], scope)
+        # Every thread loads, a scalar too; one thread stores a scalar.
+        access = self.races.access(trail, BLOCK, _VERBS[how], scope)
         if how == "volatile" and addresses.size == 1:
             word = self.words.known(int(addresses[0]))
             if word is not None:

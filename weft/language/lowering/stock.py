@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 from triton.language import target_info
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft.language.lowering import ptx
 from weft.language.lowering.site import kernel_line, kernel_name_word
@@ -55,6 +56,20 @@ def fence_system(word):
         ptx.fence_acq_rel_sys()
     else:
         tl.atomic_add(word, 0, sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def wait_for_previous_kernel():
+    """``griddepcontrol.wait``: nothing to wait for where kernels of a stream never overlap."""
+    if target_info.cuda_capability_geq(9, 0):
+        gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start():
+    """``griddepcontrol.launch_dependents``: the next kernel's programs may be set up; they wait as above."""
+    if target_info.cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -1,0 +1,80 @@
+"""What checking costs: CPU seconds of one schedule, plain and watched. ``python benchmarks/check_cost.py [--json FILE]``.
+
+The same calls and the same seeds both ways; the least of several runs. Peak memory is the process's, after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft import ops
+from weft.ops.all_gather_matmul import run as run_all_gather_matmul
+from weft.ops.gemm import GemmConfig
+from weft.simulator.watcher import Watcher
+
+RUNS = 3
+WORLD_SIZE = 4
+
+
+def gathered_gemm(team: Any) -> torch.Tensor:
+    """8 x 8 tiles of 64 x 64, K = 256."""
+    config = GemmConfig(block_m=64, block_n=64, block_k=64)
+    return run_all_gather_matmul(
+        torch.ones(512 // team.size, 256).bfloat16(), torch.ones(512, 256).bfloat16(), team, config
+    )
+
+
+def collectives(team: Any) -> list[torch.Tensor]:
+    x = torch.ones(team.size * 512).bfloat16()
+    return [ops.all_reduce(x, team, "one_shot"), ops.all_reduce(x, team, "two_shot"), ops.all_gather(x, team)]
+
+
+def reduced_gemm(team: Any) -> torch.Tensor:
+    return ops.matmul_all_reduce(torch.ones(128, 64).bfloat16(), torch.ones(128, 64).bfloat16(), team)
+
+
+def seconds(main: Callable[[Any], Any], watched: bool) -> float:
+    def prepare(machine: Any) -> None:
+        if watched:
+            machine.watcher = Watcher(machine)
+
+    started = time.process_time()
+    weft.simulate(main, WORLD_SIZE, prepare=prepare)
+    return time.process_time() - started
+
+
+def measure(main: Callable[[Any], Any]) -> dict[str, Any]:
+    seconds(main, False)
+    plain = min(seconds(main, False) for _ in range(RUNS))
+    watched = min(seconds(main, True) for _ in range(RUNS))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"plain_s": plain, "watched_s": watched, "ratio": watched / plain, "peak_mib": peak}
+
+
+def command() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = {}
+    for main in (gathered_gemm, reduced_gemm, collectives):
+        row = rows[main.__name__] = measure(main)
+        print(
+            f"{main.__name__:14} W={WORLD_SIZE}  plain {row['plain_s']:.2f} s, watched {row['watched_s']:.2f} s, "
+            f"{row['ratio']:.1f} x, peak {row['peak_mib']:.0f} MiB"
+        )
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    command()

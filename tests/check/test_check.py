@@ -1,0 +1,146 @@
+"""weft.check as a function: what a report says, that it says it each time, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import weft
+import weft.check
+from tests.check import examples
+from weft.simulator.watcher import Watcher
+
+
+def line_of(text):
+    with open(examples.__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)
+
+
+def test_a_clean_main_is_clean():
+    report = weft.check(examples.main, world_size=[2, 3], schedules=8)
+    assert report.ok
+    assert report.schedules == 16
+    assert str(report) == "0 finding(s) in 16 schedules at world size 2, 3"
+
+
+def test_a_report_says_what_a_kernel_author_needs():
+    report = weft.check(examples.racy, 2, schedules=4, script="examples.py")
+    text = str(report)
+    stored, released, loaded = map(line_of, ("tl.store(wl.symm_at(data", "tl.atomic_xchg(", "tl.store(got"))
+    assert "missing-barrier  data[0..31] of rank 1" in text
+    assert f"the release in examples.py:{released}, acquired before line {loaded}, covers only what came before" in text
+    assert f"store by rank 0 kernel publish program 0, examples.py:{stored} in publish:" in text
+    assert "tl.store(wl.symm_at(data, 1, team) + at, 1.0)" in text
+    assert "last synchronisation: waited for landed[0] of rank 1 in examples.py" in text
+    assert "to mend: put tl.debug_barrier() between the stores and the release, or use wl.notify" in text
+    assert "replay: weft check examples.py --world-size 2 --strategy pct --seed" in text
+    assert len(report.findings) == 1, "one cause, one finding"
+    assert report.findings[0].schedules == 4
+
+
+def test_the_replayed_schedule_shows_the_finding_again():
+    found = weft.check(examples.racy, 2, schedules=4).findings[0]
+    again = weft.check(
+        examples.racy, found.replay.world_size, strategy=found.replay.strategy, seed=found.replay.seed,
+        depth=found.replay.depth, schedules=1,
+    )  # fmt: skip
+    assert [f.finding.cause for f in again.findings] == [found.finding.cause]
+
+
+def test_a_report_as_json():
+    told = json.loads(weft.check(examples.racy, 2, schedules=2, script="x.py").to_json())
+    assert told["ok"] is False
+    (found,) = told["findings"]
+    assert found["finding"]["kind"] == "missing-barrier"
+    assert found["finding"]["sides"][0]["place"]["line"] == line_of("tl.store(wl.symm_at(data")
+    assert found["command"].startswith("weft check x.py ")
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "pct", "slow", "delay"])
+def test_a_schedule_is_a_function_of_its_seed(strategy):
+    def events(seed):
+        seen = []
+
+        def main(team):
+            seen.append(team.rank)
+            examples.main(team)
+            seen.append(team.rank)
+
+        weft.check(main, 4, schedules=1, strategy=strategy, seed=seed)
+        return seen
+
+    assert events(3) == events(3)
+    assert len({tuple(events(seed)) for seed in range(6)}) > 1
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "pct", "slow", "delay", "exhaustive"])
+def test_every_strategy_finds_a_race(strategy):
+    assert not weft.check(examples.racy, 2, strategy=strategy, schedules=40).ok
+
+
+def test_late_stores_make_a_race_show_in_the_results():
+    report = weft.check(examples.racy, 2, strategy="delay", schedules=1)
+    assert {f.finding.kind for f in report.findings} == {"missing-barrier"}
+
+
+def test_a_marker_with_a_reason_allows_a_race():
+    report = weft.check(examples.allowed, 2, schedules=4)
+    assert report.ok
+    assert "allowed: race at examples.py" in str(report)
+    assert "any rank's value will do" in str(report)
+
+
+def test_a_marker_without_a_reason_does_not():
+    assert not weft.check(examples.allowed_for_no_reason, 2, schedules=4).ok
+
+
+def test_results_that_differ_are_a_finding_unless_they_may():
+    def main(team):
+        return order.setdefault("calls", []).append(0) or len(order["calls"])
+
+    order = {}
+    assert [f.finding.kind for f in weft.check(main, 1, schedules=2).findings] == ["divergence"]
+    assert weft.check(main, 1, schedules=2, deterministic=False).ok
+
+
+def test_what_main_raises_is_a_finding():
+    def main(team):
+        assert team.rank == 0, "rank 1 is unhappy"
+
+    (found,) = weft.check(main, 2, schedules=3).findings
+    assert found.finding.kind == "error"
+    assert "rank 1 is unhappy" in found.finding.message
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="world_size=0"):
+        weft.check(examples.main, 0)
+    with pytest.raises(ValueError, match="schedules=0"):
+        weft.check(examples.main, 2, schedules=0)
+    with pytest.raises(ValueError, match="strategy='wild' is not one of mix, uniform"):
+        weft.check(examples.main, 2, strategy="wild")
+
+
+def test_a_simulation_without_a_check_has_no_watcher():
+    machines = []
+    weft.simulate(examples.main, 2, prepare=machines.append)
+    assert machines[0].watcher is None
+
+
+def test_host_code_is_seen_inside_custom_operators():
+    machines = []
+
+    def prepare(machine):
+        machine.watcher = Watcher(machine)
+        machines.append(machine)
+
+    weft.simulate(lambda team: weft.ops.all_reduce(torch.ones(8), team), 2, prepare=prepare)
+    assert machines[0].watcher.races.findings == {}
+
+
+def test_breakpoint_stops_one_rank(monkeypatch):
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda *_: stops.append(sys._getframe(1).f_code.co_name))
+    assert weft.simulate(examples.stopped, 3) == [0, 1, 2]
+    assert stops == ["stop_here"]

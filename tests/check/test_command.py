@@ -1,0 +1,89 @@
+"""``weft check`` and the pytest plugin, as a person meets them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.check import examples
+from weft.check.command import check
+
+app = typer.Typer()
+app.command()(check)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_a_clean_script_exits_with_0():
+    result = run(examples.__file__, "--schedules", 2, "--world-size", "2,3")
+    assert result.exit_code == 0, result.output
+    assert "0 finding(s) in 4 schedules at world size 2, 3" in result.output
+
+
+def test_findings_exit_with_1_and_are_written(tmp_path):
+    result = run(examples.__file__, "--function", "racy", "--schedules", 2, "--json", tmp_path / "report.json")
+    assert result.exit_code == 1
+    assert "missing-barrier  data[0..31] of rank 1" in result.output
+    assert json.loads((tmp_path / "report.json").read_text())["findings"][0]["finding"]["kind"] == "missing-barrier"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nothing.py"], "no such file"),
+        ([examples.__file__, "--function", "absent"], "defines no absent(team)"),
+        ([examples.__file__, "--world-size", "two"], "not a list of numbers"),
+        ([examples.__file__, "--strategy", "wild"], "is not one of mix"),
+        ([examples.__file__, "--schedules", "0"], "must be at least 1"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_a_script_that_does_not_load_is_wrong_usage(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("import nowhere_to_be_found\n")
+    result = run(script)
+    assert result.exit_code == 2
+    assert "cannot be imported" in result.output
+
+
+TESTS = """
+import pytest
+from tests.check import examples
+
+@pytest.mark.weft(world_size=[2, 3], schedules=2)
+def test_clean(team, tmp_path):
+    assert tmp_path.exists()
+    examples.main(team)
+
+@pytest.mark.weft(world_size=2, schedules=2)
+def test_racy(team):
+    examples.racy(team)
+
+@pytest.mark.weft(world_size=2, schedules=2)
+def test_assertion(team):
+    assert team.rank == 0, "ranks disagree"
+
+def test_unmarked(team):
+    pass
+"""
+
+
+def test_the_pytest_plugin(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "weft.check.plugin", "-p", "no:cacheprovider", tmp_path]
+    output = subprocess.run(command, capture_output=True, text=True).stdout
+    assert "2 failed, 1 passed, 1 error" in output
+    assert "missing-barrier  data[0..31] of rank 1" in output
+    assert "replay: @pytest.mark.weft(world_size=2, strategy='pct', seed=" in output
+    assert "ranks disagree" in output
+    assert "needs the marker" in output

@@ -1,0 +1,202 @@
+"""Litmus tests: the exact set of what can be read, over all schedules, late stores included.
+
+The model here: plain stores may be late, a release lets out what it covers, atomics and loads are sequentially consistent.
+PTX allows more where strong accesses meet (store buffering and IRIW of atomics without fence.sc): see docs/check.md.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.check
+import weft.language as wl
+
+# Words far enough apart to be words of their own.
+Y: tl.constexpr = tl.constexpr(64)
+FLAG: tl.constexpr = tl.constexpr(128)
+
+
+def outcomes(kernel, world_size=2, *, constants=(), kinds=(), programs=1, limit=3000):
+    """All tuples of what the ranks (or programs of one rank) stored in ``out``, and the kinds of findings as asserted."""
+    seen = set()
+
+    def main(team):
+        x, out = team.zeros(256, torch.int32, name="x"), torch.zeros(2, dtype=torch.int32)
+        kernel[(programs,)](x, out, team.view, *constants)
+        return out.tolist()
+
+    def collect(results):
+        seen.add(tuple(results[0]) if world_size == 1 else tuple(r[0] for r in results))
+
+    report = weft.check.check(
+        main, world_size, strategy="exhaustive", schedules=limit, deterministic=False, on_results=collect
+    )
+    assert report.exhaustive == "exhausted"
+    assert {f.finding.kind for f in report.findings} == set(kinds), str(report)
+    return seen
+
+
+@triton.jit
+def message_passing(x, out, team, SEM: tl.constexpr, SCOPE: tl.constexpr, BARRIER: tl.constexpr):
+    at = tl.arange(0, 2)
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(x, 1, team) + at, 1)
+        if BARRIER:
+            tl.debug_barrier()
+        tl.atomic_xchg(wl.symm_at(x, 1, team) + FLAG, 1, sem=SEM, scope=SCOPE)
+    else:
+        if tl.atomic_add(x + FLAG, 0, sem="acquire", scope="sys") == 1:
+            tl.store(out, 1 + tl.min(tl.load(x + at)))
+
+
+def test_message_passing():
+    """(_, 0): the flag was not seen; 2: flag and data; 1: the flag without the data."""
+    assert outcomes(message_passing, constants=("release", "sys", True)) == {(0, 0), (0, 2)}
+
+
+def test_message_passing_without_order():
+    weak = {(0, 0), (0, 1), (0, 2)}
+    assert outcomes(message_passing, constants=("release", "sys", False), kinds=["missing-barrier"]) == weak
+    assert outcomes(message_passing, constants=("relaxed", "sys", True), kinds=["relaxed-order"]) == weak
+    assert outcomes(message_passing, constants=("release", "gpu", True), kinds=["scope"]) == weak
+
+
+@triton.jit
+def notified(x, out, team):
+    if wl.rank(team) == 0:
+        tl.store(wl.symm_at(x, 1, team) + tl.arange(0, 2), 1)
+        wl.notify(x + FLAG, 1, 1, team)
+    else:
+        wl.wait(x + FLAG, 1, team)
+        tl.store(out, tl.min(tl.load(x + tl.arange(0, 2))))
+
+
+def test_notify_and_wait_pass_a_message():
+    assert outcomes(notified) == {(0, 1)}
+
+
+@triton.jit
+def in_one_gpu(x, out, team, SCOPE: tl.constexpr):
+    at = tl.arange(0, 2)
+    if tl.program_id(0) == 0:
+        tl.store(x + at, 1)
+        tl.debug_barrier()
+        tl.atomic_xchg(x + FLAG, 1, sem="release", scope=SCOPE)
+    else:
+        if tl.atomic_add(x + FLAG, 0, sem="acquire", scope=SCOPE) == 1:
+            tl.store(out + 1, 1 + tl.min(tl.load(x + at)))
+
+
+def test_gpu_scope_is_enough_within_a_gpu():
+    for scope in ("gpu", "sys"):
+        assert outcomes(in_one_gpu, 1, constants=(scope,), programs=2) == {(0, 0), (0, 2)}
+
+
+@triton.jit
+def store_buffering(x, out, team, FENCE: tl.constexpr):
+    me = wl.rank(team)
+    tl.store(wl.symm_at(x, 0, team) + Y * me, 1)
+    if FENCE:
+        wl.fence(team)
+    tl.store(out, tl.load(wl.symm_at(x, 0, team) + Y * (1 - me), volatile=True))
+
+
+def test_store_buffering():
+    assert outcomes(store_buffering, constants=(False,), kinds=["race"]) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_store_buffering_with_fences():
+    assert outcomes(store_buffering, constants=(True,), kinds=["race"]) == {(0, 1), (1, 0), (1, 1)}
+
+
+@triton.jit
+def load_buffering(x, out, team):
+    me = wl.rank(team)
+    seen = tl.load(wl.symm_at(x, 0, team) + Y * me, volatile=True)
+    tl.store(wl.symm_at(x, 0, team) + Y * (1 - me), 1)
+    tl.store(out, seen)
+
+
+def test_load_buffering_does_not_happen_here():
+    assert outcomes(load_buffering, kinds=["race"]) == {(0, 0), (0, 1), (1, 0)}
+
+
+@triton.jit
+def iriw(x, out, team):
+    """Ranks 0 and 1 write x and y, ranks 2 and 3 read them in opposite orders."""
+    me = wl.rank(team)
+    home = wl.symm_at(x, 0, team)
+    if me < 2:
+        tl.atomic_xchg(home + Y * me, 1, sem="release", scope="sys")
+    else:
+        first = tl.atomic_add(home + Y * (me - 2), 0, sem="acquire", scope="sys")
+        second = tl.atomic_add(home + Y * (3 - me), 0, sem="acquire", scope="sys")
+        tl.store(out, 2 * first + second)
+
+
+def test_independent_reads_of_independent_writes():
+    """2: the first write seen and not the second. Both readers cannot say so, as that would be two orders."""
+    seen = {(third, fourth) for _, _, third, fourth in outcomes(iriw, 4)}
+    assert seen == {(a, b) for a in range(4) for b in range(4)} - {(2, 2)}
+
+
+@triton.jit
+def release_sequence(x, out, team, BREAK: tl.constexpr):
+    """Rank 0 publishes, rank 1 counts on (relaxed), rank 2 acquires what rank 1 wrote."""
+    me = wl.rank(team)
+    home = wl.symm_at(x, 2, team)
+    if me == 0:
+        tl.store(home + tl.arange(0, 2), 1)
+        tl.debug_barrier()
+        tl.atomic_xchg(home + FLAG, 1, sem="release", scope="sys")
+    elif me == 1:
+        if BREAK:
+            if tl.atomic_add(home + FLAG, 0, sem="relaxed", scope="sys") == 1:
+                tl.store(home + FLAG, 2)
+        else:
+            tl.atomic_cas(home + FLAG, 1, 2, sem="relaxed", scope="sys")
+    else:
+        if tl.atomic_add(x + FLAG, 0, sem="acquire", scope="sys") == 2:
+            tl.store(out, 1 + tl.min(tl.load(x + tl.arange(0, 2))))
+
+
+def test_a_read_modify_write_goes_on_with_a_release_sequence():
+    seen = {third for _, _, third in outcomes(release_sequence, 3, constants=(False,))}
+    assert seen == {0, 2}
+
+
+def test_a_plain_store_ends_a_release_sequence():
+    outcomes(release_sequence, 3, constants=(True,), kinds=["race", "relaxed-order"])
+
+
+@triton.jit
+def coherence(x, out, team):
+    if wl.rank(team) == 0:
+        tl.atomic_xchg(wl.symm_at(x, 1, team), 1, sem="relaxed", scope="sys")
+        tl.atomic_xchg(wl.symm_at(x, 1, team), 2, sem="relaxed", scope="sys")
+    else:
+        first = tl.atomic_add(x, 0, sem="relaxed", scope="sys")
+        second = tl.atomic_add(x, 0, sem="relaxed", scope="sys")
+        tl.store(out, 10 * first + second)
+
+
+def test_one_word_is_never_seen_to_go_back():
+    assert {second for _, second in outcomes(coherence)} == {0, 1, 2, 11, 12, 22}
+
+
+@triton.jit
+def two_tickets(x, out, team):
+    tl.store(out, tl.atomic_add(wl.symm_at(x, 0, team), 1, sem="acq_rel", scope="sys"))
+
+
+def test_tickets_are_given_once():
+    assert outcomes(two_tickets, 3) == {(a, b, 3 - a - b) for a in range(3) for b in range(3) if a != b}
+
+
+def test_a_search_that_stops_early_says_bounded():
+    report = weft.check.check(
+        lambda team: iriw[(1,)](team.zeros(256, torch.int32), torch.zeros(2, dtype=torch.int32), team.view), 4,
+        strategy="exhaustive", schedules=3,
+    )  # fmt: skip
+    assert report.exhaustive == "bounded"
+    assert "bounded" in str(report)

@@ -1,0 +1,92 @@
+"""`weft tune` from the flags to the file, on simulated ranks."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weft.bench.shapes import OPS
+from weft.cli import app
+from weft.ops import tuned
+from weft.tune import spaces
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
+SMALL = {"all-reduce": "96", "all-gather": "96", "reduce-scatter": "96", "all-to-all": "96"}
+
+
+def tune(*arguments):
+    return CliRunner().invoke(app, ["tune", *arguments])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_searched_and_written(op, tmp_path):
+    file = tmp_path / "out" / "x.json"
+    result = tune(op, "--quick", "--shapes", SMALL.get(op, "4,24,16"), "--out", str(file))
+    assert result.exit_code == 0, result.output
+    assert "times mean nothing" in result.stdout
+    table = tuned.read(file)
+    assert (table.gpu, table.simulated, table.world_size) == ("simulated", True, 1 if op == "gemm" else 2)
+    (row,) = table.rows
+    assert row.op == spaces.WEFT[op]
+    assert row.us > 0
+    assert row.candidates > 1
+    assert "torch" in row.versions
+    row.as_config(spaces.CollectiveConfig if op in SMALL else spaces.GemmConfig)
+
+
+def test_a_second_search_adds_to_the_file(tmp_path):
+    file = tmp_path / "x.json"
+    for shape in ("96", "2048"):
+        assert tune("all-gather", "--quick", "--shapes", shape, "--out", str(file)).exit_code == 0
+    assert [row.shape for row in tuned.read(file).rows] == [(96,), (2048,)]
+    result = tune("all-gather", "--world-size", "3", "--shapes", "96", "--out", str(file))
+    assert result.exit_code == 2
+    assert "holds rows of simulated at world size 2" in result.stderr
+
+
+def test_without_a_file_nothing_is_written_in_the_simulator():
+    before = sorted(tuned.file_for("x", 1).parent.iterdir())
+    result = tune("gemm", "--quick", "--shapes", "5,24,16", "--world-size", "1,2")
+    assert result.exit_code == 0, result.output
+    assert "world size 1" in result.stdout
+    assert "world size 2" in result.stdout
+    assert "written" not in result.stdout
+    assert sorted(tuned.file_for("x", 1).parent.iterdir()) == before
+
+
+def test_ranks_that_come_apart_are_one_line_and_exit_1(monkeypatch, tmp_path):
+    call = spaces.call
+
+    def failing(op, config, inputs, team):
+        if team.rank == 1:
+            raise RuntimeError("lost")
+        return call(op, config, inputs, team)
+
+    monkeypatch.setattr(spaces, "call", failing)
+    result = tune("all-reduce", "--shapes", "96", "--out", str(tmp_path / "x.json"))
+    assert result.exit_code == 1
+    assert "what was found before is in" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all"], "op 'all' is unknown"),
+        (["gemm", "--shapes", "qwen4"], "neither a set"),
+        (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
+        (["gemm", "--world-size", "0"], "not a list of positive numbers"),
+        (["gemm", "--dtype", "int8"], "--dtype int8 is unknown"),
+        (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
+        (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
+        (["gemm", "--world-size", "1,2", "--out", "x.json"], "a file holds one world size"),
+        (["gemm", "--out", f"{__file__}/x.json"], "no file can be written there"),
+        (["gemm", "--out", __file__], "not a file of weft tune"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments, message):
+    result = tune(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("weft: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""

@@ -1,0 +1,180 @@
+"""The search on simulated ranks: all ranks go one way, whatever goes wrong on one of them."""
+
+import threading
+
+import pytest
+import torch
+
+import weft
+from weft.bench.shapes import Shape
+from weft.errors import WeftError
+from weft.ops import tuned
+from weft.tune import compiling, search, spaces
+from weft.tune.search import TunePlan
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
+STATE = threading.local()
+
+
+def shapes(*sizes):
+    return tuple(Shape(size=size, label="x".join(map(str, size))) for size in sizes)
+
+
+def run(plan, world_size=2):
+    """(outcomes by rank, lines that rank 0 said)."""
+    lines = []
+    found = weft.simulate(search.search, world_size, args=(plan, lines.append))
+    return found, lines
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """[(rank, label, whether it was compiled only)], in order."""
+    made, call = [], spaces.call
+
+    def recorded(op, config, inputs, team):
+        compiled = getattr(STATE, "compiling", False)
+        made.append((team.rank, spaces.label(config), compiled))
+        return None if compiled else call(op, config, inputs, team)
+
+    def compile_only(action, team):
+        STATE.compiling = True
+        try:
+            action()
+        finally:
+            STATE.compiling = False
+
+    monkeypatch.setattr(spaces, "call", recorded)
+    monkeypatch.setattr(compiling, "compile_only", compile_only)
+    return made
+
+
+@pytest.fixture
+def failing(monkeypatch, calls):
+    """failing(action): action(rank, label, compiled, out) may raise, or give another answer."""
+
+    def use(action):
+        recorded = spaces.call
+
+        def call(op, config, inputs, team):
+            compiled = getattr(STATE, "compiling", False)
+            if not compiled:
+                action(team.rank, spaces.label(config), compiled, None)
+            out = recorded(op, config, inputs, team)
+            return action(team.rank, spaces.label(config), compiled, out)
+
+        monkeypatch.setattr(spaces, "call", call)
+
+    return use
+
+
+def test_all_ranks_try_the_same_the_same_number_of_times(calls):
+    found, lines = run(TunePlan(op="all-reduce", shapes=shapes((96,), (240,)), quick=True), 3)
+    assert found[0] == found[1] == found[2]
+    by_rank = [[call[1:] for call in calls if call[0] == rank] for rank in range(3)]
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    for outcome in found[0]:
+        assert outcome.tried == 1 + 2 * len(spaces.QUICK_PLANS) - 1  # the default is one of them
+        assert outcome.row.config["algorithm"] in ("one_shot", "two_shot")
+        assert 0 < outcome.row.us <= outcome.row.default_us
+        assert outcome.dropped == ()
+    assert [line.split(":")[0] for line in lines] == ["96", "240"]
+
+
+def test_a_candidate_that_does_not_compile_on_one_rank_is_launched_on_none(calls, failing):
+    def action(rank, label, compiled, out):
+        if compiled and rank == 1 and label.startswith("two_shot lamport 512"):
+            raise RuntimeError("out of resource: shared memory")
+        return out
+
+    failing(action)
+    found, _ = run(TunePlan(op="all-reduce", shapes=shapes((96,)), quick=True))
+    (outcome,) = found[0]
+    assert found[0] == found[1]
+    ((name, reason),) = outcome.dropped
+    assert name.startswith("two_shot lamport 512")
+    assert reason == "rank 1: RuntimeError: out of resource: shared memory"
+    assert [call for call in calls if call[1] == name] == [(0, name, True), (1, name, True)]
+    assert outcome.row is not None
+    assert outcome.row.candidates == outcome.tried - 1
+
+
+def test_a_wrong_answer_on_one_rank_drops_it_everywhere(failing):
+    def action(rank, label, compiled, out):
+        if out is not None and rank == 1 and label.startswith("library"):
+            out.view(-1)[0] += 1
+        return out
+
+    failing(action)
+    found, _ = run(TunePlan(op="gemm-rs", shapes=shapes((32, 48, 32)), quick=True))
+    assert found[0] == found[1]
+    (outcome,) = found[0]
+    assert [name for name, _ in outcome.dropped] == ["library"]
+    assert "wrong answer: rank 1" in outcome.dropped[0][1]
+    assert outcome.row.config["design"] in ("fused", "segments")
+
+
+def test_a_candidate_that_fails_on_all_ranks_is_dropped_and_the_search_goes_on(failing):
+    def action(rank, label, compiled, out):
+        if not compiled and out is None and label != "library":
+            raise ValueError("too many programs")
+        return out
+
+    failing(action)
+    found, lines = run(TunePlan(op="gemm-ar", shapes=shapes((5, 24, 16)), quick=True))
+    (outcome,) = found[0]
+    assert outcome.winner == "library"
+    assert outcome.row.default_us is None
+    assert {reason for _, reason in outcome.dropped} == {"too many programs"}
+    assert "dropped" in lines[0]
+
+
+def test_no_candidate_at_all_is_an_outcome_with_a_reason(failing):
+    def action(rank, label, compiled, out):
+        raise ValueError("nothing runs here")
+
+    failing(action)
+    found, lines = run(TunePlan(op="gemm", shapes=shapes((5, 24, 16)), quick=True))
+    assert found[0] == found[1]
+    assert found[0][0].row is None
+    assert lines[0].startswith("5x24x16: no candidate ran: nothing runs here")
+
+
+def test_ranks_that_come_apart_end_the_search_and_leave_what_was_found(tmp_path, failing):
+    """Rank 1 fails where rank 0 has launched: no agreement can help rank 0's kernel any more."""
+    second = []
+
+    def action(rank, label, compiled, out):
+        if not compiled and out is None and rank == 1 and second:
+            raise RuntimeError("lost")
+        return out
+
+    failing(action)
+    file = tmp_path / "x.json"
+    plan = TunePlan(op="all-reduce", shapes=shapes((96,), (2048,)), quick=True, out=file)
+    with pytest.raises(WeftError, match=r"rank 0|deadlock"):
+        weft.simulate(search.search, 2, args=(plan, second.append))
+    assert [row.shape for row in tuned.read(file).rows] == [(96,)]
+
+
+def test_the_default_stays_unless_it_is_beaten():
+    def main(team):
+        return search.agreed(team, {"default": 10.0, "other": 9.95}, "default"), search.agreed(
+            # Times are exchanged, so they are equal; rank 0 decides all the same.
+            team, {"default": 10.0, "other": 9.0 + 2 * team.rank}, "default",
+        )  # fmt: skip
+
+    assert weft.simulate(main, 2) == [(("default", 10.0), ("other", 9.0))] * 2
+
+
+def test_neighbours_move_one_field_within_what_the_config_allows():
+    best = spaces.GemmConfig(block_m=128, block_n=256, block_k=16, num_warps=8, group=1, chunks=8)
+    found = spaces.around("ag-gemm", best)
+    assert len(found) == len(set(found))
+    for config in found:
+        moved = [name for name, value in search.fields_of(config).items() if value != getattr(best, name)]
+        assert len(moved) == 1
+        assert moved[0] in spaces.FIELDS["ag-gemm", "fused"]
+    assert {config.chunks for config in found} == {4, 8}
+    assert {config.block_k for config in found} == {16, 32}
+    assert spaces.around("ag-gemm", spaces.replace(best, design="library")) == []

@@ -1,0 +1,113 @@
+"""The data file: written, read back, and which row a call gets."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.ops import tuned
+from weft.ops.gemm import GemmConfig
+from weft.runtime import capabilities
+from weft.tune.spaces import CollectiveConfig
+
+H200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="NVIDIA H200", arch="sm_90")
+SHIPPED = sorted(Path(tuned.__file__).parent.glob("*.json"))
+
+
+def row(op, *shape, us=10.0, **config):
+    return tuned.Row(
+        op=op, dtype="bfloat16", shape=shape, config=config, us=us, default_us=12.0, candidates=3, date="2026-11-20",
+        versions="weft 0.1.0, torch 2.11, triton 3.6",
+    )  # fmt: skip
+
+
+def nearest(rows, op, *shape):
+    found = tuned.nearest(rows, op, "bfloat16", shape, Path("x.json"))
+    return found and (found.row.shape, found.exact)
+
+
+def test_a_file_comes_back_as_it_was_a_line_for_each_row(tmp_path):
+    table = tuned.Table(gpu="NVIDIA H200", world_size=4).with_rows(
+        [row("matmul", 64, 32, 16, block_m=64), row("all_reduce", 4096), row("all_reduce", 1024, algorithm="one_shot")]
+    )
+    tuned.write(tmp_path / "made" / "x.json", table)
+    assert tuned.read(tmp_path / "made" / "x.json") == table
+    assert [row.shape for row in table.rows] == [(1024,), (4096,), (64, 32, 16)]
+    assert len((tmp_path / "made" / "x.json").read_text().splitlines()) == 1 + 3 + 1
+    assert [file.name for file in (tmp_path / "made").iterdir()] == ["x.json"]
+
+
+def test_a_row_of_the_same_bucket_takes_the_place_of_the_old_one():
+    table = tuned.Table(gpu="x", world_size=2, rows=(row("matmul", 1024, 8, 8), row("matmul", 2048, 8, 8)))
+    table = table.with_rows([row("matmul", 1000, 8, 8, us=5.0)])
+    assert [(row.shape, row.us) for row in table.rows] == [((1000, 8, 8), 5.0), ((2048, 8, 8), 10.0)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "rows": []}', '{"schema": 1, "rows": [{"op": "x"}]}'])
+def test_a_file_of_another_kind_is_refused_by_name(tmp_path, text):
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="x.json: not a file of weft tune"):
+        tuned.read(file)
+
+
+def test_the_nearest_row_within_a_factor_of_two():
+    rows = [row("matmul", m, n, 5120) for m, n in ((1024, 2560), (4096, 2560), (4096, 12800))]
+    assert nearest(rows, "matmul", 1024, 2560, 5120) == ((1024, 2560, 5120), True)
+    assert nearest(rows, "matmul", 1100, 2560, 5120) == ((1024, 2560, 5120), True)
+    assert nearest(rows, "matmul", 1500, 2560, 5120) == ((1024, 2560, 5120), False)
+    assert nearest(rows, "matmul", 8192, 12000, 6000) == ((4096, 12800, 5120), False)
+    for far in ((511, 2560, 5120), (8193, 2560, 5120), (1024, 5600, 5120), (1024, 2560, 2559), (0, 2560, 5120)):
+        assert nearest(rows, "matmul", *far) is None
+    assert nearest(rows, "all_gather_matmul", 1024, 2560, 5120) is None
+
+
+def test_ranks_with_different_shares_of_K_agree_on_what_they_must():
+    rows = [
+        row("matmul_all_reduce", 1024, 5120, 2048, block_m=64, block_k=64),
+        row("matmul_all_reduce", 1024, 5120, 3000, block_m=128, block_k=32),
+        row("matmul_all_reduce", 1024, 5120, 6400, block_m=128, block_k=128),
+        row("matmul_all_reduce", 2048, 5120, 9000, block_m=256, block_k=128),
+    ]
+    chosen = {}
+    for m, k in itertools.product((700, 1024, 1400, 1500, 4000), (0, 1, 2048, 3000, 4000, 6400, 10**6)):
+        chosen[m, k] = tuned.nearest(rows, "matmul_all_reduce", "bfloat16", (m, 5120, k), Path("x")).row.config
+    for m in (700, 1024, 1400, 1500, 4000):
+        assert len({config["block_m"] for (other, _), config in chosen.items() if other == m}) == 1
+    # The largest K of the nearest M and N has most to lose; what is a rank's own follows its own K.
+    assert chosen[1024, 2048] == {"block_m": 128, "block_k": 32}
+    assert chosen[1024, 10**6] == {"block_m": 128, "block_k": 128}
+
+
+def test_unknown_and_simulated_gpus_have_no_row(tmp_path):
+    shape = (4096, 12800, 5120)
+    assert tuned.find("matmul", shape, torch.bfloat16, 1, None) is None
+    assert tuned.find("matmul", shape, torch.bfloat16, 1, capabilities.simulated(1, 8)) is None
+    assert tuned.find("matmul", shape, torch.bfloat16, 7, H200) is None
+    other = dataclasses.replace(H200, device_name="Some GPU (2 TiB)")
+    assert tuned.find("matmul", shape, torch.bfloat16, 1, other) is None
+    assert tuned.file_for("Some GPU (2 TiB)", 3, tmp_path) == tmp_path / "some-gpu-2-tib.w3.json"
+
+
+def test_found_says_file_key_and_microseconds():
+    found = tuned.nearest([row("matmul", 1000, 64, 32)], "matmul", "bfloat16", (1500, 64, 32), Path("a/h200.w1.json"))
+    assert found.reason == (
+        "h200.w1.json: matmul bfloat16 1024x64x32: 10 µs, the default 12, the nearest row "
+        "(2026-11-20, weft 0.1.0, torch 2.11, triton 3.6)"
+    )
+
+
+def test_a_row_that_no_longer_fits_says_so():
+    with pytest.raises(ValueError, match="tuned row matmul bfloat16 16x8x8 does not fit GemmConfig .*warp_count"):
+        row("matmul", 16, 8, 8, warp_count=4).as_config(GemmConfig)
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+def test_what_is_shipped_fits_the_ops(file):
+    table = tuned.read(file)
+    assert file == tuned.file_for(table.gpu, table.world_size)
+    assert not table.simulated
+    for one in table.rows:
+        one.as_config(CollectiveConfig if len(one.shape) == 1 else GemmConfig)

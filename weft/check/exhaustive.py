@@ -1,0 +1,201 @@
+"""All schedules of a small kernel, up to the order of accesses that do not concern each other.
+
+Dynamic partial-order reduction with source sets and sleep sets (Abdulla and others, POPL 2014): a run is redone with another choice only
+where two accesses of different tasks overlap and one of them writes. Late stores (``simulator.delays``) are tasks of their own
+here. Host code runs whenever it can, so its own accesses are not permuted. A loop that polls in vain waits for a write to what
+it polls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weft.check.report import Schedule
+
+if TYPE_CHECKING:
+    from weft.check.run import Gathered, Runner
+
+# Bytes (low, high) and whether they may be written.
+Footprint = tuple[tuple[int, int, bool], ...]
+# Choices in one run, after which the search is bounded.
+_MAX_CHOICES = 2000
+
+
+def conflict(a: Footprint, b: Footprint) -> bool:
+    return any((w or v) and low < end and start < high for low, high, w in a for start, end, v in b)
+
+
+@dataclass(slots=True)
+class Node:
+    """A choice: who could go on, what each would access, and which choices were made or are still to be made."""
+
+    enabled: dict[str, Footprint]
+    sleep: dict[str, Footprint]
+    chosen: str = ""
+    backtrack: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Step:
+    key: str
+    footprint: Footprint
+    clock: dict[str, int]
+
+
+class Search:
+    """The tree so far. One ``Walk`` goes down it in each run."""
+
+    def __init__(self) -> None:
+        self.stack: list[Node] = []
+        self.bounded = False
+
+    def next_branch(self) -> bool:
+        """Turn to the next branch to be tried; False if there is none left."""
+        while self.stack:
+            node = self.stack[-1]
+            node.done.add(node.chosen)
+            left = sorted(node.backtrack - node.done - node.sleep.keys())
+            if left:
+                node.chosen = left[0]
+                return True
+            self.stack.pop()
+        return False
+
+
+class Walk:
+    """The strategy of one run."""
+
+    explores = True
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self.place: Callable[[int], int] = int  # address -> a number that is the same in all runs
+        self._steps: list[Step] = []
+        self._clocks: dict[str, dict[str, int]] = {}
+        self._names: dict[int, str] = {}
+        self._keep: list[Any] = []
+        self._seen: dict[str, int] = {}
+        self._polls: dict[str, tuple[Footprint, Any, int]] = {}
+        self.redundant = False
+
+    def polled(self, task: Any) -> None:
+        self._polls[self._key(task)] = (self._footprint(task), task.next_line, len(self._steps))
+
+    def choose(self, ready: Sequence[Any], step: int) -> Any:
+        for task in ready:
+            if not task.next:
+                task.next = None
+                return task
+        keys = {self._key(task): task for task in ready}
+        awake = {key: task for key, task in keys.items() if not self._spins(key, task)} or keys
+        if len(self._steps) >= _MAX_CHOICES or self.redundant:
+            self._search.bounded = self._search.bounded or not self.redundant
+            return awake[sorted(awake)[step % len(awake)]]
+        node = self._node({key: self._footprint(task) for key, task in awake.items()})
+        if node is None:
+            self.redundant = True
+            return awake[sorted(awake)[0]]
+        self._take(node.chosen, node.enabled[node.chosen])
+        self._add_branches()
+        return awake[node.chosen]
+
+    def _node(self, enabled: dict[str, Footprint]) -> Node | None:
+        depth, stack = len(self._steps), self._search.stack
+        if depth < len(stack):
+            return stack[depth]
+        sleep: dict[str, Footprint] = {}
+        if stack:
+            above = stack[-1]
+            asleep = above.sleep | {key: above.enabled[key] for key in above.done if key in above.enabled}
+            sleep = {k: f for k, f in asleep.items() if not conflict(f, above.enabled[above.chosen])}
+        free = sorted(enabled.keys() - sleep.keys())
+        if not free:
+            return None
+        # Going on with the same task gives the run with the fewest switches.
+        last = self._steps[-1].key if self._steps else ""
+        node = Node(enabled, sleep, chosen=last if last in free else free[0])
+        node.backtrack.add(node.chosen)
+        stack.append(node)
+        return node
+
+    def _add_branches(self) -> None:
+        """The last step races with earlier ones: each such race is to be run the other way round, from before its first.
+
+        What must come first then is any step that could begin the rest of the run without the race's first step.
+        """
+        last = len(self._steps) - 1
+        step = self._steps[last]
+        before = [i for i in range(last) if self._known(i, last)]
+        for index in before:
+            if self._steps[index].key == step.key or any(self._known(index, i) for i in before if i > index):
+                continue
+            rest = [i for i in range(index + 1, last) if not self._known(index, i)] + [last]
+            first: dict[str, int] = {}
+            for i in rest:
+                first.setdefault(self._steps[i].key, i)
+            node = self._search.stack[index]
+            beginners = {
+                key for key, i in first.items() if not any(self._known(j, i) for j in rest if j < i)
+            } & node.enabled.keys()
+            if not beginners:
+                node.backtrack |= set(node.enabled)
+            elif not beginners & node.backtrack:
+                node.backtrack.add(min(beginners))
+
+    def _known(self, index: int, by: int) -> bool:
+        """Whether step ``index`` happens before step ``by``."""
+        return self._steps[by].clock.get(self._steps[index].key, -1) >= index
+
+    def _take(self, key: str, footprint: Footprint) -> None:
+        clock = dict(self._clocks.get(key, {}))
+        for step in self._steps:
+            if step.key == key or conflict(step.footprint, footprint):
+                for other, index in step.clock.items():
+                    clock[other] = max(clock.get(other, -1), index)
+        clock[key] = len(self._steps)
+        self._clocks[key] = clock
+        self._steps.append(Step(key, footprint, clock))
+
+    def _footprint(self, task: Any) -> Footprint:
+        return tuple((place := self.place(low), place + high - low, write) for low, high, write in task.next)
+
+    def _key(self, task: Any) -> str:
+        """The task's name, the same in all runs."""
+        found = self._names.get(id(task))
+        if found is None:
+            count = self._seen[task.label] = self._seen.get(task.label, 0) + 1
+            found = self._names[id(task)] = f"{task.label} #{count}"
+            self._keep.append(task)
+            maker = getattr(task, "maker", None)
+            if maker is not None:
+                self._clocks[found] = dict(self._clocks.get(self._key(maker), {}))
+        return found
+
+    def _spins(self, key: str, task: Any) -> bool:
+        """Whether the task would look again at what it has just seen."""
+        if key not in self._polls:
+            return False
+        footprint, line, since = self._polls[key]
+        if (self._footprint(task), task.next_line) != (footprint, line) or line is None:
+            return False
+        looked = tuple((low, high, True) for low, high, _ in footprint)
+        writes = (tuple(part for part in step.footprint if part[2]) for step in self._steps[since:] if step.key != key)
+        return not any(conflict(part, looked) for part in writes)
+
+
+def explore(runner: Runner, world_size: int, limit: int, gathered: Gathered, tell: Callable[[], None]) -> bool:
+    """Run all schedules, at most ``limit``. Whether it was all of them."""
+    search = Search()
+    for number in range(1, limit + 1):
+        walk = Walk(search)
+        schedule = Schedule(world_size=world_size, strategy="exhaustive", seed=number)
+        outcome = runner.run(schedule, walk)
+        if not walk.redundant:
+            gathered.add(schedule, outcome)
+        tell()
+        if not search.next_branch():
+            return not search.bounded
+    return False

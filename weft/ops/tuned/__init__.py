@@ -1,0 +1,193 @@
+"""What ``weft tune`` measured: a JSON file in this folder for each GPU and world size. dispatch asks ``find``.
+
+{"schema": 1, "gpu": "NVIDIA H200", "world_size": 4, "simulated": false, "rows": [
+ {"op": "all_gather_matmul", "dtype": "bfloat16", "shape": [2048, 2560, 5120], "config": {"block_m": 128, …}, "us": 71.2, …},
+]}
+
+A row was measured at ``shape`` and stands for its bucket: N and K as they are and M, or the bytes of a collective, to the
+nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
+every one of them; there is none for unknown GPUs, and the ops fall back to their own defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+T = TypeVar("T")
+SCHEMA = 1
+# In every dimension, as a factor of two to this power: beyond it another tile or algorithm is as likely as this one.
+REACH = 1.0
+# A wrong N or K costs more than a wrong M: they decide how many tiles a round has and how long one takes.
+COLUMN_WEIGHT = 2.0
+# Ops whose ranks may hold different shares of K and must agree all the same on these fields: K does not choose them.
+SHARED_K = ("matmul_reduce_scatter", "matmul_all_reduce")
+AGREED = ("design", "block_m", "block_n", "group", "chunks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The best of the candidates at one shape.
+
+    shape       (M, N, K) of one rank's GEMM with the M of the whole product, or (bytes,) of the whole tensor
+    config      the fields of the op's config
+    us          its time, the maximum over the ranks of the median; default_us: of what the op takes without this row
+    candidates  how many were timed
+    versions    of weft, torch and Triton
+    """
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    config: dict[str, Any]
+    us: float
+    default_us: float | None = None
+    candidates: int = 0
+    date: str = ""
+    versions: str = ""
+
+    @property
+    def key(self) -> str:
+        """all_gather_matmul bfloat16 2048x2560x5120: what it stands for."""
+        return f"{self.op} {self.dtype} {'x'.join(map(str, bucket(self.shape)))}"
+
+    def as_config(self, kind: type[T]) -> T:
+        """The op's config dataclass. ValueError where its fields have changed since this row was written."""
+        try:
+            return kind(**self.config)
+        except TypeError as error:
+            raise ValueError(
+                f"tuned row {self.key} does not fit {kind.__name__} ({error}); run weft tune again"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One file."""
+
+    gpu: str
+    world_size: int
+    rows: tuple[Row, ...] = ()
+    simulated: bool = False
+
+    def with_rows(self, rows: Iterable[Row]) -> Table:
+        """This table with ``rows`` in place of those of the same buckets, sorted by op, dtype and shape."""
+        by_key = {row.key: row for row in (*self.rows, *rows)}
+        ordered = sorted(by_key.values(), key=lambda row: (row.op, row.dtype, *row.shape[1:], row.shape[0]))
+        return dataclasses.replace(self, rows=tuple(ordered))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A row that was found for a shape. ``exact``: the shape lies in the row's own bucket."""
+
+    row: Row
+    file: Path
+    exact: bool
+
+    @property
+    def reason(self) -> str:
+        """The row as a person would look for it: file, key, microseconds, and how near it is."""
+        gain = f", the default {self.row.default_us:.4g}" if self.row.default_us else ""
+        near = "" if self.exact else ", the nearest row"
+        return (
+            f"{self.file.name}: {self.row.key}: {self.row.us:.4g} µs{gain}{near} ({self.row.date}, {self.row.versions})"
+        )
+
+
+def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities | None) -> Found | None:
+    """The row for one call, or None. ``op``: the function's name. ``caps``: ``team.caps``; None and simulated: no row."""
+    if caps is None or caps.is_simulated:
+        return None
+    return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...]) -> Found | None:
+    """The nearest row that was measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None if all are far away."""
+    file = file_for(gpu, world_size)
+    return nearest(_shipped(file).rows, op, dtype, shape, file) if file.is_file() else None
+
+
+def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], file: Path) -> Found | None:
+    """The nearest of ``rows``. Where ranks may differ in K, M and N alone say what must be the same on all of them (of the
+    rows with that M and N, the one with the largest K, which has most to lose); of those that say the same, K chooses."""
+    deciding = 2 if op in SHARED_K else len(shape)
+    near = [
+        (far, tuple(-size for size in row.shape[deciding:]), row.shape, row)
+        for row in rows
+        if (row.op, row.dtype, len(row.shape)) == (op, dtype, len(shape))
+        and (far := distance(row.shape[:deciding], shape[:deciding])) is not None
+    ]
+    if not near:
+        return None
+    row = min(near, key=lambda one: one[:3])[3]
+    if op in SHARED_K:
+        alike = [one for one in near if all(one[3].config.get(n) == row.config.get(n) for n in AGREED)]
+        row = min(alike, key=lambda one: (abs(math.log2(one[3].shape[2] / max(shape[2], 1))), *one[:3]))[3]
+    return Found(row=row, file=file, exact=bucket(row.shape) == bucket(shape))
+
+
+def distance(one: Sequence[int], other: Sequence[int]) -> float | None:
+    """In powers of two; None beyond REACH."""
+    if 0 in one or 0 in other:
+        return None
+    steps = [abs(math.log2(a / b)) for a, b in zip(one, other, strict=True)]
+    return steps[0] + COLUMN_WEIGHT * sum(steps[1:]) if max(steps) <= REACH + 1e-9 else None
+
+
+def bucket(shape: Sequence[int]) -> tuple[int, ...]:
+    """M or bytes to the nearest power of two, N and K as they are."""
+    return (2 ** round(math.log2(shape[0])), *shape[1:])
+
+
+def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent) -> Path:
+    """nvidia-h200.w4.json in this folder."""
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.w{world_size}.json"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def read(path: Path) -> Table:
+    """ValueError, with the file's name, for what is not a table of this schema."""
+    try:
+        document = json.loads(path.read_text())
+        if document.pop("schema", None) != SCHEMA:
+            raise ValueError("schema is another")
+        rows = tuple(Row(**{**row, "shape": tuple(row["shape"])}) for row in document.pop("rows"))
+        return Table(rows=rows, **document)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: not a file of weft tune, schema {SCHEMA}: {error}") from error
+
+
+def write(path: Path, table: Table) -> None:
+    """A line for each row. The file is there whole or as it was before, whenever the run is killed."""
+    head = {"schema": SCHEMA, "gpu": table.gpu, "world_size": table.world_size, "simulated": table.simulated}
+    rows = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) for row in table.rows]
+    text = json.dumps(head)[:-1] + ', "rows": [\n ' + ",\n ".join(rows) + "\n]}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+    _shipped.cache_clear()
+    lookup.cache_clear()
+
+
+@functools.lru_cache
+def _shipped(path: Path) -> Table:
+    return read(path)

@@ -1,0 +1,217 @@
+"""``weft tune``: flags to a frozen dataclass, a search on all ranks, and its table. cli.py registers it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.bench import command as bench_command
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+    from weft.tune.search import Outcome, TunePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """The flags, as they were typed. ValueError for what no machine could make right."""
+
+    op: str
+    world_sizes: tuple[int, ...] = ()
+    shapes: tuple[str, ...] = ()
+    dtype: str = "bf16"
+    quick: bool = False
+    out: Path | None = None
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        from weft.bench.problem import DTYPES
+        from weft.bench.shapes import check_op
+        from weft.runtime.launch import DEVICES
+
+        check_op(self.op)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
+        if self.out is not None and len(self.world_sizes) > 1:
+            raise ValueError(
+                f"--out {self.out}: a file holds one world size, not {', '.join(map(str, self.world_sizes))}; "
+                f"run weft tune once for each"
+            )
+
+
+def tune(
+    op: Annotated[
+        str, typer.Argument(help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar")
+    ],
+    world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="As in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer candidates, fewer rounds")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write [default: weft's own, which the ops read]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
+) -> None:
+    """Find the fastest tiles, transports and designs of an op on this machine, for the ops to use from now on.
+
+    Exit status 1: the search ended early; what was found before is in the file.
+    """
+    with bench_command._one_line_errors(traceback):
+        options = TuneOptions(
+            op=op,
+            world_sizes=bench_command._numbers("world-size", world_size),
+            shapes=tuple(shapes or ()),
+            dtype=dtype,
+            quick=quick,
+            out=out,
+            device=device,
+        )
+        plans = plan(options)
+    lost = _tune(plans, traceback)
+    if lost is None:
+        return
+    if bench_command._talks():
+        typer.echo(f"weft: {lost}", err=True)
+    if _is_one_rank():
+        sys.stdout.flush()
+        os._exit(1)  # an orderly end would wait for the kernels that never end
+    raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    world_size: int
+    device: str
+    plan: TunePlan
+
+
+def plan(options: TuneOptions) -> list[Run]:
+    """A run for each world size. Everything that can be refused is refused here, before the first rank starts."""
+    import torch
+
+    from weft.bench.shapes import parse_shapes
+    from weft.errors import NotEnoughGPUs
+    from weft.ops import tuned
+    from weft.runtime.launch import coordinates
+    from weft.tune.search import TunePlan, world_of
+
+    gpus, where = torch.cuda.device_count(), coordinates()
+    simulated = options.device == "sim" or (options.device == "auto" and gpus == 0)
+    own_ranks = where.world_size if where is not None and not simulated else None
+    sizes = options.world_sizes or (own_ranks or (bench_command.SIMULATED_RANKS if simulated else gpus),)
+    if not simulated and own_ranks is None and max(sizes) > gpus:
+        raise NotEnoughGPUs(max(sizes), gpus)
+    runs = []
+    for size in sizes:
+        file, world = options.out, world_of(options.op, size)
+        if file is None and not simulated:
+            file = tuned.file_for(torch.cuda.get_device_name(), world)
+        if file is not None:
+            _check_file(file, None if simulated else torch.cuda.get_device_name(), world, simulated)
+        made = TunePlan(
+            op=options.op, shapes=parse_shapes(options.op, options.shapes, size, tiny=simulated), dtype=options.dtype,
+            quick=options.quick, out=file,
+        )  # fmt: skip
+        runs.append(Run(world_size=size, device="sim" if simulated else "cuda", plan=made))
+    return runs
+
+
+def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -> None:
+    """ValueError unless rows of this machine may go into ``file`` as it is, or a new one may be made."""
+    from weft.ops import tuned
+
+    if not file.is_file():
+        parent = next(folder for folder in file.absolute().parents if folder.exists())
+        if file.exists() or not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ValueError(f"--out {file}: no file can be written there; name another")
+        return
+    if not os.access(file, os.W_OK):
+        raise ValueError(f"{file} cannot be written; name another with --out")
+    table = tuned.read(file)
+    if (table.world_size, table.simulated) != (world_size, simulated) or (gpu is not None and table.gpu != gpu):
+        raise ValueError(
+            f"--out {file} holds rows of {table.gpu} at world size {table.world_size}, and these are of "
+            f"{gpu or 'simulated'} at {world_size}; name another file"
+        )
+
+
+def _tune(runs: list[Run], traceback: bool) -> Exception | None:
+    """Run them one after the other; the error that ended them early, if one did."""
+    from weft.bench.plan import Plan, heap_bytes
+    from weft.runtime.launch import launch
+
+    for run in runs:
+        made, on_gpus = run.plan, run.device == "cuda"
+        harness = Plan(op=made.op, shapes=made.shapes, dtype=made.dtype, providers=("weft",))
+        heap = heap_bytes((harness,)) if on_gpus else None
+        try:
+            outcomes = launch(on_rank, run.world_size, run.device, args=(made,), heap_bytes=heap)[0]
+        except (WeftError, OSError) as error:  # OSError: the file cannot be written any more
+            if traceback:
+                raise
+            if bench_command._talks() and made.out is not None:
+                typer.echo(f"what was found before is in {made.out}", err=True)
+            return error
+        if bench_command._talks():
+            show(run, outcomes)
+    return None
+
+
+def on_rank(team: Team, made: TunePlan) -> list[Outcome]:
+    """What each rank runs. Rank 0 says how far it is."""
+    from weft.tune.search import search
+
+    with bench_command._progress(team.rank == 0) as say:
+        return search(team, made, say)
+
+
+def show(run: Run, outcomes: list[Outcome]) -> None:
+    """A line for each shape, what was dropped and why, and where it was written."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    simulated = run.device == "sim"
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(("shape", "chosen", "µs", "default µs", "gain", "tried", "dropped")):
+        justify = "left" if number < 2 else "right"
+        table.add_column(Text(name, style="bold"), justify=justify, no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(*map(Text, _cells(outcome)))
+    console.print(Text(f"{run.plan.op}, {run.plan.dtype}, world size {run.world_size}", style="bold"))
+    console.print(table)
+    for name, reason in dict.fromkeys(pair for outcome in outcomes for pair in outcome.dropped):
+        console.print(Text(f"dropped {name}: {reason}", style="dim"), soft_wrap=True)
+    if simulated:
+        console.print("Simulated ranks: the search was gone through, times mean nothing, and no op will use them.")
+    if run.plan.out is not None:
+        console.print(f"written to {run.plan.out}", soft_wrap=True)
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    row = outcome.row
+    if row is None:
+        return outcome.label, outcome.reason, "–", "–", "–", str(outcome.tried), str(len(outcome.dropped))
+    gain = f"{row.default_us / row.us:.2f}x" if row.default_us else "–"
+    chosen = outcome.winner + (" (the default)" if outcome.winner == outcome.default else "")
+    default = "–" if row.default_us is None else f"{row.default_us:.4g}"
+    return outcome.label, chosen, f"{row.us:.4g}", default, gain, str(outcome.tried), str(len(outcome.dropped))
+
+
+def _is_one_rank() -> bool:
+    from weft.runtime.launch import coordinates
+
+    return coordinates() is not None

@@ -1,0 +1,59 @@
+"""Compile a candidate without running it: what fails does so before any rank has started a kernel that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+
+def compile_only(action: Callable[[], Any], team: Team) -> None:
+    """Do ``action`` with every kernel compiled and loaded, and none launched; then raise what the first of them raised.
+
+    The host code around the kernels runs to its end even where one does not compile: it makes workspaces, which is
+    collective, and counts calls, and all ranks must do both alike. What it copies meanwhile nobody reads. In the
+    simulator nothing is compiled, and this does nothing.
+    """
+    if team.is_simulated:
+        return
+    failures: list[Exception] = []
+    try:
+        with _launches_compile(failures):
+            action()
+    finally:
+        if team.device.type == "cuda":
+            torch.cuda.synchronize()  # copies that were given to the engine are over before the next call
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def _launches_compile(failures: list[Exception]) -> Iterator[None]:
+    """``kernel[grid](…)`` compiles and loads for these very arguments, with nothing given to the GPU.
+
+    Triton's ``warmup`` does it for one kernel whose arguments are at hand; here an op's own host code has them. One rank
+    is one process, so nobody else's launches are caught.
+    """
+    launch = JITFunction.run
+
+    def load(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        try:
+            kernel = launch(self, *args, grid=grid, warmup=True, **options)
+            if kernel is not None and not warmup:
+                kernel._init_handles()  # too much shared memory shows here
+            return kernel
+        except Exception as error:  # whatever a compiler may raise drops the candidate
+            failures.append(error)
+            return None
+
+    JITFunction.run = load
+    try:
+        yield
+    finally:
+        JITFunction.run = launch

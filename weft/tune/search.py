@@ -1,0 +1,246 @@
+"""What every rank runs: for each shape, rounds of candidates, all ranks the same ones, until the winner is agreed.
+
+A candidate passes these steps, and after each of them all ranks know of every rank whether it went well; one that failed
+anywhere is dropped everywhere:
+
+    compile   on every rank, with nothing launched (compiling.py)
+    run       one call; an answer within the tolerance of fp32 on every rank
+    capture   in a CUDA graph, and the same answer from it
+    time      in turn with the others of its round; the maximum over the ranks of the median
+
+Nothing hangs: every wait of the host is bounded. Where a kernel does not end, or a rank is lost, the search ends, and what
+was found for earlier shapes is in the file already.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+import weft
+from weft.bench import machine, measure
+from weft.bench.baselines import close_quietly
+from weft.bench.plan import Plan
+from weft.bench.problem import Problem
+from weft.bench.providers import WEFT, Attempt, Provider
+from weft.bench.runner import Bench, Entrant
+from weft.bench.shapes import Shape
+from weft.errors import WeftError
+from weft.ops import barrier, tuned
+from weft.tune import compiling, spaces
+from weft.tune.spaces import Config
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+# Less is noise: the default stays.
+LEAST_GAIN = 0.01
+# Rounds after the first one, each around the best of the one before.
+MOVES = 3
+# Candidates timed together: each holds its CUDA graph's memory.
+TOGETHER = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunePlan:
+    """One op to tune at one world size. ``out``: where rank 0 writes after every shape; None: nowhere."""
+
+    op: str
+    shapes: tuple[Shape, ...]
+    dtype: str = "bf16"
+    quick: bool = False
+    out: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One shape: its row, or the reason why there is none. ``dropped``: (candidate, why)."""
+
+    label: str
+    row: tuned.Row | None
+    winner: str = ""
+    default: str = ""
+    tried: int = 0
+    dropped: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+
+
+class Broken(WeftError):
+    """The GPU or its driver failed under a candidate: nothing more can run in these processes."""
+
+    def __init__(self, rank: int, what: str, reason: str) -> None:
+        super().__init__(
+            f"rank {rank}: the GPU failed while {what} was tuned ({reason}), so nothing after it was tuned"
+        )
+        self.rank, self.what, self.reason = rank, what, reason
+
+
+def search(team: Team, plan: TunePlan, say: Callable[[str], None]) -> list[Outcome]:
+    """Tune every shape of ``plan``; the same outcomes on all ranks. ``say``: called by rank 0 with a line for each shape.
+
+    Any WeftError ends the search: a kernel that does not end (Stuck), ranks that came apart (OutOfStep, PeerFailed).
+    """
+    if team.device.type == "cuda":
+        barrier(team)  # loaded before the first capture
+        measure.finish(team, "the first barrier")
+    empty_us = measure.events_in_graphs(team)
+    empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
+    harness = Plan(op=plan.op, shapes=plan.shapes, dtype=plan.dtype, providers=("weft",), quick=plan.quick)
+    bench, versions = Bench(team, harness, empty_us), versions_of()
+    outcomes: list[Outcome] = []
+    for number, shape in enumerate(plan.shapes):
+        started = time.perf_counter()
+        try:
+            outcome = tune_shape(bench, shape, plan.quick, versions)
+        except WeftError:
+            raise
+        except RuntimeError as error:  # of CUDA: what it was about to do is lost, on every rank in its own way
+            raise Broken(team.rank, shape.label, " ".join(str(error).split())[:200]) from error
+        outcomes.append(outcome)
+        if team.rank == 0:
+            if plan.out is not None and outcome.row is not None:
+                save(plan.out, team, plan.op, outcome.row)
+            seconds = time.perf_counter() - started
+            say(f"{told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
+    return outcomes
+
+
+def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcome:
+    """Rounds of candidates at one shape. Collective."""
+    team, op = bench.team, bench.plan.op
+    problem, reason = bench.together(lambda: Problem(op, shape, bench.plan.dtype, team))
+    if problem is None or reason:
+        return Outcome(label=shape.label, row=None, reason=reason or "")
+    default = spaces.default(problem)
+    candidates: list[Config] = team.exchange(spaces.first(problem, quick))[0]
+    seen: set[Config] = set()
+    dropped: list[tuple[str, str]] = []
+    best, us, default_us = default, None, None
+    moves = 0 if quick else 1 if team.is_simulated else MOVES
+    for _ in range(1 + moves):
+        fresh = [config for config in candidates if config not in seen]
+        seen.update(fresh)
+        if not fresh:
+            break
+        # With those that it must beat, under the same clocks.
+        times, failed = timed(bench, problem, list(dict.fromkeys([default, best, *fresh])))
+        dropped += [(name, why) for name, why in failed if (name, why) not in dropped]
+        if not times:
+            break
+        before, (best, us) = best, agreed(team, times, default)
+        default_us = times.get(default)
+        if best == before and best != default:
+            break
+        candidates = team.exchange(spaces.around(op, best))[0]
+    problem.forget()
+    if team.device.type == "cuda":
+        del problem
+        gc.collect()
+        torch.cuda.empty_cache()
+    found = {"label": shape.label, "tried": len(seen), "dropped": tuple(dropped), "default": spaces.label(default)}
+    if us is None:
+        return Outcome(row=None, reason=f"no candidate ran: {dropped[0][1] if dropped else 'there is none'}", **found)
+    row = tuned.Row(
+        op=WEFT[op], dtype=tuned.name_of(bench_dtype(bench)), shape=shape.size, config=fields_of(best), us=round(us, 2),
+        default_us=None if default_us is None else round(default_us, 2), candidates=len(seen) - len(dropped),
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(), versions=versions,
+    )  # fmt: skip
+    return Outcome(row=row, winner=spaces.label(best), **found)
+
+
+def timed(
+    bench: Bench, problem: Problem, configs: Sequence[Config]
+) -> tuple[dict[Config, float], list[tuple[str, str]]]:
+    """({config: µs, the maximum over the ranks of the median}, [(candidate, why it was dropped)]). Collective.
+
+    More than TOGETHER are timed in groups, the first two configs in each of them; theirs are the last group's times.
+    """
+    times: dict[Config, float] = {}
+    failed: list[tuple[str, str]] = []
+    anchors, rest = list(configs[:2]), list(configs[2:])
+    groups = [rest[at : at + TOGETHER] for at in range(0, len(rest), TOGETHER)] or [[]]
+    for group in groups:
+        entrants: dict[Config, Entrant] = {}
+        for config in [*anchors, *group]:
+            entrant = enter(bench, problem, config)
+            if entrant.single is not None:
+                entrants[config] = entrant
+            else:
+                failed.append((spaces.label(config), entrant.row.reason or "it has no time"))
+                close_quietly(entrant.attempt)
+        for config, row in zip(entrants, bench.time(list(entrants.values())), strict=True):
+            assert row.median_us is not None
+            times[config] = row.median_us
+        for entrant in entrants.values():
+            entrant.single = entrant.chain = entrant.eager = None
+            close_quietly(entrant.attempt)
+    return times, list(dict.fromkeys(failed))
+
+
+def enter(bench: Bench, problem: Problem, config: Config) -> Entrant:
+    """A candidate through all steps but the last; no ``single`` where it fell out. Collective."""
+
+    def make(problem: Problem) -> Attempt:
+        made = spaces.attempt(problem, config)
+        # All ranks exchange how this went before any of them launches.
+        compiling.compile_only(lambda: made.run(0), problem.team)
+        return made
+
+    provider = Provider(name=spaces.label(config), ops=(problem.op,), role="weft", make=make)
+    entrant = bench.enter(problem, provider)
+    if entrant.row.reason is None:
+        bench.set_up(problem, entrant)
+        entrant.chain = None  # calls in a row would double the time for a number that decides nothing
+    return entrant
+
+
+def agreed(team: Team, times: dict[Config, float], default: Config) -> tuple[Config, float]:
+    """The fastest and its time, as rank 0 has it; the default, where it loses less than LEAST_GAIN."""
+    best = min(times, key=lambda config: times[config])
+    if default in times and times[best] > times[default] * (1 - LEAST_GAIN):
+        best = default
+    return team.exchange((best, times[best]))[0]
+
+
+def fields_of(config: Config) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+
+
+def bench_dtype(bench: Bench) -> torch.dtype:
+    from weft.bench.problem import DTYPES
+
+    return DTYPES[bench.plan.dtype]
+
+
+def save(path: Path, team: Team, op: str, row: tuned.Row) -> None:
+    """Put ``row`` into the file, in place of one of the same bucket."""
+    size = world_of(op, team.size)
+    table = tuned.Table(gpu=team.caps.device_name, world_size=size, simulated=team.is_simulated)
+    if path.is_file():
+        table = tuned.read(path)
+    tuned.write(path, table.with_rows([row]))
+
+
+def world_of(op: str, world_size: int) -> int:
+    """The world size that a row is kept under: a plain GEMM knows of no other ranks."""
+    return 1 if op == "gemm" else world_size
+
+
+def versions_of() -> str:
+    revision = machine.revision(Path(weft.__file__).parent)
+    return f"weft {weft.__version__} {revision}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def told(outcome: Outcome) -> str:
+    if outcome.row is None:
+        return f"{outcome.label}: {outcome.reason}"
+    lost = f", {len(outcome.dropped)} dropped" if outcome.dropped else ""
+    return f"{outcome.label}: {outcome.winner}, {outcome.row.us:.4g} µs, {outcome.tried} tried{lost}"

@@ -1,0 +1,215 @@
+"""What is tried: the candidates of an op at a shape, and how one is called.
+
+A search has rounds: ``first`` are candidates far apart, ``around`` the neighbours of the best so far, one field moved.
+Every candidate is a config dataclass; what the op would take by itself is among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.bench.problem import Inputs, Problem
+from weft.bench.providers import WEFT, Attempt, copy_into
+from weft.bench.shapes import COLLECTIVES
+from weft.ops import dispatch, gemm
+from weft.ops.gemm import GemmConfig
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+# Shared memory of an SM of sm_90 and sm_100 less what Triton takes beside the operands' stages. Too much is found by the
+# compiler as well, after seconds.
+STAGES_BYTES = 220 << 10
+# block_m, block_n, block_k, num_warps, num_stages for halves on sm_90: the shapes of wgmma that keep the tensor cores fed.
+LARGE_TILES = (
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4),
+    (128, 128, 128, 8, 3), (64, 256, 64, 4, 4), (64, 128, 64, 4, 5), (128, 64, 64, 4, 5),
+)  # fmt: skip
+QUICK_TILES = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4))
+# block_n, block_k where there are few rows: bound by reading B.
+SKINNY_TILES = ((32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128))
+QUICK_SKINNY = ((32, 128), (32, 256), (64, 128))
+SKINNY_ROWS = 64
+# Fields that are moved one at a time, by the design they matter to.
+TILE_FIELDS = ("block_k", "num_warps", "num_stages", "group", "split")
+FIELDS = {
+    ("gemm", "fused"): TILE_FIELDS,
+    ("ag-gemm", "fused"): (*TILE_FIELDS, "chunks", "flatten"),
+    ("gemm-rs", "fused"): (*TILE_FIELDS, "piece"),
+    ("gemm-rs", "segments"): TILE_FIELDS,
+    ("gemm-ar", "fused"): (*TILE_FIELDS, "piece"),
+}
+DESIGNS = {
+    "gemm": ("fused", "library"),
+    "ag-gemm": ("fused", "segments", "library"),
+    "gemm-rs": ("fused", "segments", "library"),
+    "gemm-ar": ("fused", "library"),
+}
+# row_bytes, num_warps, programs_per_sm of the collectives.
+PLANS = (
+    (512, 1, 32), (1024, 1, 32), (1024, 2, 32), (2048, 2, 32), (2048, 2, 4), (2048, 4, 8), (2048, 4, 4), (4096, 4, 4),
+    (4096, 8, 4),
+)  # fmt: skip
+QUICK_PLANS = ((512, 1, 32), (1024, 2, 32), (2048, 4, 4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveConfig:
+    """An algorithm of ``weft.ops.dispatch`` and the fields of its Plan."""
+
+    algorithm: str
+    transport: str
+    row_bytes: int
+    num_warps: int
+    programs_per_sm: int
+
+    def plan(self) -> dispatch.Plan:
+        fields = dataclasses.asdict(self)
+        del fields["algorithm"]
+        return dispatch.Plan(**fields)
+
+
+Config = GemmConfig | CollectiveConfig
+
+
+def label(config: Config) -> str:
+    """What differs from candidate to candidate, short: fused 128x256x64 w8 s3 group=4."""
+    if isinstance(config, CollectiveConfig):
+        return (
+            f"{config.algorithm} {config.transport} {config.row_bytes} B w{config.num_warps} "
+            f"{config.programs_per_sm} per SM"
+        )
+    if config.design == "library":
+        return "library"
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
+    rest = [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in dataclasses.fields(config)
+        if field.name in ("group", "chunks", "split", "flatten", "piece")
+        and getattr(config, field.name) != field.default
+    ]
+    return " ".join([config.design, tile, *rest])
+
+
+def attempt(problem: Problem, config: Config) -> Attempt:
+    """The op with ``config``, as the harness calls any provider."""
+    team, sets = problem.team, problem.sets
+    if problem.op not in COLLECTIVES:
+        return Attempt(run=lambda number: call(problem.op, config, sets[number], team))
+    buffers = [x.clone() for (x,) in sets]
+    return Attempt(
+        run=lambda number: call(problem.op, config, (buffers[number],), team),
+        prepare=lambda number: copy_into(buffers[number], sets[number][0]),
+    )
+
+
+def call(op: str, config: Config, inputs: Inputs, team: Team) -> torch.Tensor:
+    run = importlib.import_module(f"weft.ops.{WEFT[op]}").run
+    if isinstance(config, CollectiveConfig):
+        algorithm = (config.algorithm,) if op == "all-reduce" else ()
+        return run(*inputs, team, *algorithm, config.plan())
+    return run(*inputs, config) if op == "gemm" else run(*inputs, team, config)
+
+
+def default(problem: Problem) -> Config:
+    """What the op takes where nothing was tuned."""
+    op, team, size = problem.op, problem.team, problem.shape.size
+    if op in COLLECTIVES:
+        nbytes = problem.sets[0][0].nbytes
+        decision = dispatch.choose(WEFT[op], nbytes, problem.dtype, team.size, team.caps)
+        return CollectiveConfig(algorithm=decision.algorithm, **dataclasses.asdict(decision.plan))
+    return gemm.configured(WEFT[op], *size, problem.dtype, team.size, team.caps)
+
+
+def first(problem: Problem, quick: bool) -> list[Config]:
+    """The op's default, then candidates far apart, none twice."""
+    base = default(problem)
+    if isinstance(base, CollectiveConfig):
+        return _unique([base, *_collectives(problem, base, quick)])
+    return _unique([base, *_gemms(problem, base, quick)])
+
+
+def around(op: str, best: Config) -> list[Config]:
+    """``best`` with one field moved."""
+    if isinstance(best, CollectiveConfig):
+        moves = [("row_bytes", 2), ("num_warps", 2), ("programs_per_sm", 2)]
+        found = [replace(best, **{name: value}) for name, by in moves for value in _scaled(getattr(best, name), by)]
+        return [config for config in found if config.row_bytes >= 128 and config.num_warps <= 16]
+    return _unique(_moved(op, best))
+
+
+def _collectives(problem: Problem, base: CollectiveConfig, quick: bool) -> Iterator[CollectiveConfig]:
+    if base.algorithm == "copy":
+        return
+    module = importlib.import_module(f"weft.ops.{WEFT[problem.op]}")
+    algorithms = [name for name in getattr(module, "ALGORITHMS", (base.algorithm,)) if name != "auto"]
+    plans = QUICK_PLANS if quick or problem.team.is_simulated else PLANS
+    for algorithm in algorithms:
+        for row_bytes, num_warps, per_sm in plans:
+            yield replace(base, algorithm=algorithm, row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
+
+
+def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConfig]:
+    op, team, m = problem.op, problem.team, problem.shape.size[0]
+    yield from (replace(base, design=design) for design in DESIGNS[op] if design == "fused" or team.size > 1)
+    if team.is_simulated:
+        yield replace(base, split=not base.split)
+        return
+    base = replace(base, design="fused")
+    if problem.dtype == torch.float32:
+        yield from (replace(base, block_n=n, num_stages=s) for n in (32, 64, 128) for s in (2, 3))
+        return
+    if not team.caps.arch.startswith("sm_"):
+        return  # its own default and what is around it
+    rows = m // team.size if op in ("ag-gemm", "gemm-rs") else m
+    for block_m, block_n, block_k, num_warps, num_stages in _tiles(rows, quick):
+        tile = replace(
+            base, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages,
+            flatten=False,
+        )  # fmt: skip
+        yield tile
+        if op == "ag-gemm" and (block_n, num_stages) == (256, 3):
+            yield replace(tile, flatten=True)
+
+
+def _tiles(rows: int, quick: bool) -> Iterable[tuple[int, int, int, int, int]]:
+    if rows > SKINNY_ROWS:
+        return QUICK_TILES if quick else LARGE_TILES
+    block_m = next(size for size in (16, 32, 64) if size >= rows)
+    found = []
+    for block_n, block_k in QUICK_SKINNY if quick else SKINNY_TILES:
+        deepest = STAGES_BYTES // ((block_m + block_n) * block_k * 2)
+        found += [(block_m, block_n, block_k, 4, stages) for stages in {min(4, deepest), min(7, deepest)}]
+    return sorted(found)
+
+
+def _moved(op: str, best: GemmConfig) -> Iterator[GemmConfig]:
+    for name in FIELDS.get((op, best.design), ()):
+        value: Any = getattr(best, name)
+        if isinstance(value, bool):
+            values: tuple[Any, ...] = (not value,)
+        elif name == "num_stages":
+            values = (value - 1, value + 1)
+        else:
+            values = _scaled(value, 2)
+        for moved in values:
+            try:
+                config = replace(best, **{name: moved})
+            except ValueError:
+                continue  # outside what the config allows
+            if config.num_stages >= 1 and config.num_warps in (2, 4, 8) and config.piece <= 8192:
+                yield config
+
+
+def _scaled(value: int, by: int) -> tuple[int, ...]:
+    return (value // by, value * by) if value > 1 else (value * by,)
+
+
+def _unique(configs: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(configs))

@@ -1,4 +1,6 @@
-"""All ops under many schedules: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME]``.
+"""All ops under many schedules: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME] [--table]``.
+
+``--table`` takes the case table of tests/ops, each algorithm and config of it, in the place of the list here.
 
 Prints what is found and how long it took. tests/check/test_ops.py runs a few schedules of the same calls.
 """
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 import weft.check
+from tests.ops import cases, matmul_cases
 from weft import ops
 
 CALLS = 3
@@ -69,27 +72,36 @@ OPS = [
 ]
 
 
+def table(world_size: int) -> list[Call]:
+    """The cases of tests/ops for this world size, as calls."""
+    chosen = [case for case in [*cases.COLLECTIVES, *matmul_cases.MATMULS] if case.world_size == world_size]
+    return [Call(str(case), lambda team, _, case=case: _run(case, team)) for case in chosen]
+
+
+def _run(case: cases.Case, team: Any) -> torch.Tensor:
+    return cases.OPERATIONS[case.op].run(case, team, *cases.inputs_of(case, team.rank, 0))
+
+
 def command() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world-size", default="2,3,4")
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--op", default="", help="only those whose name begins so")
+    parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     sizes, failed = [int(size) for size in chosen.world_size.split(",")], False
-    for call in OPS:
+    todo = [(call, size) for size in sizes for call in (table(size) if chosen.table else OPS)]
+    for call, size in todo:
         if not call.name.startswith(chosen.op):
             continue
-        for size in sizes:
-            started = time.perf_counter()
-            report = weft.check.check(call, size, schedules=chosen.schedules, seed=chosen.seed)
-            seconds = time.perf_counter() - started
-            print(
-                f"{call.name:22} W={size} {chosen.schedules} schedules {seconds:6.1f} s  {report.summary}", flush=True
-            )
-            if not report.ok:
-                failed = True
-                print(report, flush=True)
+        started = time.perf_counter()
+        report = weft.check.check(call, size, schedules=chosen.schedules, seed=chosen.seed, heap_bytes=None)
+        seconds = time.perf_counter() - started
+        print(f"{call.name:40} {seconds:6.1f} s  {report.summary}", flush=True)
+        if not report.ok:
+            failed = True
+            print(report, flush=True)
     return 1 if failed else 0
 
 

@@ -40,8 +40,8 @@ def check(
     """Look for races, deadlocks and lost signals, without a GPU. Exit status 0: clean, 1: findings, 2: wrong usage."""
     try:
         report = _checked(
-            load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed, depth=depth,
-            sms=sms, deterministic=not any_results, script=str(script),
+            load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
+            depth=depth, sms=sms, deterministic=not any_results, script=str(script),
         )  # fmt: skip
         if json is not None:
             json.write_text(report.to_json() + "\n")

@@ -203,11 +203,13 @@ def launch(
         x, out, n, buffer, slots.epochs, team.view, *arguments,
         BLOCK=triton.next_power_of_2(plan.row_bytes // itemsize), ROWS=triton.next_power_of_2(team.size),
         TRANSPORT=plan.transport, **constants,
-        num_warps=plan.num_warps, maxnreg=slots.registers, launch_cooperative_grid=True, **follows(team),
+        num_warps=plan.num_warps, launch_cooperative_grid=True, **target_options(team, slots.registers),
     )  # fmt: skip
 
 
-def follows(team: Team) -> dict[str, bool]:
-    """The launch option that goes with ``wl.follow_previous_kernel``, where there is one."""
+def target_options(team: Team, registers: int) -> dict[str, int | bool]:
+    """Launch options that only some targets know: a bound on registers, and what ``wl.follow_previous_kernel`` needs."""
     arch = team.caps.arch
-    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
+    if not arch.startswith("sm_"):
+        return {}
+    return {"maxnreg": registers} | ({"launch_pdl": True} if int(arch[3:]) >= 90 else {})

@@ -37,8 +37,9 @@ class Watcher(Ordering):
         self.words.at(address, itemsize)
         trail.waits = (address, self.races.code())
 
-    def deadlocked(self, unstarted: list[Any]) -> list[str]:
-        """Nobody can go on. Reports the likely cause, and returns what can be said of each word that is waited for."""
+    def deadlocked(self, unstarted: list[Any], tasks: list[str]) -> list[str]:
+        """Nobody can go on; ``tasks`` says who waits for what. Reports the likely cause, and returns what can be said of each
+        word that is waited for."""
         waiting = [t.trail for t in self.machine.scheduler.waiting_tasks() if getattr(t, "trail", None) is not None]
         words: dict[int, list[Trail]] = {}
         for trail in waiting:
@@ -66,7 +67,7 @@ class Watcher(Ordering):
                 sides.append(Access(0, trail, SCALAR, 0, 0, 0, "wait", where[1], "sys", trail.sync))
         index = (address - extent.base) // extent.itemsize if extent is not None else 0
         name, rank = (extent.name, extent.rank) if extent is not None else ("", 0)
-        self.races.report(kind, text, sides, name, rank, index, index, tuple(causes))
+        self.races.report(kind, text, sides, name, rank, index, index, (*tasks, *causes))
         return causes
 
     # --- accesses of kernels -----------------------------------------------------------------------------------------

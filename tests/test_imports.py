@@ -15,6 +15,8 @@ FILES = sorted((ROOT / "weft").rglob("*.py"))
 LAYERS = ("cli", "engine", "models", "layers", "ops", "language", "runtime", "simulator", "errors")
 # Beside the cli: they may use everything but it and one another.
 BESIDE_CLI = ("bench", "check", "tune", "trace")
+# The one exception: what is tuned is measured and checked by the harness, not by a second one that may differ from it.
+ALONGSIDE = {("tune", "bench")}
 
 ENVIRONMENT_FILE = "weft/runtime/launch.py"
 ASSEMBLY_FILE = "weft/language/lowering/ptx.py"

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench.command import bench
+from weft.check.command import check
 from weft.errors import WeftError
 from weft.tune.command import tune
 
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(bench)
+app.command()(check)
 app.command()(tune)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")

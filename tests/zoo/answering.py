@@ -80,3 +80,25 @@ def lamport_stage_cleared_late(team, bug):
     team.barrier()
     cleared[(1,)](inbox, got, landed, team.view, N, bug)
     team.barrier()
+
+
+@triton.jit
+def staged(inbox, got, epoch, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    now = wl.next_epoch(epoch)
+    stage, old = inbox + (now % 3) * N, inbox + ((now + 2) % 3) * N
+    there = wl.symm_at(stage, 1 - wl.rank(team), team)
+    wl.lamport_store(there + at, tl.full((N,), 1.0, tl.float32), at < N)  # here
+    if not BUG:
+        wl.lamport_clear(old + at, at < N)
+    tl.store(got + at, wl.lamport_load(stage + at, at < N, team))
+    wl.advance_epoch(epoch, now)
+
+
+@exhibit("uncleared", "inbox", "a stage of Lamport words is used again without a clear", staged, also=("race",))
+def lamport_stage_not_cleared(team, bug):
+    epoch, got = team.local(2, torch.int32), team.local(N, torch.float32)
+    inbox = team.empty((3, N), torch.float32, name="inbox").fill_(-0.0)
+    team.barrier()
+    for _ in range(5):
+        staged[(1,)](inbox, got, epoch, team.view, N, bug)

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.check.report import Found, Report, Schedule
-from weft.check.run import check
+
+if TYPE_CHECKING:
+    from weft.check.run import check
 
 __all__ = ["Found", "Report", "Schedule", "check"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: the command line imports this package and need not wait for PyTorch.
+    if name != "check":
+        raise AttributeError(f"module 'weft.check' has no attribute {name!r}")
+    from weft.check.run import check
+
+    return check
 
 
 class _Callable(types.ModuleType):
     """This module, which can be called: importing a submodule makes ``weft.check`` the module, and it is to be the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Report:
-        return check(*args, **kwargs)
+        return __getattr__("check")(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Callable

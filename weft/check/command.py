@@ -38,10 +38,14 @@ def check(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where a wrong flag came from")] = False,
 ) -> None:
     """Look for races, deadlocks and lost signals, without a GPU. Exit status 0: clean, 1: findings, 2: wrong usage."""
+    # What a replay needs besides the schedule.
+    named = (
+        f"{script}" + (f" --function {function}" if function != "main" else "") + (f" --sms {sms}" if sms != 8 else "")
+    )
     try:
         report = _checked(
             load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
-            depth=depth, sms=sms, deterministic=not any_results, script=str(script),
+            depth=depth, sms=sms, deterministic=not any_results, script=named,
         )  # fmt: skip
         if json is not None:
             json.write_text(report.to_json() + "\n")

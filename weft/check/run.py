@@ -16,8 +16,6 @@ from weft.runtime.simulate import simulate
 from weft.simulator.findings import Finding, allowed_by
 from weft.simulator.strategies import STRATEGIES, make, strategy_of
 
-# Of a run that nobody has measured yet: where pct puts its changes.
-_STEPS = 300
 DEFAULT_SCHEDULES = 20
 Progress = Callable[[int, int, int], None]
 
@@ -96,7 +94,6 @@ class Runner:
 
     def __init__(self, main: Callable[..., Any], sms: int, heap_bytes: int | None, args: tuple) -> None:
         self._main, self._sms, self._heap_bytes, self._args = main, sms, heap_bytes, args
-        self._steps = _STEPS
 
     def run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
         from weft.simulator.delays import Delays
@@ -106,9 +103,7 @@ class Runner:
 
         def prepare(machine: Any) -> None:
             machine.watcher = Watcher(machine)
-            chosen = strategy or make(
-                schedule.strategy, schedule.seed, schedule.world_size, self._sms, schedule.depth, self._steps
-            )
+            chosen = strategy or make(schedule.strategy, schedule.seed, schedule.world_size, self._sms, schedule.depth)
             machine.scheduler.strategy = chosen
             if strategy is not None:
                 strategy.place = machine.memory.place
@@ -130,7 +125,6 @@ class Runner:
             raise error  # it did not even begin
         machine = kept[0]
         watcher = machine.watcher
-        self._steps = machine.scheduler.steps
         if error is None:
             watcher.words.finish()
         races = watcher.races

@@ -5,7 +5,8 @@ One NVLink crossing in place of two (data, then flag), and no fence: an element 
 the writer stored is ordered by it. For fp16, bf16 and fp32.
 
 Reuse: rotate three buffers by epoch and clear, in epoch e, the one that epoch e - 1 read. A peer writes into it again in
-epoch e + 2, which it can reach only after it has this rank's data of epoch e + 1, sent after the clearing.
+epoch e + 2, which it can reach only after it has this rank's data of epoch e + 1. Send those after the clearing and a
+``fence`` (or in a later launch): nothing else keeps a slow clearing from wiping out what the peer has written since.
 """
 
 import triton

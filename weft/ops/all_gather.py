@@ -55,7 +55,7 @@ def all_gather_kernel(
         inside = columns < tile_rest(length, start, BLOCK)
         own = tl.load(x + start + columns, mask=inside, other=0).to(buffer.dtype.element_ty)
         rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
-        received = exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)
+        received = exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)
         place = out + start + sources + columns[None, :]
         tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1

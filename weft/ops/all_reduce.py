@@ -70,9 +70,9 @@ def all_reduce_kernel(
             rest = tile_rest(end, start, world * BLOCK)
             rows = tl.load(x + start + to_peer, mask=is_sent(team, ROWS) & (to_peer < rest), other=0)
             own = tl.load(x + start + mine, mask=mine < rest, other=0)
-            part = sum_of_ranks(exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)).to(dtype)
+            part = sum_of_ranks(exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)).to(dtype)
             rows = tl.broadcast_to(part[None, :], (ROWS, BLOCK))
-            whole = exchange(rows, part, slot, epoch + 1, team, TRANSPORT, BLOCK)
+            whole = exchange(rows, part, slot, epoch + 1, True, team, TRANSPORT, BLOCK)
             tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
             epoch += 2
     else:
@@ -81,7 +81,7 @@ def all_reduce_kernel(
             inside = columns < tile_rest(end, start, BLOCK)
             own = tl.load(x + start + columns, mask=inside, other=0)
             rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
-            received = exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)
+            received = exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)
             tl.store(out + start + columns, sum_of_ranks(received).to(dtype), mask=inside)
             epoch += 1
     keep_epoch(epochs, epoch - 1)

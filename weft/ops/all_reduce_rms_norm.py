@@ -79,9 +79,9 @@ def all_reduce_rms_norm_kernel(
             exists = inside & (wl.rank(team) < rest)
             own = tl.load(x + mine, mask=exists, other=0)
             before = tl.load(residual + mine, mask=exists, other=0).to(tl.float32)
-            part = (sum_of_ranks(exchange(rows, own, slot, epoch, team, TRANSPORT, WIDTH)) + before).to(dtype)
+            part = (sum_of_ranks(exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, WIDTH)) + before).to(dtype)
             rows = tl.broadcast_to(part[None, :], (ROWS, BLOCK))
-            whole = exchange(rows, part, slot, epoch + 1, team, TRANSPORT, WIDTH)
+            whole = exchange(rows, part, slot, epoch + 1, True, team, TRANSPORT, WIDTH)
             place = (first + ranks) * WIDTH + columns[None, :]
             there = is_rank(team, ROWS) & (ranks < rest) & inside[None, :]
             tl.store(hidden + place, whole, mask=there)
@@ -93,7 +93,7 @@ def all_reduce_rms_norm_kernel(
             own = tl.load(x + place, mask=inside, other=0)
             before = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
             rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
-            received = exchange(rows, own, slot, epoch, team, TRANSPORT, WIDTH)
+            received = exchange(rows, own, slot, epoch, row != program, team, TRANSPORT, WIDTH)
             total = (sum_of_ranks(received) + before).to(dtype)
             tl.store(hidden + place, total, mask=inside)
             result = tl.sum(norm(total[None, :], scale, eps, WIDTH), axis=0)

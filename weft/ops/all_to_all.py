@@ -60,7 +60,7 @@ def all_to_all_kernel(
         rows = tl.load(x + start + to_peer + columns[None, :], mask=is_sent(team, ROWS) & inside[None, :], other=0)
         own = tl.load(x + start + mine + columns, mask=inside, other=0)
         word: tl.constexpr = buffer.dtype.element_ty
-        received = exchange(rows.to(word), own.to(word), slot, epoch, team, TRANSPORT, BLOCK)
+        received = exchange(rows.to(word), own.to(word), slot, epoch, tile != program, team, TRANSPORT, BLOCK)
         place = out + start + from_peer + columns[None, :]
         tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1

@@ -21,8 +21,10 @@ all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
 Who signals whom: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
 
 Reuse. In epoch e program p of rank r clears the stage of e - 1, which it has loaded, to "unwritten". It is the stage
-of e + 2. Rank s writes there after it saw r's rows of e + 1, sent after the clearing. Whole rows are written in every
-epoch (beyond ragged edges with zeros) and whole rows are cleared, so no size leaves a rest behind.
+of e + 2. Rank s writes there after it saw r's rows of e + 1, which r sent after the clearing *and a fence* (``again``),
+or after the end of the launch that cleared, where its clearing has landed too. Without the fence the order would rest on
+a clearing never taking longer than two crossings. Whole rows are written in every epoch (beyond ragged edges with
+zeros) and whole rows are cleared, so no size leaves a rest behind.
 
 Progress. All programs of a grid are resident (cooperative launch), and each makes its exchanges in order without
 waiting for another program of its rank. Kernels that share the slots are ordered by one stream.
@@ -96,12 +98,13 @@ def find_key(rows):
 
 
 @triton.jit
-def exchange(rows, own, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
+def exchange(rows, own, slot, epoch, again, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
     """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``, ``own`` [BLOCK] stays; returns [ROWS, BLOCK]:
     row s from rank s, ``own`` in this rank's, 0 beyond W and in columns from WIDTH on.
 
     ``slot``: ``my_slot``, of the dtype of ``rows``. ``epoch``: this program's count of exchanges, this one included.
-    ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this id call it
+    ``again``: whether this program has exchanged before in this launch; what it cleared then is ordered before what it
+    sends now. ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this id call it
     the same number of times. See the module for order and reuse.
     """
     ROWS: tl.constexpr = rows.shape[0]
@@ -117,6 +120,8 @@ def exchange(rows, own, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.co
     stage = slot + (epoch % STAGES) * (world * STRIDE)
     old = slot + ((epoch + STAGES - 1) % STAGES) * (world * STRIDE)
     row = wl.symm_at(stage + me * STRIDE, send_order(team, ROWS), team)
+    if again:
+        wl.fence(team)
     # Cleared between send and receive, where there is time.
     if TRANSPORT == "keyed":
         key = find_key(rows)

@@ -58,7 +58,7 @@ def reduce_scatter_kernel(
         inside = columns < tile_rest(length, start, BLOCK)
         rows = tl.load(x + start + to_peer + columns[None, :], mask=is_sent(team, ROWS) & inside[None, :], other=0)
         own = tl.load(x + start + mine + columns, mask=inside, other=0)
-        received = exchange(rows, own, slot, epoch, team, TRANSPORT, BLOCK)
+        received = exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)
         tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
         epoch += 1
     keep_epoch(epochs, epoch - 1)

@@ -29,6 +29,7 @@ class Delayed:
     tma: bool
     covered: bool
     drained: bool = False
+    lamport: bool = False
     task: Any = None
 
     def overlaps(self, low: int, high: int) -> bool:
@@ -46,7 +47,10 @@ class Delays:
             return
         low, high = int(active.min()), int(active.max()) + bits.dtype.itemsize
         self.touch(task, low, high)
+        if how == "lamport":  # these keep their order among themselves, which their use rests on
+            self._let_out(task, lambda late: late.lamport)
         late = Delayed(active, bits[mask], low, high, how == "tma", addresses.size == 1 and how != "tma")
+        late.lamport = how == "lamport"
         self._buffers.setdefault(task, []).append(late)
         if self._tasks:
             self._spawn(task, late)

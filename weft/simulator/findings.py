@@ -21,6 +21,7 @@ REMEDIES = {
     "untranslated": "reach a peer's memory through wl.symm_at(ptr, peer, team)",
     "signal-reset": "do not reset signals: let them grow and wait for the next epoch (wl.next_epoch)",
     "epoch-back": "signals only grow: notify with a value that is larger than the last",
+    "uncleared": "clear a stage (wl.lamport_clear) after it was read and before peers write it again: rotate three",
     "equality-wait": "wait for >= (wl.wait): a signal may pass the value between two polls",
     "overshoot": "notify once for each count that is waited for",
     "residency": "launch at most team.max_programs(num_warps) programs, cooperatively, and loop over the work",

@@ -2,7 +2,8 @@
 
 uniform  any task that can run, with equal chance
 pct      random priorities, lowered at ``depth - 1`` random steps: finds a bug that needs ``depth`` ordering constraints with
-         probability at least 1 / (tasks * steps ** (depth - 1)) (Burckhardt et al., ASPLOS 2010)
+         probability at least 1 / (tasks * steps ** (depth - 1)) (Burckhardt and others, ASPLOS 2010). How many steps a run
+         takes is not known before, so the seed chooses a power of two
 slow     one rank, or one program number of all ranks (as if its SM were slow), is chosen 30 times more rarely
 delay    uniform, and plain stores may be delayed past what does not order them (``delays``)
 """
@@ -53,11 +54,12 @@ class Slow(Uniform):
 
 
 class Pct:
-    def __init__(self, seed: int, depth: int, steps: int) -> None:
+    def __init__(self, seed: int, depth: int) -> None:
         self._random = random.Random(seed)
         self._priorities: dict[int, float] = {}
         self._keep: list[Any] = []  # ids are unique among the living only
-        self._changes = {self._random.randrange(max(1, steps)) for _ in range(depth - 1)}
+        steps = 1 << self._random.randint(5, 12)
+        self._changes = {self._random.randrange(steps) for _ in range(depth - 1)}
         self._lowest = 0.0
 
     def choose(self, ready: Sequence[Any], step: int) -> Any:
@@ -86,12 +88,12 @@ def strategy_of(name: str, seed: int) -> str:
     return _MIX[seed % len(_MIX)] if name == "mix" else name
 
 
-def make(name: str, seed: int, world_size: int, sms: int, depth: int, steps: int) -> Strategy:
-    """``steps``: about how many a run takes (pct). ValueError for an unknown name."""
+def make(name: str, seed: int, world_size: int, sms: int, depth: int) -> Strategy:
+    """ValueError for an unknown name."""
     if name in ("uniform", "delay"):
         return Uniform(seed)
     if name == "slow":
         return Slow(seed, world_size, sms)
     if name == "pct":
-        return Pct(seed, depth, steps)
+        return Pct(seed, depth)
     raise ValueError(f"strategy={name!r} is not one of {', '.join(STRATEGIES)}")

@@ -113,11 +113,16 @@ class Watcher(Ordering):
         lamport = how == "lamport"
         self.races.write(trail, access, addresses, itemsize, lamport=lamport)
         if lamport:
-            self._message(trail, access, bits)
+            self._message(trail, access, addresses, bits)
 
-    def _message(self, trail: Trail, access: Access, bits: np.ndarray) -> None:
-        if (bits != 1 << (8 * bits.dtype.itemsize - 1)).any():  # not a clear, which tells nobody anything
+    def _message(self, trail: Trail, access: Access, addresses: np.ndarray, bits: np.ndarray) -> None:
+        unwritten = 1 << (8 * bits.dtype.itemsize - 1)
+        if (bits != unwritten).any():  # not a clear, which tells nobody anything
             access.message = trail.clock.copy()
+            held = self.memory.load(addresses, np.ones(addresses.shape, bool), bits.dtype.itemsize, self.machine.who)
+            if (held != unwritten).any():
+                text = f"{self.races.line_of(access)} sends words into a stage that still holds others"
+                self._report("uncleared", text, access, addresses[held != unwritten])
         trail.accesses.clear()
         if isinstance(trail, ProgramTrail):
             trail.step()
@@ -218,12 +223,17 @@ class Watcher(Ordering):
         return heap is not None and heap not in trail.reached and self.memory.heap_rank(heap) != trail.rank
 
     def _untranslated(self, trail: Trail, access: Access, addresses: np.ndarray) -> None:
+        who = self.races.describe(access)
+        text = f"{who} reaches a peer's memory by an address that symm_at did not give it"
+        self._report("untranslated", text, access, addresses)
+
+    def _report(self, kind: str, text: str, access: Access, addresses: np.ndarray) -> None:
+        """A finding about these addresses, or those of them that lie in the first one's tensor."""
         extent = self.memory.find(int(addresses[0]))
         if extent is not None:
-            low, high = ((int(a) - extent.base) // extent.itemsize for a in (addresses.min(), addresses.max()))
-            who, name = self.races.describe(access), extent.name
-            text = f"{who} reaches rank {extent.rank}'s {name} by an address that symm_at did not give it"
-            self.races.report("untranslated", text, [access], extent.name, extent.rank, low, high)
+            inside = [int(a) - extent.base for a in addresses if 0 <= int(a) - extent.base < extent.size]
+            low, high = min(inside) // extent.itemsize, max(inside) // extent.itemsize
+            self.races.report(kind, text, [access], extent.name, extent.rank, low, high)
 
     def removed(self, low: int, high: int) -> None:
         self.races.untouch(low)

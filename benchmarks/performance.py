@@ -23,12 +23,15 @@ A time is the median of single calls, the maximum over the ranks.
 """
 
 
-def document(machines: dict[str, list[Report]], pictures: str) -> str:
-    """The page. ``machines``: name of the results folder -> its reports; ``pictures``: where the page finds plots."""
+def document(machines: dict[str, list[Report]], pictures: str, notes: dict[str, str]) -> str:
+    """The page. ``machines``: name of the results folder -> its reports; ``pictures``: where the page finds plots;
+    ``notes``: what a reader must know of a folder's figures (its note.md)."""
     parts = [HEAD]
     for machine, reports in machines.items():
         parts.append(f"## {machine}\n")
         parts.append(f"{described(reports)}\n")
+        if machine in notes:
+            parts.append(f"{notes[machine]}\n")
         for report in sorted(reports, key=lambda report: OPS.index(report.op)):
             made = sheet(report)
             parts.append(f"### {made.title}\n")
@@ -72,7 +75,8 @@ def main(results: Path = ROOT / "benchmarks" / "results", page: Path = ROOT / "d
     for machine, reports in machines.items():
         for report in reports:
             (folder / picture(machine, report)).write_text(svg([report]))
-    page.write_text(document(machines, folder.name))
+    notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
+    page.write_text(document(machines, folder.name, notes))
     print(f"{page}: {sum(map(len, machines.values()))} tables")
     return 0
 

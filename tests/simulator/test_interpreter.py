@@ -1003,6 +1003,8 @@ def test_gpu_casts(name, to):
     x = patterns(name)
     if (name, to) == ("fp8e5", "bf16"):  # Triton makes 65536 and more of infinity and NaN there; here they stay
         x = x[torch.isfinite(x.float())][: 65536 * 7 // 8]
+    if to == "uint8" and x.is_floating_point():  # past its range LLVM's fptoui is undefined: a byte spills into the next
+        x = torch.where(x.float() < 256, x.float(), 0.0).to(x.dtype)
     here_and_on_the_gpu(casting, (len(x) // 256,), x, torch.zeros(x.shape, dtype=TORCH[to]), 256)
 
 
@@ -1013,7 +1015,8 @@ def test_gpu_integers_shapes_and_order():
     b = torch.tensor([2, 2, -2, -2, 3, 3, 5, 7], dtype=torch.int32)
     here_and_on_the_gpu(integer_division, (1,), a, b, torch.zeros(6, 8, dtype=torch.int32), 8)
     here_and_on_the_gpu(scans, (1,), x, torch.zeros(5, 64, dtype=torch.int32), 64)
-    here_and_on_the_gpu(rarities, (1,), x[:16].abs(), torch.zeros(7, 16, dtype=torch.int32), 16)
+    # Within the bins: Triton does not say what a histogram makes of other numbers.
+    here_and_on_the_gpu(rarities, (1,), x[:16].abs() % 16, torch.zeros(7, 16, dtype=torch.int32), 16)
     here_and_on_the_gpu(shapes, (1,), torch.randn(32), torch.zeros(32), 32)
     here_and_on_the_gpu(overflowing, (1,), torch.zeros(3, dtype=torch.int64), 65538)
     here_and_on_the_gpu(control, (1,), torch.zeros(5, dtype=torch.int32), 5, 100, 3)

@@ -1,4 +1,5 @@
-"""Which algorithm a call gets, and why: the one place that chooses, from measured crossovers.
+"""Which algorithm a call gets, and why: the one place that chooses, from rows of ``weft tune`` (weft.ops.tuned) where
+there are any for this GPU, world size and shape, else by the rules here, from measured crossovers.
 
 The numbers are medians inside CUDA graphs on H200s linked by NVLink 4 without multicast (torch 2.11, Triton 3.6).
 """
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from weft.ops import tuned
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -54,13 +57,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a call of ``op`` gets. ``reason`` is a sentence for a person, ``plan`` a collective's tiles."""
+    """What a call of ``op`` gets. ``reason`` is a sentence for a person, ``row`` what it was taken from, if from a row."""
 
     op: str
     algorithm: str
     transport: str
     reason: str
     plan: Plan | None = None
+    row: tuned.Row | None = None
 
 
 def choose(
@@ -68,17 +72,31 @@ def choose(
 ) -> Decision:
     """The decision for one call. ``nbytes``: of the input at each rank. ``algorithm``: what the caller asked for.
 
-    ``dtype`` and ``caps`` (``team.caps``) do not move a crossover yet; every caller has them. ValueError for an
-    unknown op.
+    ``caps``: ``team.caps``, which names the GPU; without it, or without a row for it, the rules decide. ValueError for
+    an unknown op.
     """
+    decision = choose_by_rule(op, nbytes, world_size, algorithm=algorithm)
+    found = tuned.find(op, (whole_of(op, nbytes, world_size),), dtype, world_size, caps)
+    if found is None or world_size == 1:
+        return decision
+    fields = dict(found.row.config)
+    chosen = fields.pop("algorithm")
+    # The transport follows from the alignment of this very message; an algorithm that was asked for runs.
+    if fields["transport"] != decision.transport or (op == "all_reduce" and algorithm not in ("auto", chosen)):
+        return decision
+    plan = Plan(**fields)
+    return Decision(op=op, algorithm=chosen, transport=plan.transport, reason=found.reason, plan=plan, row=found.row)
+
+
+def choose_by_rule(op: str, nbytes: int, world_size: int, *, algorithm: str = "auto") -> Decision:
+    """What a call gets where nothing was tuned. Arguments as of ``choose``."""
     if op not in COLLECTIVES:
         raise ValueError(f"choose: op={op!r} is not one of {', '.join(map(repr, COLLECTIVES))}")
     if world_size == 1:
         nothing = Plan(transport="none", row_bytes=0, num_warps=0)
         return Decision(op=op, algorithm="copy", transport="none", reason="one rank: nothing to send", plan=nothing)
-    transport, whole = "lamport", nbytes
+    transport, whole = "lamport", whole_of(op, nbytes, world_size)
     if op != "all_reduce":
-        whole = nbytes * world_size if op == "all_gather" else nbytes
         if op != "reduce_scatter" and word_of(whole // world_size).itemsize > 1:
             transport = "keyed"
         algorithm, reason = "push", "one crossing, no flags"
@@ -95,17 +113,9 @@ def choose(
     return Decision(op=op, algorithm=algorithm, transport=transport, reason=reason, plan=plan)
 
 
-def explain(
-    op: str, shape: tuple[int, ...], dtype: torch.dtype, world_size: int, caps: Any = None, *, algorithm: str = "auto"
-) -> Decision:
-    """``choose`` for an input of this shape.
-
-    ``print(weft.ops.explain("all_reduce", (16, 5120), torch.bfloat16, 4).reason)``
-    """
-    elements = 1
-    for length in shape:
-        elements *= length
-    return choose(op, elements * dtype.itemsize, dtype, world_size, caps, algorithm=algorithm)
+def whole_of(op: str, nbytes: int, world_size: int) -> int:
+    """The bytes of all parts together: of the output of all_gather, of the input of the others."""
+    return nbytes * world_size if op == "all_gather" else nbytes
 
 
 def word_of(nbytes: int) -> torch.dtype:

@@ -103,7 +103,15 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
 
 
 def configured(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities) -> GemmConfig:
-    """The config of one call of ``op``, of the design that dispatch chooses. M: rows of the whole product."""
+    """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product."""
+    found = tuned.find(op, (M, N, K), dtype, world_size, caps)
+    return found.row.as_config(GemmConfig) if found else default_config(op, M, N, K, dtype, world_size, caps)
+
+
+def default_config(
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities
+) -> GemmConfig:
+    """What a call of ``op`` gets where nothing was tuned, of the design that dispatch chooses."""
     panels = 1 if op in ("matmul", "matmul_all_reduce") else world_size
     config = config_for(M // panels, N, dtype, caps, panels)
     decision = choose_matmul(op, M, N, K, dtype, world_size, caps)

@@ -1,6 +1,6 @@
 """Variants of the overlapped matrix products against cuBLAS and cuBLAS + NCCL, in one process group: a laboratory.
 
-    python -m benchmarks.lab_matmul --world-size 4 --out results.json [--only ag,rs,ar,gemm,decode]
+    python -m benchmarks.lab.matmul --world-size 4 --out results.json [--only ag,rs,ar,gemm,decode]
 
 Every variant is checked against fp32 before it is timed. A timing is a CUDA graph of a few calls on rotated weights,
 replayed behind a barrier kernel; providers alternate; the number is the maximum over ranks of the median.

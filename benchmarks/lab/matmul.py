@@ -130,7 +130,8 @@ class Lab:
                 times[name].append((begin, end))
             torch.cuda.synchronize()
         medians = {
-            name: statistics.median(b.elapsed_time(e) * 1e3 / calls for b, e in pairs[2:]) for name, pairs in times.items()
+            name: statistics.median(b.elapsed_time(e) * 1e3 / calls for b, e in pairs[2:])
+            for name, pairs in times.items()
         }
         everyone = team.exchange(medians)
         worst = {name: round(max(m[name] for m in everyone), 2) for name in medians}
@@ -182,7 +183,9 @@ class Lab:
             "cublas+nccl": nccl,
         }
         for name, config in large_configs("ag", M).items():
-            providers[name] = partial(lambda config, call: run(shards[call % 2], weights[call % copies], team, config), config)
+            providers[name] = partial(
+                lambda config, call: run(shards[call % 2], weights[call % copies], team, config), config
+            )
         self.compile_once(providers)
         if check:
             for call in range(2):
@@ -209,7 +212,9 @@ class Lab:
             "cublas+nccl": nccl,
         }
         for name, config in large_configs("rs", M).items():
-            providers[name] = partial(lambda config, call: run(acts[call % 2], weights[call % copies], team, config), config)
+            providers[name] = partial(
+                lambda config, call: run(acts[call % 2], weights[call % copies], team, config), config
+            )
         self.compile_once(providers)
         if check:
             for call in range(2):
@@ -237,7 +242,9 @@ class Lab:
         }
         configs = large_configs("ar", M) if M > 128 else decode_configs(M)
         for name, config in configs.items():
-            providers[name] = partial(lambda config, call: run(acts[call % 2], weights[call % copies], team, config), config)
+            providers[name] = partial(
+                lambda config, call: run(acts[call % 2], weights[call % copies], team, config), config
+            )
         self.compile_once(providers)
         if check:
             for call in range(2):
@@ -271,7 +278,9 @@ def main(team, only):
     torch.backends.cuda.matmul.allow_tf32 = False
     lab = Lab(team)
     w = team.size
-    plan = [(op, *shape) for op, shape in SHAPES[w] if op in only or "decode" in only and op == "ar" and shape[0] <= 128]
+    plan = [
+        (op, *shape) for op, shape in SHAPES[w] if op in only or "decode" in only and op == "ar" and shape[0] <= 128
+    ]
     checked = set()
     for op, M, N, K in plan:
         key = (op, min(M, 1024), N if op == "ag" else 0)
@@ -290,7 +299,9 @@ LARGE = (8192, 4096, 2048, 1024)
 
 
 def shapes(down, o, up, qkv):
-    found = [("rs", (M, *nk)) for nk in (down, o) for M in LARGE] + [("ag", (M, *nk)) for nk in (up, qkv) for M in LARGE]
+    found = [("rs", (M, *nk)) for nk in (down, o) for M in LARGE] + [
+        ("ag", (M, *nk)) for nk in (up, qkv) for M in LARGE
+    ]
     found += [("ar", (M, *down)) for M in (4096, 1024, 128, 16, 1)]
     found += [("rs", (256, *nk)) for nk in (down, o)] + [("ag", (256, *nk)) for nk in (up, qkv)]
     return found + [("gemm", (M, *nk)) for M in (16, 128) for nk in (up, down, o)]
@@ -305,9 +316,7 @@ if __name__ == "__main__":
     parser.add_argument("--out")
     parser.add_argument("--only", default="rs,ag,ar,gemm")
     options = parser.parse_args()
-    rows = weft.launch(
-        main, options.world_size, "cuda", args=(options.only.split(","),), heap_bytes=6 << 30
-    )[0]
+    rows = weft.launch(main, options.world_size, "cuda", args=(options.only.split(","),), heap_bytes=6 << 30)[0]
     if options.out:
         with open(options.out, "w") as file:
             json.dump({"torch": torch.__version__, "gpu": torch.cuda.get_device_name(0), "rows": rows}, file, indent=1)

@@ -101,7 +101,8 @@ def test_a_deadlock_names_every_waiting_task_its_line_signal_and_values():
     report = str(caught.value)
     line = wait_for_a_neighbour.fn.__code__.co_firstlineno + 2
     for rank in (0, 1):
-        assert f"rank {rank} kernel wait_for_a_neighbour program 2 (test_simulate.py:{line}) waits for landed[2] of rank {rank} >= 5, sees 4" in report  # fmt: skip
+        waits = f"rank {rank} kernel wait_for_a_neighbour program 2 (test_simulate.py:{line}) waits for landed[2]"
+        assert f"{waits} of rank {rank} >= 5, sees 4" in report
         assert f"rank {rank} kernel wait_for_a_neighbour programs 3..5 cannot start: all 3 SMs" in report
         assert f"rank {rank} host code waits for its kernel wait_for_a_neighbour" in report
     assert "seed=11" in report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,9 +128,7 @@ def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig |
         return run_matmul(a_shard, b, config)
     shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
-    if config is None:
-        config = gemm.configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps)
-        config = replace(config, chunks=gemm.chunks_for(shard.nbytes))
+    config = config or gemm.configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps)
     tiles = make_tiles(
         rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group, chunks=config.chunks
     )

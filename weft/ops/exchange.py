@@ -104,8 +104,8 @@ def exchange(rows, own, slot, epoch, again, team, TRANSPORT: tl.constexpr, WIDTH
 
     ``slot``: ``my_slot``, of the dtype of ``rows``. ``epoch``: this program's count of exchanges, this one included.
     ``again``: whether this program has exchanged before in this launch; what it cleared then is ordered before what it
-    sends now. ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this id call it
-    the same number of times. See the module for order and reuse.
+    sends now. ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this
+    id call it the same number of times. See the module for order and reuse.
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCK: tl.constexpr = rows.shape[1]

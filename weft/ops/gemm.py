@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.ops import tuned
 from weft.ops.dispatch import choose_matmul
 from weft.ops.registration import FLOATS
 from weft.ops.tiles import MAX_PARTS, Tiles, contributors, whole_places
@@ -118,6 +119,8 @@ def default_config(
     # Putting a tile together costs what a third of a short one takes: K=2048, 28 tiles split in 4: 3 µs slower.
     split = caps.is_simulated or K >= 4096
     piece = 1024 if K // config.block_k >= 32 else 2048
+    if op == "all_gather_matmul":
+        config = replace(config, chunks=chunks_for(M // panels * K * dtype.itemsize))
     if op == "all_gather_matmul" and config.block_n == 256:
         # The next tile's loads under the epilogue take a stage's worth of shared memory. 2.5 % at M=8192.
         config = replace(config, flatten=True, num_stages=3)

@@ -43,7 +43,9 @@ def simulate(
     try:
         from weft.simulator.machine import Machine
     except ImportError as error:
-        raise WeftError(f"the simulator needs {error.name}, which is not installed: pip install greenlet ml_dtypes") from error
+        raise WeftError(
+            f"the simulator needs {error.name}, which is not installed: pip install greenlet ml_dtypes"
+        ) from error
     from weft.runtime.virtual import Cluster  # needs the simulator
 
     machine = Machine(world_size, seed, sms, slow, on_event)

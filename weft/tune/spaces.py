@@ -122,9 +122,9 @@ def default(problem: Problem) -> Config:
     op, team, size = problem.op, problem.team, problem.shape.size
     if op in COLLECTIVES:
         nbytes = problem.sets[0][0].nbytes
-        decision = dispatch.choose(WEFT[op], nbytes, problem.dtype, team.size, team.caps)
+        decision = dispatch.choose_by_rule(WEFT[op], nbytes, team.size)
         return CollectiveConfig(algorithm=decision.algorithm, **dataclasses.asdict(decision.plan))
-    return gemm.configured(WEFT[op], *size, problem.dtype, team.size, team.caps)
+    return gemm.default_config(WEFT[op], *size, problem.dtype, team.size, team.caps)
 
 
 def first(problem: Problem, quick: bool) -> list[Config]:

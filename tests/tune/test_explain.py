@@ -1,0 +1,121 @@
+"""Dispatch reads the rows, and `weft.ops.explain` says which one and why."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from weft import ops
+from weft.ops import tuned
+from weft.ops.dispatch import choose
+from weft.ops.gemm import configured, default_config
+from weft.runtime import capabilities
+from weft.tune import search, spaces
+
+GPU = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
+BF16 = torch.bfloat16
+TILE = spaces.GemmConfig(block_m=64, block_n=128, block_k=64, group=2, num_stages=5)
+PUSH = spaces.CollectiveConfig(
+    algorithm="two_shot", transport="lamport", row_bytes=4096, num_warps=8, programs_per_sm=2
+)
+
+
+@pytest.fixture
+def rows(monkeypatch, tmp_path):
+    """rows((op, shape, config), …) are what was tuned for Some GPU at world size 4."""
+    file_for = tuned.file_for
+    monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
+    tuned.lookup.cache_clear()
+
+    def use(*made):
+        listed = [
+            tuned.Row(
+                op=op, dtype="bfloat16", shape=shape, config=search.fields_of(config), us=7.5, default_us=9.0,
+                date="2026-11-20", versions="weft 0.1.0",
+            )
+            for op, shape, config in made
+        ]  # fmt: skip
+        tuned.write(tuned.file_for("Some GPU", 4), tuned.Table(gpu="Some GPU", world_size=4, rows=tuple(listed)))
+
+    yield use
+    tuned.lookup.cache_clear()
+
+
+def test_a_collective_takes_the_row(rows):
+    rows(("all_reduce", (65536,), PUSH))
+    decision = choose("all_reduce", 65536, BF16, 4, GPU)
+    assert (decision.algorithm, decision.plan) == ("two_shot", PUSH.plan())
+    assert decision.reason.startswith("some-gpu.w4.json: all_reduce bfloat16 65536: 7.5 µs, the default 9")
+    for other in (
+        choose("all_reduce", 65536, BF16, 4, GPU, algorithm="one_shot"),  # asked for
+        choose("all_reduce", 65536, torch.float32, 4, GPU),
+        choose("all_reduce", 65536, BF16, 2, GPU),
+        choose("all_reduce", 65536, BF16, 4, None),
+        choose("all_reduce", 1 << 20, BF16, 4, GPU),
+    ):
+        assert other.row is None
+        assert other.plan != PUSH.plan()
+    assert choose("all_reduce", 65536, BF16, 4, GPU, algorithm="two_shot").row is not None
+
+
+def test_a_row_for_another_alignment_is_left_alone(rows):
+    keyed = dataclasses.replace(PUSH, algorithm="push", transport="keyed")
+    rows(("all_gather", (4096,), keyed))
+    assert choose("all_gather", 1024, BF16, 4, GPU).plan == keyed.plan()  # 4096 bytes are the output
+    lamport = choose("all_gather", 1023, BF16, 4, GPU)
+    assert (lamport.transport, lamport.row) == ("lamport", None)
+
+
+def test_a_matrix_product_takes_the_row(rows):
+    rows(("all_gather_matmul", (4096, 2560, 5120), TILE))
+    assert configured("all_gather_matmul", 4096, 2560, 5120, BF16, 4, GPU) == TILE
+    assert configured("all_gather_matmul", 5000, 2560, 5120, BF16, 4, GPU) == TILE
+    for shape, op in (((4096, 12800, 5120), "all_gather_matmul"), ((4096, 2560, 5120), "matmul_reduce_scatter")):
+        assert configured(op, *shape, BF16, 4, GPU) == default_config(op, *shape, BF16, 4, GPU)
+
+
+def test_explain_prints_the_row_and_why(rows, capsys):
+    rows(("all_gather_matmul", (4096, 2560, 5120), TILE), ("all_reduce", (65536,), PUSH))
+    found = ops.explain("ag_gemm", M=2500, N=2560, K=5120, world_size=4, caps=GPU)
+    assert (found.algorithm, found.plan) == ("fused", TILE)
+    assert capsys.readouterr().out.splitlines() == [
+        "all_gather_matmul M=2500 N=2560 K=5120 bfloat16, world_size=4, Some GPU",
+        "  gets  fused: block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, chunks=1, split=True, "
+        "flatten=False, piece=2048",
+        "  row   some-gpu.w4.json: all_gather_matmul bfloat16 4096x2560x5120: 7.5 µs, the default 9, the nearest row "
+        "(2026-11-20, weft 0.1.0)",
+    ]
+    ops.explain("all-reduce", (32, 1024), world_size=4, caps=GPU)
+    assert "  row   some-gpu.w4.json: all_reduce bfloat16 65536: 7.5 µs" in capsys.readouterr().out
+
+
+def test_explain_prints_the_rule_where_there_is_no_row(rows, capsys):
+    ops.explain("gemm_rs", M=128, N=5120, K=6400, world_size=4, caps=GPU)
+    told = capsys.readouterr().out
+    assert "  gets  library\n  rule  M=128 <= 512" in told
+    assert "(no some-gpu.w4.json: run weft tune)" in told
+    rows(("all_reduce", (65536,), PUSH))
+    ops.explain("gemm_rs", M=128, N=5120, K=6400, world_size=4, caps=GPU)
+    assert "(some-gpu.w4.json has no row near this shape)" in capsys.readouterr().out
+    ops.explain("all_reduce", (32, 1024), world_size=4, caps=GPU, algorithm="one_shot")
+    assert "rule  asked for algorithm='one_shot' (the row of some-gpu.w4.json" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
+def test_explain_needs_nothing_but_the_sizes(capsys):
+    assert ops.explain("ag_gemm", M=64, N=32, K=16).row is None
+    assert "simulated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("broadcast", (16,)), {}, "op='broadcast' is not one of"),
+        (("ag_gemm",), {"M": 64, "N": 8}, "all_gather_matmul needs M=, N= and K="),
+        (("gemm", (16, 16)), {}, "matmul needs M=, N= and K="),
+        (("all_reduce",), {"M": 64}, "all_reduce needs shape="),
+    ],
+)
+def test_explain_refuses_sizes_that_do_not_fit(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        ops.explain(*arguments, **options)

@@ -1,0 +1,144 @@
+"""``weft.ops.explain``: what a call would get on this machine, from which row or rule, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.ops import tuned
+from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
+from weft.ops.gemm import GemmConfig, configured
+from weft.runtime import capabilities
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+# What the command line calls them.
+SHORT = {
+    "gemm": "matmul", "ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What one call gets.
+
+    algorithm  of a collective ("one_shot", …), or the design of a matrix product ("fused", "segments", "library")
+    transport  of a collective
+    plan       all that was chosen: a collective's tiles or a GEMM's
+    row        the row of ``weft tune`` that it was taken from; None: the op's own rule
+    reason     a sentence: the row's file, key and microseconds, or the rule
+    call       what was asked about, for a person
+    """
+
+    op: str
+    call: str
+    algorithm: str
+    transport: str | None
+    plan: Plan | GemmConfig | None
+    row: tuned.Row | None
+    reason: str
+
+    def __str__(self) -> str:
+        source = "row" if self.row is not None else "rule"
+        return f"{self.call}\n  gets  {self._chosen()}\n  {source:4}  {self.reason}"
+
+    def _chosen(self) -> str:
+        if self.plan is None or self.algorithm in ("library", "copy"):
+            return self.algorithm
+        fields = dataclasses.asdict(self.plan)
+        shown = ", ".join(f"{name}={value}" for name, value in fields.items() if name != "design")
+        return f"{self.algorithm}: {shown}"
+
+
+def explain(
+    op: str, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16, world_size: int | None = None,
+    caps: Capabilities | None = None, *, M: int | None = None, N: int | None = None, K: int | None = None,
+    algorithm: str = "auto",
+) -> Explanation:  # fmt: skip
+    """Print what a call of ``op`` gets and why, and return it.
+
+    op          a collective or matrix product of weft.ops; "gemm", "ag_gemm", "gemm_rs" and "gemm_ar" are understood
+    shape       of a collective's input at each rank
+    M, N, K     of a matrix product: rows of the whole product, N and K of one rank's GEMM
+    world_size  the number of GPUs here if None
+    caps        ``team.caps``; this machine's if None
+    algorithm   what an all_reduce would be asked for
+
+        weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4)
+        weft.ops.explain("all_reduce", (16, 5120), world_size=4)
+
+    ValueError for an unknown op or sizes that do not fit it.
+    """
+    name = op.replace("-", "_")
+    name = SHORT.get(name, name)
+    if name not in (*COLLECTIVES, *MATMULS):
+        known = ", ".join(map(repr, (*COLLECTIVES, *MATMULS, *SHORT)))
+        raise ValueError(f"explain: op={op!r} is not one of {known}")
+    world_size = world_size or max(1, torch.cuda.device_count())
+    sizes = [(label, size) for label, size in (("M", M), ("N", N), ("K", K)) if size is not None]
+    if name in COLLECTIVES:
+        if shape is None or sizes:
+            raise ValueError(f"explain: {name} needs shape=, the input of each rank, and no M, N, K")
+        found = _collective(name, shape, dtype, world_size, caps or _here(world_size), algorithm)
+    else:
+        if len(sizes) != 3 or shape is not None:
+            raise ValueError(f"explain: {name} needs M=, N= and K=, and no shape")
+        found = _matmul(name, (M, N, K), dtype, world_size, caps or _here(world_size))
+    print(found)
+    return found
+
+
+def _collective(
+    op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities, algorithm: str
+) -> Explanation:
+    nbytes = math.prod(shape) * dtype.itemsize
+    decision = choose(op, nbytes, dtype, world_size, caps, algorithm=algorithm)
+    reason = decision.reason
+    if decision.row is None:
+        reason += _no_row(op, (whole_of(op, nbytes, world_size),), dtype, world_size, caps)
+    return Explanation(
+        op=op, call=f"{op} of {tuple(shape)} {_on(dtype, world_size, caps)}", algorithm=decision.algorithm,
+        transport=decision.transport, plan=decision.plan, row=decision.row, reason=reason,
+    )  # fmt: skip
+
+
+def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> Explanation:
+    kept = 1 if op == "matmul" else world_size  # a plain GEMM knows of no other ranks
+    config = configured(op, *size, dtype, kept, caps)
+    found = tuned.find(op, size, dtype, kept, caps)
+    reason = found.reason if found else choose_matmul(op, *size, dtype, kept, caps).reason
+    if found is None:
+        reason += _no_row(op, size, dtype, kept, caps)
+    return Explanation(
+        op=op, call=f"{op} M={size[0]} N={size[1]} K={size[2]} {_on(dtype, world_size, caps)}",
+        algorithm=config.design, transport=None, plan=config, row=found and found.row, reason=reason,
+    )  # fmt: skip
+
+
+def _no_row(op: str, shape: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
+    """Why no row decided, as the end of a sentence."""
+    if caps.is_simulated or (world_size == 1 and op != "matmul"):
+        return ""
+    file = tuned.file_for(caps.device_name, world_size)
+    if not file.is_file():
+        return f" (no {file.name}: run weft tune)"
+    if tuned.find(op, shape, dtype, world_size, caps) is None:
+        return f" ({file.name} has no row near this shape)"
+    return f" (the row of {file.name} is for another algorithm or alignment)"
+
+
+def _on(dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
+    return f"{tuned.name_of(dtype)}, world_size={world_size}, {caps.device_name}"
+
+
+def _here(world_size: int) -> Capabilities:
+    """This machine's GPU; simulated ranks where there is none."""
+    if torch.cuda.is_available():
+        return capabilities.probe(torch.cuda.current_device(), [])
+    return capabilities.simulated(world_size, 8)

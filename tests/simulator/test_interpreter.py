@@ -1003,7 +1003,9 @@ def test_gpu_casts(name, to):
     x = patterns(name)
     if (name, to) == ("fp8e5", "bf16"):  # Triton makes 65536 and more of infinity and NaN there; here they stay
         x = x[torch.isfinite(x.float())][: 65536 * 7 // 8]
-    if to == "uint8" and x.is_floating_point():  # past its range LLVM's fptoui is undefined: a byte spills into the next
+    if (
+        to == "uint8" and x.is_floating_point()
+    ):  # past its range LLVM's fptoui is undefined: a byte spills into the next
         x = torch.where(x.float() < 256, x.float(), 0.0).to(x.dtype)
     here_and_on_the_gpu(casting, (len(x) // 256,), x, torch.zeros(x.shape, dtype=TORCH[to]), 256)
 

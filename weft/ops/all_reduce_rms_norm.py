@@ -79,7 +79,9 @@ def all_reduce_rms_norm_kernel(
             exists = inside & (wl.rank(team) < rest)
             own = tl.load(x + mine, mask=exists, other=0)
             before = tl.load(residual + mine, mask=exists, other=0).to(tl.float32)
-            part = (sum_of_ranks(exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, WIDTH)) + before).to(dtype)
+            part = (
+                sum_of_ranks(exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, WIDTH)) + before
+            ).to(dtype)
             rows = tl.broadcast_to(part[None, :], (ROWS, BLOCK))
             whole = exchange(rows, part, slot, epoch + 1, True, team, TRANSPORT, WIDTH)
             place = (first + ranks) * WIDTH + columns[None, :]

@@ -168,7 +168,9 @@ def choose_matmul(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_siz
         return Design(op=op, design="fused", reason="simulated: the kernel is what is to be seen")
     if op == "matmul" or world_size == 1:
         # cuBLAS / our GEMM: 1024x12800x5120 197 / 225, 2048 383 / 406, 8192 1603 / 1608, 16x5120x6400 20 / 22, 128 22 / 31.
-        return Design(op=op, design="library", reason="cuBLAS is as fast at the largest shapes and faster at all others")
+        return Design(
+            op=op, design="library", reason="cuBLAS is as fast at the largest shapes and faster at all others"
+        )
     if M <= LIBRARY_ROWS:
         return Design(op=op, design="library", reason=f"M={M} <= {LIBRARY_ROWS}: too little to overlap")
     if op == "all_gather_matmul" and N < FUSED_GATHER_COLUMNS:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "weft").rglob("*.py"))
 
-# From DESIGN.md, top first. A file may import from its own layer and from those below it.
+# From docs/design.md, top first. A file may import from its own layer and from those below it.
 LAYERS = ("cli", "engine", "models", "layers", "ops", "language", "runtime", "simulator", "errors")
 # Beside the cli: they may use everything but it and one another.
 BESIDE_CLI = ("bench", "check", "tune", "trace")

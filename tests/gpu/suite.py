@@ -4,6 +4,7 @@ table         the case table (tests/ops/cases.py), three calls in a row each; th
               and in a second run
 large         sizes that go round a bounded workspace many times
 graph         captured once, replayed 20 times with new inputs, eager calls of the same op in between
+long          large all-reduces in a row, all the same: what goes wrong once in very many exchanges
 back-to-back  200 calls without a host barrier, random delays on random ranks, every result checked
 compile       torch.compile(fullgraph=True) of a function of several ops
 
@@ -214,6 +215,30 @@ def back_to_back(team: Any, mixes: dict[str, list[Case]]):
     return map(attempt, mixes.items())
 
 
+def long_runs(team: Any, elements: int = 128 << 20, calls: int = 40):
+    """Every call must end, with the bits of the first. An all-reduce of 256 MiB is 10**5 exchanges, each of which clears
+    what a peer will write to two exchanges later."""
+
+    def attempt(algorithm: str):
+        def launch():
+            generator = torch.Generator(team.device).manual_seed(team.rank)
+            x = torch.randn(elements, generator=generator, device=team.device, dtype=BF16)
+            first = ops.all_reduce(x, team, algorithm)
+            wrong = torch.zeros((), dtype=torch.int64, device=team.device)
+            for _ in range(calls):
+                wrong += (ops.all_reduce(x, team, algorithm) != first).sum()
+            return first, wrong
+
+        def verify(made):
+            first, wrong = made
+            assert wrong.item() == 0, f"{wrong.item()} elements differ from the first call's"
+            return digest([first[: 1 << 20]])
+
+        return f"all_reduce {algorithm} of {elements} elements, {calls} calls", launch, verify
+
+    return map(attempt, ("one_shot", "two_shot"))
+
+
 def several(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, team: Any) -> torch.Tensor:
     h = ops.all_gather_matmul(x, up, team)
     x = ops.matmul_reduce_scatter(torch.relu(h), down, team) + x
@@ -277,6 +302,7 @@ def main(team: Any) -> list[dict[str, Any]]:
         chosen = representative(w, LARGE_MATMULS if on_gpu else MATMULS)
         suite.group("back-to-back", back_to_back(team, {**{str(c): [c] for c in chosen}, "all of them mixed": chosen}))
         suite.group("compile", compiled(team))
+        suite.group("long", long_runs(team) if on_gpu else long_runs(team, elements=3000, calls=2))
         if on_gpu:
             suite.group("graph", graphs(team, chosen))
             suite.group("large", table(team, of_size([*LARGE, *LARGE_MATMULS], w), again=False))

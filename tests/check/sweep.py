@@ -1,6 +1,7 @@
 """All ops under many schedules: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME] [--table]``.
 
 ``--table`` takes the case table of tests/ops, each algorithm and config of it, in the place of the list here.
+``--jobs`` spreads the schedules over processes, ``--json FILE`` keeps what was run and found.
 
 Prints what is found and how long it took. tests/check/test_ops.py runs a few schedules of the same calls.
 """
@@ -8,13 +9,19 @@ Prints what is found and how long it took. tests/check/test_ops.py runs a few sc
 from __future__ import annotations
 
 import argparse
+import functools
+import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy
 import torch
+import triton
 
 import weft.check
 from tests.ops import cases, matmul_cases
@@ -22,6 +29,8 @@ from weft import ops
 
 # Lamport stages are used again in the fourth call.
 CALLS = 5
+# Schedules that one process runs before it takes up other work.
+SHARE = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +92,94 @@ def _run(case: cases.Case, team: Any) -> torch.Tensor:
     return cases.OPERATIONS[case.op].run(case, team, *cases.inputs_of(case, team.rank, 0))
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """So many schedules of one call, those from ``seed`` on."""
+
+    table: bool
+    index: int
+    world_size: int
+    seed: int
+    schedules: int
+
+
+@dataclass(slots=True)
+class Swept:
+    """What the schedules of one call came to; ``seconds`` of one core."""
+
+    op: str
+    world_size: int
+    schedules: int = 0
+    seconds: float = 0.0
+    findings: list[str] | None = None
+
+    def add(self, schedules: int, seconds: float, findings: list[str]) -> None:
+        self.schedules += schedules
+        self.seconds += seconds
+        self.findings = [*(self.findings or []), *(new for new in findings if new not in (self.findings or []))]
+
+
+@functools.cache
+def calls(from_table: bool, world_size: int) -> list[Call]:
+    return table(world_size) if from_table else OPS
+
+
+def shares(chosen: argparse.Namespace) -> Iterator[Share]:
+    for size in sorted((int(size) for size in chosen.world_size.split(",")), reverse=True):
+        for index, call in enumerate(calls(chosen.table, size)):
+            if call.name.startswith(chosen.op):
+                for seed in range(0, chosen.schedules, SHARE):
+                    count = min(SHARE, chosen.schedules - seed)
+                    yield Share(chosen.table, index, size, chosen.seed + seed, count)
+
+
+def sweep(share: Share) -> tuple[float, list[str]]:
+    torch.set_num_threads(1)
+    call = calls(share.table, share.world_size)[share.index]
+    started = time.perf_counter()
+    report = weft.check.check(call, share.world_size, schedules=share.schedules, seed=share.seed, heap_bytes=None)
+    return time.perf_counter() - started, [] if report.ok else [str(report)]
+
+
 def command() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", default="2,3,4")
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--op", default="", help="only those whose name begins so")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE")
     chosen = parser.parse_args()
-    sizes, failed = [int(size) for size in chosen.world_size.split(",")], False
-    todo = [(call, size) for size in sizes for call in (table(size) if chosen.table else OPS)]
-    for call, size in todo:
-        if not call.name.startswith(chosen.op):
-            continue
-        started = time.perf_counter()
-        report = weft.check.check(call, size, schedules=chosen.schedules, seed=chosen.seed, heap_bytes=None)
-        seconds = time.perf_counter() - started
-        print(f"{call.name:40} {seconds:6.1f} s  {report.summary}", flush=True)
-        if not report.ok:
-            failed = True
-            print(report, flush=True)
-    return 1 if failed else 0
+    todo = list(shares(chosen))
+    left = {}
+    for share in todo:
+        left[share.world_size, share.index] = left.get((share.world_size, share.index), 0) + 1
+    swept: dict[tuple[int, int], Swept] = {}
+    with ProcessPoolExecutor(chosen.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        for share, (seconds, findings) in zip(todo, pool.map(sweep, todo), strict=True):
+            key = share.world_size, share.index
+            found = swept.setdefault(
+                key, Swept(calls(share.table, share.world_size)[share.index].name, share.world_size)
+            )
+            found.add(share.schedules, seconds, findings)
+            left[key] -= 1
+            if not left[key]:
+                print(
+                    f"{found.op:40} W={found.world_size} {found.schedules} schedules {found.seconds:7.1f} s"
+                    f"  {len(found.findings or [])} findings",
+                    flush=True,
+                )
+                for report in found.findings or []:
+                    print(report, flush=True)
+    if chosen.json:
+        versions = {module.__name__: module.__version__ for module in (torch, triton, numpy)}
+        with open(chosen.json, "w") as file:
+            rows = [asdict(one) for one in swept.values()]
+            json.dump({"command": sys.argv[1:], "versions": versions, "swept": rows}, file, indent=1)
+    failed = sum(bool(one.findings) for one in swept.values())
+    print(f"{len(swept)} calls, {sum(one.schedules for one in swept.values())} schedules, {failed} with findings")
+    return 1 if failed or not swept else 0
 
 
 if __name__ == "__main__":

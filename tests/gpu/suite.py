@@ -6,6 +6,8 @@ large         sizes that go round a bounded workspace many times
 graph         captured once, replayed 20 times with new inputs, eager calls of the same op in between
 long          large all-reduces in a row, all the same: what goes wrong once in very many exchanges
 back-to-back  200 calls without a host barrier, random delays on random ranks, every result checked
+load          2,000 calls of each op, other data each time, random delays on random ranks, the bits of the first call of
+              the same data; and the same in CUDA graphs of 100 calls (only with --load)
 compile       torch.compile(fullgraph=True) of a function of several ops
 
 A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if
@@ -35,6 +37,8 @@ from weft import ops
 
 REPLAYS = 20
 CALLS = 200
+LOAD_CALLS = 2000
+GRAPH_CALLS = 100
 # Different inputs of the back-to-back calls: stale data of the last buffers is always somebody else's.
 DATASETS = 10
 HEAP_BYTES = {"cuda": 8 << 30, "sim": None}  # workspaces of all cases stay until the end
@@ -215,6 +219,48 @@ def back_to_back(team: Any, mixes: dict[str, list[Case]]):
     return map(attempt, mixes.items())
 
 
+def load(team: Any, chosen: Iterable[Case], in_graphs: bool):
+    """Compared on the GPU, so that the host never waits between two calls."""
+
+    def attempt(case: Case):
+        def launch():
+            inputs = [inputs_of(case, place(case, team), dataset, team.device) for dataset in range(DATASETS)]
+            first = [OPERATIONS[case.op].run(case, team, *mine) for mine in inputs]
+            wrong = torch.zeros((), dtype=torch.int64, device=team.device)
+            torch.cuda.synchronize()
+            delay = random.Random(f"{case} {team.rank}")
+
+            def calls(numbers: range) -> None:
+                for number in numbers:
+                    dataset = number * 7 % DATASETS
+                    result = OPERATIONS[case.op].run(case, team, *inputs[dataset])
+                    wrong.add_((bits(result) != bits(first[dataset])).sum())
+                    if not in_graphs and delay.random() < 0.1:
+                        torch.cuda._sleep(int(delay.random() * LONGEST_DELAY))
+
+            if not in_graphs:
+                calls(range(LOAD_CALLS))
+                return first, wrong, None
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls(range(GRAPH_CALLS))
+            for _ in range(LOAD_CALLS // GRAPH_CALLS):
+                if delay.random() < 0.5:
+                    torch.cuda._sleep(int(delay.random() * LONGEST_DELAY))
+                graph.replay()
+            return first, wrong, graph
+
+        def verify(made):
+            first, wrong, _ = made
+            for dataset, result in enumerate(first):
+                check(case, place(case, team), dataset, result)
+            assert wrong.item() == 0, f"{wrong.item()} elements differ from the first call's"
+
+        return f"{case}, {LOAD_CALLS} calls" + (" in graphs" if in_graphs else ""), launch, verify
+
+    return map(attempt, chosen)
+
+
 def long_runs(team: Any, elements: int = 128 << 20, calls: int = 40):
     """Every call must end, with the bits of the first. An all-reduce of 256 MiB is 10**5 exchanges, each of which clears
     what a peer will write to two exchanges later."""
@@ -292,7 +338,7 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
     ]
 
 
-def main(team: Any) -> list[dict[str, Any]]:
+def main(team: Any, with_load: bool = False) -> list[dict[str, Any]]:
     suite, w = Suite(team), team.size
     suite.say(f"{w} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
     on_gpu = team.device.type == "cuda"
@@ -305,6 +351,9 @@ def main(team: Any) -> list[dict[str, Any]]:
         suite.group("long", long_runs(team) if on_gpu else long_runs(team, elements=3000, calls=2))
         if on_gpu:
             suite.group("graph", graphs(team, chosen))
+            if with_load:
+                suite.group("load", load(team, chosen, in_graphs=False))
+                suite.group("load, graphs", load(team, chosen, in_graphs=True))
             suite.group("large", table(team, of_size([*LARGE, *LARGE_MATMULS], w), again=False))
     except Desynchronised as failure:
         suite.groups[-1].failures.append(f"given up: {failure}")
@@ -316,10 +365,13 @@ def command(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim: the groups that need no GPU")
+    parser.add_argument("--load", action="store_true", help="2,000 calls of each op too")
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()
-    groups = weft.launch(main, chosen.world_size, device=chosen.device, heap_bytes=HEAP_BYTES[chosen.device])[0]
+    groups = weft.launch(
+        main, chosen.world_size, device=chosen.device, args=(chosen.load,), heap_bytes=HEAP_BYTES[chosen.device]
+    )[0]
     passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")
     if chosen.json:

@@ -4,12 +4,15 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+import triton.language as tl
 
 import weft
+import weft.check
 from tests.ops.cases import BF16, COLLECTIVES, FP32, OPERATIONS, Case, check, inputs_of
 from tests.ops.closeness import assert_identical
 from weft import ops
 from weft.errors import TeamClosed
+from weft.ops import exchange
 
 
 def run_cases(team, cases: Iterable[Case], calls: int = 3):
@@ -156,3 +159,21 @@ def test_explain_says_what_and_why():
     assert ops.explain("all_gather", (3,), torch.int8, 6).transport == "lamport"
     with pytest.raises(ValueError, match="op='broadcast' is not one of"):
         ops.explain("broadcast", (16,), BF16, 4)
+
+
+@pytest.mark.parametrize(
+    "stages, algorithm, clean",
+    [(6, "two_shot", True), (5, "two_shot", False), (5, "one_shot", True), (4, "one_shot", False)],
+)
+def test_the_orders_of_sends_need_as_many_stages_as_the_proof_says(monkeypatch, stages, algorithm, clean):
+    """weft.ops.exchange: a peer one tile ahead reuses a stage that is not cleared yet, with one stage less."""
+
+    def main(team):
+        generator = torch.Generator().manual_seed(team.rank)
+        x = torch.randn(256 * 8, generator=generator).bfloat16()
+        return [ops.all_reduce(x, team, algorithm) for _ in range(3)]
+
+    monkeypatch.setattr(exchange, "STAGES", tl.constexpr(stages))
+    report = weft.check.check(main, 2, schedules=4, sms=1, heap_bytes=None)
+    assert report.ok is clean
+    assert clean or "race" in {found.finding.kind for found in report.findings}

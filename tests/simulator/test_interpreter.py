@@ -853,13 +853,15 @@ def rarities(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 2 * N + at, tl.interleave(x.reshape(2, N // 2).trans().split()[0], tl.arange(0, N // 2)))
     tl.store(out_ptr + 3 * N + at, tl.randint(7, at).to(tl.int32, bitcast=True))
     tl.store(out_ptr + 4 * N + at, tl.xor_sum(x, 0) + tl.zeros_like(x))
-    tl.store(out_ptr + 5 * N + at, tl.reduce((x, at), 0, keep_last)[1] + tl.cumprod(x * 0 + 2, 0))
+    tl.store(out_ptr + 5 * N + at, tl.reduce((x, at), 0, keep_later)[1] + tl.cumprod(x * 0 + 2, 0))
     tl.store(out_ptr + 6 * N + at, tl.umulhi(x, x - 7) + tl.where((at > 3) and (at < 6), 1, 0))
 
 
 @triton.jit
-def keep_last(value, index, other_value, other_index):
-    return other_value, other_index
+def keep_later(value, index, other_value, other_index):
+    """Associative and commutative, as a GPU's shuffles need: there the other value may be the earlier one."""
+    later = other_index > index
+    return tl.where(later, other_value, value), tl.where(later, other_index, index)
 
 
 def philox(seed: int, counter: int) -> int:

@@ -4,9 +4,10 @@ A buffer is cleared to the bit pattern of -0.0. A writer stores numbers, never -
 One NVLink crossing in place of two (data, then flag), and no fence: an element is its own signal, so nothing else that
 the writer stored is ordered by it. For fp16, bf16 and fp32.
 
-Reuse: rotate three buffers by epoch and clear, in epoch e, the one that epoch e - 1 read. A peer writes into it again in
-epoch e + 2, which it can reach only after it has this rank's data of epoch e + 1. Send those after the clearing and a
-``fence`` (or in a later launch): nothing else keeps a slow clearing from wiping out what the peer has written since.
+Reuse: rotate stages by epoch. ``lamport_receive`` loads one and clears the one before, and returns once it has *seen*
+the clearing in memory, so whatever the program sends afterwards tells its peers that the stage is free. With strict turns
+(send, receive, send, ...) three stages do: a peer sends epoch e + 2 after it has this rank's data of e + 1, which left
+after e - 1 was cleared.
 """
 
 import triton
@@ -42,6 +43,21 @@ def lamport_load(ptr, mask, team):
         while stock.count_unwritten(x) > 0:
             x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
     return x
+
+
+@triton.jit
+def lamport_receive(ptr, old, mask, team):
+    """The elements behind ``ptr`` as of ``lamport_load``; those behind ``old`` are cleared, and what this program stores
+    after this call is stored after that.
+
+    Nobody else touches ``old`` meanwhile. Like any store, a clearing may be overtaken by a later one of the same program;
+    a fence that waits for all its stores to remote memory cost up to a third of an all-reduce, loading ``old`` again
+    while the data are under way costs nothing.
+    """
+    lamport_clear(old, mask)
+    while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
+        pass
+    return lamport_load(ptr, mask, team)
 
 
 @triton.jit

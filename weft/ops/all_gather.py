@@ -13,11 +13,12 @@ import weft.language as wl
 from weft.ops.dispatch import Plan, choose, word_of
 from weft.ops.exchange import (
     count_tiles,
-    exchange,
     is_rank,
     keep_epoch,
     launch,
     my_slot,
+    receive,
+    send_copies,
     tile_rest,
 )
 from weft.ops.registration import as_words, check_has_rows, check_tensor
@@ -40,22 +41,24 @@ def all_gather_kernel(
 
     One exchange a tile; signals, order, reuse: weft.ops.exchange.
 
-    rank 0   | load tile | push to all | clear | wait for all | store W tiles |
-    rank 1   | load tile | push to all | clear | wait for all | store W tiles |
+    every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
     """
-    program = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
     sources = tl.arange(0, ROWS)[:, None] * length
-    for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
+    tiles = count_tiles(length, BLOCK)
+    send_copies(x, length, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+    for tile in range(program, tiles, programs):
+        if tile + programs < tiles:
+            send_copies(x, length, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT)
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(length, start, BLOCK)
         own = tl.load(x + start + columns, mask=inside, other=0).to(buffer.dtype.element_ty)
-        rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
-        received = exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)
+        received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, BLOCK)
         place = out + start + sources + columns[None, :]
         tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1

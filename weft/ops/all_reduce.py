@@ -15,12 +15,14 @@ import weft.language as wl
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
     count_tiles,
-    exchange,
     is_rank,
     is_sent,
     keep_epoch,
     launch,
     my_slot,
+    receive,
+    send,
+    send_copies,
     send_order,
     sum_of_ranks,
     tile_rest,
@@ -50,41 +52,78 @@ def all_reduce_kernel(
     two-shot   a tile is W * BLOCK elements, part s summed by rank s; two exchanges a tile
     signals, order, reuse: weft.ops.exchange. Elements beyond n are sent as zeros, so that every exchange is whole.
 
-    rank 0   | load tile | push to all | clear | sum | (push sum to all) | store |
-    rank 1   | load tile | push to all | clear | sum | (push sum to all) | store |
+    one-shot   | push 0 | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
+    two-shot   | push 0 | push 1 | receive, sum 0 | push sum 0 | receive, store 0 | push 2 | receive, sum 1 | ...
     """
-    world: tl.constexpr = wl.num_ranks(team)
-    dtype: tl.constexpr = x.dtype.element_ty
     program = tl.program_id(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
+    if TWO_SHOT:
+        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+    else:
+        epoch = one_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+    keep_epoch(epochs, epoch)
+
+
+@triton.jit
+def one_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+    """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     end = tl.cast(n, tl.int64)
-    if TWO_SHOT:
-        to_peer = send_order(team, ROWS)[:, None] * BLOCK + columns[None, :]
-        from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
-        mine = wl.rank(team) * BLOCK + columns
-        for tile in range(program, count_tiles(end, world * BLOCK), tl.num_programs(0)):
-            start = tl.cast(tile, tl.int64) * (world * BLOCK)
-            rest = tile_rest(end, start, world * BLOCK)
-            rows = tl.load(x + start + to_peer, mask=is_sent(team, ROWS) & (to_peer < rest), other=0)
-            own = tl.load(x + start + mine, mask=mine < rest, other=0)
-            part = sum_of_ranks(exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)).to(dtype)
-            rows = tl.broadcast_to(part[None, :], (ROWS, BLOCK))
-            whole = exchange(rows, part, slot, epoch + 1, True, team, TRANSPORT, BLOCK)
-            tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
-            epoch += 2
-    else:
-        for tile in range(program, count_tiles(end, BLOCK), tl.num_programs(0)):
-            start = tl.cast(tile, tl.int64) * BLOCK
-            inside = columns < tile_rest(end, start, BLOCK)
-            own = tl.load(x + start + columns, mask=inside, other=0)
-            rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
-            received = exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)
-            tl.store(out + start + columns, sum_of_ranks(received).to(dtype), mask=inside)
-            epoch += 1
-    keep_epoch(epochs, epoch - 1)
+    tiles = count_tiles(end, BLOCK)
+    send_copies(x, end, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+    for tile in range(program, tiles, programs):
+        if tile + programs < tiles:
+            send_copies(x, end, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT)
+        start = tl.cast(tile, tl.int64) * BLOCK
+        inside = columns < tile_rest(end, start, BLOCK)
+        own = tl.load(x + start + columns, mask=inside, other=0)
+        received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, BLOCK)
+        tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
+        epoch += 1
+    return epoch - 1
+
+
+@triton.jit
+def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+    """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
+    world: tl.constexpr = wl.num_ranks(team)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    end = tl.cast(n, tl.int64)
+    tiles = count_tiles(end, world * BLOCK)
+    from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
+    mine = wl.rank(team) * BLOCK + columns
+    parts, before, following = epoch, epoch - 1, epoch + 1
+    send_parts(x, end, program, slot, parts, team, BLOCK, ROWS, TRANSPORT)
+    for tile in range(program, tiles, programs):
+        next_parts = following
+        if tile + programs < tiles:
+            send_parts(x, end, tile + programs, slot, next_parts, team, BLOCK, ROWS, TRANSPORT)
+            following += 1
+        start = tl.cast(tile, tl.int64) * (world * BLOCK)
+        rest = tile_rest(end, start, world * BLOCK)
+        own = tl.load(x + start + mine, mask=mine < rest, other=0)
+        received = receive(own, slot, parts, before, team, ROWS, TRANSPORT, BLOCK)
+        part = sum_of_ranks(received).to(x.dtype.element_ty)
+        send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, following, team, TRANSPORT, BLOCK)
+        whole = receive(part, slot, following, parts, team, ROWS, TRANSPORT, BLOCK)
+        tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
+        parts, before = next_parts, following
+        following += 1
+    return before
+
+
+@triton.jit
+def send_parts(x, end, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+    """Part s of a tile of W * BLOCK elements to rank s."""
+    world: tl.constexpr = wl.num_ranks(team)
+    start = tl.cast(tile, tl.int64) * (world * BLOCK)
+    part = send_order(team, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = is_sent(team, ROWS) & (part < tile_rest(end, start, world * BLOCK))
+    send(tl.load(x + start + part, mask=mask, other=0), slot, epoch, team, TRANSPORT, BLOCK)
 
 
 def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan) -> torch.Tensor:

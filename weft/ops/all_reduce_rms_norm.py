@@ -14,7 +14,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.dispatch import Plan, choose
-from weft.ops.exchange import exchange, is_rank, is_sent, keep_epoch, launch, my_slot, send_order, sum_of_ranks
+from weft.ops.exchange import is_rank, is_sent, keep_epoch, launch, my_slot, receive, send, send_order, sum_of_ranks
 from weft.ops.registration import FLOATS, check_choice, check_has_rows, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -55,8 +55,8 @@ def all_reduce_rms_norm_kernel(
     two-shot   a tile is W rows, row s summed by rank s; two exchanges a tile
     signals, order, reuse: weft.ops.exchange, with a workspace of this WIDTH's own. Rows beyond n are sent as zeros.
 
-    rank 0   | load rows | push | clear | sum, residual | (push sum to all) | norm | store both |
-    rank 1   | load rows | push | clear | sum, residual | (push sum to all) | norm | store both |
+    rank 0   | load rows | push | receive | sum, residual | (push sum to all) | norm | store both |
+    rank 1   | load rows | push | receive | sum, residual | (push sum to all) | norm | store both |
     """
     world: tl.constexpr = wl.num_ranks(team)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -79,11 +79,11 @@ def all_reduce_rms_norm_kernel(
             exists = inside & (wl.rank(team) < rest)
             own = tl.load(x + mine, mask=exists, other=0)
             before = tl.load(residual + mine, mask=exists, other=0).to(tl.float32)
-            part = (
-                sum_of_ranks(exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, WIDTH)) + before
-            ).to(dtype)
-            rows = tl.broadcast_to(part[None, :], (ROWS, BLOCK))
-            whole = exchange(rows, part, slot, epoch + 1, True, team, TRANSPORT, WIDTH)
+            send(rows, slot, epoch, team, TRANSPORT, WIDTH)
+            received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, WIDTH)
+            part = (sum_of_ranks(received) + before).to(dtype)
+            send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, WIDTH)
+            whole = receive(part, slot, epoch + 1, epoch, team, ROWS, TRANSPORT, WIDTH)
             place = (first + ranks) * WIDTH + columns[None, :]
             there = is_rank(team, ROWS) & (ranks < rest) & inside[None, :]
             tl.store(hidden + place, whole, mask=there)
@@ -94,8 +94,8 @@ def all_reduce_rms_norm_kernel(
             place = tl.cast(row, tl.int64) * WIDTH + columns
             own = tl.load(x + place, mask=inside, other=0)
             before = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
-            rows = tl.broadcast_to(own[None, :], (ROWS, BLOCK))
-            received = exchange(rows, own, slot, epoch, row != program, team, TRANSPORT, WIDTH)
+            send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, WIDTH)
+            received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, WIDTH)
             total = (sum_of_ranks(received) + before).to(dtype)
             tl.store(hidden + place, total, mask=inside)
             result = tl.sum(norm(total[None, :], scale, eps, WIDTH), axis=0)

@@ -13,13 +13,12 @@ import weft.language as wl
 from weft.ops.dispatch import Plan, choose, word_of
 from weft.ops.exchange import (
     count_tiles,
-    exchange,
     is_rank,
-    is_sent,
     keep_epoch,
     launch,
     my_slot,
-    send_order,
+    receive,
+    send_columns,
     tile_rest,
 )
 from weft.ops.registration import as_words, check_even, check_tensor
@@ -42,25 +41,25 @@ def all_to_all_kernel(
 
     One exchange a tile; signals, order, reuse: weft.ops.exchange.
 
-    rank 0   | load W tiles | push one to each | clear | wait for all | store W tiles |
-    rank 1   | load W tiles | push one to each | clear | wait for all | store W tiles |
+    every rank   | push tile 0, one row to each | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
     """
-    program = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
-    to_peer = send_order(team, ROWS)[:, None] * length
     from_peer = tl.arange(0, ROWS)[:, None] * length
     mine = wl.rank(team) * length
-    for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
+    tiles = count_tiles(length, BLOCK)
+    send_columns(x, length, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+    for tile in range(program, tiles, programs):
+        if tile + programs < tiles:
+            send_columns(x, length, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT)
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(length, start, BLOCK)
-        rows = tl.load(x + start + to_peer + columns[None, :], mask=is_sent(team, ROWS) & inside[None, :], other=0)
-        own = tl.load(x + start + mine + columns, mask=inside, other=0)
-        word: tl.constexpr = buffer.dtype.element_ty
-        received = exchange(rows.to(word), own.to(word), slot, epoch, tile != program, team, TRANSPORT, BLOCK)
+        own = tl.load(x + start + mine + columns, mask=inside, other=0).to(buffer.dtype.element_ty)
+        received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, BLOCK)
         place = out + start + from_peer + columns[None, :]
         tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1

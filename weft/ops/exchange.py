@@ -4,14 +4,15 @@
 
 An all-gather exchanges W copies of a tile, an all-to-all W different ones, a reduce-scatter sums what it received, a
 one-shot all-reduce sums W copies, a two-shot all-reduce exchanges, sums and exchanges again. What a rank sends itself
-stays in its registers.
+stays in its registers. An exchange has two halves, ``send`` and ``receive``; between them a program loads and sends its
+next tile, so that the links are busy while it waits.
 
-Each program owns a *slot* of the workspace and counts its exchanges in a word of device memory, its epoch. Program p
-of a rank exchanges only with the programs p of the others, and all ranks make the same calls with the same sizes, so
+Each program owns a *slot* of the workspace and counts what it sends in a word of device memory, its epoch. Program p of
+a rank exchanges only with the programs p of the others, and all ranks make the same calls with the same sizes, so
 epoch e of slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses
 fewer slots, and the epochs of the others stand still.
 
-    slot     stages[e % 3] is [W, WIDTH + KEY]: row s is written by rank s
+    slot     stages[e % 6] is [W, WIDTH + KEY]: row s is written by rank s
     lamport  numbers are their own flag (weft.language.lamport): one link crossing, no fence; -0.0 arrives as +0.0
     keyed    the same for any bits: words XOR a key that makes none of the tile "unwritten"; the key follows each row
 
@@ -20,14 +21,23 @@ all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
 
 Who signals whom: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
 
-Reuse. In epoch e program p of rank r clears the stage of e - 1, which it has loaded, to "unwritten". It is the stage
-of e + 2. Rank s writes there after it saw r's rows of e + 1, which r sent after the clearing *and a fence* (``again``),
-or after the end of the launch that cleared, where its clearing has landed too. Without the fence the order would rest on
-a clearing never taking longer than two crossings. Whole rows are written in every epoch (beyond ragged edges with
-zeros) and whole rows are cleared, so no size leaves a rest behind.
+Reuse. A ``receive`` also clears what the ``receive`` before it read, and returns only when that is in memory
+(``lamport_receive``). A program writes epoch k over epoch k - 6 at a peer, whose program must have received *and
+cleared* k - 6 by then. The orders of sends (s) and receives (r) in use, and what a peer r' must have done before s k:
 
-Progress. All programs of a grid are resident (cooperative launch), and each makes its exchanges in order without
-waiting for another program of its rank. Kernels that share the slots are ordered by one stream.
+    in turns     s0 r0 s1 r1 s2 ...                     r k-1 here, so s k-1 there, after r' k-2: cleared up to k-3
+    one ahead    s0 s1 r0 s2 r1 s3 ...                  r k-2 here, so s k-2 there, after r' k-4: cleared up to k-5
+    two shots    sA0 sA1 rA0 sB0 rB0 sA2 rA1 sB1 ...    epochs in the order of sends: A0 = 0, A1 = 1, B0 = 2, A2 = 3, ...
+                 k = A(t+1) = 2t+1: r B(t-1) = k-1 here, so sent there, after r' A(t-1) = k-4: cleared all before that, k-6 too
+                 k = B(t) = 2t+2:   r A(t) = k-3 here, so sent there, after r' B(t-2) = k-4: cleared all before that, k-6 too
+
+A launch begins with at most two sends; its first one comes after the last receive of the launch before, which is the
+last epoch in all three orders. Whole rows are written in every epoch (beyond ragged edges with zeros) and whole rows
+are cleared, so no size leaves a rest behind.
+
+Progress. All programs of a grid are resident (cooperative launch), a send waits for nobody, and each program makes its
+exchanges in order without waiting for another program of its rank. Kernels that share the slots are ordered by one
+stream.
 """
 
 from __future__ import annotations
@@ -43,7 +53,7 @@ import weft.language as wl
 from weft.ops.dispatch import Plan
 from weft.runtime.team import Team
 
-STAGES: tl.constexpr = tl.constexpr(3)
+STAGES: tl.constexpr = tl.constexpr(6)
 KEY_BYTES: tl.constexpr = tl.constexpr(16)  # so that the next row starts at a multiple of 16 bytes too
 UNWRITTEN = {2: (torch.int16, -(2**15)), 4: (torch.int32, -(2**31))}  # the bits of -0.0 by item size
 
@@ -78,11 +88,17 @@ def tile_rest(length, start, TILE: tl.constexpr):
     return tl.cast(tl.minimum(length - start, TILE), tl.int32)
 
 
+@triton.constexpr_function
+def key_words(dtype, transport):
+    """What follows each row, in elements."""
+    return KEY_BYTES.value // (dtype.primitive_bitwidth // 8) if transport == "keyed" else 0
+
+
 @triton.jit
 def my_slot(buffer, WIDTH: tl.constexpr, TRANSPORT: tl.constexpr, team):
     """This program's slot of ``buffer``: pointer to [STAGES, W, WIDTH + KEY]."""
-    KEY: tl.constexpr = KEY_BYTES // (buffer.dtype.element_ty.primitive_bitwidth // 8) if TRANSPORT == "keyed" else 0
-    return buffer + tl.program_id(0) * (STAGES * (WIDTH + KEY) * wl.num_ranks(team))
+    STRIDE: tl.constexpr = WIDTH + key_words(buffer.dtype.element_ty, TRANSPORT)
+    return buffer + tl.program_id(0) * (STAGES * STRIDE * wl.num_ranks(team))
 
 
 @triton.jit
@@ -98,51 +114,77 @@ def find_key(rows):
 
 
 @triton.jit
-def exchange(rows, own, slot, epoch, again, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
-    """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``, ``own`` [BLOCK] stays; returns [ROWS, BLOCK]:
-    row s from rank s, ``own`` in this rank's, 0 beyond W and in columns from WIDTH on.
+def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
+    """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``; waits for nobody.
 
-    ``slot``: ``my_slot``, of the dtype of ``rows``. ``epoch``: this program's count of exchanges, this one included.
-    ``again``: whether this program has exchanged before in this launch; what it cleared then is ordered before what it
-    sends now. ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this
-    id call it the same number of times. See the module for order and reuse.
+    ``slot``: ``my_slot``, of the dtype of ``rows``. ``epoch``: how many this program has sent, this one included.
+    ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this id call it
+    the same number of times. See the module for order and reuse.
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCK: tl.constexpr = rows.shape[1]
-    KEY: tl.constexpr = KEY_BYTES // (rows.dtype.primitive_bitwidth // 8) if TRANSPORT == "keyed" else 0
-    STRIDE: tl.constexpr = WIDTH + KEY
+    STRIDE: tl.constexpr = WIDTH + key_words(rows.dtype, TRANSPORT)
+    world: tl.constexpr = wl.num_ranks(team)
+    ranks, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = is_sent(team, ROWS) & (columns < WIDTH)[None, :]
+    stage = slot + (epoch % STAGES) * (world * STRIDE)
+    row = wl.symm_at(stage + wl.rank(team) * STRIDE, send_order(team, ROWS), team)
+    if TRANSPORT == "keyed":
+        key = find_key(rows)
+        wl.lamport_store(row[:, None] + columns[None, :], rows ^ key, inside)
+        wl.lamport_store(row + WIDTH, key + tl.zeros([ROWS], rows.dtype), ranks < world - 1)
+    else:
+        tl.static_assert(TRANSPORT == "lamport", "send: TRANSPORT must be 'lamport' or 'keyed'")
+        wl.lamport_store(row[:, None] + columns[None, :], rows, inside)
+
+
+@triton.jit
+def send_copies(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+    """A tile of BLOCK elements of x[length] to all, zeros beyond its end."""
+    columns = tl.arange(0, BLOCK)
+    start = tl.cast(tile, tl.int64) * BLOCK
+    own = tl.load(x + start + columns, mask=columns < tile_rest(length, start, BLOCK), other=0)
+    rows = tl.broadcast_to(own.to(slot.dtype.element_ty)[None, :], (ROWS, BLOCK))
+    send(rows, slot, epoch, team, TRANSPORT, BLOCK)
+
+
+@triton.jit
+def send_columns(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+    """A tile of BLOCK columns of x[W, length]: row s to rank s, zeros beyond its end."""
+    columns = tl.arange(0, BLOCK)
+    start = tl.cast(tile, tl.int64) * BLOCK
+    mask = is_sent(team, ROWS) & (columns < tile_rest(length, start, BLOCK))[None, :]
+    rows = tl.load(x + start + send_order(team, ROWS)[:, None] * length + columns[None, :], mask=mask, other=0)
+    send(rows.to(slot.dtype.element_ty), slot, epoch, team, TRANSPORT, BLOCK)
+
+
+@triton.jit
+def receive(own, slot, epoch, before, team, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, BLOCK]: row s from rank s, ``own`` [BLOCK] in this rank's, 0 beyond W and in columns from WIDTH on.
+
+    ``epoch`` as of its ``send``; ``before``: the epoch that this program received before it, cleared when this returns.
+    """
+    BLOCK: tl.constexpr = own.shape[0]
+    STRIDE: tl.constexpr = WIDTH + key_words(own.dtype, TRANSPORT)
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
     ranks, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     from_others = (ranks < world) & (ranks != me)
-    inside = (columns < WIDTH)[None, :]
+    there = from_others[:, None] & (columns < WIDTH)[None, :]
     here = (ranks * STRIDE)[:, None] + columns[None, :]
     stage = slot + (epoch % STAGES) * (world * STRIDE)
-    old = slot + ((epoch + STAGES - 1) % STAGES) * (world * STRIDE)
-    row = wl.symm_at(stage + me * STRIDE, send_order(team, ROWS), team)
-    if again:
-        wl.fence(team)
-    # Cleared between send and receive, where there is time.
+    old = slot + ((before + STAGES) % STAGES) * (world * STRIDE)
+    received = wl.lamport_receive(stage + here, old + here, there, team)
     if TRANSPORT == "keyed":
-        key = find_key(rows)
-        wl.lamport_store(row[:, None] + columns[None, :], rows ^ key, is_sent(team, ROWS) & inside)
-        wl.lamport_store(row + WIDTH, key + tl.zeros([ROWS], rows.dtype), ranks < world - 1)
-        wl.lamport_clear(old + here, from_others[:, None] & inside)
-        wl.lamport_clear(old + ranks * STRIDE + WIDTH, from_others)
-        received = wl.lamport_load(stage + here, from_others[:, None] & inside, team)
-        received ^= wl.lamport_load(stage + ranks * STRIDE + WIDTH, from_others, team)[:, None]
-    else:
-        tl.static_assert(TRANSPORT == "lamport", "exchange: TRANSPORT must be 'lamport' or 'keyed'")
-        wl.lamport_store(row[:, None] + columns[None, :], rows, is_sent(team, ROWS) & inside)
-        wl.lamport_clear(old + here, from_others[:, None] & inside)
-        received = wl.lamport_load(stage + here, from_others[:, None] & inside, team)
+        keys = ranks * STRIDE + WIDTH
+        received ^= wl.lamport_receive(stage + keys, old + keys, from_others, team)[:, None]
     return tl.where((ranks == me)[:, None], own[None, :], received)
 
 
 @triton.jit
 def keep_epoch(epochs, epoch):
-    """At a program's end: ``epoch`` exchanges have ended. Their number modulo STAGES is all that is needed, and must
-    never wrap elsewhere."""
+    """At a program's end: it has sent, and received, ``epoch`` tiles. Their number modulo STAGES is all that is needed,
+    and must never wrap elsewhere."""
     tl.debug_barrier()  # all threads have read the word before it changes
     tl.store(epochs + tl.program_id(0), epoch % STAGES)
 
@@ -158,7 +200,7 @@ class Slots:
     """The workspace of one plan and item size, shared by all collectives of a team that use it.
 
     buffer     uint8 [programs * STAGES * W * (row_bytes + key)], symmetric
-    epochs     int32 [programs]: exchanges that have ended
+    epochs     int32 [programs]: how many tiles each has sent, modulo STAGES
     registers  of a thread at most, so that so many programs are resident
     """
 

@@ -13,12 +13,11 @@ import weft.language as wl
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
     count_tiles,
-    exchange,
-    is_sent,
     keep_epoch,
     launch,
     my_slot,
-    send_order,
+    receive,
+    send_columns,
     sum_of_ranks,
     tile_rest,
 )
@@ -42,23 +41,24 @@ def reduce_scatter_kernel(
 
     One exchange a tile; signals, order, reuse: weft.ops.exchange. Elements beyond n are sent as zeros.
 
-    rank 0   | load W tiles | push one to each | clear | wait for all | sum | store |
-    rank 1   | load W tiles | push one to each | clear | wait for all | sum | store |
+    every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     """
-    program = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     length = tl.cast(n, tl.int64)
-    to_peer = send_order(team, ROWS)[:, None] * length
     mine = wl.rank(team) * length
-    for tile in range(program, count_tiles(length, BLOCK), tl.num_programs(0)):
+    tiles = count_tiles(length, BLOCK)
+    send_columns(x, length, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+    for tile in range(program, tiles, programs):
+        if tile + programs < tiles:
+            send_columns(x, length, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT)
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(length, start, BLOCK)
-        rows = tl.load(x + start + to_peer + columns[None, :], mask=is_sent(team, ROWS) & inside[None, :], other=0)
         own = tl.load(x + start + mine + columns, mask=inside, other=0)
-        received = exchange(rows, own, slot, epoch, tile != program, team, TRANSPORT, BLOCK)
+        received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
         epoch += 1
     keep_epoch(epochs, epoch - 1)

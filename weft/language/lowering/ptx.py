@@ -50,6 +50,16 @@ def fence_acq_rel_sys():
 
 
 @triton.jit
+def prefetch_bulk_l2(ptr, nbytes):
+    """``cp.async.bulk.prefetch.L2`` of ``nbytes`` from ``ptr`` on, for each element of both that is not 0. Stock Triton
+    has no prefetch."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred some; setp.ne.u32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [ptr, nbytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def globaltimer_us():
     """Microseconds of the GPU's global clock, int64."""
     ns = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

@@ -46,8 +46,10 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
     def missing() -> int:
         return int((machine.memory.load(addresses, active, itemsize, machine.who) == unwritten).sum())
 
-    if missing() and active.any():
+    if active.any():
         low, high = int(addresses[active].min()), int(addresses[active].max()) + itemsize
+        machine.touch(low, high)
+    if missing():
         what = machine.memory.describe(low)
         machine.wait_for_bytes(
             low, high, lambda: missing() == 0, lambda: f"waits for {missing()} unwritten elements from {what}"

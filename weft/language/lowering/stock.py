@@ -73,14 +73,30 @@ def let_next_kernel_start():
 
 
 @triton.jit
-def count_unwritten(x):
-    """How many elements of ``x`` have the bit pattern of -0.0 (lamport.py)."""
+def is_unwritten(x):
+    """Which elements of ``x`` have the bit pattern of -0.0 (lamport.py)."""
     if x.dtype.primitive_bitwidth == 32:
-        unwritten = x.to(tl.int32, bitcast=True) == -2147483648
+        return x.to(tl.int32, bitcast=True) == -2147483648
     else:
         tl.static_assert(x.dtype.primitive_bitwidth == 16, "lamport words carry fp16, bf16 or fp32")
-        unwritten = x.to(tl.int16, bitcast=True) == -32768
-    return tl.sum(unwritten.to(tl.int32))
+        return x.to(tl.int16, bitcast=True) == -32768
+
+
+@triton.jit
+def prefetch(ptr, nbytes):
+    """``cp.async.bulk.prefetch.L2``: a hint, so nothing where the target has no bulk copies."""
+    if target_info.cuda_capability_geq(9, 0):
+        ptx.prefetch_bulk_l2(ptr, nbytes)
+
+
+@triton.jit
+def count_unwritten(x):
+    return tl.sum(is_unwritten(x).to(tl.int32))
+
+
+@triton.jit
+def count_written(x, mask):
+    return tl.sum((mask & (is_unwritten(x) == 0)).to(tl.int32))
 
 
 @triton.jit

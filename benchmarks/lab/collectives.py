@@ -1,0 +1,142 @@
+"""Plans of the collectives against each other, for the tables of weft/ops/dispatch.py.
+
+    python benchmarks/lab/collectives.py --world-size 4 --out benchmarks/lab/h200-x4-collectives.json [--ops all_reduce,…]
+
+µs of one call, many in a row in a CUDA graph over inputs in turn (what a decode step does, and nothing of the launch of
+the graph in it), bf16, the maximum over the ranks of the median of the replays. ``--compile 3/8`` only compiles every
+eighth candidate, so that several processes can fill Triton's cache first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import weft
+from weft.ops import barrier
+from weft.ops.dispatch import Plan, choose
+from weft.tune.compiling import compile_only
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = {
+    "all_reduce": (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    "all_gather": (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    "reduce_scatter": (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    "all_to_all": (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+}
+# row_bytes, num_warps, programs_per_sm
+SMALL = ((512, 1, 32), (1024, 1, 32), (1024, 2, 32), (2048, 2, 16))
+LARGE = (
+    (512, 1, 32), (1024, 2, 16), (1024, 2, 8), (1024, 1, 16), (2048, 2, 16), (2048, 2, 8), (2048, 2, 4), (2048, 4, 8),
+    (2048, 4, 4), (2048, 4, 2), (4096, 4, 4), (4096, 4, 2), (4096, 8, 4), (4096, 8, 2),
+)  # fmt: skip
+INPUTS = 4
+REPLAYS = 5
+
+
+def candidates(op: str, nbytes: int, world_size: int) -> list[tuple[str, Plan]]:
+    default = choose(op, nbytes // (world_size if op == "all_gather" else 1), torch.bfloat16, world_size)
+    shapes = SMALL if nbytes <= 256 * KIB else LARGE
+    algorithms = ("push",)
+    if op == "all_reduce":
+        algorithms = ("one_shot",) if nbytes < 64 * KIB else ("one_shot", "two_shot")
+        if nbytes > 4 * MIB and world_size > 2:
+            algorithms = ("two_shot",)
+    return [
+        (algorithm, Plan(transport=default.transport, row_bytes=row, num_warps=warps, programs_per_sm=per_sm))
+        for algorithm in algorithms
+        for row, warps, per_sm in shapes
+    ]
+
+
+def call(op: str, x: torch.Tensor, team: Any, algorithm: str, plan: Plan) -> torch.Tensor:
+    run = importlib.import_module(f"weft.ops.{op}").run
+    return run(x, team, algorithm, plan) if op == "all_reduce" else run(x, team, plan)
+
+
+def inputs_of(op: str, nbytes: int, team: Any) -> list[torch.Tensor]:
+    """``nbytes``: of all parts together, as dispatch counts."""
+    elements = nbytes // 2 // (team.size if op == "all_gather" else 1)
+    shape = (elements,) if op in ("all_reduce", "all_gather") else (team.size, elements // team.size)
+    return [torch.randn(shape, device=team.device, dtype=torch.bfloat16) for _ in range(INPUTS)]
+
+
+def measure(op: str, xs: list[torch.Tensor], team: Any, algorithm: str, plan: Plan, calls: int) -> float:
+    for x in xs[:2]:
+        call(op, x, team, algorithm, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        barrier(team)
+        start.record()
+        for number in range(calls):
+            call(op, xs[number % INPUTS], team, algorithm, plan)
+        end.record()
+    times = []
+    for _ in range(REPLAYS):
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    graph.reset()
+    return max(team.exchange(statistics.median(times)))
+
+
+def main(team: Any, ops: list[str], share: tuple[int, int] | None) -> list[dict[str, Any]]:
+    rows, number = [], 0
+    for op in ops:
+        for nbytes in SIZES[op]:
+            xs = inputs_of(op, nbytes, team)
+            guess = 3 + nbytes / 2e5
+            calls = int(max(8, min(100, 1500 / guess)))
+            for algorithm, plan in candidates(op, nbytes, team.size):
+                number += 1
+                shape = [plan.row_bytes, plan.num_warps, plan.programs_per_sm]
+                if share is not None:
+                    if number % share[1] == share[0]:
+                        compile_only(functools.partial(call, op, xs[0], team, algorithm, plan), team)
+                    continue
+                us = measure(op, xs, team, algorithm, plan, calls)
+                rows.append({"op": op, "bytes": nbytes, "algorithm": algorithm, "plan": shape, "us": round(us, 2)})
+            if team.rank == 0 and share is None:
+                best = sorted((row for row in rows if (row["op"], row["bytes"]) == (op, nbytes)), key=lambda r: r["us"])
+                told = "  ".join(f"{r['algorithm'][:3]} {'x'.join(map(str, r['plan']))} {r['us']}" for r in best[:4])
+                print(f"{op:15} {nbytes // KIB:7} KiB  {told}  … {best[-1]['us']}", flush=True)
+    return rows
+
+
+def command() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--ops", default=",".join(SIZES))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile", metavar="I/N")
+    options = parser.parse_args()
+    share = None
+    if options.compile:
+        index, count = options.compile.split("/")
+        share = (int(index) % int(count), int(count))
+    started = time.perf_counter()
+    ops = options.ops.split(",")
+    rows = weft.launch(main, options.world_size, "cuda", args=(ops, share), heap_bytes=8 << 30)[0]
+    print(f"{len(rows)} rows in {time.perf_counter() - started:.0f} s")
+    if options.out and rows:
+        where = {
+            "gpu": torch.cuda.get_device_name(), "world_size": options.world_size, "torch": torch.__version__,
+            "triton": triton.__version__, "unit": "us",
+        }  # fmt: skip
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        options.out.write_text(f'{{"where": {json.dumps(where)},\n"rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    command()

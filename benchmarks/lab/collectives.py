@@ -15,6 +15,7 @@ import importlib
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,13 @@ SIZES = {
 # row_bytes, num_warps, programs_per_sm
 SMALL = ((512, 1, 32), (1024, 1, 32), (1024, 2, 32), (2048, 2, 16))
 LARGE = (
-    (512, 1, 32), (1024, 2, 16), (1024, 2, 8), (1024, 1, 16), (2048, 2, 16), (2048, 2, 8), (2048, 2, 4), (2048, 4, 8),
-    (2048, 4, 4), (2048, 4, 2), (4096, 4, 4), (4096, 4, 2), (4096, 8, 4), (4096, 8, 2),
+    (512, 1, 32), (1024, 2, 16), (2048, 2, 16), (2048, 4, 4), (4096, 4, 4), (4096, 4, 2), (4096, 8, 4), (4096, 8, 2),
+    (4096, 8, 1), (4096, 16, 1), (4096, 16, 2), (8192, 8, 1), (8192, 8, 2), (8192, 16, 1), (8192, 16, 2),
 )  # fmt: skip
+# all_reduce_rms_norm: rows of 5120 elements; bytes of a part, warps of a program
+HIDDEN = 5120
+ROWS = (1, 7, 32, 128)
+PARTS = ((512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4), (5120, 8))
 INPUTS = 4
 REPLAYS = 5
 
@@ -58,7 +63,7 @@ def candidates(op: str, nbytes: int, world_size: int) -> list[tuple[str, Plan]]:
     ]
 
 
-def call(op: str, x: torch.Tensor, team: Any, algorithm: str, plan: Plan) -> torch.Tensor:
+def call(op: str, team: Any, algorithm: str, plan: Plan, x: torch.Tensor) -> torch.Tensor:
     run = importlib.import_module(f"weft.ops.{op}").run
     return run(x, team, algorithm, plan) if op == "all_reduce" else run(x, team, plan)
 
@@ -70,9 +75,39 @@ def inputs_of(op: str, nbytes: int, team: Any) -> list[torch.Tensor]:
     return [torch.randn(shape, device=team.device, dtype=torch.bfloat16) for _ in range(INPUTS)]
 
 
-def measure(op: str, xs: list[torch.Tensor], team: Any, algorithm: str, plan: Plan, calls: int) -> float:
+def norm_rows(team: Any, share: tuple[int, int] | None) -> list[dict[str, Any]]:
+    """all_reduce_rms_norm: the algorithm, how a row is cut, and the warps of a program."""
+    rows, number = [], 0
+    weight = torch.ones(HIDDEN, device=team.device, dtype=torch.bfloat16)
+    module = importlib.import_module("weft.ops.all_reduce_rms_norm")
+    for count in ROWS:
+        xs = [torch.randn(count, HIDDEN, device=team.device, dtype=torch.bfloat16) for _ in range(INPUTS)]
+        for algorithm in ("one_shot", "two_shot"):
+            for part, warps in PARTS:
+                plan = Plan(transport="lamport", row_bytes=part, num_warps=warps, programs_per_sm=max(1, 16 // warps))
+                run = functools.partial(
+                    module.run, residual=xs[0], weight=weight, eps=1e-6, team=team, algorithm=algorithm
+                )
+                number += 1
+                if share is not None:
+                    if number % share[1] == share[0]:
+                        compile_only(functools.partial(run, xs[0], plan=plan), team)
+                    continue
+                us = timed(functools.partial(run, plan=plan), xs, team, 100)
+                shape = [plan.row_bytes, plan.num_warps, plan.programs_per_sm]
+                found = {"op": "all_reduce_rms_norm", "bytes": xs[0].nbytes, "algorithm": algorithm, "plan": shape}
+                rows.append(found | {"us": round(us, 2)})
+        if team.rank == 0 and share is None:
+            told = "  ".join(
+                f"{r['algorithm'][:3]} {r['plan'][0]}x{r['plan'][1]} {r['us']}" for r in rows[-2 * len(PARTS) :]
+            )
+            print(f"all_reduce_rms_norm {count}x{HIDDEN}  {told}", flush=True)
+    return rows
+
+
+def timed(run: Callable[[torch.Tensor], Any], xs: list[torch.Tensor], team: Any, calls: int) -> float:
     for x in xs[:2]:
-        call(op, x, team, algorithm, plan)
+        run(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
@@ -80,7 +115,7 @@ def measure(op: str, xs: list[torch.Tensor], team: Any, algorithm: str, plan: Pl
         barrier(team)
         start.record()
         for number in range(calls):
-            call(op, xs[number % INPUTS], team, algorithm, plan)
+            run(xs[number % INPUTS])
         end.record()
     times = []
     for _ in range(REPLAYS):
@@ -94,6 +129,9 @@ def measure(op: str, xs: list[torch.Tensor], team: Any, algorithm: str, plan: Pl
 def main(team: Any, ops: list[str], share: tuple[int, int] | None) -> list[dict[str, Any]]:
     rows, number = [], 0
     for op in ops:
+        if op == "all_reduce_rms_norm":
+            rows += norm_rows(team, share)
+            continue
         for nbytes in SIZES[op]:
             xs = inputs_of(op, nbytes, team)
             guess = 3 + nbytes / 2e5
@@ -103,9 +141,9 @@ def main(team: Any, ops: list[str], share: tuple[int, int] | None) -> list[dict[
                 shape = [plan.row_bytes, plan.num_warps, plan.programs_per_sm]
                 if share is not None:
                     if number % share[1] == share[0]:
-                        compile_only(functools.partial(call, op, xs[0], team, algorithm, plan), team)
+                        compile_only(functools.partial(call, op, team, algorithm, plan, xs[0]), team)
                     continue
-                us = measure(op, xs, team, algorithm, plan, calls)
+                us = timed(functools.partial(call, op, team, algorithm, plan), xs, team, calls)
                 rows.append({"op": op, "bytes": nbytes, "algorithm": algorithm, "plan": shape, "us": round(us, 2)})
             if team.rank == 0 and share is None:
                 best = sorted((row for row in rows if (row["op"], row["bytes"]) == (op, nbytes)), key=lambda r: r["us"])
@@ -117,7 +155,7 @@ def main(team: Any, ops: list[str], share: tuple[int, int] | None) -> list[dict[
 def command() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--ops", default=",".join(SIZES))
+    parser.add_argument("--ops", default=",".join([*SIZES, "all_reduce_rms_norm"]))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile", metavar="I/N")
     options = parser.parse_args()

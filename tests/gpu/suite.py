@@ -338,23 +338,33 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
     ]
 
 
-def main(team: Any, with_load: bool = False) -> list[dict[str, Any]]:
-    suite, w = Suite(team), team.size
-    suite.say(f"{w} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
-    on_gpu = team.device.type == "cuda"
+def groups_for(team: Any, with_load: bool) -> dict[str, Callable[[], Iterable[Any]]]:
+    """Name -> what makes its attempts; those that need a GPU only where there is one."""
+    w, on_gpu = team.size, team.device.type == "cuda"
+    chosen = representative(w, LARGE_MATMULS if on_gpu else MATMULS)
+    groups: dict[str, Callable[[], Iterable[Any]]] = {
+        "collectives": lambda: table(team, of_size(COLLECTIVES, w)),
+        "matmuls": lambda: table(team, of_size(MATMULS, w)),
+        "back-to-back": lambda: back_to_back(team, {**{str(c): [c] for c in chosen}, "all of them mixed": chosen}),
+        "compile": lambda: compiled(team),
+        "long": lambda: long_runs(team) if on_gpu else long_runs(team, elements=3000, calls=2),
+    }
+    if on_gpu:
+        groups["graph"] = lambda: graphs(team, chosen)
+        groups["large"] = lambda: table(team, of_size([*LARGE, *LARGE_MATMULS], w), again=False)
+    if on_gpu and with_load:
+        groups["load"] = lambda: load(team, chosen, in_graphs=False)
+        groups["load, graphs"] = lambda: load(team, chosen, in_graphs=True)
+    return groups
+
+
+def main(team: Any, with_load: bool = False, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    suite = Suite(team)
+    suite.say(f"{team.size} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
     try:
-        suite.group("collectives", table(team, of_size(COLLECTIVES, w)))
-        suite.group("matmuls", table(team, of_size(MATMULS, w)))
-        chosen = representative(w, LARGE_MATMULS if on_gpu else MATMULS)
-        suite.group("back-to-back", back_to_back(team, {**{str(c): [c] for c in chosen}, "all of them mixed": chosen}))
-        suite.group("compile", compiled(team))
-        suite.group("long", long_runs(team) if on_gpu else long_runs(team, elements=3000, calls=2))
-        if on_gpu:
-            suite.group("graph", graphs(team, chosen))
-            if with_load:
-                suite.group("load", load(team, chosen, in_graphs=False))
-                suite.group("load, graphs", load(team, chosen, in_graphs=True))
-            suite.group("large", table(team, of_size([*LARGE, *LARGE_MATMULS], w), again=False))
+        for name, attempts in groups_for(team, with_load).items():
+            if not only or name in only:
+                suite.group(name, attempts())
     except Desynchronised as failure:
         suite.groups[-1].failures.append(f"given up: {failure}")
         suite.say(f"  GIVEN UP, later groups did not run: {failure}")
@@ -366,11 +376,14 @@ def command(arguments: list[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim: the groups that need no GPU")
     parser.add_argument("--load", action="store_true", help="2,000 calls of each op too")
+    parser.add_argument("--only", default="", help="names of groups, with semicolons between")
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()
+    only = tuple(name for name in chosen.only.split(";") if name)
+    heap_bytes = HEAP_BYTES[chosen.device]
     groups = weft.launch(
-        main, chosen.world_size, device=chosen.device, args=(chosen.load,), heap_bytes=HEAP_BYTES[chosen.device]
+        main, chosen.world_size, device=chosen.device, args=(chosen.load, only), heap_bytes=heap_bytes
     )[0]
     passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")

@@ -27,14 +27,15 @@ KERNELS = {
     "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
     "all_gather": (all_gather_kernel, "keyed", {}),
     "all_to_all": (all_to_all_kernel, "keyed", {}),
-    "norm_one_shot": (all_reduce_rms_norm_kernel, "lamport", {"TWO_SHOT": False, "WIDTH": WIDTH}),
+    "norm_one_shot": (all_reduce_rms_norm_kernel, "lamport", {"TWO_SHOT": False, "WIDTH": WIDTH, "PART": 512}),
+    "norm_two_shot": (all_reduce_rms_norm_kernel, "lamport", {"TWO_SHOT": True, "WIDTH": WIDTH, "PART": 512}),
 }
 
 
 def plans(name, world_size):
     """Every plan that dispatch may choose for this kernel."""
     if name.startswith("norm"):
-        return [plan_for_rows(WIDTH, 2)]
+        return [plan_for_rows(WIDTH, 2, 132)]
     table = of_world(TWO_SHOT if name == "two_shot" else ONE_CROSSING, world_size)
     return [
         Plan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
@@ -48,7 +49,7 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
         dtype = torch.int32
     plan = plan or plans(name, world_size)[0]
     x, words = torch.zeros(16, dtype=dtype), torch.zeros(4, dtype=torch.int32)
-    more = (x, x, x, 1e-6) if name.startswith("norm") else ()
+    more = (x, x, x, 1e-6, torch.zeros(4), words) if name.startswith("norm") else ()
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     return compiled(
         kernel, x, x, n, x, words, a_view(world_size), *more, arch=arch,

@@ -15,28 +15,27 @@ from weft.ops import tuned
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
-# Largest message that one-shot pushes faster than two-shot, by world size. bf16, one-shot / two-shot in microseconds:
-# W=2: 256 KiB 3.18 / 3.86, 1 MiB 5.63 / 5.80.   W=4: 64 KiB 3.49 / 4.92, 256 KiB 5.58 / 5.49, 1 MiB 14.96 / 9.40.
+# All figures: bf16, many calls in a row, benchmarks/lab/h200-x2-collectives.json and h200-x4-collectives.json.
+# Largest message that one-shot pushes faster than two-shot, by world size. One-shot / two-shot in microseconds:
+# W=2: 256 KiB 2.85 / 3.44, 1 MiB 5.52 / 5.51.   W=4: 64 KiB 2.72 / 4.65, 256 KiB 4.76 / 5.33, 1 MiB 13.0 / 8.32.
 # W=3 and W=8 are not measured: one-shot's bytes grow with W - 1.
-ONE_SHOT_LIMIT = {2: 1 << 20, 3: 256 << 10, 4: 192 << 10, 8: 64 << 10}
-# How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits.
-# Small programs start soonest; in large messages fewer and larger ones poll less while data arrive.
-#   W=2, 4 / 16 / 64 MiB: 512 x 1 warp 15.6 / 53.5 / 207, 2048 x 4, 4 an SM 16.3 / 54.3 / 205    (NCCL 33.7 / 75.8 / 251)
-#   W=4, 256 KiB / 1 / 4 / 16 / 64 MiB: 1024 x 2 5.49 / 9.45 / 29.8 / 96.8 / 331, 2048 x 4 5.83 / 9.40 / 27.3 / 90.3 / 320,
-#   2048 x 4, 4 an SM - / 9.42 / 24.9 / 83.8 / 324, 2048 x 2, 4 an SM - / 10.2 / 29.7 / 92.1 / 316
-#                                                                   (NCCL 14.5 / 20.9 / 43.5 / 96.9 / 320)
+ONE_SHOT_LIMIT = {2: 512 << 10, 3: 256 << 10, 4: 256 << 10, 8: 64 << 10}
+# How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits. Many small
+# programs start soonest and have all of a small message under way at once; in large ones a program that sends a tile
+# ahead keeps the links busy, and fewer and larger ones poll less.
+#   W=4 two-shot, 1 / 4 / 16 / 64 MiB: 512 x 1 warp 8.32 / 25.9 / 88.2 / 350, 4096 x 8, 2 an SM 9.22 / 22.4 / 78.1 / 296
+#   W=2 two-shot, 1 / 4 / 16 / 64 MiB: 512 x 1 5.51 / 16.1 / 55.8 / 207, 8192 x 16, 2 an SM 6.92 / 14.8 / 52.3 / 197
 ENDLESS = 1 << 62
 TWO_SHOT = {
-    2: ((32 << 20, 512, 1, 32), (ENDLESS, 2048, 4, 4)),
-    4: ((512 << 10, 1024, 2, 32), (32 << 20, 2048, 4, 4), (ENDLESS, 2048, 2, 4)),
-    8: ((512 << 10, 1024, 2, 32), (ENDLESS, 2048, 4, 4)),
+    2: ((2 << 20, 512, 1, 32), (ENDLESS, 8192, 16, 2)),
+    8: ((2 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 2)),
 }
 # One crossing: one-shot all-reduce, and all-gather, all-to-all and reduce-scatter by the bytes of all parts together.
-#   W=2 all-gather, 64 KiB / 4 / 16 / 64 MiB: 512 x 1 - / 10.5 / 32.2 / 114, 2048 x 2 - / 9.80 / 30.3 / 108
-#   W=4: 3.10 / 14.6 / 48.1 / 178, 2048 x 2 - / 14.2 / 45.6 / 165
-#                          (NCCL W=2 8.83 / 26.3 / 55.2 / 158, W=4 11.8 / 36.4 / 65.2 / 187)
-#   W=4 reduce-scatter: 512 x 1 2.81 / 14.3 / - / -, 2048 x 2 - / 15.3 / 48.0 / 169       (NCCL 11.1 / 33.7 / 60.3 / 189)
-ONE_CROSSING = {4: ((4 << 20, 512, 1, 32), (ENDLESS, 2048, 2, 32)), 8: ((4 << 20, 512, 1, 32), (ENDLESS, 2048, 4, 32))}
+#   W=4 all-gather, 1 / 4 / 16 / 64 MiB: 512 x 1 5.58 / 14.6 / 50.2 / 177, 4096 x 8, 2 an SM 5.83 / 13.6 / 45.7 / 163
+ONE_CROSSING = {
+    2: ((2 << 20, 512, 1, 32), (32 << 20, 4096, 8, 4), (ENDLESS, 8192, 16, 2)),
+    8: ((1 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 4)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,178 @@
+"""Products of few rows with cold weights, weft's kernel against cuBLAS, on one GPU: a laboratory.
+
+    python -m benchmarks.lab.skinny --out benchmarks/lab/h200-skinny.json [--world-size 2,4] [--rows 1,8,16,32,64,128]
+
+All projections of Qwen3-32B, as one rank of so many holds them. Each answer is checked against fp32 before it is timed.
+A time is that of one product in a CUDA graph of many, on weights of 1 GB in all, used in turn, so that each is cold:
+
+    alone        one product after the other
+    after norm   add_rms_norm, product, add_rms_norm, product ...: what one product adds to the norms alone
+    after wait   the same with norms that take 4 us longer, as an all-reduce of few rows does
+
+``python benchmarks/skinny.py`` makes the table of docs/performance.md from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft import ops
+from weft.language.lowering import ptx
+from weft.ops import skinny
+from weft.ops.local import capabilities_of
+
+BF16 = torch.bfloat16
+HIDDEN = 5120
+WAIT_US = 4
+# Bytes of the weights that a graph reads, and the products in it.
+ROTATED, FEWEST, MOST = 1 << 30, 8, 32
+REPLAYS = 7
+GBPS = 4300  # what a read of all memory reaches on H200: the floor
+
+
+def projections(world_size: int) -> dict[str, tuple[int, int, bool]]:
+    """Of Qwen3-32B: name -> (N, K, gated) of one rank's weight [N, K]."""
+    qkv, attention, intermediate = 10240 // world_size, 8192 // world_size, 25600 // world_size
+    return {
+        "qkv": (qkv, HIDDEN, False),
+        "o": (HIDDEN, attention, False),
+        "gate-up": (2 * intermediate, HIDDEN, False),
+        "gate-up and silu": (2 * intermediate, HIDDEN, True),
+        "down": (HIDDEN, intermediate, False),
+    }
+
+
+@triton.jit(do_not_specialize=["micros"])
+def norm_kernel(x, out, micros, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out = rms_norm(x), a program a row, ``micros`` microseconds later than it could."""
+    columns = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * K + columns
+    wl.follow_previous_kernel()
+    row = tl.load(x + at, mask=columns < K, other=0.0).to(tl.float32)
+    begin = ptx.globaltimer_us()
+    while ptx.globaltimer_us() - begin < micros:
+        pass
+    row *= tl.rsqrt(tl.sum(row * row) / K + 1e-6)
+    tl.store(out + at, row.to(out.dtype.element_ty), mask=columns < K)
+
+
+class Bench:
+    """One GPU's memory for all cases, and the timing of a graph."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.manual_seed(0)
+        self.pool = torch.randn(ROTATED, dtype=BF16, device=self.device) * 0.02
+        self.stream = torch.cuda.Stream()
+
+    def weights(self, N: int, K: int) -> list[torch.Tensor]:
+        size = N * K
+        count = max(FEWEST, min(MOST, -(-ROTATED // (2 * size))))
+        starts = [i * size % (self.pool.numel() - size) // 64 * 64 for i in range(count)]
+        return [self.pool[start : start + size].view(N, K) for start in starts]
+
+    def us(self, steps: list[Callable[[], object]]) -> float:
+        """Microseconds of a graph of ``steps``, the median of REPLAYS."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            for step in steps:
+                step()
+        graph.replay()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) * 1e3 for a, b in zip(marks, marks[1:], strict=False))
+
+    def situations(self, product: Callable, x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, float]:
+        """Microseconds of one product in each."""
+        before, normed = torch.randn_like(x), torch.empty_like(x)
+        K = x.shape[1]
+        constants = {"K": K, "BLOCK": triton.next_power_of_2(K), "num_warps": 16 if K > 4096 else 8, "launch_pdl": True}
+
+        def norm(micros: int) -> None:
+            norm_kernel[(x.shape[0],)](before, normed, micros, **constants)
+
+        def between(micros: int) -> float:
+            steps = [step for w in weights for step in (lambda: norm(micros), lambda w=w: product(normed, w))]
+            return self.us(steps) - self.us([lambda: norm(micros)] * len(weights))
+
+        times = {"alone": self.us([lambda w=w: product(x, w) for w in weights])}
+        times |= {"after norm": between(0), "after wait": between(WAIT_US)}
+        return {name: round(time / len(weights), 2) for name, time in times.items()}
+
+
+def library(gated: bool) -> Callable:
+    return lambda x, w: ops.silu_mul(x @ w.T) if gated else x @ w.T
+
+
+def check(product: Callable, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> float:
+    """The error's RMS over the reference's. ValueError where it is more than roundings explain."""
+    expected = x.float() @ weight.float().T
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    error = ((product(x, weight).float() - expected).norm() / expected.norm()).item()
+    if not error < 6e-3:
+        raise ValueError(f"{tuple(x.shape)} x {tuple(weight.shape)}, gated={gated}: relative RMS error {error}")
+    return error
+
+
+def rows_of(bench: Bench, world_size: int, rows: list[int]):
+    caps = capabilities_of(bench.device)
+    for name, (N, K, gated) in projections(world_size).items():
+        weights = bench.weights(N, K)
+        outputs = N // 2 if gated else N
+        for M in rows:
+            x = torch.randn((M, K), dtype=BF16, device=bench.device)
+            config = skinny.config_for(M, outputs, K, caps, gated)
+            providers = {"cublas": library(gated), "skinny": lambda x, w, c=config, g=gated: skinny.run(x, w, c, g)}
+            found = {}
+            for provider, product in providers.items():
+                check(product, x, weights[0], gated)
+                found[provider] = bench.situations(product, x, weights)
+            op = "matmul_silu_mul" if gated else "matmul"
+            chosen = skinny.configured(op, x, weights[0], caps)
+            row = {
+                "projection": name, "world_size": world_size, "M": M, "N": N, "K": K, "gated": gated,
+                "floor_us": round(2 * N * K / GBPS / 1e3, 2), "us": found,
+                "config": dataclasses.asdict(config), "chosen": "cublas" if chosen is None else "skinny",
+            }  # fmt: skip
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--world-size", default="4,2", help="of the ranks whose shares are measured")
+    parser.add_argument("--rows", default="1,8,16,32,64,128")
+    chosen = parser.parse_args()
+    bench = Bench()
+    document = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cuda": torch.version.cuda, "date": datetime.date.today().isoformat(), "gbps": GBPS, "wait_us": WAIT_US,
+        "command": " ".join(["python -m benchmarks.lab.skinny", *sys.argv[1:]]), "rows": [],
+    }  # fmt: skip
+    for world_size in map(int, chosen.world_size.split(",")):
+        for row in rows_of(bench, world_size, list(map(int, chosen.rows.split(",")))):
+            document["rows"].append(row)
+            chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

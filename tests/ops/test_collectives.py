@@ -152,7 +152,7 @@ def test_explain_says_what_and_why():
     assert (small.algorithm, small.transport) == ("one_shot", "lamport")
     assert f"163,840 bytes <= {dispatch.ONE_SHOT_LIMIT[4]:,}" in small.reason
     large = ops.explain("all_reduce", (4096, 5120), BF16, 4)
-    assert (large.algorithm, large.plan.row_bytes) == ("two_shot", 2048)
+    assert large.algorithm == "two_shot" and large.plan.row_bytes > small.plan.row_bytes
     assert ops.explain("all_reduce", (4096, 5120), BF16, 4, algorithm="one_shot").algorithm == "one_shot"
     assert ops.explain("all_reduce", (16,), BF16, 1).algorithm == "copy"
     assert ops.explain("all_gather", (16,), BF16, 6).transport == "keyed"

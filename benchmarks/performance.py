@@ -1,43 +1,48 @@
-"""Write docs/performance.md and its plots from the JSON files: ``python benchmarks/performance.py``.
+"""Write docs/performance.md and its plots from the JSON files: ``python -m benchmarks.performance``.
 
-Everything in it comes from benchmarks/results/<machine>/*.json; nothing is typed.
+Everything in it comes from benchmarks/results/<machine>/OP.wW.json, and the table of products of few rows from
+benchmarks/lab; nothing is typed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
+from benchmarks import skinny
 from weft.bench.plot import svg
 from weft.bench.report import Report, read
-from weft.bench.shapes import OPS
-from weft.bench.table import markdown, sheet
+from weft.bench.shapes import ALL
+from weft.bench.table import markdown, sheets
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Performance
 
-<!-- Written by `python benchmarks/performance.py` from benchmarks/results; do not edit. -->
+<!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->
 
 Every provider's answer is checked against fp32 before it is timed, and rows where weft is slower stand with the others.
 A time is the median of single calls, the maximum over the ranks.
 """
 
 
-def document(machines: dict[str, list[Report]], pictures: str, notes: dict[str, str]) -> str:
+def document(machines: dict[str, list[Report]], pictures: str, notes: dict[str, str], more: list[str]) -> str:
     """The page. ``machines``: name of the results folder -> its reports; ``pictures``: where the page finds plots;
-    ``notes``: what a reader must know of a folder's figures (its note.md)."""
+    ``notes``: what a reader must know of a folder's figures (its note.md); ``more``: sections at the end."""
     parts = [HEAD]
     for machine, reports in machines.items():
         parts.append(f"## {machine}\n")
         parts.append(f"{described(reports)}\n")
         if machine in notes:
             parts.append(f"{notes[machine]}\n")
-        for report in sorted(reports, key=lambda report: OPS.index(report.op)):
-            made = sheet(report)
+        for report, picture in zip(*in_order(machine, reports), strict=True):
+            made, *others = sheets(report)
             parts.append(f"### {made.title}\n")
-            parts.append(f"![{report.op}]({pictures}/{picture(machine, report)})\n")
+            parts.append(f"![{report.op}]({pictures}/{picture})\n")
             parts.append(f"{markdown(made)}\n")
-    return "\n".join(parts)
+            for other in others:
+                parts.append(f"#### {other.title}\n\n{markdown(other)}\n")
+    return "\n".join([*parts, *more])
 
 
 def described(reports: list[Report]) -> str:
@@ -59,24 +64,33 @@ def described(reports: list[Report]) -> str:
     return "\n".join(lines)
 
 
-def picture(machine: str, report: Report) -> str:
-    return f"{machine}-{report.op}-w{report.world_size}-{report.dtype}.svg"
+def in_order(machine: str, reports: list[Report]) -> tuple[list[Report], list[str]]:
+    """A machine's reports as the page shows them, and the names of their pictures: a second one of the same gets a number."""
+    ordered = sorted(reports, key=lambda report: ALL.index(report.op))
+    names: list[str] = []
+    taken: Counter[str] = Counter()
+    for report in ordered:
+        subject = f"-{report.subject.replace(', ', '-').replace(' ', '')}" if report.subject else ""
+        name = f"{machine}-{report.op}{subject}-w{report.world_size}-{report.dtype}"
+        taken[name] += 1
+        names.append(f"{name}.svg" if taken[name] == 1 else f"{name}-{taken[name]}.svg")
+    return ordered, names
 
 
 def main(results: Path = ROOT / "benchmarks" / "results", page: Path = ROOT / "docs" / "performance.md") -> int:
     machines: dict[str, list[Report]] = {}
-    for file in sorted(results.glob("*/*.json")):
+    for file in sorted(results.glob("*/*.w*.json")):
         machines.setdefault(file.parent.name, []).extend(read(file))
     if not machines:
-        print(f"weft: no results in {results}/<machine>/*.json; make some with benchmarks/run.py", file=sys.stderr)
+        print(f"weft: no results in {results}/<machine>/OP.wW.json; make some with benchmarks/run.py", file=sys.stderr)
         return 2
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     for machine, reports in machines.items():
-        for report in reports:
-            (folder / picture(machine, report)).write_text(svg([report]))
+        for report, picture in zip(*in_order(machine, reports), strict=True):
+            (folder / picture).write_text(svg([report]))
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
-    page.write_text(document(machines, folder.name, notes))
+    page.write_text(document(machines, folder.name, notes, skinny.sections()))
     print(f"{page}: {sum(map(len, machines.values()))} tables")
     return 0
 

@@ -3,6 +3,9 @@
     python benchmarks/run.py --world-size 4 --out benchmarks/results/h200-x4 --quick \\
         all-reduce ag-gemm@qwen3-32b:1024,2048,4096,8192 gemm-ar@128,5120,6400 gemm-ar@16,5120,6400
 
+    python benchmarks/run.py --world-size 4 --out benchmarks/results/h200-x4 --quick --breakdown \\
+        model@decode:1x128,32x1024 model@prefill:32x128 mlp@decode:128x128 generate@32x128+64
+
 A word is OP or OP@SHAPES, SHAPES as ``weft bench --shapes`` takes them; words of the same op share its file.
 Rank 0 writes a file after every shape, so a run that is killed leaves what it found. Tables are printed at the end.
 """
@@ -18,11 +21,12 @@ from pathlib import Path
 import torch
 
 from weft.bench.command import on_rank, show, weft_failed
+from weft.bench.levels.command import LevelFlags, level_plan
 from weft.bench.measure import Stuck
 from weft.bench.plan import Plan, heap_bytes
 from weft.bench.report import Report
 from weft.bench.runner import OutOfStep
-from weft.bench.shapes import OPS, parse_shapes
+from weft.bench.shapes import LEVELS, OPS, parse_shapes
 from weft.errors import WeftError
 from weft.runtime.launch import launch
 
@@ -32,17 +36,18 @@ def plans_of(words: list[str], world_size: int, simulated: bool, options: argpar
     for word in words:
         op, _, shapes = word.partition("@")
         wanted.setdefault(op, []).extend([shapes] if shapes else [])
+    how = {
+        "dtype": options.dtype, "providers": tuple(filter(None, options.providers.split(","))),
+        "check_only": options.check_only, "quick": options.quick, "eager": options.eager, "command": options.command,
+    }  # fmt: skip
+    flags = LevelFlags(
+        model=options.model, layers=options.layers, check=options.check, breakdown=options.breakdown,
+        modes=tuple(filter(None, options.mode.split(","))),
+    )  # fmt: skip
     return tuple(
-        Plan(
-            op=op,
-            shapes=parse_shapes(op, shapes, world_size, tiny=simulated),
-            dtype=options.dtype,
-            providers=tuple(filter(None, options.providers.split(","))),
-            check_only=options.check_only,
-            quick=options.quick,
-            eager=options.eager,
-            command=options.command,
-        )
+        level_plan(op, flags, tuple(shapes), world_size, simulated=simulated, **how)
+        if op in LEVELS
+        else Plan(op=op, shapes=parse_shapes(op, shapes, world_size, tiny=simulated), **how)
         for op, shapes in wanted.items()
     )
 
@@ -57,6 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--model", help="of layers and models [default: qwen3-32b]")
+    parser.add_argument("--layers", type=int, help="so many of its layers [default: all]")
+    parser.add_argument("--mode", default="", help="of weft's models: auto, ag_rs, gemm_ar [default: all]")
+    parser.add_argument("--check", action="store_true", help="compare a model's logits over several given tokens first")
+    parser.add_argument("--breakdown", action="store_true", help="say what the time of a step goes to")
     options = parser.parse_args(arguments)
     options.command = shlex.join(["python", "benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
     simulated = torch.cuda.device_count() == 0

@@ -15,6 +15,8 @@ _EXPORTS = {
     "simulate": "weft.runtime.simulate",
     "check": "weft.check",
     "Engine": "weft.engine",
+    "LLM": "weft.engine",
+    "SamplingParams": "weft.engine",
     "ops": "weft.ops",
     "layers": "weft.layers",
     "models": "weft.models",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from weft.tune.command import tune
 
 if TYPE_CHECKING:
     from weft.engine import Engine, Piece
+    from weft.models import Qwen3Config
     from weft.runtime.doctor import Finding
     from weft.runtime.team import Team
 
@@ -52,13 +54,18 @@ class GenerateOptions:
 
     prompts: tuple[str, ...]
     model: Path | None = None
-    mode: str = "gemm_ar"
+    dummy: Qwen3Config | None = None
+    prompt_tokens: int | None = None
+    mode: str = "auto"
     max_new_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     dtype: str = "auto"
+    max_batch: int = 64
+    max_seq_len: int | None = None
+    page_size: int = 64
 
     def __post_init__(self) -> None:
         from weft.layers import MODES
@@ -69,14 +76,27 @@ class GenerateOptions:
             raise ValueError(
                 f"--model {self.model}: no such directory; pass one with config.json and *.safetensors in it"
             )
+        if self.prompt_tokens is not None and self.prompt_tokens < 1:
+            raise ValueError(f"--prompt-tokens {self.prompt_tokens} is not a positive integer")
+
+    @property
+    def inputs(self) -> list[str] | list[list[int]]:
+        """Text, or where there are no real weights, token ids that mean nothing."""
+        if self.dummy is None:
+            return list(self.prompts)
+        ids = random.Random(self.seed).choices(range(self.dummy.vocab_size), k=self.prompt_tokens or 128)
+        return [ids]
 
 
 @app.command()
 def generate(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory [default: the built-in adder]")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint directory, or with --dummy-weights a name [default: the built-in adder]"),
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None,
     world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None,
-    mode: Annotated[str, typer.Option(help="torch, ag_rs or gemm_ar")] = "gemm_ar",
+    mode: Annotated[str, typer.Option(help="auto, torch, ag_rs or gemm_ar")] = "auto",
     max_new_tokens: Annotated[int, typer.Option()] = 64,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
@@ -84,16 +104,34 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "auto",
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
+    ] = False,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="With --dummy-weights: a prompt of so many random tokens [default: 128]")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = 64,
+    max_seq_len: Annotated[int | None, typer.Option(help="Prompt and answer together [default: the model's]")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = 64,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Continue prompts with a model that is spread over several ranks."""
     with _one_line_errors(traceback):
+        from weft.models import Qwen3Config
         from weft.runtime.launch import DEVICES, launch
 
         _one_of("device", device, DEVICES)
+        if dummy_weights and (prompt or model is None):
+            raise ValueError(
+                "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt"
+            )
+        if prompt_tokens is not None and not dummy_weights:
+            raise ValueError(f"--prompt-tokens {prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt")
         options = GenerateOptions(
             prompts=tuple(prompt or ["123+456="]),
-            model=model,
+            model=Path(model) if model is not None and not dummy_weights else None,
+            dummy=Qwen3Config.named(model) if dummy_weights else None,
+            prompt_tokens=prompt_tokens,
             mode=mode,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -101,6 +139,9 @@ def generate(
             seed=seed,
             stop=tuple(stop or ()),
             dtype=dtype,
+            max_batch=max_batch,
+            max_seq_len=max_seq_len,
+            page_size=page_size,
         )
         launch(generate_on_rank, world_size=world_size, device=device, args=(options,))
 
@@ -114,16 +155,28 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
     talks = team.rank == 0
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     with _loading(talks) as progress:
-        engine = Engine(options.model, team, mode=options.mode, dtype=dtype, progress=progress)
+        engine = Engine(
+            options.dummy or options.model,
+            team,
+            mode=options.mode,
+            dtype=dtype,
+            max_batch=options.max_batch,
+            max_seq_len=options.max_seq_len,
+            page_size=options.page_size,
+            progress=progress,
+        )
     pieces = engine.stream(
-        list(options.prompts),
+        options.inputs,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
         stop=list(options.stop),
     )
-    if talks:
+    if talks and options.dummy is not None:
+        typer.echo(" ".join(str(piece.token_id) for piece in pieces))
+        _print_speed(engine, team, options)
+    elif talks:
         _print_answers(options.prompts, pieces)
         _print_speed(engine, team, options)
     else:
@@ -157,7 +210,9 @@ def _print_speed(engine: Engine, team: Team, options: GenerateOptions) -> None:
     note = " (the simulator's times mean nothing)" if team.is_simulated else ""
     typer.echo(
         f"first token after {stats.time_to_first_token:.3f} s, {stats.tokens_per_second:.1f} tokens/s{note}\n"
-        f"mode {options.mode}, {where}; loaded in {stats.load_seconds:.1f} s",
+        f"mode {options.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
+        f"prompts of {stats.prompt_tokens} tokens: {engine.model.plan(stats.prompt_tokens)}\n"
+        f"decode: {engine.model.plan(len(options.inputs))}",
         err=True,
     )
 

@@ -124,13 +124,15 @@ class Deadlock(WeftError):
 
 
 class InvalidAccess(WeftError):
-    """A simulated kernel read or wrote outside every tensor it could know."""
+    """A simulated kernel read or wrote where it may not. ``nearest``: what is there, or the tensor that is nearest."""
 
     def __init__(self, who: str, verb: str, address: int, size: int, nearest: str) -> None:
-        super().__init__(
-            f"{who}: {verb} of {size} bytes at {address:#x}, outside every known tensor; nearest: {nearest}"
-        )
+        super().__init__(f"{who}: {verb} of {size} bytes at {address:#x}: {nearest}")
         self.who, self.verb, self.address, self.size, self.nearest = who, verb, address, size, nearest
+
+
+class Misaligned(WeftError, ValueError):
+    """An address, an offset or a hint of a simulated kernel that a GPU's vector or bulk accesses could not take."""
 
 
 # --- kernels and languages -------------------------------------------------------------------------------------------

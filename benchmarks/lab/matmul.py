@@ -2,8 +2,9 @@
 that the rules of ``weft/ops/dispatch.py`` stand on.
 
     python -m benchmarks.lab.matmul --world-size 4 --out benchmarks/lab/h200-x4-matmul.json \\
-        ag-gemm@qwen3-32b:1024,2048,4096,8192 gemm-rs@qwen3-32b:1024,2048,4096,8192
+        --tuned weft/ops/tuned ag-gemm@qwen3-32b:1024,2048,4096,8192 gemm-rs@qwen3-32b:1024,2048,4096,8192
 
+With --tuned the fastest of each shape goes into the ops' data file in that folder, as ``weft tune --quick`` would write it.
 The harness is that of ``weft bench``: answers are checked before they are timed, all of a shape take turns in one process,
 and a number is the maximum over the ranks of the median, in microseconds inside a CUDA graph.
 """
@@ -26,9 +27,10 @@ from weft.bench import measure
 from weft.bench.baselines import close_quietly
 from weft.bench.plan import Plan, heap_bytes
 from weft.bench.problem import Problem
+from weft.bench.providers import WEFT
 from weft.bench.runner import Bench, Entrant
 from weft.bench.shapes import Shape, parse_shapes
-from weft.ops import barrier
+from weft.ops import barrier, tuned
 from weft.runtime.launch import launch
 from weft.runtime.team import Team
 from weft.tune import compiling, search, spaces
@@ -52,25 +54,32 @@ def plans_of(options: argparse.Namespace, command: str) -> tuple[Plan, ...]:
     )
 
 
-def on_rank(team: Team, plans: tuple[Plan, ...], file: Path, head: dict) -> list[dict]:
+def on_rank(team: Team, plans: tuple[Plan, ...], file: Path, head: dict, tuned_folder: Path | None) -> list[dict]:
     """A row for each shape, which rank 0 writes as it is found."""
     barrier(team)  # loaded before the first capture
     measure.finish(team, "the first barrier")
     empty_us = max(team.exchange(measure.events_in_graphs(team)))
     rows: list[dict] = []
     for plan in plans:
-        bench = Bench(team, plan, empty_us)
+        bench, outcomes = Bench(team, plan, empty_us), []
         for shape in plan.shapes:
             started = time.perf_counter()
-            rows.append({"op": plan.op, "shape": shape.size, "label": shape.label, **one(bench, shape)})
+            found, outcome = one(bench, shape)
+            outcomes.append(outcome)
+            rows.append({"op": plan.op, "shape": shape.size, "label": shape.label, **found})
             if team.rank == 0:
                 file.write_text(json.dumps(head | {"rows": rows}, indent=1))
                 times = ", ".join(f"{name} {us:.1f}" for name, us in rows[-1]["us"].items())
                 print(f"{plan.op} {shape.label} ({time.perf_counter() - started:.1f} s): {times}", flush=True)
+        if team.rank == 0 and tuned_folder is not None:
+            for outcome in search.reconciled(outcomes):
+                assert outcome.row is not None
+                search.save(tuned.file_for(team.caps.device_name, team.size, tuned_folder), team, plan.op, outcome.row)
     return rows
 
 
-def one(bench: Bench, shape: Shape) -> dict:
+def one(bench: Bench, shape: Shape) -> tuple[dict, search.Outcome]:
+    """Every provider's and candidate's time, and what a search would come to."""
     team, op = bench.team, bench.plan.op
     problem = Problem(op, shape, bench.plan.dtype, team)
     configs = team.exchange(spaces.first(problem, bench.plan.quick))[0]
@@ -83,6 +92,7 @@ def one(bench: Bench, shape: Shape) -> dict:
         if entrant.row.reason is None:
             bench.set_up(problem, entrant)
         entrants.append(entrant)
+    by_label = {spaces.label(config): config for config in configs}
     entrants += [search.enter(bench, problem, config) for config in configs]
     for entrant in entrants:
         entrant.chain = None
@@ -94,7 +104,19 @@ def one(bench: Bench, shape: Shape) -> dict:
     for entrant in entrants:
         entrant.single = None
         close_quietly(entrant.attempt)
-    return {"us": us, "dropped": dropped}
+    times = {config: us[label] for label, config in by_label.items() if label in us}
+    default = spaces.default(problem)
+    best, best_us = search.agreed(team, times, default)
+    row = tuned.Row(
+        op=WEFT[op], dtype=tuned.name_of(problem.dtype), shape=shape.size, config=search.fields_of(best), us=best_us,
+        default_us=times.get(default), candidates=len(times), date=today(), versions=search.versions_of(),
+    )  # fmt: skip
+    outcome = search.Outcome(label=shape.label, row=row, winner=spaces.label(best), times=times)
+    return {"us": us, "dropped": dropped}, outcome
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def main() -> None:
@@ -104,17 +126,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--providers", default="cublas,cublas+nccl,torch")
+    parser.add_argument("--tuned", type=Path, help="folder of the ops' data file")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.lab.matmul", *sys.argv[1:]])
     plans = plans_of(options, command)
     head = {
         "command": command,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": today(),
         "gpus": f"{options.world_size} x {torch.cuda.get_device_name()}",
         "versions": f"torch {torch.__version__}, triton {triton.__version__}",
     }
-    launch(on_rank, options.world_size, "cuda", args=(plans, options.out, head), heap_bytes=heap_bytes(plans))
+    launch(
+        on_rank,
+        options.world_size,
+        "cuda",
+        args=(plans, options.out, head, options.tuned),
+        heap_bytes=heap_bytes(plans),
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ All projections of Qwen3-32B, as one rank of so many holds them. Each answer is 
 A time is that of one product in a CUDA graph of many, on weights of 1 GB in all, used in turn, so that each is cold:
 
     alone        one product after the other
-    after norm   add_rms_norm, product, add_rms_norm, product ...: what one product adds to the norms alone
+    after norm   RMSNorm, product, RMSNorm, product ...: a norm and a product
     after wait   the same with norms that take 4 us longer, as an all-reduce of few rows does
 
 ``python benchmarks/skinny.py`` makes the table of docs/performance.md from the file.
@@ -99,7 +99,7 @@ class Bench:
         return statistics.median(a.elapsed_time(b) * 1e3 for a, b in zip(marks, marks[1:], strict=False))
 
     def situations(self, product: Callable, x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, float]:
-        """Microseconds of one product in each."""
+        """Microseconds of one product, and of what comes before it, in each."""
         before, normed = torch.randn_like(x), torch.empty_like(x)
         K = x.shape[1]
         constants = {"K": K, "BLOCK": triton.next_power_of_2(K), "num_warps": 16 if K > 4096 else 8, "launch_pdl": True}
@@ -109,7 +109,7 @@ class Bench:
 
         def between(micros: int) -> float:
             steps = [step for w in weights for step in (lambda: norm(micros), lambda w=w: product(normed, w))]
-            return self.us(steps) - self.us([lambda: norm(micros)] * len(weights))
+            return self.us(steps)
 
         times = {"alone": self.us([lambda w=w: product(x, w) for w in weights])}
         times |= {"after norm": between(0), "after wait": between(WAIT_US)}
@@ -146,7 +146,7 @@ def rows_of(bench: Bench, world_size: int, rows: list[int]):
                 check(product, x, weights[0], gated)
                 found[provider] = bench.situations(product, x, weights)
             op = "matmul_silu_mul" if gated else "matmul"
-            chosen = skinny.configured(op, x, weights[0], caps)
+            chosen = skinny.chosen_for(op, x, weights[0], caps)
             row = {
                 "projection": name, "world_size": world_size, "M": M, "N": N, "K": K, "gated": gated,
                 "floor_us": round(2 * N * K / GBPS / 1e3, 2), "us": found,

@@ -8,9 +8,10 @@ import torch
 
 import weft
 from weft.bench import baselines
+from weft.bench.normed import NormProblem
 from weft.bench.problem import Problem
 from weft.bench.providers import Unavailable, choose
-from weft.bench.shapes import COLLECTIVES, GEMMS, parse_shapes
+from weft.bench.shapes import COLLECTIVES, GEMMS, NORMED, parse_shapes
 
 
 class Library:
@@ -81,6 +82,31 @@ def test_every_library_gives_the_answer(op, libraries):
         return len(choose(op, names))
 
     assert weft.simulate(main, 3) == [len(names)] * 3
+
+
+def test_a_library_and_a_norm_give_the_answer(libraries):
+    """And a wrong residual, weight or hidden state shows."""
+
+    def main(team):
+        team.group = group_of(team, None)
+        problem = NormProblem(NORMED, parse_shapes(NORMED, ["5,24"], team.size)[0], "bf16", team)
+        (provider,) = choose(NORMED, ["nccl+torch"])
+        attempt = provider.make(problem)
+        for _ in range(2):
+            attempt.prepare(0)
+            normed, hidden = attempt.run(0)
+            assert problem.verdict(attempt, (normed, hidden)).wrong == ""
+        assert "hidden: 1 of 120 elements" in problem.judge((normed, bump(hidden))).wrong
+        assert "normed: 109 of 120 elements" in problem.judge((normed * 1.5, hidden)).wrong
+        assert "shape (4, 24), not (5, 24)" in problem.judge((normed[1:], hidden)).wrong
+        return True
+
+    def bump(x):
+        x = x.clone()
+        x[2, 3] += 1
+        return x
+
+    assert all(weft.simulate(main, 3))
 
 
 def test_buffers_in_a_window_are_one_allocation_and_aligned(libraries):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from benchmarks import run as benchmarks_run
 from weft.bench import report
 from weft.bench.command import bench
-from weft.bench.shapes import OPS
+from weft.bench.shapes import NORMED, OPS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -16,7 +16,7 @@ app.command("bench")(bench)
 SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, NORMED])
 def test_every_op_runs_checks_and_reports(op, tmp_path):
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "out" / "x.json", tmp_path / "x.svg"
@@ -54,6 +54,8 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--providers", "weft,cudnn"], "provider 'cudnn' is unknown"),
         (["all-reduce", "--providers", "cublas"], "it has weft.auto"),
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
+        (["all-reduce-rms-norm", "--shapes", "3,16,16"], "neither a set (qwen3-32b, llama3-70b) nor M,H"),
+        (["all-reduce-rms-norm", "--shapes", "3,12"], "takes rows of 16 bytes or a multiple"),
         (["gemm", "--world-size", "0"], "not a list of positive numbers"),
         (["gemm", "--world-size", "two"], "not a list of positive numbers"),
         (["gemm", "--dtype", "int8"], "dtype 'int8' is unknown"),

@@ -132,7 +132,7 @@ def test_times_as_on_gpus(fake_gpus, others):
         row = rows[name]
         assert (row.mode, row.reason) == ("graph", None)
         assert row.median_us == pytest.approx(7.0)
-        assert row.chain_us == pytest.approx(7 / 8)  # eight calls of the 7 µs between two events make 50 µs
+        assert row.chain_us == pytest.approx(7 / 64)  # the 7 µs between two events, over 64 calls
         assert row.eager_us == pytest.approx(7.0)
         assert row.samples >= 3 * 8
         assert row.max_abs_error < 0.1
@@ -200,6 +200,11 @@ def test_the_last_replica_takes_the_set_whose_answer_is_known():
             taken = measure.order(sets, replicas)
             assert taken[-1] == 0
             assert len(set(taken)) == min(sets, replicas)
+
+
+def test_short_calls_are_many_in_a_row():
+    """So that what only the first one costs is divided by many."""
+    assert [measure.calls_in_a_row(us) for us in (0.5, 3.0, 24.9, 25.0, 99.0)] == [64, 64, 64, 4, 4]
 
 
 def test_rounds_fill_the_time_within_bounds():

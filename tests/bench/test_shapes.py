@@ -3,7 +3,7 @@
 import pytest
 
 from weft.bench.limits import floor_us, limits_of, rate, wire_bytes
-from weft.bench.shapes import OPS, ROWS, parse_shapes
+from weft.bench.shapes import DECODE_ROWS, NORMED, OPS, ROWS, parse_shapes
 
 
 def sizes(op, *words, world_size=4, **more):
@@ -48,7 +48,12 @@ def test_collectives_take_bytes_and_powers_of_four():
     assert all(size % 48 == 0 for (size,) in sizes("all-to-all", world_size=3))
 
 
-@pytest.mark.parametrize("op", OPS)
+def test_rows_between_layers():
+    assert sizes(NORMED) == [(m, 5120) for m in DECODE_ROWS]
+    assert sizes(NORMED, "llama3-70b:1,16", "6,6144", "16,8192") == [(1, 8192), (16, 8192), (6, 6144)]
+
+
+@pytest.mark.parametrize("op", [*OPS, NORMED])
 def test_the_simulator_gets_tiny_ones(op):
     for world_size in (1, 2, 3, 8):
         for size in sizes(op, tiny=True, world_size=world_size):
@@ -88,6 +93,7 @@ def test_the_wire_carries_the_fewest_bytes():
     assert wire_bytes("gemm-ar", 2, (8, 16, 32), 2) == 2 * 8 * 16
     assert wire_bytes("ag-gemm", 2, (8, 16, 32), 2) == 8 * 32
     assert wire_bytes("gemm", 2, (8, 16, 32), 2) == 0
+    assert wire_bytes(NORMED, 4, (8, 512), 2) == wire_bytes("all-reduce", 4, (8192,), 2)
 
 
 def test_the_floor_is_the_larger_of_both():
@@ -99,5 +105,6 @@ def test_the_floor_is_the_larger_of_both():
     assert floor_us("ag-gemm", 4, (8192, 256, 5120), "bf16", h200) == pytest.approx(174.8, abs=0.1)
     assert floor_us("gemm", 4, (128, 5120, 6400), "fp32", h200) is None
     assert floor_us("gemm", 4, (128, 5120, 6400), "bf16", limits_of("some GPU")) is None
+    assert floor_us(NORMED, 2, (36, 5000), "bf16", h200) == pytest.approx(1.0 + 2.4)
     assert rate("gemm", 1, (1000, 1000, 1000), "bf16", 2.0) == pytest.approx(1000)
     assert rate("all-reduce", 2, (1_000_000,), "bf16", 10.0) == pytest.approx(100)

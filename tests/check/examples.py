@@ -66,3 +66,27 @@ def stopped(team):
     out = team.local(1, torch.int32)
     stop_here[(1,)](out, team.view)
     return out.item()
+
+
+@triton.jit
+def count(total):
+    tl.store(total, tl.load(total) + 1)
+
+
+@triton.jit
+def take(data, landed, got, team, N: tl.constexpr):
+    wl.wait(landed, 1, team)
+    tl.store(got + tl.arange(0, N), tl.load(data + tl.arange(0, N)))
+
+
+def launched_first(team):
+    source, target = (team.zeros((32,), torch.float32, name=name) for name in ("source", "target"))
+    landed, one, got = team.signals(1, name="landed"), team.local(1, torch.int32), team.local(32, torch.float32)
+    source.fill_(team.rank + 1.0)
+    one.fill_(1)
+    team.copy_engine.fork()
+    take[(1,)](target, landed, got, team.view, 32)
+    team.copy_engine.put(target, source, 1 - team.rank)
+    team.copy_engine.signal(landed, one, 1 - team.rank)
+    assert got.eq(2.0 - team.rank).all()
+    team.barrier()

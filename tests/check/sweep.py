@@ -9,6 +9,7 @@ Prints what is found and how long it took. tests/check/test_ops.py runs a few sc
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import multiprocessing
@@ -17,28 +18,32 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import triton
 
+import weft
 import weft.check
 from tests.ops import cases, matmul_cases
 from weft import ops
+from weft.bench.machine import revision
 
-# Lamport stages are used again in the fourth call.
-CALLS = 5
+# Lamport stages are used again in the seventh call.
+CALLS = 8
 # Schedules that one process runs before it takes up other work.
 SHARE = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``run(team, tensor)`` calls an op once; ``tensor(*shape)`` makes an input that differs by rank and call."""
+    """``run(team, tensor)``, done ``calls`` times; ``tensor(*shape)`` makes an input that differs by rank and call."""
 
     name: str
     run: Callable[[Any, Callable[..., torch.Tensor]], Any]
+    calls: int = CALLS
 
     def __call__(self, team: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(team.rank)
@@ -47,7 +52,7 @@ class Call:
             return torch.randn(shape, generator=generator).to(dtype)
 
         # No barrier in between: a rank may be a whole call ahead.
-        return [self.run(team, tensor) for _ in range(CALLS)]
+        return [self.run(team, tensor) for _ in range(self.calls)]
 
 
 def mixed(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
@@ -69,7 +74,7 @@ OPS = [
     Call("all_reduce fp32", lambda team, x: ops.all_reduce(x(300, dtype=torch.float32), team)),
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),
-    Call("mixed collectives", mixed),
+    Call("mixed collectives", mixed, calls=3),
     Call("all_gather", lambda team, x: ops.all_gather(x(3, 170), team)),
     Call("all_gather bytes", lambda team, x: ops.all_gather(x(77).to(torch.int8), team)),
     Call("reduce_scatter", lambda team, x: ops.reduce_scatter(x(team.size * 2, 300), team)),
@@ -141,6 +146,19 @@ def sweep(share: Share) -> tuple[float, list[str]]:
     return time.perf_counter() - started, [] if report.ok else [str(report)]
 
 
+def write(file: Path, swept: list[Swept]) -> None:
+    """What was run, of which source, and what it came to; a line for each call."""
+    head = {
+        "command": " ".join(["python -m tests.check.sweep", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "revision": revision(Path(weft.__file__).parent),
+        "versions": {module.__name__: module.__version__ for module in (torch, triton, numpy)},
+    }
+    rows = [json.dumps(asdict(one) | {"seconds": round(one.seconds, 1)}) for one in swept]
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    file.write_text("\n".join(["{", *lines, ' "swept": [', ",\n".join(f"  {row}" for row in rows), " ]", "}"]) + "\n")
+
+
 def command() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", default="2,3,4")
@@ -173,10 +191,7 @@ def command() -> int:
                 for report in found.findings or []:
                     print(report, flush=True)
     if chosen.json:
-        versions = {module.__name__: module.__version__ for module in (torch, triton, numpy)}
-        with open(chosen.json, "w") as file:
-            rows = [asdict(one) for one in swept.values()]
-            json.dump({"command": sys.argv[1:], "versions": versions, "swept": rows}, file, indent=1)
+        write(Path(chosen.json), list(swept.values()))
     failed = sum(bool(one.findings) for one in swept.values())
     print(f"{len(swept)} calls, {sum(one.schedules for one in swept.values())} schedules, {failed} with findings")
     return 1 if failed or not swept else 0

@@ -9,6 +9,7 @@ import torch
 import weft
 import weft.check
 from tests.check import examples
+from tests.zoo import staging
 from weft.simulator.watcher import Watcher
 
 
@@ -111,6 +112,42 @@ def test_what_main_raises_is_a_finding():
     (found,) = weft.check(main, 2, schedules=3).findings
     assert found.finding.kind == "error"
     assert "rank 1 is unhappy" in found.finding.message
+    assert [side.task for side in found.finding.sides] == ["rank 1 host code"]
+    assert "rank 1 is unhappy" in found.finding.sides[0].place.text
+
+
+def test_a_finding_is_replayed_with_as_few_ranks_and_programs_as_show_it():
+    (found,) = weft.check(examples.racy, 4, schedules=2).findings
+    assert found.replay.world_size == 2
+
+    def main(team):
+        examples.count[(6,)](team.zeros(1, torch.int32, name="total"))
+
+    found = next(f for f in weft.check(main, 3, schedules=2).findings if f.finding.kind == "race")
+    assert (found.replay.world_size, found.replay.strategy, found.replay.depth) == (2, "pct", 1)
+    assert found.replay.sms == 1, "programs are not ordered by having one SM"
+    assert found.replay.command("").endswith("depth=1, sms=1)")
+
+
+def test_a_difference_is_named_and_its_replay_compares_two_runs():
+    def main(team):
+        return {"calls": [0, order.setdefault("calls", []).append(0) or len(order["calls"])]}
+
+    order = {}
+    (found,) = weft.check(main, 1, schedules=2).findings
+    assert found.finding.message.startswith("rank 0's result['calls'][1] differs bitwise between")
+    assert found.replay.runs == 2
+
+
+def test_a_clearing_that_lands_late_hangs_its_rank():
+    """With late stores the run itself goes wrong: the clearing wipes out what a peer has sent since."""
+    report = weft.check(staging.clearing_that_is_overtaken, 2, strategy="delay", schedules=12, args=(True,))
+    assert {"overtaken", "deadlock"} <= {found.finding.kind for found in report.findings}
+
+
+def test_a_kernel_may_wait_for_what_its_host_copies_after_the_launch():
+    report = weft.check(examples.launched_first, 2, schedules=8)
+    assert report.ok, str(report)
 
 
 def test_wrong_arguments():

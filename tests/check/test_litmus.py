@@ -1,7 +1,9 @@
 """Litmus tests: the exact set of what can be read, over all schedules, late stores included.
 
-The model here: plain stores may be late, a release lets out what it covers, atomics and loads are sequentially consistent.
-PTX allows more where strong accesses meet (store buffering and IRIW of atomics without fence.sc): see docs/check.md.
+The model here: stores, notifies among them, may be late; a notify arrives after what it covers, and what follows a fence after
+what came before. Loads and atomics happen at once, and all ranks see one order of what has arrived. PTX allows more: an atomic
+overtaken by a later load of its thread (store buffering), loads that are early (load buffering), and two orders of independent
+writes (IRIW), unless there is a fence.sc. Each test below says so where its set is smaller than PTX's.
 """
 
 import torch
@@ -105,8 +107,48 @@ def test_store_buffering():
     assert outcomes(store_buffering, constants=(False,), kinds=["race"]) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-def test_store_buffering_with_fences():
-    assert outcomes(store_buffering, constants=(True,), kinds=["race"]) == {(0, 1), (1, 0), (1, 1)}
+def test_a_fence_does_not_keep_a_store_from_being_overtaken_by_a_load():
+    """It is fence.acq_rel; fence.sc would."""
+    assert outcomes(store_buffering, constants=(True,), kinds=["race"]) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+@triton.jit
+def store_buffering_by_notify(x, out, team):
+    me = wl.rank(team)
+    wl.notify(x + Y * me, 0, 1, team)
+    tl.store(out, tl.atomic_add(wl.symm_at(x, 0, team) + Y * (1 - me), 0, sem="acquire", scope="sys"))
+
+
+def test_store_buffering_by_release_and_acquire():
+    assert outcomes(store_buffering_by_notify) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+@triton.jit
+def store_buffering_by_atomics(x, out, team, SEM: tl.constexpr):
+    me = wl.rank(team)
+    home = wl.symm_at(x, 0, team)
+    tl.atomic_xchg(home + Y * me, 1, sem=SEM, scope="sys")
+    tl.store(out, tl.atomic_add(home + Y * (1 - me), 0, sem=SEM, scope="sys"))
+
+
+def test_store_buffering_by_atomics():
+    """PTX allows (0, 0) too: not even acq_rel keeps an atomic from being overtaken by a load of other bytes."""
+    for sem in ("relaxed", "acq_rel"):
+        assert outcomes(store_buffering_by_atomics, constants=(sem,)) == {(0, 1), (1, 0), (1, 1)}
+
+
+@triton.jit
+def two_notifies(x, out, team):
+    if wl.rank(team) == 0:
+        wl.notify(x, 1, 1, team)
+        wl.notify(x + Y, 1, 1, team)
+    else:
+        second = tl.atomic_add(x + Y, 0, sem="acquire", scope="sys")
+        tl.store(out, 2 * second + tl.atomic_add(x, 0, sem="acquire", scope="sys"))
+
+
+def test_notifies_of_one_program_arrive_in_order():
+    assert {seen for _, seen in outcomes(two_notifies)} == {0, 1, 3}
 
 
 @triton.jit
@@ -118,6 +160,7 @@ def load_buffering(x, out, team):
 
 
 def test_load_buffering_does_not_happen_here():
+    """PTX allows (1, 1) too: the stores do not depend on the loads."""
     assert outcomes(load_buffering, kinds=["race"]) == {(0, 0), (0, 1), (1, 0)}
 
 
@@ -135,7 +178,9 @@ def iriw(x, out, team):
 
 
 def test_independent_reads_of_independent_writes():
-    """2: the first write seen and not the second. Both readers cannot say so, as that would be two orders."""
+    """2: the first write seen and not the second. Both readers cannot say so, as that would be two orders.
+
+    PTX allows (2, 2) too."""
     seen = {(third, fourth) for _, _, third, fourth in outcomes(iriw, 4)}
     assert seen == {(a, b) for a in range(4) for b in range(4)} - {(2, 2)}
 
@@ -167,6 +212,48 @@ def test_a_read_modify_write_goes_on_with_a_release_sequence():
 
 def test_a_plain_store_ends_a_release_sequence():
     outcomes(release_sequence, 3, constants=(True,), kinds=["race", "relaxed-order"])
+
+
+@triton.jit
+def answered(stage, inbox, team, PROOF: tl.constexpr):
+    """Rank 0 clears a stage and sends words; rank 1 has them and writes the stage."""
+    at = tl.arange(0, 2)
+    if wl.rank(team) == 0:
+        wl.lamport_clear(stage + at, at < 2)
+        if PROOF == "fence":
+            wl.fence(team)
+        if PROOF == "volatile":
+            tl.load(stage + at, volatile=True)
+        wl.lamport_store(wl.symm_at(inbox, 1, team) + at, tl.full((2,), 1.0, tl.float32), at < 2)
+    else:
+        wl.lamport_load(inbox + at, at < 2, team)
+        wl.lamport_store(wl.symm_at(stage, 0, team) + at, tl.full((2,), 2.0, tl.float32), at < 2)
+
+
+def left_in_the_stage(proof, kinds=()):
+    seen = set()
+
+    def main(team):
+        stage, inbox = team.zeros(2, torch.float32, name="stage"), team.empty(2, torch.float32, name="inbox")
+        stage.fill_(-0.0)
+        inbox.fill_(-0.0)
+        team.barrier()
+        answered[(1,)](stage, inbox, team.view, proof)
+        team.barrier()
+        return stage.tolist()
+
+    report = weft.check.check(
+        main, 2, strategy="exhaustive", schedules=500, deterministic=False, on_results=lambda all: seen.add(all[0][0])
+    )
+    assert report.exhaustive == "exhausted"
+    assert {f.finding.kind for f in report.findings} == set(kinds), str(report)
+    return seen
+
+
+def test_a_clearing_may_land_later_than_the_answer_to_what_was_sent_after_it():
+    assert left_in_the_stage("none", kinds=["overtaken"]) == {0.0, 2.0}
+    assert left_in_the_stage("fence") == {2.0}
+    assert left_in_the_stage("volatile") == {2.0}
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.models.builtin import PATH as BUILTIN
+from weft.models.config import PUBLISHED
 
 
 def weft(*arguments):
@@ -39,6 +40,21 @@ def test_several_prompts_keep_their_order():
 def test_flags_reach_the_engine():
     assert weft("--max-new-tokens", 2, "--world-size", 1).stdout.strip() == "123+456=57"
     assert weft("--stop", "9", "--world-size", 1).stdout.strip() == "123+456=57"
+
+
+def test_the_plan_is_shown():
+    result = weft("--world-size", 2, "--max-new-tokens", 1)
+    assert "prompts of 8 tokens: gemm_ar, unfused: 8 tokens < " in result.stderr
+    assert "decode: gemm_ar, unfused: 1 tokens < " in result.stderr
+
+
+def test_random_weights_of_a_published_model_answer_in_token_ids(monkeypatch):
+    monkeypatch.setitem(PUBLISHED, "qwen3-tiny", (32, 64, 1, 2, 1, True))
+    flags = ("--dummy-weights", "--model", "qwen3-tiny", "--prompt-tokens", 5, "--max-new-tokens", 3, "--world-size", 1)
+    result = weft(*flags, "--max-seq-len", 32, "--page-size", 16)
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.split()) == 3 and all(0 <= int(token) < 151936 for token in result.stdout.split())
+    assert "prompts of 5 tokens" in result.stderr
 
 
 def test_runs_as_a_module():
@@ -79,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
     ("arguments", "says"),
     [
         (["--model", "/nowhere"], "/nowhere: no such directory"),
-        (["--mode", "fast"], "choose one of torch, ag_rs, gemm_ar"),
+        (["--mode", "fast"], "choose one of torch, ag_rs, gemm_ar, auto"),
         (["--device", "tpu"], "choose one of auto, cuda, sim"),
         (["--dtype", "int8"], "choose one of auto, bfloat16, float16, float32"),
         (["--world-size", "7"], "7"),
@@ -89,6 +105,12 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
         (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--max-batch", "0"], "max_batch=0"),
+        (["--page-size", "20"], "page_size=20"),
+        (["--max-seq-len", "1000"], "max_seq_len=1000 is not in 2 .. max_position_embeddings=64"),
+        (["--dummy-weights"], "--model NAME, such as qwen3-32b"),
+        (["--dummy-weights", "--model", "llama"], "choose one of qwen3-0.6b, "),
+        (["--prompt-tokens", "3"], "goes with --dummy-weights"),
     ],
     ids=lambda value: "-".join(value)[:30].strip("-") if isinstance(value, list) else None,
 )

@@ -1,29 +1,39 @@
 """Engine: text in, text out, the same on every rank, over any number of ranks, alone or in a batch."""
 
+import dataclasses
 import shutil
 
 import pytest
+import torch
 
 import weft
-from weft.engine import Engine
+from weft.engine import Engine, SamplingParams
 from weft.engine.text import load_tokenizer
 from weft.errors import CheckpointError
+from weft.models import Qwen3Config
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
 
 
-def generate(directory, prompts, world_size=1, *, mode="torch", eos=(), **options):
-    """Every rank's completions."""
+KINDS = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0, "seed": 7},
+    "top_p": {"temperature": 1.0, "top_p": 0.9, "seed": 7},
+}
+
+
+def generate(directory, prompts, world_size=1, *, mode="torch", eos=(), engine=None, **options):
+    """Every rank's completions. `engine`: what else the engine is made of."""
 
     def main(team):
-        engine = Engine(directory, team, mode=mode)
-        engine.eos_token_ids |= frozenset(eos)
-        return engine.generate(prompts, **options)
+        made = Engine(directory, team, mode=mode, **(engine or {}))
+        made.eos_token_ids |= frozenset(eos)
+        return made.generate(prompts, **options)
 
     return weft.simulate(main, world_size)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 def test_tokens_are_the_same_on_every_rank_and_for_every_world_size(byte_model, sampling):
     [alone] = generate(byte_model, PROMPTS, 1, max_new_tokens=24, **sampling)
     for world_size in (2, 4):
@@ -36,6 +46,145 @@ def test_tokens_are_the_same_on_every_rank_and_for_every_world_size(byte_model, 
 def test_prompts_in_a_batch_are_answered_as_alone(byte_model):
     [together] = generate(byte_model, PROMPTS, max_new_tokens=16)
     assert together == [generate(byte_model, prompt, max_new_tokens=16)[0][0] for prompt in PROMPTS]
+
+
+SMALL = [
+    {"max_batch": 2},
+    {"chunk_tokens": 5},
+    {"page_size": 16, "pages": 1 + 4},
+    {"page_size": 16, "pages": 1 + 4, "max_batch": 3, "chunk_tokens": 7},
+]
+
+
+@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("engine", SMALL, ids=str)
+def test_seats_chunks_and_preemption_do_not_change_an_answer(byte_model, engine, sampling):
+    prompts = [*PROMPTS, "a prompt", "the last of them, and not the shortest one"]
+    [plenty] = generate(byte_model, prompts, max_new_tokens=16, **sampling)
+
+    def main(team):
+        made = Engine(byte_model, team, mode="torch", **engine)
+        return made.generate(prompts, max_new_tokens=16, **sampling), made.stats.preemptions, made.batch.scheduler.pool
+
+    [(found, preemptions, pool)] = weft.simulate(main, 1)
+    assert found == plenty
+    assert (preemptions > 0) == ("pages" in engine)
+    assert pool.free == pool.capacity
+
+
+def test_requests_join_and_leave_between_steps_and_are_answered_as_alone(byte_model):
+    params = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=3, temperature=1.0, seed=5),
+        SamplingParams(max_tokens=20, temperature=0.8, top_p=0.8, seed=9),
+        SamplingParams(max_tokens=7),
+    ]
+    prompts = [*PROMPTS, [5, 6, 7]]
+
+    def together(team):
+        engine = Engine(byte_model, team, mode="torch")
+        tokens, numbers, steps = {}, [], 0
+        while engine.has_work or len(numbers) < 4:
+            if steps % 3 == 0 and len(numbers) < 4:
+                numbers.append(engine.submit(prompts[len(numbers)], params[len(numbers)]))
+            for piece in engine.step():
+                tokens.setdefault(piece.prompt, []).append(piece.token_id)
+            steps += 1
+        return [tokens[number] for number in numbers]
+
+    def alone(team):
+        engine = Engine(byte_model, team, mode="torch")
+        return [[piece.token_id for piece in engine.answer([p], [q])] for p, q in zip(prompts, params, strict=True)]
+
+    [expected] = weft.simulate(alone, 1)
+    assert [len(tokens) for tokens in expected] == [12, 3, 20, 7]
+    for world_size in (1, 2):
+        for found in weft.simulate(together, world_size):
+            assert found == expected
+
+
+def test_a_stream_that_is_not_drawn_to_its_end_leaves_nothing_behind(byte_model):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch")
+        pieces = engine.stream(PROMPTS, max_new_tokens=30)
+        next(pieces)
+        pieces.close()
+        assert not engine.has_work and engine.batch.scheduler.pool.free == engine.batch.scheduler.pool.capacity
+        return engine.generate(PROMPTS, max_new_tokens=8)
+
+    [found] = weft.simulate(main, 1)
+    assert found == generate(byte_model, PROMPTS, max_new_tokens=8)[0]
+
+
+def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_model):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch")
+        number = engine.submit(PROMPTS[2], SamplingParams(max_tokens=6))
+        one, other = (engine.stream(prompt, max_new_tokens=8) for prompt in PROMPTS[:2])
+        drawn = [(a.token_id, b.token_id) for a, b in zip(one, other, strict=True)]
+        submitted = []
+        while engine.has_work:
+            submitted += engine.step()
+        assert all(piece.prompt == number for piece in submitted)
+        return [list(tokens) for tokens in zip(*drawn, strict=True)] + [[piece.token_id for piece in submitted]]
+
+    [found] = weft.simulate(main, 1)
+    alone = [generate(byte_model, prompt, max_new_tokens=8)[0][0].token_ids for prompt in PROMPTS]
+    assert found == [*alone[:2], alone[2][:6]]
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_engine_goes_on(byte_model):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", page_size=16, pages=1 + 3)
+        with pytest.raises(
+            ValueError, match="request 1: a prompt of 30 tokens and an answer of up to 20 need 4 KV pages"
+        ):
+            engine.generate(["ok", "y" * 30], max_new_tokens=20)
+        return engine.generate("ok", max_new_tokens=8)
+
+    assert weft.simulate(main, 1) == generate(byte_model, "ok", max_new_tokens=8)
+
+
+def test_ignore_eos_goes_on(byte_model):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch")
+        [free] = engine.generate("x", max_new_tokens=10)
+        engine.eos_token_ids = frozenset(free.token_ids[:1])
+        counts = []
+        for ignore_eos in (False, True):
+            pieces = list(engine.answer(["x"], [SamplingParams(max_tokens=10, ignore_eos=ignore_eos)]))
+            counts.append((len(pieces), pieces[-1].finish_reason))
+        return counts
+
+    assert weft.simulate(main, 1) == [[(1, "eos"), (10, "length")]]
+
+
+@pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fused_kernels_give_the_tokens_of_the_unfused_forms(byte_model, mode, world_size):
+    prompts, steps = [PROMPTS[1], "four"], 5
+    [plain] = generate(byte_model, prompts, max_new_tokens=steps)
+    engine = {"fused": True, "max_seq_len": 32, "page_size": 16}
+    for found in generate(byte_model, prompts, world_size, mode=mode, engine=engine, max_new_tokens=steps):
+        assert found == plain
+
+
+def test_random_weights_answer_in_token_ids_and_have_no_text(byte_model):
+    config = dataclasses.replace(Qwen3Config.named("qwen3-0.6b"), vocab_size=64, hidden_size=32, intermediate_size=64,
+                                 num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                                 max_position_embeddings=64, dtype=torch.float32)  # fmt: skip
+
+    def main(team):
+        engine = Engine(config, team)
+        with pytest.raises(ValueError, match="this model has no tokenizer; pass token ids"):
+            engine.generate("text")
+        with pytest.raises(ValueError, match="needs text, and this model has no tokenizer"):
+            engine.generate([1, 2], stop="x")
+        return engine.generate([[1, 2, 3], [4]], max_new_tokens=6)
+
+    first, again = (weft.simulate(main, 1)[0] for _ in range(2))
+    assert first == again
+    assert [(len(one.token_ids), one.text, one.finish_reason) for one in first] == [(6, "", "length")] * 2
 
 
 def test_the_seed_decides_what_is_drawn(byte_model):
@@ -110,7 +259,9 @@ def test_an_answer_ends_where_the_model_does(byte_model):
         ("", r"prompts\[0\]='' is empty"),
         (["x", ""], r"prompts\[1\]='' is empty"),
         ([], "prompts is empty"),
-        ([3], r"prompts\[0\]=3 is not a string"),
+        ("\ud800", r"prompts\[0\] is not text that UTF-8 can hold"),
+        ([3.0], r"prompts\[0\]=3.0 is not a string or a list of token ids"),
+        ([[1, 257]], r"prompts\[0\] holds a token id outside 0 .. 256"),
         ("y" * 96, r"prompts\[0\] has 96 tokens .* max_seq_len=96; shorten it to 95 tokens"),
     ],
 )

@@ -1,4 +1,4 @@
-"""On GPUs decode runs as a CUDA graph: the same tokens as without it, on every rank, call after call.
+"""On GPUs decode runs as a CUDA graph: the same tokens as without it, on every rank, call after call, in every bucket.
 
 One launch a world size does all modes: starting the ranks takes longer than what they do.
 """
@@ -7,44 +7,99 @@ import pytest
 import torch
 
 import weft
-from weft.engine import Engine
-from weft.layers import MODES
+from weft.engine import Engine, Runner, SamplingParams
+from weft.engine.params import NUCLEUS
+from weft.engine.runner import Row
+from weft.models import Qwen3ForCausalLM
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
 WORLD_SIZES = [pytest.param(world_size, marks=pytest.mark.gpu(world_size)) for world_size in (1, 2, 4)]
 
 
 def answers(team, directory, mode, cuda_graph):
-    """Each kind of answer: captured, captured anew for sampling and for another batch, and replayed."""
-    engine = Engine(directory, team, mode=mode, dtype=torch.bfloat16, cuda_graph=cuda_graph)
+    """Each kind of answer: captured, captured anew for sampling and for another bucket, and replayed.
+
+    In fp32: prompts that are padded for a graph may have another GEMM kernel, and a bf16 logit is often as large as the next.
+    """
+    engine = Engine(directory, team, mode=mode, dtype=torch.float32, cuda_graph=cuda_graph)
     return [
-        engine.generate(PROMPTS, max_new_tokens=40),
-        engine.generate(PROMPTS, max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1),
-        engine.generate(PROMPTS, max_new_tokens=40),
-        engine.generate(PROMPTS[1:], max_new_tokens=10),
-        engine.generate(PROMPTS, max_new_tokens=40, stop="q"),
+        engine.generate(PROMPTS, max_new_tokens=12),
+        engine.generate(PROMPTS, max_new_tokens=12, temperature=1.0, seed=1),
+        engine.generate(PROMPTS, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1),
+        engine.generate(PROMPTS, max_new_tokens=12),
+        engine.generate(PROMPTS[1:], max_new_tokens=4),
+        engine.generate(PROMPTS * 3, max_new_tokens=8, stop="q"),  # some end early and leave their seats
     ]
 
 
 def in_all_modes(team, directory):
-    """{mode: (eager answers, answers from graphs, the adder's texts, seconds its capture took)}"""
+    """{mode: (eager answers, answers from graphs, the adder's texts, seconds its capture took)}, and what `replayed` finds"""
     found = {}
-    for mode in MODES:
+    for mode in ("torch", "ag_rs", "gemm_ar"):
         adder = Engine(None, team, mode=mode)
         sums = [completion.text for completion in adder.generate(["123+456=", "999+1="], max_new_tokens=8)]
         eager, graphed = (answers(team, directory, mode, cuda_graph) for cuda_graph in (False, True))
         found[mode] = eager, graphed, sums, adder.stats.capture_seconds
+    return found, replayed(team, directory, 1000)
+
+
+def replayed(team, directory, replays):
+    """Tokens of the same step again and again, and keys and values after it: in the bucket of 4, in that of 8, and eager."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", dtype=torch.float32)
+    runner = Runner(model, max_batch=8, page_size=16, max_seq_len=96)
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+    generator = torch.Generator(team.device).manual_seed(1)
+    context = torch.randn(runner.cache.data.shape, generator=generator, device=team.device)
+    start = torch.arange(8, device=team.device) * 5
+    rows = {
+        seat: Row(position=40 + seat, pages=list(range(1 + 4 * seat, 5 + 4 * seat)), params=params) for seat in range(4)
+    }
+    found = []
+    for bucket, count, graph in ((4, 20, True), (8, replays, True), (4, 1, False)):
+        runner.cuda_graph = graph
+        states = []
+        for _ in range(count):
+            runner.place({})
+            runner.place(rows)
+            runner.cache.data.copy_(context)
+            runner.tokens.copy_(start)
+            runner.step(bucket, NUCLEUS)
+            states.append((runner.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
+        for tokens, cached in states:
+            assert torch.equal(tokens, states[0][0]) and torch.equal(cached, states[0][1]), (
+                f"bucket {bucket}: a replay differs"
+            )
+        found.append([part.cpu() for part in states[0]])
     return found
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_graph_gives_the_tokens_of_eager_steps_on_every_rank(byte_model, world_size):
+def test_graphs_give_the_tokens_of_eager_steps_on_every_rank_a_thousand_times(byte_model, world_size):
     by_rank = weft.launch(in_all_modes, world_size, "cuda", args=(byte_model,))
-    for mode in MODES:
-        expected = by_rank[0][mode][0]
-        assert expected[0] == expected[2], mode
-        for rank, found in enumerate(by_rank):
+    for mode, (expected, *_) in by_rank[0][0].items():
+        assert expected[0] == expected[3], mode
+        for rank, (found, _) in enumerate(by_rank):
             eager, graphed, sums, capture_seconds = found[mode]
             assert eager == expected and graphed == expected, f"rank {rank}, mode {mode}"
             assert sums == ["579", "1000"] and capture_seconds > 0, f"rank {rank}, mode {mode}"
+    for _, (exact, padded, eager) in by_rank:
+        assert torch.equal(exact[0], eager[0]) and torch.equal(exact[1], eager[1])
+        assert torch.equal(exact[0], padded[0])
+        # Another number of rows may be another GEMM kernel, with sums in another order.
+        torch.testing.assert_close(padded[1], exact[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.gpu(2)
+def test_an_llm_answers_from_processes_of_its_own_and_outlives_a_refusal(byte_model):
+    with weft.LLM(byte_model, 2, device="cuda") as llm:
+        [first] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=20))
+        with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
+            llm.generate("")
+        undrawn = llm.stream(PROMPTS, SamplingParams(max_tokens=20))
+        next(undrawn)
+        assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=20)) == [first]
+        assert len(first.token_ids) == 20 and llm.stats.new_tokens == 20
+    with pytest.raises(ValueError, match="no such directory"):
+        weft.LLM("/nowhere", 2, device="cuda")

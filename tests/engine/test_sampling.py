@@ -1,15 +1,46 @@
-"""Sampling draws what softmax, temperature and top-p say, and nonsense parameters are refused."""
+"""Sampling draws what softmax, temperature and top-p say, the same over any number of ranks; nonsense is refused."""
 
 import pytest
 import torch
 
-from weft.engine.sampling import Sampling, sample_top_p
+import weft
+from weft.engine.params import GREEDY, NUCLEUS, SAMPLED, SamplingParams
+from weft.engine.sampling import Choice, choose_tokens, gumbel
+from weft.layers import VocabParallelHead
+
+DRAWS = 100_000
 
 
-def frequencies(logits, temperature=1.0, top_p=1.0, draws=100_000):
-    uniform = torch.rand(draws, generator=torch.Generator().manual_seed(0))
-    tokens = sample_top_p(logits.expand(draws, -1), torch.tensor(temperature), torch.tensor(top_p), uniform)
-    return torch.bincount(tokens, minlength=len(logits)) / draws
+def choose(logits, temperature, top_p=1.0, seed=0, position=0, kind=None, world_size=1, fused=False):
+    """The tokens of logits[B, V], split over the ranks; all ranks must choose alike."""
+    batch, vocab_size = logits.shape
+
+    def column(values, dtype):
+        return torch.as_tensor(values, dtype=dtype).expand(batch)
+
+    choice = Choice(
+        temperature=column(temperature, torch.float32),
+        top_p=column(top_p, torch.float32),
+        seed=column(seed, torch.int64),
+        position=column(position, torch.int64),
+    )
+    if kind is None:
+        kind = NUCLEUS if (choice.top_p < 1).any() else SAMPLED
+
+    def main(team):
+        head = VocabParallelHead(vocab_size, 8, team=team, mode="torch", dtype=torch.float32)
+        mine = torch.full((batch, head.local_size), -float("inf"))
+        mine[:, : head.real_size] = logits[:, head.start : head.start + head.real_size]
+        return choose_tokens(head, mine, choice, kind, fused=fused)
+
+    results = weft.simulate(main, world_size)
+    assert all(torch.equal(result, results[0]) for result in results)
+    return results[0]
+
+
+def frequencies(logits, temperature=1.0, top_p=1.0):
+    tokens = choose(logits.expand(DRAWS, -1), temperature, top_p, seed=torch.arange(DRAWS))
+    return torch.bincount(tokens, minlength=len(logits)) / DRAWS
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -18,6 +49,25 @@ def test_tokens_are_as_frequent_as_softmax_says(temperature):
     found = frequencies(logits, temperature)
     torch.testing.assert_close(found, torch.softmax(logits / temperature, -1), rtol=0, atol=0.01)
     assert found[-1] == 0
+
+
+def test_tokens_of_one_seed_are_as_frequent_along_the_positions():
+    logits = torch.tensor([0.3, 2.0, -1.0, 1.2])
+    tokens = choose(logits.expand(DRAWS, -1), 1.0, position=torch.arange(DRAWS))
+    found = torch.bincount(tokens, minlength=4) / DRAWS
+    torch.testing.assert_close(found, torch.softmax(logits, -1), rtol=0, atol=0.01)
+
+
+def test_noise_is_gumbel_and_of_seed_position_and_word_alike():
+    words = torch.arange(1000)
+    noise = gumbel(torch.arange(100), torch.zeros(100, dtype=torch.int64), words)
+    cumulative = torch.exp(-torch.exp(-noise.double())).flatten().sort().values
+    uniform = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    assert (cumulative - uniform).abs().max() < 0.006  # Kolmogorov-Smirnov: 1.95 / sqrt(100,000) at 0.001
+    assert noise.unique().numel() > 99_000
+    along = gumbel(torch.zeros(100, dtype=torch.int64), torch.arange(100), words)
+    for other in (along, noise.roll(1, 0), noise.roll(1, 1)):
+        assert abs(torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1]) < 0.02
 
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it():
@@ -29,28 +79,81 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     assert frequencies(probabilities.log(), top_p=1e-12).tolist() == [0, 1, 0, 0]
 
 
-def test_the_ends_of_the_uniform_range_stay_inside():
-    logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(2, -1)
-    uniform = torch.tensor([0.0, 1.0 - 2**-24])
-    one = torch.tensor(1.0)
-    assert sample_top_p(logits, one, one, uniform).tolist() == [0, 2]
-    assert sample_top_p(logits, one, torch.tensor(0.9), uniform).tolist() == [1, 2]
+def kept_by_sorting(logits, temperature, top_p):
+    """The words that some draw of top-p sampling may give, by the definition: sorted, until top_p is reached."""
+    probabilities = torch.softmax(logits.double() / temperature, -1)
+    ordered, words = probabilities.sort(descending=True)
+    before = ordered.cumsum(-1) - ordered
+    return {int(word) for word in words[before < top_p]}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.5), (0.3, 0.9), (2.0, 0.99)])
+def test_the_kept_tokens_are_those_of_sorting(temperature, top_p, world_size):
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2
+    tokens = choose(logits.expand(20_000, -1), temperature, top_p, seed=torch.arange(20_000), world_size=world_size)
+    kept = kept_by_sorting(logits, temperature, top_p)
+    found = set(tokens.tolist())
+    # What is likelier than one in 1,000 is drawn once in 20,000 draws, or should be.
+    probabilities = torch.softmax(logits / temperature, -1)
+    assert {word for word in kept if probabilities[word] > 1e-3} <= found <= kept
+
+
+@pytest.mark.parametrize("kind", [SAMPLED, NUCLEUS])
+def test_every_world_size_chooses_alike(kind):
+    logits = torch.randn(50, 101, generator=torch.Generator().manual_seed(2)) * 3
+    words = {"temperature": 1.0, "top_p": 1.0 if kind == SAMPLED else 0.9, "seed": torch.arange(50), "position": 7}
+    alone = choose(logits, **words)
+    assert len(alone.unique()) > 20
+    for world_size in (2, 4):
+        assert torch.equal(choose(logits, **words, world_size=world_size), alone)
+
+
+def test_each_sequence_of_a_mixed_batch_is_served_as_alone():
+    logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(3))
+    temperature, top_p = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.7, 1.3]), torch.tensor([1.0, 1.0, 0.5, 0.5, 0.9, 1.0])
+    seed, position = torch.arange(6), torch.arange(6) * 3
+    together = choose(logits, temperature, top_p, seed, position, world_size=2)
+    assert together[0] == logits[0].argmax() and together[3] == logits[3].argmax()
+    for row in range(6):
+        one = slice(row, row + 1)
+        kind = GREEDY if temperature[row] == 0 else SAMPLED if top_p[row] == 1 else NUCLEUS
+        alone = choose(logits[one], temperature[one], top_p[one], seed[one], position[one], kind=kind)
+        assert together[row] == alone[0]
 
 
 def test_a_temperature_near_zero_is_greedy():
     assert frequencies(torch.tensor([1.0, 1.001, 0.5]), temperature=1e-20).tolist() == [0, 1, 0]
+    assert frequencies(torch.tensor([1.0, 1.001, 0.5]), temperature=1e-20, top_p=0.5).tolist() == [0, 1, 0]
 
 
-def test_random_numbers_do_not_depend_on_how_many_are_drawn():
-    sampling = Sampling(temperature=1.0, seed=3)
-    assert torch.equal(sampling.uniforms(20, 3)[:7], sampling.uniforms(7, 3))
-    assert not torch.equal(sampling.uniforms(7, 3), Sampling(seed=4).uniforms(7, 3))
+def test_equally_likely_tokens_are_all_kept_whatever_the_sign_of_zero():
+    found = frequencies(torch.tensor([0.0, -0.0, 0.0, -9.0]), top_p=0.3)
+    torch.testing.assert_close(found, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.0]), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", [GREEDY, SAMPLED, NUCLEUS])
+def test_fused_kernels_choose_what_torch_does(kind, world_size):
+    logits = torch.randn(12, 3000, generator=torch.Generator().manual_seed(4)) * 3
+    logits[3, 700:900] = logits[3].max()  # equal ones, over two ranks
+    logits[4] = logits[4].bfloat16().float()
+    logits[5, :2990] = -float("inf")
+    words = {
+        "temperature": torch.tensor([0.0, 0.3, 1.0, 2.0] * 3),
+        "top_p": torch.tensor([0.5, 1.0, 0.9] * 4),
+        "seed": torch.arange(12) * 1_000_003,
+        "position": torch.arange(12),
+        "kind": kind,
+    }
+    expected = choose(logits, **words)
+    assert torch.equal(choose(logits, **words, world_size=world_size, fused=True), expected)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0 is not a positive integer"),
+        ({"max_tokens": 0}, "max_tokens=0 is not a positive integer"),
         ({"temperature": -1.0}, "temperature=-1.0 is not 0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, r"top_p=0.0 is not in \(0, 1\]"),
@@ -61,4 +164,4 @@ def test_random_numbers_do_not_depend_on_how_many_are_drawn():
 )
 def test_parameters_that_mean_nothing_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Sampling(**wrong)
+        SamplingParams(**wrong)

@@ -5,13 +5,24 @@ import torch
 from torch import nn
 
 import weft
-from weft.layers import TPMLP, Step, TPAttention, VocabParallelEmbedding, VocabParallelHead
+from weft.layers import (
+    TPMLP,
+    PagedCache,
+    Plan,
+    Step,
+    TPAttention,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    choose_plan,
+    rotary_angles,
+)
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.qwen3 import modeling_qwen3 as hf  # noqa: E402
 
 MODES = ["torch", "ag_rs", "gemm_ar"]
-MODEL = {"head_dim": 16, "theta": 50.0}
+HEAD_DIM, THETA = 16, 50.0
+ANGLES = rotary_angles(64, HEAD_DIM, THETA, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +33,8 @@ def config():
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
-        rope_parameters={"rope_type": "default", "rope_theta": MODEL["theta"]},
+        head_dim=HEAD_DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
         attn_implementation="eager",
     )
 
@@ -73,31 +84,118 @@ def test_attention_over_ranks_is_the_whole_attention(config, mode, world_size):
 
     def main(team):
         attention = TPAttention.from_module(whole, config, team, mode)
-        step = Step.prefill(batch, length, **MODEL, device=team.device, dtype=torch.float32)
-        return attention(share(x.flatten(0, 1), team, mode), step)
+        step = Step.prefill([(0, length)] * batch, table(batch, 1), 16, ANGLES, Plan(mode=mode))
+        return attention(share(x.flatten(0, 1), team, mode), step, new_cache(attention, batch))
 
     found = joined(weft.simulate(main, world_size), mode, batch * length)
     torch.testing.assert_close(found, expected.flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_from_the_cache_is_the_last_row_of_the_prompt(config):
+def table(batch, pages):
+    """Each sequence's pages, in no order: no page but 0 is nobody's."""
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1))
+    return (1 + order).to(torch.int32).view(batch, pages)
+
+
+def new_cache(attention, pages, fill=0.0):
+    cache = PagedCache(1, 1 + pages, attention.num_kv_heads, 16, HEAD_DIM, dtype=torch.float32, device="cpu")
+    cache.data.fill_(fill)
+    return cache.layer(0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_from_the_cache_is_the_last_row_of_the_prompt(config, world_size, fused):
     whole = randomised(hf.Qwen3Attention(config, layer_idx=0))
-    x, lengths = torch.randn(2, 6, 32), torch.tensor([5, 3])
+    x, lengths = torch.randn(2, 20, 32), torch.tensor([19, 3])
+
+    def main(team):
+        attention = TPAttention.from_module(whole, config, team, "gemm_ar" if fused else "torch")
+        plan = Plan(mode=attention.mode, fused=fused)
+        cache = new_cache(attention, 4, fill=100.0)  # what others left there must not be seen
+        step = Step.prefill([(0, 20)] * 2, table(2, 2), 16, ANGLES, plan)
+        rows = attention(x.flatten(0, 1), step, cache).view(2, 20, 32)
+        new = torch.cat((x[torch.arange(2), lengths], torch.zeros(1, 32)))
+        padded_table = torch.cat((table(2, 2), torch.zeros(1, 2, dtype=torch.int32)))
+        decode = Step.decode(
+            torch.cat((lengths, torch.tensor([-1]))), padded_table, 16, ANGLES, plan, attention.num_kv_heads
+        )
+        return attention(new, decode, cache)[:2], rows[torch.arange(2), lengths]
+
+    for found, expected in weft.simulate(main, world_size):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_prompt_in_chunks_is_the_prompt_at_once(config, fused):
+    whole = randomised(hf.Qwen3Attention(config, layer_idx=0))
+    x = torch.randn(2, 40, 32)
+
+    def read(attention, parts, plan):
+        cache = new_cache(attention, 6)
+        found = []
+        for before, length in parts:
+            step = Step.prefill([(before, length)] * 2, table(2, 3), 16, ANGLES, plan)
+            found.append(attention(x[:, before : before + length].flatten(0, 1), step, cache).unflatten(0, (2, length)))
+        return torch.cat(found, dim=1)
+
+    def main(team):
+        attention = TPAttention.from_module(whole, config, team, "gemm_ar")
+        plan = Plan(mode="gemm_ar", fused=fused)
+        whole_prompt = read(attention, [(0, 40)], plan)
+        return whole_prompt, [
+            read(attention, parts, plan) for parts in ([(0, 16), (16, 24)], [(0, 7), (7, 1), (8, 32)])
+        ]
+
+    [(expected, in_chunks)] = weft.simulate(main, 1)
+    for found in in_chunks:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_of_unequal_length_do_not_see_each_other(config):
+    whole = randomised(hf.Qwen3Attention(config, layer_idx=0))
+    lengths = [5, 5, 17, 1]
+    x = [torch.randn(length, 32) for length in lengths]
 
     def main(team):
         attention = TPAttention.from_module(whole, config, team, "torch")
-        step = Step.prefill(2, 6, **MODEL, device=team.device, dtype=torch.float32)
-        cache = tuple(torch.zeros(2, attention.num_kv_heads, 8, 16) for _ in range(2))
-        rows = attention(x.flatten(0, 1), step, cache).view(2, 6, 32)
-        for one in cache:  # what a prompt's padding left there must not be seen
-            for index, length in enumerate(lengths):
-                one[index, :, length:] = 100.0
-        new = x[torch.arange(2), lengths]
-        decode = Step.decode(lengths, 8, **MODEL, dtype=torch.float32)
-        return attention(new, decode, cache), rows[torch.arange(2), lengths]
 
-    for found, expected in weft.simulate(main, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        def read(parts, cache):
+            step = Step.prefill(
+                [(0, len(part)) for part in parts], table(len(parts), 2), 16, ANGLES, Plan(mode="torch")
+            )
+            return attention(torch.cat(parts), step, cache)
+
+        return read(x, new_cache(attention, 8)), [read([part], new_cache(attention, 2)) for part in x]
+
+    [(together, alone)] = weft.simulate(main, 1)
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
+    def main(team):
+        sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
+        return [str(choose_plan("auto", tokens, **sizes, fused=True)) for tokens in (1, 1024, 4096)]
+
+    decode, medium, prefill = weft.simulate(main, 2)[0]
+    assert decode == "gemm_ar, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks"
+    assert medium == "gemm_ar, fused: 1024 tokens < 2048: too few to split over 2 ranks"
+    assert prefill == "ag_rs, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
+    assert weft.simulate(main, 1)[0][2] == "gemm_ar, fused: one rank: nothing to send"
+
+
+def test_a_plan_that_was_asked_for_is_followed():
+    def main(team):
+        sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
+        plans = [choose_plan(mode, 8, **sizes, fused=True) for mode in ("torch", "ag_rs", "gemm_ar")]
+        narrow = choose_plan("gemm_ar", 8, hidden_size=6, dtype=torch.bfloat16, team=team, fused=True)
+        return [(plan.mode, plan.fused, plan.deferred) for plan in [*plans, narrow]]
+
+    torch_, ag_rs, gemm_ar, narrow = weft.simulate(main, 2)[0]
+    assert torch_ == ("torch", False, False)
+    assert ag_rs == ("ag_rs", True, False)
+    assert gemm_ar == ("gemm_ar", True, True)
+    assert narrow == ("gemm_ar", True, False)  # rows of 12 bytes: not what all_reduce_rms_norm takes
 
 
 def test_modules_that_are_not_what_the_layer_computes_are_refused(config):

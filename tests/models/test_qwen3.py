@@ -1,14 +1,16 @@
 """Qwen3 over 1, 2 and 4 virtual ranks is transformers' Qwen3, in every mode; these tests would notice if not."""
 
-import dataclasses
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import weft
-from weft.engine.decoder import Decoder
-from weft.engine.sampling import Sampling
+from weft.engine import Runner, SamplingParams
+from weft.engine.prefill import Read
+from weft.engine.runner import Row
+from weft.layers import rotary_angles
 from weft.models import Qwen3Config, Qwen3ForCausalLM
 
 TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
@@ -35,12 +37,25 @@ def reference_greedy(model, tokens, steps):
 
 def greedy(model, prompts, steps):
     """[steps, batch] greedy tokens of our model, by prefill and then decode."""
-    decoder = Decoder(model, len(prompts), 128)
-    decoder.prefill(prompts, Sampling(max_new_tokens=steps))
-    tokens = [decoder.tokens.clone()]
-    for _ in range(steps - 1):
-        decoder.step()
-        tokens.append(decoder.tokens.clone())
+    runner = Runner(model, max_batch=len(prompts), page_size=16, max_seq_len=128)
+    params = SamplingParams()
+    pages = [list(range(1 + 8 * seat, 9 + 8 * seat)) for seat in range(len(prompts))]
+    runner.read(
+        [
+            Read(seat=seat, tokens=prompt, before=0, pages=pages[seat], params=params, choose=True)
+            for seat, prompt in enumerate(prompts)
+        ]
+    )
+    tokens = [runner.tokens.clone()]
+    for step in range(steps - 1):
+        runner.place(
+            {
+                seat: Row(position=len(prompt) + step, pages=pages[seat], params=params)
+                for seat, prompt in enumerate(prompts)
+            }
+        )
+        runner.decode()
+        tokens.append(runner.tokens.clone())
     return torch.stack(tokens)
 
 
@@ -67,8 +82,8 @@ def plain_ops(monkeypatch):
     monkeypatch.setattr("weft.layers.vocabulary.ops", plain)
 
 
-def check_logits_and_tokens(team, directory, mode, tokens, steps):
-    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode)
+def check_logits_and_tokens(team, directory, mode, tokens, steps, fused=False):
+    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode, fused=fused)
     return model.logits(tokens), greedy(model, tokens.tolist(), steps) if steps else None
 
 
@@ -98,15 +113,51 @@ def test_the_modes_agree_with_transformers_whatever_has_to_be_padded(
         assert torch.equal(generated.T, expected_tokens)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_modes_agree_with_transformers_over_simulated_kernels(make_checkpoint, mode, world_size):
+def test_the_modes_agree_with_transformers_over_simulated_kernels(make_checkpoint, mode, world_size, fused):
     directory, reference = make_checkpoint(num_hidden_layers=1)
     tokens = prompt(1, 5)
     expected, expected_tokens = reference_logits(reference, tokens), reference_greedy(reference, tokens, 3)
-    for logits, generated in weft.simulate(check_logits_and_tokens, world_size, args=(directory, mode, tokens, 3)):
+    arguments = (directory, mode, tokens, 3, fused)
+    for logits, generated in weft.simulate(check_logits_and_tokens, world_size, args=arguments):
         assert relative_rms(logits, expected) <= TOLERANCE
         assert torch.equal(generated.T, expected_tokens)
+
+
+def launches_of_a_step(directory):
+    """Kernels that a fused decode step of two sequences launches on each of two ranks."""
+    seen, counting = Counter(), []
+
+    def count(event):
+        _, _, kind, detail = event
+        if counting and kind == "launch":
+            seen[detail.split()[0]] += 1
+
+    def main(team):
+        model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", fused=True)
+        cache, table = model.new_cache(4, 16), torch.tensor([[1], [2]], dtype=torch.int32)
+
+        def step():
+            return model(torch.tensor([3, 4]), model.decode_step(torch.tensor([2, 5]), table, 16), cache)
+
+        step()  # takes workspaces
+        team.barrier()
+        counting.append(True)
+        step()
+        team.barrier()
+
+    weft.simulate(main, 2, on_event=count)
+    return {name: number / 2 for name, number in seen.items()}
+
+
+def test_a_layer_more_is_at_most_eight_kernels_more(make_checkpoint):
+    one, two = (launches_of_a_step(make_checkpoint(num_hidden_layers=n)[0]) for n in (1, 2))
+    of_a_layer = {name: two[name] - one[name] for name in two if two[name] != one[name]}
+    assert of_a_layer["all_reduce_rms_norm_kernel"] == 2
+    assert of_a_layer["qk_norm_rope_kernel"] == of_a_layer["paged_attention_kernel"] == 1
+    assert sum(of_a_layer.values()) <= 8, of_a_layer
 
 
 def test_prompts_of_unequal_length_are_answered_as_if_alone(make_checkpoint):
@@ -126,11 +177,18 @@ def test_prefill_of_one_more_token_is_prefill_and_one_decode(make_checkpoint, wo
 
     def main(team):
         model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="torch")
-        whole = model.prefill(tokens, lengths)
-        cache = model.new_cache(2, 16)
-        model.prefill(tokens, lengths - 1, cache)
+        table = torch.tensor([[3], [1]], dtype=torch.int32)
+
+        def prefill(lengths, cache):
+            step = model.prefill_step([(0, length) for length in lengths.tolist()], table, 16)
+            ids = torch.cat([row[:length] for row, length in zip(tokens, lengths, strict=True)])
+            return model(ids, step, cache, lengths.cumsum(0) - 1)
+
+        whole = prefill(lengths, model.new_cache(4, 16))
+        cache = model.new_cache(4, 16)
+        prefill(lengths - 1, cache)
         last = tokens[torch.arange(2), lengths - 1]
-        by_decode = model.decode(last, lengths - 1, cache)
+        by_decode = model(last, model.decode_step(lengths - 1, table, 16), cache)
         return relative_rms(model.lm_head.gather(by_decode), model.lm_head.gather(whole))
 
     assert max(weft.simulate(main, world_size)) <= TOLERANCE
@@ -144,7 +202,7 @@ def swap_qk_norms(model):
 
 def change_theta(model):
     # 10000 is what a config.json read in the wrong place gives.
-    model.config = dataclasses.replace(model.config, rope_theta=10000.0)
+    model.angles = rotary_angles(256, model.config.head_dim, 10000.0, model.team.device)
 
 
 def roll_kv_heads(model):
@@ -192,7 +250,7 @@ def test_a_world_size_that_does_not_divide_the_model_is_refused(make_checkpoint,
 
 def test_an_unknown_mode_and_dtype_are_refused(make_checkpoint):
     directory, _ = make_checkpoint()
-    with pytest.raises(ValueError, match="mode='fast' is unknown; choose one of torch, ag_rs, gemm_ar"):
+    with pytest.raises(ValueError, match="mode='fast' is unknown; choose one of torch, ag_rs, gemm_ar, auto"):
         weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, mode="fast"), 1)
     with pytest.raises(ValueError, match="dtype=torch.int8 is not supported"):
         weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, dtype=torch.int8), 1)

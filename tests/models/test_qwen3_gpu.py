@@ -1,10 +1,9 @@
-"""Qwen3 in bf16 on GPUs against transformers in fp32, teacher-forced: by prefill, and token by token from the cache."""
+"""Qwen3 in bf16 on GPUs against transformers in fp32, teacher-forced, fused and unfused: by prefill, in chunks, by decoding."""
 
 import pytest
 import torch
 
 import weft
-from weft.layers import MODES
 from weft.models import Qwen3ForCausalLM
 
 TOLERANCE = 0.05  # relative RMS of the logits; bf16's own noise at these weights is about 0.024
@@ -15,24 +14,43 @@ def prompt(batch, length):
     return torch.randint(257, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-def teacher_forced(team, directory, mode, tokens):
-    """All logits [batch, length, V] of a rank, by one prefill and by decoding after a prefill of two tokens."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode, dtype=torch.bfloat16)
+def teacher_forced(team, directory, mode, fused, tokens):
+    """All logits [batch, length, V] of a rank, by one prefill, by chunks, and by decoding after a prefill of two tokens."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode, dtype=torch.bfloat16, fused=fused)
     tokens = tokens.to(team.device)
     batch, length = tokens.shape
-    cache = model.new_cache(batch, 128)
-    lengths = torch.full((batch,), 2, device=team.device)
-    model.prefill(tokens[:, :2], lengths, cache)
-    decoded = [model.decode(tokens[:, at], torch.full_like(lengths, at), cache) for at in range(2, length)]
-    return model.logits(tokens).cpu(), torch.stack([model.lm_head.gather(logits) for logits in decoded], dim=1).cpu()
+    # Pages in no order.
+    table = (1 + torch.randperm(batch * 8, generator=torch.Generator().manual_seed(0))).view(batch, 8)
+    table = table.to(torch.int32).to(team.device)
+
+    def gathered(part, step, cache):
+        return model.lm_head.gather(model(part.flatten(), step, cache)).view(*part.shape, -1)
+
+    def prefill(before, end, cache):
+        return gathered(tokens[:, before:end], model.prefill_step([(before, end - before)] * batch, table, 16), cache)
+
+    def new_cache():
+        return model.new_cache(1 + batch * 8, 16)
+
+    cache = new_cache()
+    in_chunks = [prefill(before, end, cache) for before, end in ((0, 17), (17, 18), (18, length))]
+    cache = new_cache()
+    decoded = [prefill(0, 2, cache)]
+    for at in range(2, length):
+        step = model.decode_step(torch.full((batch,), at, device=team.device), table, 16)
+        decoded.append(gathered(tokens[:, at : at + 1], step, cache))
+    return [found.cpu() for found in (model.logits(tokens), torch.cat(in_chunks, 1), torch.cat(decoded, 1))]
 
 
 def relative_rms(found, expected):
     return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
-def in_all_modes(team, directory, tokens):
-    return {mode: teacher_forced(team, directory, mode, tokens) for mode in MODES}
+FORMS = [("torch", False), ("gemm_ar", False), ("gemm_ar", True), ("ag_rs", False), ("ag_rs", True), ("auto", True)]
+
+
+def in_all_forms(team, directory, tokens):
+    return [teacher_forced(team, directory, mode, fused, tokens) for mode, fused in FORMS]
 
 
 @pytest.mark.timeout(300)
@@ -42,10 +60,9 @@ def test_bf16_logits_are_those_of_transformers_up_to_its_noise(make_checkpoint, 
     tokens = prompt(3, 40)
     with torch.no_grad():
         expected = reference(tokens).logits
-    by_rank = weft.launch(in_all_modes, world_size, "cuda", args=(directory, tokens))
-    for mode in MODES:
-        prefilled, decoded = by_rank[0][mode]
-        assert relative_rms(prefilled, expected) <= TOLERANCE, mode
-        assert relative_rms(decoded, expected[:, 2:]) <= TOLERANCE, mode
-        for found in by_rank:
-            assert torch.equal(found[mode][0], prefilled) and torch.equal(found[mode][1], decoded), mode
+    by_rank = weft.launch(in_all_forms, world_size, "cuda", args=(directory, tokens))
+    for index, form in enumerate(FORMS):
+        for way, found in zip(("at once", "in chunks", "by decoding"), by_rank[0][index], strict=True):
+            assert relative_rms(found, expected) <= TOLERANCE, (form, way)
+        for other in by_rank:
+            assert all(map(torch.equal, other[index], by_rank[0][index])), form

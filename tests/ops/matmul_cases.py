@@ -13,7 +13,7 @@ import torch
 
 from tests.ops.cases import BF16, FP16, FP32, OPERATIONS, Case, Inputs, Operation, part_of, values
 from weft import ops
-from weft.ops.gemm import GemmConfig
+from weft.ops.gemm_config import GemmConfig
 
 MATMUL_OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -112,11 +112,21 @@ def _cases() -> None:
         add(op, 2, BF16, (2 * 40, 72, 150), config=config(16, 16, 16, piece=32))
         add(op, 2, BF16, (2 * 20, 40, 90), config=config(16, 16, 16, piece=256, split=False))
     for w in (2, 3, 4, 8):
-        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
-            add(op, w, BF16, (w * 20, 40, 48), config=config(16, 16, 32, design="segments"))
-            add(op, w, FP16, (w, 33, 21), config=config(16, 32, 16, design="segments"), layout="transposed")
         for op in MATMUL_OPS[1:]:
+            add(op, w, BF16, (w * 20, 40, 48), config=config(16, 16, 32, design="segments"))
+            add(op, w, BF16, (w * 19, 40, 48), config=config(16, 16, 32, design="segments", chunks=3, lanes=3))
+            add(op, w, FP16, (w, 33, 21), config=config(16, 32, 16, design="segments"), layout="transposed")
             add(op, w, BF16, (w * 3, 40, 24), config=config(16, 32, 16, design="library"))
+        for op, span in (("all_gather_matmul", 3), ("matmul_reduce_scatter", 2), ("matmul_all_reduce", 2)):
+            add(op, w, BF16, (w * 20, 40, 48), config=config(16, 16, 32, design="segments", span=span))
+        # Ranks with more rows than others, and with none.
+        add("matmul_all_reduce", w, BF16, (w * 9 - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=4))
+        add("matmul_all_reduce", w, BF16, (w - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=2))
+    fields = config(16, 16, 32, design="segments", begin_first=True)
+    add("all_gather_matmul", 3, BF16, (36, 24, 32), config=fields)
+    for chunks, shape in ((1, (40, 40, 48)), (3, (38, 33, 21))):
+        fields = config(16, 16, 32, design="segments", chunks=chunks, accumulate=True)
+        add("matmul_reduce_scatter", 2, BF16, shape, config=fields)
     add("all_gather_matmul", 3, BF16, (3 * 70, 20, 16), config=config(16, 32, 16, chunks=8))
     add("all_gather_matmul", 2, BF16, (2 * 60, 90, 40), config=config(16, 32, 16, chunks=2, flatten=True))
     for op in MATMUL_OPS:
@@ -148,10 +158,21 @@ def _cases() -> None:
         for op, more in (
             ("all_gather_matmul", {"flatten": True, "chunks": 2}),
             ("all_gather_matmul", {"design": "segments"}),
+            ("all_gather_matmul", {"design": "segments", "chunks": 2, "lanes": 4, "begin_first": True}),
+            ("all_gather_matmul", {"design": "segments", "span": 3}),
+            ("matmul_reduce_scatter", {"design": "segments", "span": 2}),
             ("matmul_reduce_scatter", {"design": "segments"}),
+            ("matmul_reduce_scatter", {"design": "segments", "chunks": 2, "lanes": 1}),
+            ("matmul_all_reduce", {"design": "segments", "chunks": 2, "lanes": 4}),
+            ("matmul_all_reduce", {"design": "segments", "span": 2, "lanes": 1}),
         ):
             fields = tuple((wide | more).items())
             LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=BF16, shape=(1024, 5120, 2000), config=fields))
+    adding = {"design": "segments", "chunks": 2, "accumulate": True}
+    fields = tuple((wide | adding).items())
+    LARGE_MATMULS.append(
+        Case(op="matmul_reduce_scatter", world_size=2, dtype=BF16, shape=(1024, 5120, 2000), config=fields)
+    )
     LARGE_MATMULS.append(Case(op="matmul", world_size=1, dtype=BF16, shape=(4096, 4096, 4096)))
 
 

@@ -15,12 +15,12 @@ import triton
 from tests.compiling import TARGETS, a_view, compiled
 from weft.ops import gemm
 from weft.ops.all_gather_matmul import all_gather_matmul_kernel
-from weft.ops.gemm import MAX_CHUNKS, configured
+from weft.ops.gemm_config import MAX_CHUNKS, configured
 from weft.ops.matmul import matmul_kernel
 from weft.ops.matmul_all_reduce import matmul_all_reduce_kernel
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
-from weft.ops.segments import begin_kernel, last_segment_kernel, wait_kernel
-from weft.ops.tiles import make_tiles
+from weft.ops.segments import SUM_BLOCK, SUM_WARPS, begin_kernel, share_kernel, sum_kernel, wait_kernel
+from weft.ops.tiles import as_argument, make_tiles
 from weft.runtime.capabilities import Capabilities
 
 KERNELS = {
@@ -28,7 +28,6 @@ KERNELS = {
     "all_gather_matmul": all_gather_matmul_kernel,
     "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
     "matmul_all_reduce": matmul_all_reduce_kernel,
-    "last_segment": last_segment_kernel,
 }
 # Bytes of local memory a thread that may hold what is not needed along K: the accumulator has half of all registers.
 AROUND_A_TILE = 192
@@ -39,7 +38,6 @@ N, WORDS = 12800, torch.zeros(4, dtype=torch.int32)
 
 def config(arch, rows, dtype=torch.bfloat16, op="matmul_reduce_scatter"):
     caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,) * 4)
-    op = "matmul_reduce_scatter" if op == "last_segment" else op
     return configured(op, 4 * rows if op != "matmul" else rows, N, 5120, dtype, 4, caps)
 
 
@@ -53,7 +51,7 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4):
         rows, N, panels=world_size, block_m=chosen.block_m, block_n=chosen.block_n, group=chosen.group, chunks=4
     )
     whole, parts = tiles.count - 5, (torch.zeros(8), WORDS)
-    sizes = (N, K, tiles)
+    sizes = (N, K, tiles if op == "matmul" else as_argument(tiles))
     slots = (x, x, WORDS)
     end = (whole, a_view(world_size))
     args = {
@@ -65,7 +63,6 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4):
         "matmul_all_reduce": (
             a, K, b, K, x, *slots, x, WORDS, WORDS, 1 << 20, 1 << 12, *parts, rows, *sizes, *end,
         ),
-        "last_segment": (a, K, b, K, x, x, 1 << 20, WORDS, WORDS, *parts, rows, *sizes, *end),
     }[op]  # fmt: skip
     options = gemm.constants(chosen, descriptors)
     if op not in ("matmul_reduce_scatter", "matmul_all_reduce"):
@@ -139,11 +136,26 @@ def test_other_dtypes_and_world_sizes_compile(dtype, world_size, op, tmp_path):
     assert stack_bytes(built(op, "sm_90", 200, dtype=dtype, world_size=world_size), tmp_path) <= AROUND_A_TILE
 
 
-def test_begin_kernel_compiles():
-    signals = torch.zeros(8, dtype=torch.int32)
+def test_kernels_between_segments_compile():
+    signals, x = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.bfloat16)
     for arch in TARGETS:
+        summed = compiled(
+            sum_kernel, x, x, x, 1 << 20, 1 << 20, SLOTS=3, BLOCK=SUM_BLOCK, num_warps=SUM_WARPS, arch=arch
+        )  # fmt: skip
+        if arch == "sm_90":
+            # 16 bytes a thread of each of four operands, none waiting for the other.
+            assert len(re.findall(r"ld\.global\.v4\.b32", summed.asm["ptx"])) == 4 * SUM_BLOCK // (SUM_WARPS * 32 * 8)
+            assert not re.search(r"ld\.global(\.\w+)*\.b16", summed.asm["ptx"])
         compiled(begin_kernel, WORDS, WORDS, signals, a_view(), arch=arch, num_warps=1)
-        compiled(wait_kernel, WORDS, WORDS, a_view(), arch=arch, num_warps=1)
+        compiled(wait_kernel, WORDS, WORDS, a_view(), STRIDE=8, arch=arch, num_warps=1)
+        shared = compiled(
+            share_kernel, x, x, x, 1 << 20, x, WORDS, 1 << 9, WORDS, 4096, 5120, a_view(), BLOCK=SUM_BLOCK,
+            num_warps=SUM_WARPS, arch=arch,
+        )  # fmt: skip
+        if arch == "sm_90":
+            # To three peers and to out; what arrives; none of it element by element.
+            assert len(re.findall(r"st\.global\.v4\.b32", shared.asm["ptx"])) == 5
+            assert not re.search(r"(ld|st)\.global(\.\w+)*\.b16", shared.asm["ptx"])
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])

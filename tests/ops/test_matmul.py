@@ -13,7 +13,7 @@ from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, config
 from tests.ops.test_collectives import check_replicated, run_cases
 from weft import ops
 from weft.errors import HeapExhausted
-from weft.ops.gemm import GemmConfig
+from weft.ops.gemm_config import GemmConfig
 
 FUSED = MATMUL_OPS[1:]
 
@@ -78,20 +78,22 @@ def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
     weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
 
 
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("seed", range(4))
-def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed):
-    scatter = importlib.import_module("weft.ops.matmul_reduce_scatter")
+def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op):
+    module = importlib.import_module(f"weft.ops.{op}")
     chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments")
+    rows = 60 if op == "matmul_all_reduce" else 20
 
     def main(team):
         results = []
         for call in range(5):
             a, b = torch.full((60, 24), float(call + team.rank)), torch.ones(16, 24)
-            results.append(scatter.run(a, b, team, config=chosen))
-            for workspace in team.workspace(("matmul_reduce_scatter segments", FP32), dict).values():
+            results.append(module.run(a, b, team, config=chosen))
+            for workspace in team.workspace((f"{op} segments", FP32), dict).values():
                 workspace.calls = 0
         for call, result in enumerate(results):
-            assert_identical(result, torch.full((20, 16), 24.0 * (3 * call + 3)), what=f"call {call}")
+            assert_identical(result, torch.full((rows, 16), 24.0 * (3 * call + 3)), what=f"call {call}")
 
     weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
 
@@ -139,6 +141,10 @@ def test_ranks_may_hold_different_shares_of_K():
             lambda team: ops.all_gather_matmul(torch.ones(2, 4, device="meta"), torch.ones(4, 4), team),
             r"is on meta, not on",
         ),
+        (
+            lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=2, span=2),
+            r"span=2 joins what chunks=2 cuts",
+        ),
         (lambda team: GemmConfig(block_m=48, block_n=16, block_k=16), r"block_m=48 is not a power of two"),
         (lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, chunks=9), r"chunks=9 is not in 1 \.\. 8"),
     ],
@@ -147,6 +153,19 @@ def test_wrong_arguments_are_refused(call, message):
     def main(team):
         with pytest.raises(ValueError, match=message):
             call(team)
+
+    weft.simulate(main, 2)
+
+
+def test_ranks_must_bring_as_many_columns_as_each_other():
+    def main(team):
+        a = torch.ones(4, 8)
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"b is \[16, 8\] on rank 0, \[24, 8\] on rank 1; pass the same number"
+            ):
+                ops.all_gather_matmul(a, torch.ones(16 + 8 * team.rank, 8), team)
+        assert ops.all_gather_matmul(a, torch.ones(16, 8), team).shape == (8, 16)
 
     weft.simulate(main, 2)
 

@@ -17,7 +17,7 @@ from triton.language import load as load_by_name
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.errors import NotInterpretable
+from weft.errors import Misaligned, NotInterpretable
 from weft.simulator import interpreter as module
 from weft.simulator.interpreter import Interpreter, addresses_of, block, element_dtype, scalar, value_of
 
@@ -49,6 +49,9 @@ class SequentialPort:
         return np.frombuffer(memory, np.dtype(f"uint{8 * itemsize}")), (addresses - np.uint64(low)) // np.uint64(
             itemsize
         )
+
+    def pointer(self, tensor):
+        return tensor.data_ptr()
 
     def program(self):
         return self.index, self.grid
@@ -824,7 +827,7 @@ def test_pointers_go_through_integers(port):
     p, out = torch.tensor([1, 2, 0x30004], dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     through_integers[(1,)](p, out, 8)
     assert out.tolist() == [0x30004, 3, 0]
-    with pytest.raises(AssertionError, match=r"multiple_of\(x, 4\)"):
+    with pytest.raises(Misaligned, match=r"multiple_of\(x, 4\)"):
         through_integers[(1,)](p, out, 2)
 
 

@@ -141,7 +141,30 @@ def test_a_store_past_a_tensor_is_an_error_that_names_the_nearest_one():
         team.empty(64, name="weights")
         store_at[(1,)](activations, 60, 16)
 
-    with pytest.raises(InvalidAccess, match="rank 0 kernel store_at program 0.*store.*activations of rank 0"):
+    with pytest.raises(InvalidAccess, match=r"rank 0 kernel store_at program 0.*store.*activations\[64\] of rank 0"):
+        weft.simulate(main, 1)
+
+
+def test_a_pointer_stays_in_the_tensor_that_it_was_made_of():
+    def main(team, at):
+        activations = team.empty(128, name="activations")  # 256 bytes: the next tensor begins where it ends
+        team.empty(64, name="weights")
+        store_at[(1,)](activations, at, 16)
+
+    assert weft.simulate(main, 1, args=(112,)) == [None]
+    for at, index in ((113, 128), (128, 128), (-16, -16)):
+        with pytest.raises(InvalidAccess, match=rf"activations\[{index}\] of rank 0, (past its end|before its start)"):
+            weft.simulate(main, 1, args=(at,))
+
+
+def test_a_freed_tensor_is_known_though_another_has_its_bytes():
+    def main(team):
+        old = team.empty(64, name="old")
+        team.free(old)
+        assert team.empty(64, name="new").data_ptr() == old.data_ptr()
+        store_at[(1,)](old, 0, 16)
+
+    with pytest.raises(InvalidAccess, match=r"old\[0\] of rank 0, which was freed"):
         weft.simulate(main, 1)
 
 

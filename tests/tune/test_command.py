@@ -43,6 +43,15 @@ def test_a_second_search_adds_to_the_file(tmp_path):
     assert "holds rows of simulated at world size 2" in result.stderr
 
 
+def test_several_ops_are_searched_in_one_launch(tmp_path):
+    file = tmp_path / "x.json"
+    result = tune("all-gather@96", "gemm-rs", "all-gather@2048", "--quick", "--shapes", "4,24,16", "--out", str(file))
+    assert result.exit_code == 0, result.output
+    found = [(row.op, row.shape) for row in tuned.read(file).rows]
+    assert found == [("all_gather", (96,)), ("all_gather", (2048,)), ("matmul_reduce_scatter", (4, 24, 16))]
+    assert result.stdout.count(f"written to {file}") == 2
+
+
 def test_without_a_file_nothing_is_written_in_the_simulator():
     before = sorted(tuned.file_for("x", 1).parent.iterdir())
     result = tune("gemm", "--quick", "--shapes", "5,24,16", "--world-size", "1,2")
@@ -79,6 +88,8 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(monkeypatch, tmp_path):
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["gemm", "--world-size", "1,2", "--out", "x.json"], "a file holds one world size"),
+        (["gemm", "gemm-rs", "--out", "x.json"], "gemm's rows are of 1, the others' of 2"),
+        (["gemm-rs@llama"], "neither a set"),
         (["gemm", "--out", f"{__file__}/x.json"], "no file can be written there"),
         (["gemm", "--out", __file__], "not a file of weft tune"),
     ],

@@ -8,7 +8,7 @@ import torch
 from weft import ops
 from weft.ops import tuned
 from weft.ops.dispatch import choose
-from weft.ops.gemm import configured, default_config
+from weft.ops.gemm_config import configured, default_config
 from weft.runtime import capabilities
 from weft.tune import search, spaces
 
@@ -74,6 +74,15 @@ def test_a_matrix_product_takes_the_row(rows):
         assert configured(op, *shape, BF16, 4, GPU) == default_config(op, *shape, BF16, 4, GPU)
 
 
+def test_a_row_above_the_library_s_says_nothing_of_what_lies_below(rows):
+    rows(("all_gather_matmul", (1024, 2560, 5120), TILE))
+    assert configured("all_gather_matmul", 513, 2560, 5120, BF16, 4, GPU) == TILE
+    assert configured("all_gather_matmul", 512, 2560, 5120, BF16, 4, GPU).design == "library"
+    assert ops.explain("ag_gemm", M=512, N=2560, K=5120, world_size=4, caps=GPU).row is None
+    rows(("all_gather_matmul", (512, 2560, 5120), TILE))
+    assert configured("all_gather_matmul", 512, 2560, 5120, BF16, 4, GPU) == TILE
+
+
 def test_explain_prints_the_row_and_why(rows, capsys):
     rows(("all_gather_matmul", (4096, 2560, 5120), TILE), ("all_reduce", (65536,), PUSH))
     found = ops.explain("ag_gemm", M=2500, N=2560, K=5120, world_size=4, caps=GPU)
@@ -81,7 +90,7 @@ def test_explain_prints_the_row_and_why(rows, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "all_gather_matmul M=2500 N=2560 K=5120 bfloat16, world_size=4, Some GPU",
         "  gets  fused: block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, chunks=1, split=True, "
-        "flatten=False, piece=2048",
+        "flatten=False, piece=2048, lanes=2, span=1, begin_first=False, accumulate=False",
         "  row   some-gpu.w4.json: all_gather_matmul bfloat16 4096x2560x5120: 7.5 µs, the default 9, the nearest row "
         "(2026-11-20, weft 0.1.0)",
     ]

@@ -23,8 +23,8 @@ def shapes(*sizes):
 def run(plan, world_size=2):
     """(outcomes by rank, lines that rank 0 said)."""
     lines = []
-    found = weft.simulate(search.search, world_size, args=(plan, lines.append))
-    return found, lines
+    found = weft.simulate(search.search, world_size, args=((plan,), lines.append))
+    return [outcomes for (outcomes,) in found], lines
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_all_ranks_try_the_same_the_same_number_of_times(calls):
         assert outcome.row.config["algorithm"] in ("one_shot", "two_shot")
         assert 0 < outcome.row.us <= outcome.row.default_us
         assert outcome.dropped == ()
-    assert [line.split(":")[0] for line in lines] == ["96", "240"]
+    assert [line.split(":")[0] for line in lines] == ["all-reduce 96", "all-reduce 240"]
 
 
 def test_a_candidate_that_does_not_compile_on_one_rank_is_launched_on_none(calls, failing):
@@ -94,7 +94,7 @@ def test_a_candidate_that_does_not_compile_on_one_rank_is_launched_on_none(calls
     ((name, reason),) = outcome.dropped
     assert name.startswith("two_shot lamport 512")
     assert reason == "rank 1: RuntimeError: out of resource: shared memory"
-    assert [call for call in calls if call[1] == name] == [(0, name, True), (1, name, True)]
+    assert sorted(call for call in calls if call[1] == name) == [(0, name, True), (1, name, True)]
     assert outcome.row is not None
     assert outcome.row.candidates == outcome.tried - 1
 
@@ -137,7 +137,7 @@ def test_no_candidate_at_all_is_an_outcome_with_a_reason(failing):
     found, lines = run(TunePlan(op="gemm", shapes=shapes((5, 24, 16)), quick=True))
     assert found[0] == found[1]
     assert found[0][0].row is None
-    assert lines[0].startswith("5x24x16: no candidate ran: nothing runs here")
+    assert lines[0].startswith("gemm 5x24x16: no candidate ran: nothing runs here")
 
 
 def test_ranks_that_come_apart_end_the_search_and_leave_what_was_found(tmp_path, failing):
@@ -153,7 +153,7 @@ def test_ranks_that_come_apart_end_the_search_and_leave_what_was_found(tmp_path,
     file = tmp_path / "x.json"
     plan = TunePlan(op="all-reduce", shapes=shapes((96,), (2048,)), quick=True, out=file)
     with pytest.raises(WeftError, match=r"rank 0|deadlock"):
-        weft.simulate(search.search, 2, args=(plan, second.append))
+        weft.simulate(search.search, 2, args=((plan,), second.append))
     assert [row.shape for row in tuned.read(file).rows] == [(96,)]
 
 
@@ -165,6 +165,32 @@ def test_the_default_stays_unless_it_is_beaten():
         )  # fmt: skip
 
     assert weft.simulate(main, 2) == [(("default", 10.0), ("other", 9.0))] * 2
+
+
+def test_shapes_that_differ_in_k_alone_get_rows_that_agree():
+    """Fused is best for the one and segments for the other: together segments cost less, each with its own lanes."""
+    tile = {"block_m": 128, "block_n": 128, "block_k": 64}
+    fused = spaces.GemmConfig(**tile)
+    one, two = (spaces.GemmConfig(**tile, design="segments", lanes=lanes) for lanes in (1, 2))
+
+    def outcome(k, times):
+        best = min(times, key=times.get)
+        row = tuned.Row(
+            op="matmul_reduce_scatter",
+            dtype="bfloat16",
+            shape=(1024, 5120, k),
+            config=search.fields_of(best),
+            us=times[best],
+        )
+        return search.Outcome(label=str(k), row=row, winner=spaces.label(best), times=times)
+
+    alone = outcome(6400, {fused: 100.0, one: 104.0, two: 103.0})
+    found = search.reconciled([alone, outcome(2048, {fused: 70.0, one: 60.0, two: 66.0})])
+    assert [(found.row.config["design"], found.row.config["lanes"], found.row.us) for found in found] == [
+        ("segments", 2, 103.0),
+        ("segments", 1, 60.0),
+    ]
+    assert search.reconciled([alone]) == [alone]
 
 
 def test_neighbours_move_one_field_within_what_the_config_allows():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.ops import tuned
-from weft.ops.gemm import GemmConfig
+from weft.ops.gemm_config import GemmConfig
 from weft.runtime import capabilities
 from weft.tune.spaces import CollectiveConfig
 

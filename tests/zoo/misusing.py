@@ -181,3 +181,79 @@ def counted_twice(team, bug):
     arrived = team.signals(1, name="arrived")
     count_arrivals[(1,)](arrived, team.view, bug)
     team.barrier()
+
+
+@exhibit("out-of-bounds", "landed", "an index past the signals, where the next tensor begins", signal_per_tile)
+def signals_that_end_where_a_tensor_begins(team, bug):
+    landed = team.signals(64, name="landed")
+    team.zeros(64, name="next")
+    signal_per_tile[(1,)](landed, team.view, 65 if bug else 64)
+
+
+@exhibit("use-after-free", "scratch", "a freed tensor is read whose bytes another has by now", read_all)
+def read_of_bytes_given_to_another(team, bug):
+    scratch = team.zeros(N, torch.float32, name="scratch")
+    if bug:
+        team.free(scratch)
+        team.zeros(N, torch.float32, name="another")
+    read_all[(1,)](scratch, team.local(N, torch.float32), N)
+
+
+@exhibit("use-after-free", "scratch", "host code uses a freed tensor")
+def freed_tensor_in_host_code(team, bug):
+    scratch = team.zeros(N, torch.float32, name="scratch")
+    if not bug:
+        scratch.add_(1)
+    team.free(scratch)
+    if bug:
+        scratch.add_(1)  # here
+
+
+@exhibit("uninitialised", "filled", "host code copies what nobody has written")
+def copy_of_what_nobody_wrote(team, bug):
+    filled = team.empty(N, torch.float32, name="filled")
+    if not bug:
+        filled.zero_()
+    filled.clone()  # here
+
+
+@triton.jit
+def load_tile(x, out, start, N: tl.constexpr):
+    tile = tl.make_tensor_descriptor(x + start, [1, N], [N, 1], [1, N])  # here
+    tl.store(out + tl.arange(0, N), tl.reshape(tile.load([0, 0]), (N,)))
+
+
+@exhibit("misaligned", "", "a tensor descriptor from an odd element", load_tile)
+def descriptor_from_an_odd_element(team, bug):
+    load_tile[(1,)](team.zeros(2 * N, torch.float32, name="x"), team.local(N, torch.float32), 1 if bug else 4, N)
+
+
+@triton.jit
+def load_hinted(x, out, start, N: tl.constexpr):
+    at = tl.multiple_of(x + start + tl.arange(0, N), 16)  # here
+    tl.store(out + tl.arange(0, N), tl.load(at))
+
+
+@exhibit("misaligned", "", "a hint of alignment that is not true", load_hinted)
+def hint_that_is_not_true(team, bug):
+    load_hinted[(1,)](team.zeros(2 * N, torch.float32, name="x"), team.local(N, torch.float32), 1 if bug else 4, N)
+
+
+@triton.jit
+def poll_in_two_lines(landed, team, BUG: tl.constexpr):
+    if wl.rank(team) == 0:
+        for value in range(1, 4):
+            wl.notify(landed, 1, value, team)
+    elif BUG:
+        seen = tl.atomic_add(landed, 0, sem="acquire", scope="sys")
+        while seen != 2:
+            seen = tl.atomic_add(landed, 0, sem="acquire", scope="sys")  # here
+    else:
+        wl.wait(landed, 2, team)
+
+
+@exhibit("equality-wait", "landed", "the same, with the word in a variable", poll_in_two_lines, also=("deadlock",))
+def loop_for_one_value_of_a_variable(team, bug):
+    landed = team.signals(1, name="landed")
+    poll_in_two_lines[(1,)](landed, team.view, bug)
+    team.barrier()

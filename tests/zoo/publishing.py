@@ -6,6 +6,7 @@ import triton.language as tl
 
 import weft.language as wl
 from tests.zoo.exhibit import N, exhibit
+from weft.language.lowering import stock
 
 
 def tensors(team):
@@ -259,3 +260,86 @@ def reads_past_its_chunk(team, bug):
     data, landed, got = tensors(team)
     chunked[(1,)](data, landed, got, team.view, N, bug)
     team.barrier()
+
+
+@triton.jit
+def between_programs(data, flag, got, N: tl.constexpr, SCOPE: tl.constexpr):
+    at = tl.arange(0, N)
+    if tl.program_id(0) == 0:
+        tl.store(data + at, 1.0)  # here
+        tl.debug_barrier()
+        tl.atomic_xchg(flag, 1, sem="release", scope=SCOPE)
+    else:
+        while tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE) < 1:
+            pass
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit("scope", "data", "a release of cta scope for another program", between_programs, world_size=1)
+def release_of_cta_scope(team, bug):
+    data, landed, got = tensors(team)
+    between_programs[(2,)](data, landed, got, N, "cta" if bug else "gpu")
+
+
+@triton.jit
+def relayed(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    me, at = wl.rank(team), tl.arange(0, N)
+    if me == 0:
+        tl.store(wl.symm_at(data, 2, team) + at, 1.0)  # here
+        wl.notify(landed, 1, 1, team)
+    elif me == 1:
+        if BUG:
+            while tl.load(landed, volatile=True) < 1:
+                pass
+        else:
+            wl.wait(landed, 1, team)
+        wl.notify(landed, 2, 1, team)
+    else:
+        wl.wait(landed, 1, team)
+        tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit(
+    "relaxed-order", "data", "the rank between two passes the word on without having acquired it", relayed, world_size=3
+)
+def relay_that_does_not_acquire(team, bug):
+    data, landed, got = tensors(team)
+    relayed[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()
+
+
+@triton.jit
+def store_then_load_tile(data, got, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(data + at, 1.0)  # here
+    if not BUG:
+        tl.debug_barrier()
+        stock.fence_before_tma_loads()
+    tile = tl.make_tensor_descriptor(data, [1, N], [N, 1], [1, N])
+    x = tile.load([0, 0])  # here
+    tl.store(got + at, tl.reshape(x, (N,)))
+
+
+@exhibit("proxy-fence", "data", "a program loads through a descriptor what it has itself stored without one",
+         store_then_load_tile, world_size=1)  # fmt: skip
+def own_store_loaded_through_a_descriptor(team, bug):
+    data, _, got = tensors(team)
+    store_then_load_tile[(1,)](data, got, N, bug)
+
+
+@triton.jit
+def store_tile_then_load(data, got, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    tile = tl.make_tensor_descriptor(data, [1, N], [N, 1], [1, N])
+    tile.store([0, 0], tl.full((1, N), 1.0, tl.float32))  # here
+    if not BUG:
+        stock.drain_tma_stores()
+        tl.debug_barrier()
+    tl.store(got + at, tl.load(data + at))  # here
+
+
+@exhibit("undrained-tma", "data", "a program reads what its own descriptor store need not have landed yet",
+         store_tile_then_load, world_size=1)  # fmt: skip
+def own_descriptor_store_read_back(team, bug):
+    data, _, got = tensors(team)
+    store_tile_then_load[(1,)](data, got, N, bug)

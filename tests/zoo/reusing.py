@@ -242,3 +242,28 @@ def filled_by_the_host_too_late(team, bug):
         data.fill_(5.0)  # here
     team.barrier()
     return data.clone()
+
+
+@triton.jit
+def take_after_signal(x, landed, got, team, N: tl.constexpr):
+    at = tl.arange(0, N)
+    wl.wait(landed, 1, team)  # here
+    tl.store(got + at, tl.load(x + at))
+
+
+@exhibit(
+    "deadlock", "landed", "the copy engine is to start after a kernel that waits for its copy: fork() after the launch",
+    take_after_signal,
+)  # fmt: skip
+def fork_after_the_launch(team, bug):
+    source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
+    landed, one, got = team.signals(1, name="landed"), team.local(1, torch.int32), team.local(N, torch.float32)
+    one.fill_(1)
+    if not bug:
+        team.copy_engine.fork()
+    take_after_signal[(1,)](target, landed, got, team.view, N)
+    if bug:
+        team.copy_engine.fork()
+    team.copy_engine.put(target, source, 1 - team.rank)
+    team.copy_engine.signal(landed, one, 1 - team.rank)
+    team.barrier()

@@ -11,6 +11,13 @@ def run(case, bug):
     return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,))
 
 
+def replay(case, schedule):
+    return weft.check.check(
+        case.main, schedule.world_size, schedules=schedule.runs, strategy=schedule.strategy, seed=schedule.seed,
+        depth=schedule.depth, sms=schedule.sms, args=(True,),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("case", catalogue.EXHIBITS, ids=lambda case: case.name)
 def test_a_planted_bug_is_found_with_its_cause(case):
     report = run(case, True)
@@ -19,6 +26,11 @@ def test_a_planted_bug_is_found_with_its_cause(case):
         f for f in findings if f.kind == case.kind and f.tensor == case.tensor and set(f.lines) - {None} == case.lines
     ]
     assert right, f"wanted {case.kind} of {case.tensor!r} at lines {sorted(case.lines)}\n{report}"
+    replayed = replay(case, next(f.replay for f in report.wrong if f.finding is right[0]))
+    again = {found.finding.kind if case.kind == "divergence" else found.finding.cause for found in replayed.wrong}
+    assert (case.kind if case.kind == "divergence" else right[0].cause) in again, (
+        f"not shown by the replay of\n{report}"
+    )
     others = {f.kind for f in findings} - {case.kind, *case.also}
     assert not others, f"{others} besides\n{report}"
 

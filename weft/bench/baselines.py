@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.bench.normed import add_norm, compiled_add_norm, then_norm
 from weft.bench.problem import Problem
 from weft.bench.providers import Attempt, Provider, Unavailable, copy_into
-from weft.bench.shapes import COLLECTIVES
+from weft.bench.shapes import COLLECTIVES, NORMED
 
 Close = Callable[[], None] | None
 WINDOW_STEP = 256  # elements: the buffers in a window start on 512 bytes at least
@@ -139,6 +140,22 @@ def low_contention(problem: Problem) -> Attempt:
     return _collective(problem, [buffer] * len(problem.sets), run)
 
 
+def nccl_then_norm(problem: Problem, norm: Callable) -> Attempt:
+    group = group_of(problem)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=group)
+        return x
+
+    return then_norm(problem, [x.clone() for x, *_ in problem.sets], call, norm)
+
+
+def torch_then_norm(problem: Problem, norm: Callable) -> Attempt:
+    name, x = group_of(problem).group_name, problem.sets[0][0]
+    buffer = symmetric(problem, tuple(x.shape))
+    return then_norm(problem, [buffer] * len(problem.sets), lambda x: one_shot(x, name), norm)
+
+
 # --- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +240,10 @@ BASELINES = (
     _provider("torch.one_shot", ("all-reduce",), lambda problem: torch_all_reduce(problem, one_shot)),
     _provider("torch.two_shot", ("all-reduce",), lambda problem: torch_all_reduce(problem, two_shot)),
     _provider("torch.low_contention", ("all-gather", "reduce-scatter"), low_contention),
+    _provider("nccl+torch", (NORMED,), lambda problem: nccl_then_norm(problem, add_norm)),
+    _provider("nccl+compile", (NORMED,), lambda problem: nccl_then_norm(problem, compiled_add_norm())),
+    _provider("torch.one_shot+torch", (NORMED,), lambda problem: torch_then_norm(problem, add_norm)),
+    _provider("torch.one_shot+compile", (NORMED,), lambda problem: torch_then_norm(problem, compiled_add_norm())),
     _provider("cublas", ("gemm",), cublas),
     _provider("cublas+nccl", FUSED, cublas_and_nccl),
     _provider("cublas+nccl.window", FUSED, lambda problem: cublas_and_nccl(problem, windowed)),

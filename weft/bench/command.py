@@ -7,13 +7,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from weft.bench.levels.command import LevelFlags, level_plan
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -40,13 +41,15 @@ class BenchOptions:
     eager: bool = False
     device: str = "auto"
     command: str = ""
+    level: LevelFlags = field(default_factory=LevelFlags)
 
     def __post_init__(self) -> None:
         from weft.bench.plot import check_matplotlib
-        from weft.bench.shapes import check_op
+        from weft.bench.shapes import LEVELS, NORMED, check_op
         from weft.runtime.launch import DEVICES
 
-        check_op(self.op)
+        check_op(self.op, (NORMED, *LEVELS))
+        self.level.check_op(self.op, self.shapes)
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
         if self.plot is not None and self.plot.suffix != ".svg":
@@ -59,14 +62,18 @@ class BenchOptions:
 
 def bench(
     op: Annotated[
-        str, typer.Argument(help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar")
+        str,
+        typer.Argument(
+            help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar; "
+            "a layer: mlp, attn; a step of a model: model; whole answers: generate"
+        ),
     ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
-            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB. "
-            "May be repeated"
+            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of layers "
+            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64. May be repeated"
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
@@ -79,6 +86,14 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs as well")] = False,
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
+    model: Annotated[str | None, typer.Option(help="qwen3-32b, … with random weights [of layers and models]")] = None,
+    layers: Annotated[int | None, typer.Option(help="So many of its layers [default: all]")] = None,
+    run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None,
+    bsz: Annotated[str | None, typer.Option(help="Sequences, as in 1,32")] = None,
+    ctx: Annotated[str | None, typer.Option(help="Tokens of each, as in 128,1024")] = None,
+    mode: Annotated[str | None, typer.Option(help="auto, ag_rs, gemm_ar [default: all]")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare logits over several given tokens first")] = False,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the time of a step goes to")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Time every way to do an op, side by side. Exit status 1: weft was wrong or did not run somewhere."""
@@ -96,6 +111,16 @@ def bench(
             eager=eager,
             device=device,
             command=shlex.join(["weft", *sys.argv[1:]]),
+            level=LevelFlags(
+                model=model,
+                layers=layers,
+                run_type=run_type,
+                batches=_numbers("bsz", bsz),
+                contexts=_numbers("ctx", ctx),
+                modes=_words(mode),
+                check=check,
+                breakdown=breakdown,
+            ),
         )
         reports: list[Report] = []
         lost = _measure(options, reports)
@@ -120,7 +145,7 @@ def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
     from weft.bench.measure import Stuck
     from weft.bench.plan import Plan, heap_bytes
     from weft.bench.runner import OutOfStep
-    from weft.bench.shapes import parse_shapes
+    from weft.bench.shapes import LEVELS, parse_shapes
     from weft.errors import NotEnoughGPUs
     from weft.runtime.launch import coordinates, launch
 
@@ -130,17 +155,14 @@ def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
     sizes = options.world_sizes or (own_ranks or (SIMULATED_RANKS if simulated else gpus),)
     if not simulated and own_ranks is None and max(sizes) > gpus:
         raise NotEnoughGPUs(max(sizes), gpus)
+    how: dict[str, Any] = {
+        "dtype": options.dtype, "providers": options.providers, "check_only": options.check_only, "quick": options.quick,
+        "eager": options.eager, "command": options.command,
+    }  # fmt: skip
     plans = [
-        Plan(
-            op=options.op,
-            shapes=parse_shapes(options.op, options.shapes, size, tiny=simulated),
-            dtype=options.dtype,
-            providers=options.providers,
-            check_only=options.check_only,
-            quick=options.quick,
-            eager=options.eager,
-            command=options.command,
-        )
+        level_plan(options.op, options.level, options.shapes, size, simulated=simulated, **how)
+        if options.op in LEVELS
+        else Plan(op=options.op, shapes=parse_shapes(options.op, options.shapes, size, tiny=simulated), **how)
         for size in sizes
     ]
     for size, plan in zip(sizes, plans, strict=True):
@@ -173,7 +195,8 @@ def show(reports: list[Report]) -> None:
     if not console.is_terminal:
         console.width = 200
     for report in reports:
-        table.show(table.sheet(report), console)
+        for made in table.sheets(report):
+            table.show(made, console)
 
 
 def weft_failed(reports: list[Report]) -> bool:

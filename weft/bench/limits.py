@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.bench.shapes import COLLECTIVES
+from weft.bench.shapes import NORMED, is_collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,9 @@ def limits_of(gpu: str) -> Limits | None:
 def wire_bytes(op: str, world_size: int, size: Sequence[int], itemsize: int) -> float:
     """The fewest bytes that each rank must send."""
     share = (world_size - 1) / world_size
-    if op in COLLECTIVES:
+    if op == NORMED:
+        return 2 * share * size[0] * size[1] * itemsize
+    if is_collective(op):
         return (2 if op == "all-reduce" else 1) * share * size[0]
     m, n, k = size
     return {
@@ -45,16 +47,16 @@ def wire_bytes(op: str, world_size: int, size: Sequence[int], itemsize: int) -> 
 
 def operations(op: str, size: Sequence[int]) -> float:
     """Floating-point operations of one rank's GEMM; 0 for collectives."""
-    return 0.0 if op in COLLECTIVES else 2.0 * size[0] * size[1] * size[2]
+    return 0.0 if is_collective(op) else 2.0 * size[0] * size[1] * size[2]
 
 
 def floor_us(op: str, world_size: int, size: Sequence[int], dtype: str, limits: Limits | None) -> float | None:
     """Wire time + latency of a collective, max(T_gemm, T_comm) of a GEMM op; None where the limits are not known."""
-    if limits is None or (op not in COLLECTIVES and dtype == "fp32"):
+    if limits is None or (not is_collective(op) and dtype == "fp32"):
         return None
     itemsize = ITEMSIZE[dtype]
     wire = wire_bytes(op, world_size, size, itemsize) / limits.link
-    if op in COLLECTIVES:
+    if is_collective(op):
         return (wire + (limits.latency if world_size > 1 else 0.0)) * 1e6
     m, n, k = size
     gemm = max(operations(op, size) / limits.flops, itemsize * (m * k + n * k + m * n) / limits.memory)
@@ -63,6 +65,6 @@ def floor_us(op: str, world_size: int, size: Sequence[int], dtype: str, limits: 
 
 def rate(op: str, world_size: int, size: Sequence[int], dtype: str, microseconds: float) -> float:
     """GB/s of bus bandwidth (nccl-tests' busbw) of a collective, TFLOP/s of one rank of a GEMM op."""
-    if op in COLLECTIVES:
+    if is_collective(op):
         return wire_bytes(op, world_size, size, ITEMSIZE[dtype]) / microseconds / 1e3
     return operations(op, size) / microseconds / 1e6

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weft.bench.problem import DTYPES
-from weft.bench.providers import choose
-from weft.bench.shapes import Shape
+from weft.bench.normed import NormProblem
+from weft.bench.problem import DTYPES, Problem
+from weft.bench.providers import Provider, choose
+from weft.bench.shapes import NORMED, Shape
+
+if TYPE_CHECKING:
+    from weft.bench.measure import Meter
+    from weft.bench.runner import Bench
+    from weft.runtime.team import Team
 
 # A weft op's workspace is a few times its largest tensor, in capacities of powers of two that are all kept.
 HEAP_FACTOR = 8
@@ -32,35 +38,60 @@ class Plan:
     command: str = ""
 
     def __post_init__(self) -> None:
-        choose(self.op, self.providers)  # ValueError for names that do not fit
+        self.chosen()  # ValueError for names that do not fit
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+
+    @property
+    def subject(self) -> str:
+        """Of which model the op is; "" where that is in the shapes."""
+        return ""
+
+    def chosen(self) -> tuple[Provider, ...]:
+        return choose(self.op, self.providers)
+
+    def problem(self, shape: Shape, team: Team) -> Any:
+        """What the providers are set to at this shape; weft.bench.problem.Problem says what it can do."""
+        return (NormProblem if self.op == NORMED else Problem)(self.op, shape, self.dtype, team)
+
+    def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
+        from weft.bench.runner import Bench  # it imports this module
+
+        return Bench(team, self, empty_us, say)
+
+    def parts(self, team: Team, meter: Meter | None) -> dict[str, float] | None:
+        """What the time of a provider that was timed goes to; None where that is not asked for. Collective."""
+        return None
+
+    def moved_bytes(self) -> int:
+        """Of the largest tensor that crosses between ranks in a GEMM op; 0 for what fits besides."""
+        if self.op == "gemm":
+            return 0
+        sizes = [shape.size for shape in self.shapes if len(shape.size) == 3]
+        return (
+            max((m * (k if self.op == "ag-gemm" else n) for m, n, k in sizes), default=0) * DTYPES[self.dtype].itemsize
+        )
+
+    def protocol(self, simulated: bool, empty_us: float | None) -> dict[str, Any]:
+        """How the times came about, for the JSON. ``empty_us``: of two events in a graph with nothing between them."""
+        if simulated:
+            return {"timing": "the host's clock around simulated calls: times mean nothing", "check": CHECK}
+        return {
+            "timing": AROUND if empty_us is None else EVENTS,
+            "in a row": "[prepare all, barrier, event, op, op, …, event] in one CUDA graph, over the number of ops",
+            "empty_us": empty_us,
+            "alternation": "all providers of a shape in turn in one process, every round starting with another",
+            "rounds": "quick" if self.quick else "full",
+            "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one",
+            "input of a collective": "written on the same stream just before the barrier, not timed",
+            "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
+            "check": CHECK,
+        }
 
 
 def heap_bytes(plans: Sequence[Plan]) -> int:
     """Symmetric memory per rank that the GEMM ops' workspaces may need, besides 2 GiB."""
     largest: dict[str, int] = {}
     for plan in plans:
-        for shape in plan.shapes:
-            if len(shape.size) == 3:
-                m, n, k = shape.size
-                moved = m * (k if plan.op == "ag-gemm" else n) * DTYPES[plan.dtype].itemsize
-                largest[plan.op] = max(largest.get(plan.op, 0), 0 if plan.op == "gemm" else moved)
+        largest[plan.op] = max(largest.get(plan.op, 0), plan.moved_bytes())
     return min((2 << 30) + HEAP_FACTOR * sum(largest.values()), 40 << 30)
-
-
-def protocol(plan: Plan, simulated: bool, empty_us: float | None) -> dict[str, Any]:
-    """How the times came about, for the JSON. ``empty_us``: of two events in a graph with nothing between them."""
-    if simulated:
-        return {"timing": "the host's clock around simulated calls: times mean nothing", "check": CHECK}
-    return {
-        "timing": AROUND if empty_us is None else EVENTS,
-        "in a row": "[prepare all, barrier, event, op, op, …, event] in one CUDA graph, over the number of ops",
-        "empty_us": empty_us,
-        "alternation": "all providers of a shape in turn in one process, every round starting with another",
-        "rounds": "quick" if plan.quick else "full",
-        "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one",
-        "input of a collective": "written on the same stream just before the barrier, not timed",
-        "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
-        "check": CHECK,
-    }

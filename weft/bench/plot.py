@@ -1,4 +1,5 @@
-"""Reports as an SVG picture, a panel for each: times of collectives over bytes, TFLOP/s of GEMM ops over shapes.
+"""Reports as an SVG picture, a panel for each: times of collectives over bytes, TFLOP/s of GEMM ops over shapes; of layers
+and models the times, and in a second panel what they go to.
 
 matplotlib draws it. Nothing else of weft needs it: ``pip install weft[plot]``.
 """
@@ -7,13 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from weft.bench.limits import rate
 from weft.bench.report import Report, providers_of, row_of, shapes_of
-from weft.bench.shapes import COLLECTIVES
+from weft.bench.shapes import LEVELS, is_collective
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,20 +39,29 @@ def svg(reports: Sequence[Report]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    count = max(1, len(reports))
+    panels = [(draw, report) for report in reports for draw in _panels(report)]
+    count = max(1, len(panels))
     with matplotlib.rc_context(STYLE):
         # A Figure of its own: pyplot keeps state and looks for a display.
         figure = Figure(figsize=(WIDTH, HEIGHT * count), layout="constrained")
-        for axes, report in zip(figure.subplots(count, squeeze=False)[:, 0], reports, strict=False):
-            _panel(axes, report)
+        for axes, (draw, report) in zip(figure.subplots(count, squeeze=False)[:, 0], panels, strict=False):
+            draw(axes, report, COLOURS)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=PLAIN)
     text = file.getvalue()
     return text[text.index("<svg") :]
 
 
-def _panel(axes: Axes, report: Report) -> None:
-    collective, shapes = report.op in COLLECTIVES, shapes_of(report)
+def _panels(report: Report) -> list[Callable[[Axes, Report, Sequence[str]], None]]:
+    if report.op not in LEVELS:
+        return [_panel]
+    from weft.bench.levels import plot  # it reads models, which tables of ops do without
+
+    return [plot.times, plot.parts] if any(row.parts_us for row in report.rows) else [plot.times]
+
+
+def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
+    collective, shapes = is_collective(report.op), shapes_of(report)
     unit = "µs" if collective else "TFLOP/s"
     axes.set_title(f"{report.op}, {report.dtype}, world size {report.world_size}: {unit}", loc="left")
     lines = _lines(report, shapes)
@@ -61,7 +71,7 @@ def _panel(axes: Axes, report: Report) -> None:
         return
     for number, (provider, points) in enumerate(lines.items()):
         style = {
-            "color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 4, "gid": provider,
+            "color": colours[number % len(colours)], "marker": "o", "markersize": 4, "gid": provider,
             "linewidth": 2.5 if provider == "weft.auto" else 1.2,
         }  # fmt: skip
         # A line joins shapes that differ in M or in bytes only; the first of a provider's stands in the legend.
@@ -89,6 +99,6 @@ def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[
             row = row_of(report, shape, provider)
             if row is not None and row.median_us:
                 us = row.median_us
-                value = us if report.op in COLLECTIVES else rate(report.op, report.world_size, shape, report.dtype, us)
+                value = us if is_collective(report.op) else rate(report.op, report.world_size, shape, report.dtype, us)
                 lines.setdefault(provider, []).append((place, value))
     return lines

@@ -12,6 +12,7 @@ import torch
 from weft.bench.shapes import COLLECTIVES, Shape
 
 if TYPE_CHECKING:
+    from weft.bench.providers import Attempt
     from weft.runtime.team import Team
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -128,8 +129,14 @@ class Problem:
 
     # --- judging ----------------------------------------------------------------------------------------------------
 
+    def verdict(self, attempt: Attempt, actual: torch.Tensor) -> Verdict:
+        return self.judge(actual, attempt.local)
+
     def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
-        expected = self.answer(local)
+        return self.compare(actual, self.answer(local), *self._tolerance(local))
+
+    def compare(self, actual: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> Verdict:
+        """Each error may be ``relative`` times the element and ``absolute`` times the RMS of all."""
         if tuple(actual.shape) != tuple(expected.shape):
             return Verdict(
                 max_abs_error=math.inf,
@@ -141,7 +148,6 @@ class Problem:
         if self.is_exact:
             bad = actual != expected
         else:
-            relative, absolute = self._tolerance(local)
             bad = ~(error <= relative * expected.abs() + absolute * float(expected.square().mean().sqrt()))
         count = int(bad.sum())
         wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft import ops
-from weft.bench.shapes import COLLECTIVES, OPS
+from weft.bench.shapes import COLLECTIVES, NORMED, OPS
 
 if TYPE_CHECKING:
     from weft.bench.problem import Problem
@@ -26,14 +26,16 @@ class Attempt:
 
     run      (number of the set) -> the result; given to the current stream, captured if the provider can be
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
-    local    the result is that of this rank's GEMM alone
+    local    the result is that of this rank's GEMM alone; of a layer, this rank's rows of it
     close    gives back what does not go by itself
+    chosen   of a model's step: where ``run`` leaves the tokens that it chooses
     """
 
     run: Callable[[int], torch.Tensor]
     prepare: Callable[[int], None] | None = None
     local: bool = False
     close: Callable[[], None] | None = None
+    chosen: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,12 @@ class Provider:
     make: Callable[[Problem], Attempt]
 
 
+NORM_EPS = 1e-6
 # The op of the command line -> its function and module in weft.ops. A module that has several ways to do it lists them
 # in ALGORITHMS, and its function takes one as ``algorithm``.
 WEFT = {
     "all-reduce": "all_reduce",
+    NORMED: "all_reduce_rms_norm",
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
@@ -74,17 +78,17 @@ def choose(op: str, words: Sequence[str]) -> tuple[Provider, ...]:
     available = providers_for(op)
     if not words:
         return available
-    known = sorted({provider.name for name in OPS for provider in providers_for(name)})
+    known = sorted({provider.name for name in (*OPS, NORMED) for provider in providers_for(name)})
     for word in words:
-        if not any(_names(word, name) for name in known):
+        if not any(named_by(word, name) for name in known):
             raise ValueError(f"provider {word!r} is unknown; choose from {', '.join(known)}")
-    chosen = tuple(provider for provider in available if any(_names(word, provider.name) for word in words))
+    chosen = tuple(provider for provider in available if any(named_by(word, provider.name) for word in words))
     if not chosen:
         raise ValueError(f"{op} has no provider {', '.join(words)}; it has {', '.join(p.name for p in available)}")
     return chosen
 
 
-def _names(word: str, name: str) -> bool:
+def named_by(word: str, name: str) -> bool:
     return name == word or name.startswith(f"{word}.")
 
 
@@ -107,11 +111,15 @@ def _of_weft(op: str) -> list[Provider]:
 def _weft(problem: Problem, options: dict[str, Any]) -> Attempt:
     function, team = getattr(ops, WEFT[problem.op]), problem.team
     if problem.op in COLLECTIVES:
-        buffers = [torch.empty_like(x) for (x,) in problem.sets]
-        for buffer, (x,) in zip(buffers, problem.sets, strict=True):
-            buffer.copy_(x)
+        buffers = [x.clone() for (x,) in problem.sets]
         return Attempt(
             run=lambda number: function(buffers[number], team, **options),
+            prepare=lambda number: copy_into(buffers[number], problem.sets[number][0]),
+        )
+    if problem.op == NORMED:
+        buffers = [x.clone() for x, *_ in problem.sets]
+        return Attempt(
+            run=lambda number: function(buffers[number], *problem.sets[number][1:], NORM_EPS, team, **options),
             prepare=lambda number: copy_into(buffers[number], problem.sets[number][0]),
         )
     if problem.op == "gemm":

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.bench.shapes import COLLECTIVES, OPS
+from weft.bench.shapes import ALL, dimensions
 
 SCHEMA = 1
 # "weft": ours. "other": does the same. "ceiling": the GEMM alone, which overlap can reach but does not have to beat.
 ROLES = ("weft", "other", "ceiling")
 # "graph": events in a CUDA graph. "around": whole graphs, see the protocol. "eager": events on the stream.
-# "host": the simulator's wall clock, which means nothing.
-MODES = ("graph", "around", "eager", "host")
+# "wall": the host's clock. "host": the simulator's, which means nothing.
+MODES = ("graph", "around", "eager", "wall", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Row:
     median_us  of one call, the maximum over the ranks; p10_us and p90_us are that rank's
     chain_us   per call of several in a row, where they are short
     eager_us   without a graph, where that was asked for
+    parts_us   what a step's time goes to, by kind of kernel, where that was asked for: of rank 0
+    first_us, tokens_per_second: of generate, whose median_us is that of a token after the first
     reason     why there is no time, or why it was not taken inside a graph
     """
 
@@ -43,6 +45,9 @@ class Row:
     eager_us: float | None = None
     max_abs_error: float | None = None
     rms_error: float | None = None
+    parts_us: dict[str, float] | None = None
+    first_us: float | None = None
+    tokens_per_second: float | None = None
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +59,7 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """One op at one world size."""
+    """One op at one world size; ``subject``: the model whose steps were taken, of a level."""
 
     op: str
     world_size: int
@@ -63,6 +68,7 @@ class Report:
     protocol: dict[str, Any]
     date: str
     command: str
+    subject: str = ""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -99,9 +105,9 @@ def from_json(text: str) -> list[Report]:
     for fields in document["reports"]:
         rows = [Row(**{**row, "shape": tuple(row["shape"])}) for row in fields["rows"]]
         report = Report(**{**fields, "rows": rows})
-        if report.op not in OPS:
+        if report.op not in ALL:
             raise ValueError(f"op {report.op!r} is unknown")
-        if any(len(row.shape) != (1 if report.op in COLLECTIVES else 3) for row in rows):
+        if any(len(row.shape) != dimensions(report.op) for row in rows):
             raise ValueError(f"a shape does not fit {report.op}")
         reports.append(report)
     return reports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import math
@@ -16,9 +17,9 @@ import torch
 from weft.bench import machine, measure
 from weft.bench.baselines import close_quietly
 from weft.bench.measure import Meter, Stuck, finish
-from weft.bench.plan import Plan, protocol
+from weft.bench.plan import Plan
 from weft.bench.problem import Problem, Verdict, poison
-from weft.bench.providers import Attempt, Provider, Unavailable, choose
+from weft.bench.providers import Attempt, Provider, Unavailable
 from weft.bench.report import Report, Row, write
 from weft.bench.shapes import Shape
 from weft.errors import PeerFailed, PeerSilent, WeftError
@@ -70,15 +71,16 @@ def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Calla
     empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
     here, reports = machine.describe(team), []
     for plan in plans:
-        bench = Bench(team, plan, empty_us)
+        bench = plan.bench(team, empty_us, say if team.rank == 0 else silent)
         report = Report(
             op=plan.op,
             world_size=team.size,
             dtype=plan.dtype,
             machine=dict(here),
-            protocol=protocol(plan, team.is_simulated, empty_us),
+            protocol=plan.protocol(team.is_simulated, empty_us),
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             command=plan.command,
+            subject=plan.subject,
         )
         reports.append(report)
         for number, shape in enumerate(plan.shapes):
@@ -105,21 +107,26 @@ def _save(team: Team, folder: Path | None, report: Report) -> None:
         write(folder / f"{report.op}.w{report.world_size}.json", [report])
 
 
+def silent(line: str) -> None:
+    """Says nothing."""
+
+
 class Bench:
     """One plan at one rank. Every method is collective: all ranks take the same way through it."""
 
-    def __init__(self, team: Team, plan: Plan, empty_us: float | None) -> None:
-        self.team, self.plan, self.empty_us = team, plan, empty_us
-        self.providers = choose(plan.op, plan.providers)
+    def __init__(self, team: Team, plan: Plan, empty_us: float | None, say: Callable[[str], None] = silent) -> None:
+        self.team, self.plan, self.empty_us, self.say = team, plan, empty_us, say
+        self.providers = plan.chosen()
 
     def measure(self, shape: Shape) -> list[Row]:
-        problem, reason = self.together(lambda: Problem(self.plan.op, shape, self.plan.dtype, self.team))
+        problem, reason = self.together(lambda: self.plan.problem(shape, self.team))
         if problem is None or reason:
             return list(self.without([shape], reason))
         rows: dict[str, Row] = {}
         entrants: list[Entrant] = []
         for provider in self.providers:
-            entrant = self.enter(problem, provider)
+            with self.told(f"{shape.label}: {provider.name} checked"):
+                entrant = self.enter(problem, provider)
             rows[provider.name] = entrant.row
             if entrant.row.reason is None:
                 entrants.append(entrant)
@@ -127,14 +134,18 @@ class Bench:
                 close_quietly(entrant.attempt)
         if not self.plan.check_only:
             for entrant in list(entrants):
-                self.set_up(problem, entrant)
+                with self.told(f"{shape.label}: {entrant.row.provider} captured"):
+                    self.set_up(problem, entrant)
                 if entrant.single is None:
                     entrants.remove(entrant)
                     close_quietly(entrant.attempt)
                 rows[entrant.row.provider] = entrant.row
             problem.forget()
-            for row in self.time(entrants):
-                rows[row.provider] = row
+            with self.told(f"{shape.label}: timed"):
+                rows |= {row.provider: row for row in self.time(entrants)}
+            for entrant in entrants:
+                row = rows[entrant.row.provider]
+                rows[row.provider] = replace(row, parts_us=self.plan.parts(self.team, entrant.single))
         for entrant in entrants:
             entrant.single = entrant.chain = entrant.eager = None
             close_quietly(entrant.attempt)
@@ -144,6 +155,14 @@ class Bench:
             gc.collect()
             torch.cuda.empty_cache()
         return list(rows.values())
+
+    @contextlib.contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Says how long something took, of what may take long: whole steps of models."""
+        started = time.perf_counter()
+        yield
+        if self.plan.subject:
+            self.say(f"  {what}, {time.perf_counter() - started:.1f} s")
 
     # --- one provider -----------------------------------------------------------------------------------------------
 
@@ -163,7 +182,7 @@ class Bench:
         return Entrant(row=self.judged(row, problem, attempt, out, "wrong answer"), attempt=attempt)
 
     def judged(self, row: Row, problem: Problem, attempt: Attempt, out: Any, complaint: str) -> Row:
-        verdict, reason = self.together(lambda: problem.judge(out, attempt.local))
+        verdict, reason = self.together(lambda: problem.verdict(attempt, out))
         if reason:
             return replace(row, reason=f"could not be checked: {reason}")
         verdicts: list[Verdict] = self.team.exchange(verdict)
@@ -186,8 +205,8 @@ class Bench:
             meter, reason = self.together(lambda: make(team, attempt, numbers))
             if reason:
                 meter, mode, reason = measure.EagerMeter(team, attempt, numbers), "eager", f"not captured: {reason}"
-        if meter.out is not None:
-            meter.out.fill_(math.nan)
+        for tensor in () if meter.out is None else meter.out if isinstance(meter.out, tuple) else (meter.out,):
+            tensor.fill_(math.nan)
         _, failure = self.together(meter.replay, launches=what)
         if failure:
             entrant.row = replace(entrant.row, reason=failure)
@@ -201,8 +220,7 @@ class Bench:
         if mode == "graph":
             one = max(team.exchange(measure.spread(meter.samples()).median))
             if one < measure.LONG_US:
-                count = max(4, min(32, math.ceil(measure.CHAIN_US / max(one, 1.0))))
-                numbers = measure.order(len(problem.sets), count)
+                numbers = measure.order(len(problem.sets), measure.calls_in_a_row(one))
                 entrant.chain, _ = self.together(lambda: measure.ChainMeter(team, attempt, numbers))
         if self.plan.eager and mode in ("graph", "around"):
             entrant.eager = measure.EagerMeter(team, attempt, numbers)

@@ -1,7 +1,8 @@
 """What is measured: the ops by name, and named sets of shapes.
 
 A shape of a collective is (bytes,): of the input of all-reduce, reduce-scatter and all-to-all, of the output of
-all-gather. A shape of a GEMM op is (M, N, K): M rows of the whole product, N and K of the GEMM of one rank.
+all-gather. A shape of all-reduce-rms-norm is (M, H): rows and columns. A shape of a GEMM op is (M, N, K): M rows of the whole
+product, N and K of the GEMM of one rank. Those of LEVELS are in weft.bench.levels.steps.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+NORMED = "all-reduce-rms-norm"
 GEMMS = ("gemm", "ag-gemm", "gemm-rs", "gemm-ar")
 OPS = (*COLLECTIVES, *GEMMS)
+LEVELS = ("mlp", "attn", "model", "generate")
+ALL = (*COLLECTIVES, NORMED, *GEMMS, *LEVELS)
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+DECODE_ROWS = (1, 2, 4, 7, 8, 16, 32, 64, 128)
 SIZES = tuple(1024 * 4**power for power in range(10))  # 1 KiB .. 256 MiB
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -54,29 +59,42 @@ class Shape:
     label: str
 
 
+def dimensions(op: str) -> int:
+    """Of a shape of the op."""
+    return 1 if op in COLLECTIVES else 2 if op == NORMED else 3
+
+
+def is_collective(op: str) -> bool:
+    """It moves data, and computes next to nothing: rated by its bytes on the wire."""
+    return op in (*COLLECTIVES, NORMED)
+
+
 def sets_for(op: str) -> tuple[str, ...]:
-    return ("sizes",) if op in COLLECTIVES else (*MODELS, "symm-mem-recipes")
+    return ("sizes",) if op in COLLECTIVES else tuple(MODELS) if op == NORMED else (*MODELS, "symm-mem-recipes")
 
 
 def parse_shapes(op: str, words: Sequence[str], world_size: int, *, tiny: bool = False) -> tuple[Shape, ...]:
     """The shapes that ``words`` name, in their order, none twice; the op's first set if there are no words.
 
-    word  SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; "sizes" or BYTES,BYTES,… (64KiB, 1MiB) of a collective
+    word  SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
+          BYTES,BYTES,… (64KiB, 1MiB) of a collective
     tiny  named sets become a few shapes that the simulator can run
 
     ValueError for what it cannot read and for shapes that the op refuses.
     """
-    check_op(op)
+    check_op(op, (NORMED,))
+    read = _collective if op in COLLECTIVES else _normed if op == NORMED else _gemm
     found: dict[tuple[int, ...], Shape] = {}
     for word in words or sets_for(op)[:1]:
-        for shape in (_collective if op in COLLECTIVES else _gemm)(op, word.strip().lower(), world_size, tiny):
+        for shape in read(op, word.strip().lower(), world_size, tiny):
             found.setdefault(shape.size, shape)
     return tuple(found.values())
 
 
-def check_op(op: str) -> None:
-    if op not in OPS:
-        raise ValueError(f"op {op!r} is unknown; choose one of {', '.join(OPS)}")
+def check_op(op: str, others: Sequence[str] = ()) -> None:
+    """ValueError unless ``op`` is one of OPS or of ``others``."""
+    if op not in (*OPS, *others):
+        raise ValueError(f"op {op!r} is unknown; choose one of {', '.join((*OPS, *others))}")
 
 
 def size_label(nbytes: int) -> str:
@@ -108,6 +126,23 @@ def _bytes(op: str, text: str) -> int:
     if not match or int(match[1]) == 0:
         raise ValueError(f"--shapes {text!r} is neither a set of {op} (sizes) nor bytes (4096, 64KiB, 1MiB)")
     return int(match[1]) * {None: 1, "b": 1, "kib": KIB, "mib": MIB, "gib": 1 << 30}[match[2]]
+
+
+def _normed(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
+    name, _, rows = word.partition(":")
+    if re.fullmatch(r"[1-9]\d*,[1-9]\d*", word):
+        sizes = [tuple(map(int, word.split(",")))]
+    elif name not in sets_for(op) or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", rows):
+        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets_for(op))}) nor M,H, rows and columns")
+    elif tiny:
+        sizes = [(3, 32)]
+    else:
+        sizes = [(m, MODELS[name].hidden) for m in (map(int, rows.split(",")) if rows else DECODE_ROWS)]
+    for _, width in sizes:
+        # Of two-byte elements; the op's own limits.
+        if width % 8 or width > 32768:
+            raise ValueError(f"--shapes {word}: {op} takes rows of 16 bytes or a multiple, at most 64 KiB")
+    return [Shape(size=size, label=f"{size[0]}x{size[1]}") for size in sizes]
 
 
 def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:

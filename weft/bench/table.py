@@ -11,7 +11,7 @@ from rich.text import Text
 
 from weft.bench.limits import floor_us, limits_of, rate
 from weft.bench.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
-from weft.bench.shapes import COLLECTIVES
+from weft.bench.shapes import LEVELS, is_collective
 
 NONE = "–"
 
@@ -27,10 +27,19 @@ class Sheet:
     notes: tuple[str, ...]
 
 
+def sheets(report: Report) -> list[Sheet]:
+    """All tables of a report: of a level also what the time goes to, where that was measured."""
+    if report.op not in LEVELS:
+        return [sheet(report)]
+    from weft.bench.levels import table as levels  # it imports this module
+
+    return [found for found in (levels.sheet(report), levels.breakdown_sheet(report)) if found is not None]
+
+
 def sheet(report: Report) -> Sheet:
     """Per shape each provider's time, weft's speed-up over the best other, its rate and its share of the limit."""
     providers, shapes = providers_of(report), shapes_of(report)
-    unit = "busbw GB/s" if report.op in COLLECTIVES else "TFLOP/s"
+    unit = "busbw GB/s" if is_collective(report.op) else "TFLOP/s"
     rows, slower = [], set()
     for number, shape in enumerate(shapes):
         ours, other = weft_row(report, shape), best_other(report, shape)
@@ -45,9 +54,9 @@ def sheet(report: Report) -> Sheet:
             (
                 label,
                 *(_cell(found[provider]) for provider in providers),
-                _plain(gain, "{:.2f}x"),
-                _plain(_rate(report, ours), "{:.0f}"),
-                _plain(share_of_limit(report, ours), "{:.0%}"),
+                plain(gain, "{:.2f}x"),
+                plain(_rate(report, ours), "{:.0f}"),
+                plain(share_of_limit(report, ours), "{:.0%}"),
             )
         )
     machine = report.machine
@@ -97,7 +106,7 @@ def microseconds(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _plain(value: float | None, form: str) -> str:
+def plain(value: float | None, form: str) -> str:
     return NONE if value is None else form.format(value)
 
 
@@ -116,10 +125,10 @@ def _notes(report: Report, providers: Sequence[str]) -> list[str]:
     if any(row.role == "ceiling" for row in rows):
         ceilings = ", ".join(dict.fromkeys(row.provider for row in rows if row.role == "ceiling"))
         notes.append(f"{ceilings}: the GEMM alone, no provider of the op.")
-    return notes + _reasons(report, providers)
+    return notes + reasons(report, providers)
 
 
-def _reasons(report: Report, providers: Sequence[str]) -> list[str]:
+def reasons(report: Report, providers: Sequence[str]) -> list[str]:
     """Why providers did not run, those with the same reason at the same shapes in one note."""
     everywhere = [row.label for row in report.rows if row.provider == providers[0]] if providers else []
     shared: dict[tuple[str, tuple[str, ...]], list[str]] = {}

@@ -39,10 +39,10 @@ def check(
 ) -> None:
     """Look for races, deadlocks and lost signals, without a GPU. Exit status 0: clean, 1: findings, 2: wrong usage."""
     # What a replay needs besides the schedule.
-    named = (
-        f"{script}" + (f" --function {function}" if function != "main" else "") + (f" --sms {sms}" if sms != 8 else "")
-    )
+    named = f"{script}" + (f" --function {function}" if function != "main" else "")
     try:
+        if json is not None and not json.parent.is_dir():
+            raise ValueError(f"--json {json}: {json.parent} is no directory")
         report = _checked(
             load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
             depth=depth, sms=sms, deterministic=not any_results, script=named,
@@ -85,13 +85,15 @@ def _checked(main: Callable[..., Any], **options: Any) -> Report:
 
     console = Console(stderr=True)
     columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"))
+    # Drawn between two runs only, and standard output left alone, so that a debugger in a kernel has the terminal.
     with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal,
+        auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
+    ) as bar:  # fmt: skip
         task = bar.add_task("schedules", total=None, found="")
 
         def progress(done: int, total: int, found: int) -> None:
-            bar.update(task, completed=done, total=total, found=f"{found} finding(s)" if found else "")
+            bar.update(task, completed=done, total=total, found=f"{found} finding(s)" if found else "", refresh=True)
 
         return run(main, progress=progress, **options)
 

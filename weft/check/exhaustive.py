@@ -186,12 +186,14 @@ class Walk:
         return not any(conflict(part, looked) for part in writes)
 
 
-def explore(runner: Runner, world_size: int, limit: int, gathered: Gathered, tell: Callable[[], None]) -> bool:
+def explore(
+    runner: Runner, world_size: int, sms: int, limit: int, gathered: Gathered, tell: Callable[[], None]
+) -> bool:
     """Run all schedules, at most ``limit``. Whether it was all of them."""
     search = Search()
     for number in range(1, limit + 1):
         walk = Walk(search)
-        schedule = Schedule(world_size=world_size, strategy="exhaustive", seed=number)
+        schedule = Schedule(world_size=world_size, strategy="exhaustive", seed=0, runs=number, sms=sms)
         outcome = runner.run(schedule, walk)
         if not walk.redundant:
             gathered.add(schedule, outcome)

@@ -8,23 +8,32 @@ from typing import Any
 
 from weft.simulator.findings import Finding, Side
 
+_SMS = 8  # where nothing else is asked for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One run: the same values give the same run."""
+    """One run, or ``runs`` of them with seeds from ``seed`` on: the same values give the same runs."""
 
     world_size: int
     strategy: str
     seed: int
     depth: int = 3
+    sms: int = _SMS
+    runs: int = 1
 
     def command(self, script: str) -> str:
         """How to see it again: a shell command, the marker of a pytest node, or a call where ``script`` is empty."""
-        # The search is the same each time, so as many runs lead to the same one.
-        runs, seed = (self.seed, 0) if self.strategy == "exhaustive" else (1, self.seed)
-        values = {"world_size": self.world_size, "strategy": self.strategy, "seed": seed, "schedules": runs}
-        if self.strategy == "pct":
+        values = {
+            "world_size": self.world_size,
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "schedules": self.runs,
+        }
+        if self.strategy in ("pct", "mix"):
             values["depth"] = self.depth
+        if self.sms != _SMS:
+            values["sms"] = self.sms
         if script and "::" not in script:
             return " ".join([f"weft check {script}", *(f"--{n.replace('_', '-')} {v}" for n, v in values.items())])
         listed = ", ".join(f"{name}={value!r}" for name, value in values.items())
@@ -113,10 +122,11 @@ def paragraph(number: int, found: Found, script: str) -> str:
 
 
 def _side(side: Side) -> list[str]:
+    last = [f"        last synchronisation: {side.sync}"] if side.sync else []
     if side.place is None:
-        return [f"   {side.verb} by {side.task}", f"        last synchronisation: {side.sync}"]
+        return [f"   {side.verb} by {side.task}", *last]
     return [
         f"   {side.verb} by {side.task}, {side.place} in {side.place.function}:",
         f"        {side.place.text}",
-        f"        last synchronisation: {side.sync}",
+        *last,
     ]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+from weft.check.digests import Digest, digest_of, first_difference
 from weft.check.report import Found, Report, Schedule
-from weft.errors import Deadlock, InvalidAccess, WeftError
+from weft.check.shrinking import Shrinking
+from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError
 from weft.runtime.simulate import simulate
-from weft.simulator.findings import Finding, allowed_by
+from weft.simulator.findings import Finding, Side, allowed_by
+from weft.simulator.hosts import host_line_of
 from weft.simulator.strategies import STRATEGIES, make, strategy_of
 
 DEFAULT_SCHEDULES = 20
@@ -22,11 +22,12 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run gave. ``digest``: of the ranks' ``results``, bit for bit; None if the run ended early."""
+    """What one run gave. ``digest``: of the ranks' ``results``; None if it ended early. ``programs``: a rank's, at once."""
 
     findings: tuple[tuple[Finding, int], ...]
-    digest: str | None
+    digest: Digest | None
     results: Any
+    programs: int
 
 
 def check(
@@ -67,23 +68,30 @@ def check(
         raise ValueError(f"schedules={schedules} must be at least 1")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(STRATEGIES)}")
-    runner = Runner(main, sms, heap_bytes, tuple(args))
-    gathered = Gathered(deterministic, on_results)
+    if sms < 1:
+        raise ValueError(f"sms={sms} must be at least 1")
+    if depth < 1:
+        raise ValueError(f"depth={depth} must be at least 1")
+    runner = Runner(main, heap_bytes, tuple(args))
+    gathered = Gathered(strategy, deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
     for size in sizes:
         if strategy == "exhaustive":
             from weft.check.exhaustive import explore
 
-            exhausted = explore(runner, size, schedules, gathered, lambda: _tell(progress, gathered, total))
+            exhausted = explore(runner, size, sms, schedules, gathered, lambda: _tell(progress, gathered, total))
             exhaustive = "bounded" if not exhausted or exhaustive == "bounded" else "exhausted"
             continue
         for number in range(seed, seed + schedules):
-            schedule = Schedule(world_size=size, strategy=strategy_of(strategy, number), seed=number, depth=depth)
+            schedule = Schedule(
+                world_size=size, strategy=strategy_of(strategy, number), seed=number, depth=depth, sms=sms
+            )
             gathered.add(schedule, runner.run(schedule))
             _tell(progress, gathered, total)
     found = gathered.found()
     if strategy != "exhaustive":
-        found = [replace(f, replay=shrunk(runner, f)) for f in found]
+        shrinking = Shrinking(runner)
+        found = [replace(f, replay=shrinking.shrunk(f)) for f in found]
     return Report(
         findings=tuple(found), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
     )
@@ -92,8 +100,8 @@ def check(
 class Runner:
     """Runs a main under one schedule at a time."""
 
-    def __init__(self, main: Callable[..., Any], sms: int, heap_bytes: int | None, args: tuple) -> None:
-        self._main, self._sms, self._heap_bytes, self._args = main, sms, heap_bytes, args
+    def __init__(self, main: Callable[..., Any], heap_bytes: int | None, args: tuple) -> None:
+        self._main, self._heap_bytes, self._args = main, heap_bytes, args
 
     def run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
         from weft.simulator.delays import Delays
@@ -103,19 +111,22 @@ class Runner:
 
         def prepare(machine: Any) -> None:
             machine.watcher = Watcher(machine)
-            chosen = strategy or make(schedule.strategy, schedule.seed, schedule.world_size, self._sms, schedule.depth)
+            chosen = strategy or make(
+                schedule.strategy, schedule.seed, schedule.world_size, schedule.sms, schedule.depth
+            )
             machine.scheduler.strategy = chosen
             if strategy is not None:
                 strategy.place = machine.memory.place
             if schedule.strategy in ("delay", "exhaustive"):
                 machine.delays = Delays(machine, schedule.seed, tasks=schedule.strategy == "exhaustive")
-                machine.scheduler.when_stuck = machine.delays.all_out
+            late = machine.delays
+            machine.scheduler.when_stuck = lambda: late is not None and late.time_passes() or machine.let_hosts_go()
             kept.append(machine)
 
         digest = results = error = None
         try:
             results = simulate(
-                self._main, schedule.world_size, seed=schedule.seed, sms=self._sms, heap_bytes=self._heap_bytes,
+                self._main, schedule.world_size, seed=schedule.seed, sms=schedule.sms, heap_bytes=self._heap_bytes,
                 args=self._args, prepare=prepare,
             )  # fmt: skip
             digest = digest_of(results)
@@ -130,17 +141,17 @@ class Runner:
         races = watcher.races
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         if error is not None and not isinstance(error, Deadlock):
-            findings.append((_of_error(error, watcher), 1))
-        return Outcome(findings=tuple(findings), digest=digest, results=results)
+            findings.append((_of_error(error, machine), 1))
+        return Outcome(findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once)
 
 
 class Gathered:
     """Findings of all runs so far, by cause."""
 
-    def __init__(self, deterministic: bool, on_results: Callable[[list[Any]], None] | None) -> None:
-        self.runs, self._deterministic, self._on_results = 0, deterministic, on_results
+    def __init__(self, strategy: str, deterministic: bool, on_results: Callable[[list[Any]], None] | None) -> None:
+        self.runs, self._strategy, self._deterministic, self._on_results = 0, strategy, deterministic, on_results
         self._found: dict[tuple, Found] = {}
-        self._digests: dict[int, tuple[str, Schedule]] = {}
+        self._digests: dict[int, tuple[Digest, Schedule]] = {}
 
     def add(self, schedule: Schedule, outcome: Outcome) -> None:
         self.runs += 1
@@ -150,12 +161,21 @@ class Gathered:
             self._on_results(outcome.results)
         if outcome.digest is not None and self._deterministic:
             first, other = self._digests.setdefault(schedule.world_size, (outcome.digest, schedule))
-            if first != outcome.digest:
+            where = first_difference(first, outcome.digest)
+            if where:
                 text = (
-                    f"results differ bitwise from those of strategy {other.strategy}, seed {other.seed} at world size "
-                    f"{schedule.world_size}"
+                    f"{where} differs bitwise between strategy {other.strategy}, seed {other.seed} and strategy "
+                    f"{schedule.strategy}, seed {schedule.seed} at world size {schedule.world_size}"
                 )
-                self._merge(Finding(kind="divergence", message=text), 1, schedule, ("divergence", schedule.world_size))
+                both = self._range(other, schedule)
+                self._merge(Finding(kind="divergence", message=text), 1, both, ("divergence", schedule.world_size))
+
+    def _range(self, first: Schedule, last: Schedule) -> Schedule:
+        """What runs both again."""
+        if last.strategy == "exhaustive":
+            return last
+        strategy = last.strategy if self._strategy != "mix" else "mix"
+        return replace(last, strategy=strategy, seed=first.seed, runs=last.seed - first.seed + 1)
 
     def _merge(self, finding: Finding, count: int, schedule: Schedule, cause: tuple | None = None) -> None:
         cause = cause or finding.cause
@@ -169,64 +189,34 @@ class Gathered:
         return list(self._found.values())
 
 
-def shrunk(runner: Runner, found: Found) -> Schedule:
-    """The simplest schedule that shows the same: the fewest preemptions (pct of depth 1, then 2), else the one it came from."""
-    cause = found.finding.cause
-    if found.finding.kind == "divergence":
-        return found.replay
-    for depth, seeds in ((1, 3), (2, 3)):
-        for seed in range(seeds):
-            simple = replace(found.replay, strategy="pct", seed=seed, depth=depth)
-            if any(finding.cause == cause for finding, _ in runner.run(simple).findings):
-                return simple
-    return found.replay
+_PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")
 
 
-def digest_of(results: Any) -> str:
-    """Of tensors their dtype, shape and bits, of containers their members, of anything else its pickle."""
-    digest = hashlib.sha256()
-
-    def take(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            flat = value.detach().cpu().contiguous().view(-1)
-            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-        elif isinstance(value, (list, tuple)):
-            digest.update(f"[{len(value)}".encode())
-            for member in value:
-                take(member)
-        elif isinstance(value, dict):
-            take([item for pair in value.items() for item in pair])
-        else:
-            try:
-                digest.update(pickle.dumps(value))
-            except Exception:  # what cannot be pickled cannot be compared
-                digest.update(type(value).__name__.encode())
-
-    take(results)
-    return digest.hexdigest()
-
-
-def _of_error(error: Exception, watcher: Any) -> Finding:
+def _of_error(error: Exception, machine: Any) -> Finding:
     """A finding that an exception stands for."""
-    kind, sides, tensor = "error", (), ""
-    if isinstance(error, InvalidAccess):
-        kind = "misaligned" if "misaligned" in error.verb else "out-of-bounds"
-        if "freed" in error.nearest:
-            kind = "use-after-free"
-        tensor = error.nearest.split("[")[0].split(" of rank")[0]
-        if watcher.last is not None:
-            sides = (watcher.races.side(watcher.last),)
-    elif isinstance(error, WeftError) and "programs that wait for each other" in str(error):
-        kind = "residency"
+    races, failed = machine.watcher.races, machine.scheduler.failed
+    kind, tensor, rank, index = "error", "", 0, 0
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+    sides: tuple[Side, ...] = ()
+    if isinstance(error, InvalidAccess):
+        misaligned, gone = "misaligned" in error.verb, "freed" in error.nearest
+        kind = "misaligned" if misaligned else "use-after-free" if gone else "out-of-bounds"
+        place = _PLACE.match(error.nearest)
+        if place is not None:
+            tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
+        asked = machine.watcher.asked.get(error.who)
+        sides = (races.side(replace(asked, verb=error.verb)),) if asked is not None else ()
+    elif failed is not None:
+        kind = "misaligned" if isinstance(error, Misaligned) else kind
+        code = machine.interpreter.line_of(error) or host_line_of(error)
+        verb = type(error).__name__
+        sides = (Side(rank=failed.rank, task=failed.label, verb=verb, place=races.place(code), sync=""),)
+    if isinstance(error, WeftError) and "programs that wait for each other" in str(error):
+        kind = "residency"
     return Finding(
-        kind=kind,
-        message=message.splitlines()[0] if message else kind,
-        tensor=tensor,
-        sides=sides,
-        allowed=allowed_by(kind, sides),
-    )
+        kind=kind, message=message.splitlines()[0] if message else kind, tensor=tensor, rank=rank, first=index, last=index,
+        sides=sides, allowed=allowed_by(kind, sides),
+    )  # fmt: skip
 
 
 def _tell(progress: Progress | None, gathered: Gathered, total: int) -> None:

@@ -1,5 +1,9 @@
 """Text in, text out, over all ranks of a team."""
 
-from weft.engine.engine import Completion, Engine, Piece, Stats
+from weft.engine.answers import Completion, Piece, Stats
+from weft.engine.engine import Engine
+from weft.engine.llm import LLM
+from weft.engine.params import SamplingParams
+from weft.engine.runner import Runner
 
-__all__ = ["Completion", "Engine", "Piece", "Stats"]
+__all__ = ["LLM", "Completion", "Engine", "Piece", "Runner", "SamplingParams", "Stats"]

@@ -1,119 +1,102 @@
-"""Text in, text out: a checkpoint directory, its tokenizer and a decoder over all ranks of a team."""
+"""Text in, text out: a model, its tokenizer and a batch that requests join and leave, over all ranks of a team."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.engine.decoder import Decoder
-from weft.engine.sampling import Sampling
+from weft.engine.answers import Completion, FinishReason, Piece, Prompt, Stats, as_prompts, join_pieces
+from weft.engine.batch import Batch
+from weft.engine.params import SamplingParams
+from weft.engine.runner import Runner
+from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
 from weft.errors import CheckpointError
-from weft.layers import Mode
-from weft.layers.parallel import check_mode
+from weft.layers.plan import Mode, check_mode
+from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
-from weft.models.checkpoint import Checkpoint, Progress
-from weft.models.qwen3 import Qwen3ForCausalLM
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
-
-FinishReason = Literal["eos", "stop", "length"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One prompt's answer.
-
-    text:          without the end-of-sequence token, and cut before a stop string
-    token_ids:     all that was generated, those included
-    finish_reason: "eos", "stop" (a stop string) or "length" (`max_new_tokens`, or the model's limit)
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-
-
-class Piece(NamedTuple):
-    """One generated token of one prompt. `text` may be empty while a character or a stop string is undecided."""
-
-    prompt: int
-    text: str
-    token_id: int
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """Seconds: load_seconds of the engine, the rest of its latest generation.
-
-    capture_seconds:     making the decode step's CUDA graph, where this call had to
-    time_to_first_token: from then to each prompt's first token on the host
-    tokens_per_second:   all tokens after the first ones, over the time since; 0 where there were none
-    """
-
-    load_seconds: float
-    capture_seconds: float = 0.0
-    time_to_first_token: float = 0.0
-    tokens_per_second: float = 0.0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
 
 
 class Engine:
     """A model on all ranks of `team`. Collective: all ranks pass the same arguments and get the same tokens.
 
-    model_dir:   a Qwen3 checkpoint in Hugging Face format with tokenizer.json; None: the built-in one, which adds
-    dtype:       None: the checkpoint's
-    max_seq_len: prompt and answer together; None: the model's max_position_embeddings
-    cuda_graph:  decode steps as CUDA graphs, where the team is on GPUs
-    progress:    called with (bytes read, bytes to read) while this rank's weights load
+    model           a Qwen3 checkpoint in Hugging Face format with tokenizer.json; None: the built-in one, which adds; a
+                    Qwen3Config: random weights and no tokenizer, so prompts are lists of token ids, for benchmarks
+    dtype           None: the checkpoint's
+    fused           local work between the GEMMs in weft.ops' kernels; None: where the team is on GPUs
+    max_seq_len     prompt and answer together; None: the model's max_position_embeddings
+    max_batch       sequences that run at once; further ones wait
+    page_size       tokens in a page of the KV cache: 16, 32, 64, 128 or 256
+    pages           of the KV cache; None: as many as `memory_fraction` of the GPU's free memory holds
+    chunk_tokens    prompt tokens read in a step, at most, before everyone goes on by a token
+    cuda_graph      decode steps as CUDA graphs, where the team is on GPUs
+    progress        called with (bytes read, bytes to read) while this rank's weights load
 
     CheckpointError (a ValueError) where the directory cannot be loaded, ValueError where W cannot split the model.
     """
 
     def __init__(
         self,
-        model_dir: str | PathLike[str] | None,
+        model: str | PathLike[str] | Qwen3Config | None,
         team: Team,
         *,
-        mode: Mode = "gemm_ar",
+        mode: Mode = "auto",
         dtype: torch.dtype | None = None,
+        fused: bool | None = None,
         max_seq_len: int | None = None,
+        max_batch: int = 64,
+        page_size: int = 64,
+        pages: int | None = None,
+        memory_fraction: float = 0.8,
+        chunk_tokens: int = 4096,
         cuda_graph: bool = True,
         progress: Progress | None = None,
     ) -> None:
         begin = time.perf_counter()
         check_mode(mode)
-        checkpoint = Checkpoint(BUILTIN if model_dir is None else model_dir)
-        self.team, self.mode = team, mode
-        self.model = Qwen3ForCausalLM.from_pretrained(checkpoint, team, mode=mode, dtype=dtype, progress=progress)
-        config = self.model.config
-        self.tokenizer = load_tokenizer(checkpoint.directory)
-        if self.tokenizer.get_vocab_size() > config.vocab_size:
-            raise CheckpointError(
-                f"{checkpoint.directory}: tokenizer.json has {self.tokenizer.get_vocab_size()} tokens, but config.json "
-                f"says vocab_size={config.vocab_size}"
-            )
-        self.eos_token_ids = checkpoint.eos_token_ids()
-        self.max_seq_len = config.max_position_embeddings if max_seq_len is None else max_seq_len
-        if not 2 <= self.max_seq_len <= config.max_position_embeddings:
-            raise ValueError(
-                f"max_seq_len={max_seq_len} is not in 2 .. max_position_embeddings={config.max_position_embeddings}"
-            )
-        self.cuda_graph = cuda_graph and team.device.type == "cuda"
-        self._decoder: Decoder | None = None
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={chunk_tokens} is not a positive integer")
+        self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
+        if isinstance(model, Qwen3Config):
+            self.model = Qwen3ForCausalLM(model, team, mode=mode, dtype=dtype, fused=fused).fill_dummy()
+        else:
+            checkpoint = Checkpoint(BUILTIN if model is None else model)
+            words = {"mode": mode, "dtype": dtype, "fused": fused, "progress": progress}
+            self.model = Qwen3ForCausalLM.from_pretrained(checkpoint, team, **words)
+            self.tokenizer = load_tokenizer(checkpoint.directory)
+            self.eos_token_ids = checkpoint.eos_token_ids()
+            self._check_tokenizer(checkpoint)
+        limit = self.model.config.max_position_embeddings
+        self.max_seq_len = limit if max_seq_len is None else max_seq_len
+        if not 2 <= self.max_seq_len <= limit:
+            raise ValueError(f"max_seq_len={max_seq_len} is not in 2 .. max_position_embeddings={limit}")
+        runner = Runner(
+            self.model,
+            max_batch=max_batch,
+            page_size=page_size,
+            pages=pages,
+            max_seq_len=self.max_seq_len,
+            memory_fraction=memory_fraction,
+            cuda_graph=cuda_graph,
+        )
+        self.batch = Batch(runner, chunk_tokens)
+        self._texts: dict[int, TextStream | None] = {}
+        self._submitted = 0
+        self._held: list[Piece] = []  # arrived, and not yet asked for
+        self._streamed: set[int] = set()  # requests whose pieces a stream gives
         self.stats = Stats(load_seconds=time.perf_counter() - begin)
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
@@ -125,24 +108,15 @@ class Engine:
 
         An answer is shorter than `max_new_tokens` where it would outgrow `max_seq_len`: finish_reason "length".
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        texts: list[list[str]] = [[] for _ in prompts]
-        token_ids: list[list[int]] = [[] for _ in prompts]
-        reasons: list[FinishReason] = ["length"] * len(prompts)
-        for piece in self.stream(
+        prompts = as_prompts(prompts)
+        pieces = self.stream(
             prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
-        ):
-            texts[piece.prompt].append(piece.text)
-            token_ids[piece.prompt].append(piece.token_id)
-            reasons[piece.prompt] = piece.finish_reason or reasons[piece.prompt]
-        return [
-            Completion(text="".join(text), token_ids=ids, finish_reason=reason)
-            for text, ids, reason in zip(texts, token_ids, reasons, strict=True)
-        ]
+        )
+        return join_pieces(pieces, len(prompts))
 
     def stream(
         self,
-        prompts: str | Sequence[str],
+        prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
@@ -154,109 +128,167 @@ class Engine:
 
         Arguments are checked at once, not at the first piece. Every rank must draw the same pieces.
         """
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        asked = self.team.exchange((prompts, sampling))
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r} is not a positive integer")
+        params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+        prompts = as_prompts(prompts)
+        return self.answer(
+            prompts, [replace(params, seed=seed_of(params.seed, index)) for index in range(len(prompts))]
+        )
+
+    def answer(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[Piece]:
+        """The pieces of prompts with parameters of their own, checked at once. Every rank must draw the same pieces."""
+        prompts, params = list(prompts), list(params)
+        asked = self.team.exchange((prompts, params))
         for rank, other in enumerate(asked):
             if other != asked[0]:
                 raise ValueError(f"rank {rank} asked for {other}, rank 0 for {asked[0]}; all ranks must pass the same")
-        return self._stream(self._encode(prompts), sampling)
-
-    def _encode(self, prompts: list[str]) -> list[list[int]]:
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts; pass one each")
         if not prompts:
             raise ValueError("prompts is empty; pass at least one")
-        encoded = []
-        for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, str):
-                raise ValueError(f"prompts[{index}]={prompt!r} is not a string")
-            ids = self.tokenizer.encode(prompt).ids
-            if not ids:
-                raise ValueError(f"prompts[{index}]={prompt!r} is empty; a prompt needs at least one token")
-            if len(ids) >= self.max_seq_len:
-                raise ValueError(
-                    f"prompts[{index}] has {len(ids)} tokens and leaves no room for an answer in max_seq_len="
-                    f"{self.max_seq_len}; shorten it to {self.max_seq_len - 1} tokens"
-                )
-            encoded.append(ids)
-        return encoded
+        encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
+        sequences = [self._sequence(ids, one) for ids, one in zip(encoded, params, strict=True)]
+        for sequence in sequences:
+            self.batch.scheduler.check(sequence)
+        return self._answer(sequences)
 
-    def _stream(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Piece]:
-        budgets = [min(sampling.max_new_tokens, self.max_seq_len - len(prompt)) for prompt in prompts]
-        decoder, capture_seconds = self._prepare(prompts, max(budgets), sampling)
-        texts = [TextStream(self.tokenizer, sampling.stop) for _ in prompts]
-        alive = set(range(len(prompts)))
-        first_at, new_tokens = 0.0, 0
-        begin = time.perf_counter()
-        for step, tokens in enumerate(self._tokens(decoder, prompts, sampling, max(budgets))):
-            first_at = first_at or time.perf_counter()
-            for index in sorted(alive):
-                piece = self._piece(index, tokens[index], texts[index], last=step + 1 == budgets[index])
-                new_tokens += 1
-                if piece.finish_reason is not None:
-                    alive.discard(index)
-                yield piece
-            if not alive:
-                break
+    def submit(self, prompt: Prompt, params: SamplingParams) -> int:
+        """One more request, which joins the batch when there is room; `step` gives its pieces under this number."""
+        sequence = self._sequence(self._encode("prompt", prompt), params)
+        self.batch.scheduler.check(sequence)
+        self._enter(sequence)
+        return sequence.number
+
+    @property
+    def has_work(self) -> bool:
+        return self.batch.has_work or bool(self._held)
+
+    def step(self) -> list[Piece]:
+        """Launches a chunk of the waiting prompts and one token for everyone who has been read; the pieces of submitted
+        requests that have arrived meanwhile (on GPUs those of the step before), `prompt` being the request's number."""
+        self._step()
+        return self._take({piece.prompt for piece in self._held} - self._streamed)
+
+    def _step(self) -> None:
+        self._held += [self._piece(sequence, token) for sequence, token in self.batch.step() if not sequence.done]
+
+    def _take(self, numbers: Set[int]) -> list[Piece]:
+        """The pieces held for these requests."""
+        taken = [piece for piece in self._held if piece.prompt in numbers]
+        self._held = [piece for piece in self._held if piece.prompt not in numbers]
+        return taken
+
+    def _answer(self, sequences: list[Running]) -> Iterator[Piece]:
+        """Enters them, and steps until all have ended; they leave also where the caller stops drawing."""
+        runner, scheduler = self.batch.runner, self.batch.scheduler
+        begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
+        for sequence in sequences:
+            self._enter(sequence)
+        place = {sequence.number: index for index, sequence in enumerate(sequences)}
+        self._streamed |= place.keys()
+        first_at, first_tokens, new_tokens = 0.0, 0, 0
+        try:
+            while True:
+                # Another stream's step may have brought them.
+                pieces = self._take(place.keys())
+                if not pieces and all(sequence.done for sequence in sequences):
+                    break
+                if not pieces:
+                    self._step()
+                    continue
+                new_tokens += len(pieces)
+                if not first_at:
+                    first_at, first_tokens = time.perf_counter(), len(pieces)
+                for piece in pieces:
+                    yield piece._replace(prompt=place[piece.prompt])
+        finally:
+            for sequence in sequences:
+                if not sequence.done:
+                    self._leave(sequence)
+            self._take(place.keys())
+            self._streamed -= place.keys()
         self.team.synchronize()
-        later, seconds = new_tokens - len(prompts), time.perf_counter() - first_at
+        seconds = time.perf_counter() - first_at
         self.stats = Stats(
             load_seconds=self.stats.load_seconds,
-            capture_seconds=capture_seconds,
+            capture_seconds=runner.capture_seconds - captured,
             time_to_first_token=first_at - begin,
-            tokens_per_second=later / seconds if later else 0.0,
-            prompt_tokens=sum(map(len, prompts)),
+            tokens_per_second=(new_tokens - first_tokens) / seconds,
+            prompt_tokens=sum(len(sequence.prompt) for sequence in sequences),
             new_tokens=new_tokens,
+            preemptions=scheduler.preemptions - preempted,
         )
 
-    def _piece(self, prompt: int, token_id: int, text: TextStream, *, last: bool) -> Piece:
-        if token_id in self.eos_token_ids:
-            rest, _ = text.finish()
-            return Piece(prompt, rest, token_id, "eos")
-        new, stopped = text.push(token_id)
+    def _encode(self, name: str, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{name}={prompt!r} is text, and this model has no tokenizer; pass token ids")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:  # half of a surrogate pair
+                raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
+            ids = self.tokenizer.encode(prompt).ids
+        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+            ids = list(prompt)
+        else:
+            raise ValueError(f"{name}={prompt!r} is not a string or a list of token ids")
+        if not ids:
+            raise ValueError(f"{name}={prompt!r} is empty; a prompt needs at least one token")
+        vocab_size = self.model.config.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise ValueError(f"{name} holds a token id outside 0 .. {vocab_size - 1}")
+        if len(ids) >= self.max_seq_len:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens and leaves no room for an answer in max_seq_len={self.max_seq_len}; "
+                f"shorten it to {self.max_seq_len - 1} tokens"
+            )
+        return ids
+
+    def _sequence(self, prompt: list[int], params: SamplingParams) -> Running:
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs text, and this model has no tokenizer")
+        number, self._submitted = self._submitted, self._submitted + 1
+        budget = min(params.max_tokens, self.max_seq_len - len(prompt))
+        return Running(number=number, prompt=prompt, params=params, budget=budget)
+
+    def _enter(self, sequence: Running) -> None:
+        self.batch.scheduler.submit(sequence)
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, sequence.params.stop)
+        self._texts[sequence.number] = text
+
+    def _leave(self, sequence: Running) -> None:
+        self.batch.scheduler.finish(sequence)
+        del self._texts[sequence.number]
+
+    def _piece(self, sequence: Running, token_id: int) -> Piece:
+        sequence.tokens.append(token_id)
+        text, reason = self._text(sequence, token_id)
+        if reason is not None:
+            self._leave(sequence)
+        return Piece(sequence.number, text, token_id, reason)
+
+    def _text(self, sequence: Running, token_id: int) -> tuple[str, FinishReason | None]:
+        stream = self._texts[sequence.number]
+        last = len(sequence.tokens) == sequence.budget
+        if token_id in self.eos_token_ids and not sequence.params.ignore_eos:
+            return (stream.finish()[0] if stream else ""), "eos"
+        if stream is None:
+            return "", "length" if last else None
+        new, stopped = stream.push(token_id)
         if last and not stopped:
-            rest, stopped = text.finish()
+            rest, stopped = stream.finish()
             new += rest
-        return Piece(prompt, new, token_id, "stop" if stopped else "length" if last else None)
+        return new, "stop" if stopped else "length" if last else None
 
-    def _prepare(self, prompts: list[list[int]], steps: int, sampling: Sampling) -> tuple[Decoder, float]:
-        """A decoder with room enough: the last one where it fits, because its cache and graphs are there already."""
-        needed = min(max(map(len, prompts)) + steps, self.max_seq_len)
-        decoder = self._decoder
-        if decoder is None or decoder.batch != len(prompts) or decoder.max_len < needed:
-            self.team.synchronize()  # a stream that was not drawn to its end may still be running a graph
-            self._decoder = decoder = None  # frees the old cache before the new one is made
-            # Attention kernels like a cache length of whole tiles.
-            decoder = self._decoder = Decoder(self.model, len(prompts), -(-needed // 128) * 128)
-        return decoder, decoder.capture(greedy=sampling.greedy) if self.cuda_graph else 0.0
+    def _check_tokenizer(self, checkpoint: Checkpoint) -> None:
+        size, vocab_size = self.tokenizer.get_vocab_size(), self.model.config.vocab_size
+        if size > vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
+            )
 
-    def _tokens(
-        self, decoder: Decoder, prompts: list[list[int]], sampling: Sampling, steps: int
-    ) -> Iterator[list[int]]:
-        """The tokens of each step. On GPUs the next step is launched before the host waits for this one's tokens."""
-        on_gpu = self.team.device.type == "cuda"
-        history = torch.empty(steps, decoder.batch, dtype=torch.int64, pin_memory=on_gpu)
-        copied: list[torch.cuda.Event] = []
 
-        def launch(step: int) -> None:
-            if step == 0:
-                decoder.prefill(prompts, sampling)
-            else:
-                decoder.step()
-            history[step].copy_(decoder.tokens, non_blocking=True)
-            if on_gpu:
-                copied.append(torch.cuda.Event())
-                copied[-1].record()
-
-        lookahead = 1 if on_gpu else 0
-        launched = 0
-        for step in range(steps):
-            while launched <= min(step + lookahead, steps - 1):
-                launch(launched)
-                launched += 1
-            if on_gpu:
-                try:
-                    copied[step].synchronize()
-                except RuntimeError:
-                    self.team.synchronize()  # names the wait that gave up, where that is why
-                    raise
-            yield history[step].tolist()
+def seed_of(seed: int, index: int) -> int:
+    """Of the prompt at `index` of a call: its own, so that one prompt given twice is answered twice. The first has `seed`."""
+    return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)

@@ -1,68 +1,130 @@
-"""How the next token is chosen: the parameters, and top-p sampling that every rank computes alike."""
+"""The next token of each sequence, chosen on the device from logits that stay where they are, split over the ranks.
+
+    greedy       argmax over words of logit
+    temperature  argmax over words of logit + temperature * g(word)     g: Gumbel noise; the argmax is distributed as softmax
+    top_p        the same, among the most likely words that together reach top_p
+
+The ranks exchange a (value, word) a sequence, and for top_p sums of probabilities, never logits. The noise is a function of
+(seed of the request, position of the token, word), so the choice does not depend on the world size or on what else is in
+the batch. All ranks choose alike: what they compare has been exchanged, and sums are of integers, in no order that matters.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
+from weft import ops
+from weft.engine.params import GREEDY, NUCLEUS
+from weft.layers.parallel import all_gather
+from weft.layers.vocabulary import VocabParallelHead
+from weft.ops.likelihood_above import LOWEST, SHIFTS, narrow
+
+# Steps of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed integers.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_UNIT = 2.0**40  # the mass of the likeliest word; those of 2**18 words sum up below 2**63
+_KEY_BITS = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """temperature 0: the most likely token; else one drawn from softmax(logits / temperature).
+class Choice:
+    """What decides over the next token of each of B sequences; on the device.
 
-    top_p: only the most likely tokens that together reach it are drawn
-    seed:  the same seed and prompts give the same tokens
-    stop:  strings that end an answer
+    temperature, top_p  [B] fp32
+    seed                [B] int64
+    position            [B] int64: the place that the token will have in its sequence
     """
 
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens!r} is not a positive integer")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature={self.temperature!r} is not 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r} is not in (0, 1]; 1 keeps every token")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed={self.seed!r} is not an integer in 0 .. 2**63 - 1")
-        if not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise ValueError(f"stop={self.stop!r} holds something that is not a non-empty string")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    def uniforms(self, steps: int, batch: int) -> torch.Tensor:
-        """[steps, batch] in [0, 1), drawn on the CPU so that every rank and every device has the same."""
-        return torch.rand(steps, batch, generator=torch.Generator().manual_seed(self.seed))
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
 
 
-def sample_top_p(
-    logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+def choose_tokens(
+    head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: int, *, fused: bool = False
 ) -> torch.Tensor:
-    """token[b] = the first word whose cumulative kept probability exceeds uniform[b] * (all that is kept)
+    """This rank's logits [B, V'/W] → the chosen words [B] int64, the same on every rank.
 
-    logits [B, V] fp32; temperature, top_p: fp32 scalars on the device; uniform [B] in [0, 1) → tokens [B] int64.
-    Kept are the most likely words that together reach top_p. The sum runs in the order of words, not of probabilities:
-    there, two all but equal ones that swap places between two world sizes would swap answers. It is of integers (units
-    of 2**-40), because on a GPU a floating-point scan may differ from run to run in its last bit, and two ranks that
-    once choose different tokens never agree again.
+    kind   the greatest of the sequences' kinds (params.py); lesser ones among them are served right
+    fused  by weft.ops' kernels; else by the torch operations below, on fp32 logits. Collective
     """
-    probabilities = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
-    ordered, words = probabilities.sort(dim=-1, descending=True, stable=True)
-    mass = (ordered.double() * 2**40).long()
-    before = mass.cumsum(dim=-1) - mass
-    kept = before < (top_p.double() * mass.sum(dim=-1, keepdim=True)).long().clamp(min=1)
-    by_word = torch.zeros_like(mass).scatter(-1, words, mass * kept)
-    target = (uniform.double() * by_word.sum(dim=-1)).long()
-    return (by_word.cumsum(dim=-1) <= target[:, None]).sum(dim=-1).clamp(max=logits.shape[-1] - 1)
+    if kind == GREEDY:
+        return head.argmax(logits, fused=fused)
+    if fused:
+        return _draw_fused(head, logits, choice, kind)
+    words = torch.arange(head.start, head.start + head.local_size, device=logits.device)
+    # Times the temperature, and not the logits divided by it: 0 is then greedy and nothing overflows.
+    scores = logits + choice.temperature[:, None] * gumbel(choice.seed, choice.position, words)
+    if kind == NUCLEUS:
+        scores = scores.masked_fill(~likeliest(head, logits, choice.temperature, choice.top_p), float("-inf"))
+    return head.argmax(scores, fused=False)
+
+
+def _draw_fused(head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: int) -> torch.Tensor:
+    floor = None
+    if kind == NUCLEUS:
+        best = _over_ranks(head, ops.best_words(logits, head.start))[..., 0].flatten(0, 1).amax(dim=0)
+        floor = torch.full_like(choice.seed, LOWEST, dtype=torch.int32)
+        wanted = torch.empty_like(choice.seed)
+        for shift in SHIFTS:
+            above = ops.likelihood_above(logits, best, choice.temperature, floor, shift)
+            narrow(_over_ranks(head, above), choice.top_p, floor, wanted, shift)
+    pairs = ops.best_words(logits, head.start, choice.temperature, choice.seed, choice.position, floor)
+    return ops.join_words(_over_ranks(head, pairs))
+
+
+def gumbel(seed: torch.Tensor, position: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """[B, n] fp32: -log(-log u) with u uniform in (0, 1), from 32 random bits of (seed[B], position[B], words[n])."""
+    stream = _mix(_mix(seed) + position)
+    bits = (_mix(stream[:, None] + words * _GAMMA) >> 32) & 0xFFFFFFFF
+    # 1 - u rather than u, since the greatest noise, which wins, comes from the u next to 1.
+    rest = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-rest))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """64 well mixed bits of each int64, a bijection."""
+    x = x + _GAMMA
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def likeliest(
+    head: VocabParallelHead, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """[B, V'/W] bool: the words whose more likely ones together stay below top_p, of this rank; all where top_p is 1.
+
+    Of equally likely words all are kept or none. Probabilities are integers, in units of 2**-40 of the likeliest one. The least
+    logit that is kept is found by bisection over the 2**32 values that it may have: one sum over all ranks each.
+    """
+    best = _over_ranks(head, logits.amax(dim=-1)).amax(dim=0)
+    likelihood = torch.exp((logits - best[:, None]) / temperature.clamp(min=1e-20)[:, None])
+    mass = (likelihood.double() * _UNIT).long()
+    keys = _ordered(logits)
+    total = _over_ranks(head, mass.sum(dim=-1)).sum(dim=0)
+    wanted = (top_p.double() * total).ceil().long().clamp(min=1)
+    # mass of keys >= low is at least `wanted`, that of keys >= high is less.
+    low = torch.full_like(total, -(1 << 31))
+    high = torch.full_like(total, 1 << 31)
+    for _ in range(_KEY_BITS):
+        middle = (low + high) >> 1
+        above = _over_ranks(head, (mass * (keys >= middle[:, None])).sum(dim=-1)).sum(dim=0)
+        enough = above >= wanted
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return (keys >= low[:, None]) | (top_p == 1)[:, None]
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """int32 that compare as the fp32 x do."""
+    bits = (x + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _over_ranks(head: VocabParallelHead, x: torch.Tensor) -> torch.Tensor:
+    """x of each rank → [W, ...]"""
+    return all_gather(x[None], head.team, head.mode)

@@ -1,59 +1,29 @@
-"""Grouped-query attention with q- and k-norm, its heads split over the ranks, computed locally by torch's SDPA."""
+"""Grouped-query attention with q- and k-norm over a paged cache, its heads split over the ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from weft.layers.parallel import ColumnParallelLinear, Mode, RowParallelLinear, Rows, split_evenly
-from weft.layers.rotary import apply_rotary, rotary_angles
+from weft import ops
+from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows, split_evenly
+from weft.layers.plan import Mode
+from weft.layers.rotary import apply_rotary
 from weft.layers.shard import Shard, fill_from_module, whole
+from weft.layers.step import Chunk, Step
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """The tokens of one forward pass, batch-major: `length` of each of `batch` sequences. Every layer uses it.
-
-    cos, sin:   [batch or 1, length, head_dim]
-    positions:  None: tokens 0 .. length of right-padded prompts, each attending to those before it.
-                [batch]: one new token a sequence, written to the cache there, attending to the cache up to and with it.
-    mask:       with positions: [batch, 1, 1, max_len], 0 where the cache may be seen and -inf elsewhere
-    """
-
-    batch: int
-    length: int
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-
-    @classmethod
-    def prefill(
-        cls, batch: int, length: int, *, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
-    ) -> Step:
-        cos, sin = rotary_angles(torch.arange(length, device=device)[None], head_dim, theta, dtype)
-        return cls(batch=batch, length=length, cos=cos, sin=sin)
-
-    @classmethod
-    def decode(cls, positions: torch.Tensor, max_len: int, *, head_dim: int, theta: float, dtype: torch.dtype) -> Step:
-        """All on the device, nothing that depends on values: a decode step can be captured in a CUDA graph."""
-        cos, sin = rotary_angles(positions[:, None], head_dim, theta, dtype)
-        hidden = torch.arange(max_len, device=positions.device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill(hidden, float("-inf"))
-        return cls(batch=positions.shape[0], length=1, cos=cos, sin=sin, positions=positions, mask=mask[:, None, None])
-
-
 class TPAttention(nn.Module):
     """y = softmax(rope(norm(q)) @ rope(norm(k)).T / sqrt(head_dim)) @ v @ o.T          q, k, v = x @ qkv.T, by heads
 
-    x, y: [batch * length, hidden] on every rank; in mode "ag_rs" this rank's 1/W of these rows, padded to W's multiple.
+    x, y: [T, hidden] on every rank; in mode "ag_rs" this rank's 1/W of these rows, padded to W's multiple.
     Rank r has query heads r * heads / W and on; with fewer KV heads than ranks, W / kv_heads neighbours share one.
     For inference: its weights carry no gradients. ValueError where the heads cannot be split over W ranks.
     """
@@ -110,40 +80,90 @@ class TPAttention(nn.Module):
         norms = {"q_norm.weight": whole(self.q_norm.weight), "k_norm.weight": whole(self.k_norm.weight)}
         return self.qkv_proj.shards() | self.o_proj.shards() | norms
 
-    def forward(
-        self, x: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """`cache`: this layer's keys and values, each [batch, kv_heads_local, max_len, head_dim]; written in place."""
-        projected = self.qkv_proj(x)  # [rows, ...] with rows >= batch * length: ag_rs pads
-        tokens = step.batch * step.length
-        heads = projected[:tokens].view(step.batch, step.length, -1, self.head_dim)
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        q = apply_rotary(self.q_norm(q), step.cos, step.sin).transpose(1, 2)
-        k = apply_rotary(self.k_norm(k), step.cos, step.sin).transpose(1, 2)
-        v = v.transpose(1, 2)
-        if step.positions is None:
-            attended = self._attend_to_prompt(q, k, v, cache)
+    def forward(self, x: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """`cache`: this layer's keys and values, each [pages, kv_heads_local, page_size, head_dim]; written in place."""
+        plan, (keys, values) = step.plan, cache
+        projected = self.qkv_proj(x, plan)  # [rows, ...] with rows >= T: ag_rs pads
+        qkv = projected[: step.tokens]
+        if plan.fused:
+            weights = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            q = ops.qk_norm_rope(qkv, *weights, step.angles, step.positions, step.slots, keys, values)
         else:
-            attended = self._attend_to_cache(q, k, v, step, cache)
-        attended = attended.reshape(tokens, self.num_heads * self.head_dim)
-        return self.o_proj(F.pad(attended, (0, 0, 0, projected.shape[0] - tokens)))
+            q = self._norm_rope_write(qkv, step, keys, values)
+        if step.chunks:
+            new = keys[step.cells[0], :, step.cells[1]], qkv[:, -self.num_kv_heads * self.head_dim :]
+            parts = [attend_to_chunk(q, new, (keys, values), step.pages, chunk) for chunk in step.chunks]
+            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        elif plan.fused:
+            attended = ops.paged_attention(q, keys, values, step.pages, step.lengths, tickets=step.tickets)
+        else:
+            attended = attend_to_pages(q, keys, values, step.pages, step.lengths)
+        attended = attended.reshape(step.tokens, self.num_heads * self.head_dim)
+        if len(projected) > step.tokens:
+            attended = F.pad(attended, (0, 0, 0, len(projected) - step.tokens))
+        return self.o_proj(attended, plan)
 
-    def _attend_to_prompt(self, q, k, v, cache) -> torch.Tensor:
-        """[batch, length, heads, head_dim]. A prompt's padding leaves keys in the cache, which decode overwrites."""
-        if cache is not None:
-            for whole_cache, new in zip(cache, (k, v), strict=True):
-                whole_cache[:, :, : new.shape[2]] = new
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return attended.transpose(1, 2)
+    def _norm_rope_write(self, qkv: torch.Tensor, step: Step, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """What ops.qk_norm_rope does, in torch. Padding goes to page 0."""
+        heads = qkv.view(step.tokens, -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        angles = step.angles[step.positions]
+        page, offset = step.cells
+        keys[page, :, offset] = apply_rotary(self.k_norm(k), angles)
+        values[page, :, offset] = v
+        return apply_rotary(self.q_norm(q), angles)
 
-    def _attend_to_cache(self, q, k, v, step: Step, cache) -> torch.Tensor:
-        """[batch, kv_heads, heads / kv_heads, head_dim]: query heads of one KV head are rows of one attention."""
-        assert cache is not None, "a decode step attends to its cache"
-        at = step.positions[:, None, None, None].expand_as(k)
-        for whole_cache, new in zip(cache, (k, v), strict=True):
-            whole_cache.scatter_(2, at, new)
-        q = q.reshape(step.batch, self.num_kv_heads, -1, self.head_dim)
-        return F.scaled_dot_product_attention(q, *cache, attn_mask=step.mask)
+
+def gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """[pages, heads, page_size, head_dim] and a table [B, n] → [B, heads, n * page_size, head_dim]: a copy"""
+    _, heads, page_size, head_dim = cache.shape
+    found = cache[pages.long()].transpose(1, 2)
+    return found.reshape(len(pages), heads, pages.shape[1] * page_size, head_dim)
+
+
+def attend_to_pages(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """What ops.paged_attention does, in torch, except that a row of length 0 gives what nobody reads. [B, heads, head_dim]"""
+    batch, heads, head_dim = q.shape
+    keys, values = (gather_pages(cache, pages) for cache in (keys, values))
+    seen = torch.arange(keys.shape[2], device=q.device) < lengths.clamp(min=1)[:, None]
+    # Query heads of one KV head are rows of one attention.
+    q = q.view(batch, keys.shape[1], -1, head_dim)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None]).reshape(
+        batch, heads, head_dim
+    )
+
+
+def attend_to_chunk(
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    pages: torch.Tensor,
+    chunk: Chunk,
+) -> torch.Tensor:
+    """Each of a chunk's tokens to all before it in its sequence and to itself: [batch * length, heads, head_dim]
+
+    q    [T, heads, head_dim]
+    new  keys [T, kv_heads, head_dim] and values [T, kv_heads * head_dim] of all tokens of the pass; what a new prompt needs
+    """
+    batch, length, before, token, sequence = chunk
+    whole_length = before + length
+
+    def of_chunk(x: torch.Tensor) -> torch.Tensor:
+        rows = x[token : token + batch * length]
+        return rows.view(batch, length, -1, q.shape[-1]).transpose(1, 2)
+
+    q = of_chunk(q)
+    if before == 0:
+        attended = F.scaled_dot_product_attention(q, *map(of_chunk, new), is_causal=True, enable_gqa=True)
+    else:
+        table = pages[sequence : sequence + batch, : -(-whole_length // cache[0].shape[2])]
+        keys, values = (gather_pages(part, table)[:, :, :whole_length] for part in cache)
+        # torch's own lower-right mask does not know of grouped heads.
+        keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=causal_lower_right(length, whole_length))
+    return attended.transpose(1, 2).flatten(0, 1)
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.layers.parallel import ColumnParallelLinear, Mode, RowParallelLinear, Rows
+from weft import ops
+from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows
+from weft.layers.plan import Mode, Plan, plan_alone
 from weft.layers.shard import Shard, fill_from_module
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class TPMLP(nn.Module):
 
     def __init__(self, *, hidden_size: int, intermediate_size: int, team: Team, mode: Mode, dtype: torch.dtype) -> None:
         super().__init__()
+        self.team, self.mode = team, mode
         rows = Rows.even("intermediate_size", intermediate_size, team)
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size, {"gate_proj": rows, "up_proj": rows}, team=team, mode=mode, dtype=dtype
@@ -50,9 +53,15 @@ class TPMLP(nn.Module):
     def shards(self) -> dict[str, Shard]:
         return self.gate_up_proj.shards() | self.down_proj.shards()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
+        plan = plan or plan_alone(self.mode, self.team)
+        if plan.fused and plan.mode != "ag_rs":
+            return self.down_proj(ops.matmul_silu_mul(x, self.gate_up_proj.weight), plan)
+        gate_up = self.gate_up_proj(x, plan)
+        if plan.fused:
+            return self.down_proj(ops.silu_mul(gate_up), plan)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up, plan)
 
 
 def _check_silu(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 mode      tokens between layers     column-parallel            row-parallel
 torch     replicated [M, H]         cuBLAS                     cuBLAS, then torch.distributed's all-reduce
 ag_rs     sharded    [M/W, H]       all_gather_matmul          matmul_reduce_scatter
-gemm_ar   replicated [M, H]         cuBLAS                     matmul_all_reduce
+gemm_ar   replicated [M, H]         matmul                     matmul_all_reduce; deferred: matmul, partial sums
 
 M is a multiple of W in ag_rs. A column-parallel layer always returns all M tokens, of its own share of the features.
 """
@@ -11,25 +11,18 @@ M is a multiple of W in ag_rs. A column-parallel layer always returns all M toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from weft import ops
+from weft.layers.plan import Mode, Plan, check_mode, plan_alone
 from weft.layers.shard import Shard
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
-
-Mode = Literal["torch", "ag_rs", "gemm_ar"]
-MODES: tuple[str, ...] = get_args(Mode)
-
-
-def check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
 
 
 def split_evenly(name: str, value: int, team: Team) -> int:
@@ -52,6 +45,11 @@ def all_reduce(x: torch.Tensor, team: Team, mode: Mode) -> torch.Tensor:
 def all_gather(x: torch.Tensor, team: Team, mode: Mode) -> torch.Tensor:
     """x[n, ...] of every rank, one under another: [W * n, ...]."""
     return team.library.all_gather(x) if mode == "torch" else ops.all_gather(x, team)
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """x[M, K] @ weight[N, K].T, of this rank alone."""
+    return ops.matmul(x, weight) if plan.fused else F.linear(x, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,18 @@ class ColumnParallelLinear(nn.Module):
             for (name, rows), target in zip(self.parts.items(), targets, strict=True)
         }
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mode == "ag_rs":
+    def forward(self, x: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
+        plan = plan or plan_alone(self.mode, self.team)
+        if plan.mode == "ag_rs":
             return ops.all_gather_matmul(x, self.weight, self.team)
-        return F.linear(x, self.weight)
+        return matmul(x, self.weight, plan)
 
 
 class RowParallelLinear(nn.Module):
-    """y = sum over ranks of x[M, K_local] @ weight[N, K_local].T          y: [M, N], or its [M/W, N] in mode ag_rs"""
+    """y = sum over ranks of x[M, K_local] @ weight[N, K_local].T          y: [M, N], or its [M/W, N] in mode ag_rs
+
+    In a deferred plan y is this rank's summand alone.
+    """
 
     def __init__(
         self, name: str, in_features: int, out_features: int, *, team: Team, mode: Mode, dtype: torch.dtype
@@ -110,9 +112,10 @@ class RowParallelLinear(nn.Module):
         shape = (out_features, self.in_features)
         return {f"{self.name}.weight": Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * local)}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mode == "ag_rs":
+    def forward(self, x: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
+        plan = plan or plan_alone(self.mode, self.team)
+        if plan.mode == "torch":
+            return self.team.library.all_reduce(F.linear(x, self.weight))
+        if plan.mode == "ag_rs":
             return ops.matmul_reduce_scatter(x, self.weight, self.team)
-        if self.mode == "gemm_ar":
-            return ops.matmul_all_reduce(x, self.weight, self.team)
-        return self.team.library.all_reduce(F.linear(x, self.weight))
+        return matmul(x, self.weight, plan) if plan.deferred else ops.matmul_all_reduce(x, self.weight, self.team)

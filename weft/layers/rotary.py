@@ -5,20 +5,18 @@ from __future__ import annotations
 import torch
 
 
-def rotary_angles(
-    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [..., head_dim] of positions[...]: angle_i = position / theta ** (2i / head_dim), in fp32, then cast."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions[..., None].float() * (1.0 / theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def rotary_angles(max_positions: int, head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """[max_positions, head_dim] fp32: of each position the cosines of its head_dim / 2 angles, then their sines.
 
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + rotate_half(x) * sin
-
-    x: [batch, length, heads, head_dim]; cos, sin: [batch or 1, length, head_dim]
+    angle_i = position / theta ** (2i / head_dim)
     """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    angles = torch.arange(max_positions, device=device).float()[:, None] * (1.0 / theta**exponents)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x * cos + rotate_half(x) * sin          x: [tokens, heads, head_dim]; angles: [tokens, head_dim], see above"""
+    cos, sin = (part[:, None].to(x.dtype) for part in angles.chunk(2, dim=-1))
     first, second = x.chunk(2, dim=-1)
-    return x * cos[:, :, None] + torch.cat((-second, first), dim=-1) * sin[:, :, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,104 +1,44 @@
-"""Qwen3, dense: its config, its architecture over parallel layers, and the names its weights have in a checkpoint."""
+"""Qwen3, dense: its architecture over parallel layers, and the names its weights have in a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from weft.errors import CheckpointError
-from weft.layers import TPMLP, Mode, Step, TPAttention, VocabParallelEmbedding, VocabParallelHead
-from weft.layers.parallel import all_gather
-from weft.layers.shard import Shard, under, whole
+from weft.layers import (
+    TPMLP,
+    Mode,
+    PagedCache,
+    Plan,
+    ResidualRMSNorm,
+    Step,
+    TPAttention,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    choose_plan,
+    rotary_angles,
+)
+from weft.layers.parallel import all_gather, all_reduce
+from weft.layers.shard import Shard, under
 from weft.models.checkpoint import Checkpoint, Progress
+from weft.models.config import DTYPES, Qwen3Config
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Config:
-    """The sizes of a dense Qwen3, under the names of its config.json."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Qwen3Config:
-        """Reads a config.json of transformers 4.x or 5.x. CheckpointError (a ValueError) for any but a dense Qwen3."""
-        if (model_type := content.get("model_type")) != "qwen3":
-            raise CheckpointError(f"config.json: model_type={model_type!r} is not supported; weft runs 'qwen3'")
-        # 5.x keeps theta and the type in rope_parameters, 4.x has rope_theta beside a rope_scaling that is mostly null.
-        rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        for name, value, supported in (
-            ("rope_type", rope_type, "default"),
-            ("hidden_act", content.get("hidden_act", "silu"), "silu"),
-            ("attention_bias", content.get("attention_bias", False), False),
-            ("use_sliding_window", content.get("use_sliding_window", False), False),
-        ):
-            if value != supported:
-                raise CheckpointError(
-                    f"config.json: {name}={value!r} is not supported; weft runs Qwen3 with {supported!r}"
-                )
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        dtype = str(content.get("dtype") or content.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise CheckpointError(f"config.json: dtype={dtype!r} is not supported; weft runs {', '.join(DTYPES)}")
-        config = cls(
-            **{name: content.get(name) for name in sizes},
-            num_key_value_heads=content.get("num_key_value_heads") or content.get("num_attention_heads"),
-            # What transformers assumes where the file says nothing.
-            head_dim=content.get("head_dim") or 128,
-            rms_norm_eps=content.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or content.get("rope_theta") or 10000.0,
-            max_position_embeddings=content.get("max_position_embeddings", 32768),
-            tie_word_embeddings=content.get("tie_word_embeddings", False),
-            dtype=DTYPES[dtype],
-        )
-        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            if not isinstance(value := getattr(config, name), int) or value < 1:
-                raise CheckpointError(f"config.json: {name}={value!r} is not a positive integer")
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise CheckpointError(
-                f"config.json: num_attention_heads={config.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={config.num_key_value_heads}"
-            )
-        return config
-
-
-class KVCache:
-    """Keys and values of every layer: data[layers, 2, batch, kv_heads_local, max_len, head_dim], at a fixed address."""
-
-    def __init__(
-        self, layers: int, batch: int, kv_heads: int, max_len: int, head_dim: int, *, dtype: torch.dtype, device: Any
-    ) -> None:
-        # Zeros, not garbage: a masked-out NaN times the zero weight of the softmax would still be NaN.
-        self.data = torch.zeros(layers, 2, batch, kv_heads, max_len, head_dim, dtype=dtype, device=device)
-        self.max_len = max_len
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.data[index, 0], self.data[index, 1]
+DEFAULT_PAGE_SIZE = 64
 
 
 class Qwen3Layer(nn.Module):
-    """x = x + attention(norm(x)); x = x + mlp(norm(x)). Norms and residual see the tokens that this rank holds."""
+    """hidden = hidden + x; x = attention(norm(hidden)); hidden = hidden + x; x = mlp(norm(hidden))
+
+    The MLP's result x and the residual `hidden` go on apart, so that the next layer's first norm can add them, and where
+    the plan defers it, the sum over the ranks. Norms and residual see the tokens that this rank holds.
+    """
 
     def __init__(self, config: Qwen3Config, *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
         super().__init__()
@@ -126,30 +66,45 @@ class Qwen3Layer(nn.Module):
         return (
             under("self_attn", self.self_attn.shards())
             | under("mlp", self.mlp.shards())
-            | {
-                "input_layernorm.weight": whole(self.input_layernorm.weight),
-                "post_attention_layernorm.weight": whole(self.post_attention_layernorm.weight),
-            }
+            | under("input_layernorm", self.input_layernorm.shards())
+            | under("post_attention_layernorm", self.post_attention_layernorm.shards())
         )
 
-    def forward(self, x: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), step, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: torch.Tensor, hidden: torch.Tensor | None, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, hidden) of the layer before, None where there is none, to those of this one."""
+        normed, hidden = self.input_layernorm(x, hidden, step.plan)
+        x = self.self_attn(normed, step, cache)
+        normed, hidden = self.post_attention_layernorm(x, hidden, step.plan)
+        return self.mlp(normed, step.plan), hidden
 
 
 class Qwen3ForCausalLM(nn.Module):
     """Token ids → logits, over all ranks of `team`. Collective: all ranks call a method with the same tokens.
 
-    Logits are this rank's [batch, V'/W] in fp32; `lm_head.argmax` and `lm_head.gather` bring them together.
+    mode   "torch", "ag_rs", "gemm_ar", or "auto", which chooses between the last two by the number of tokens
+    fused  local work between the GEMMs in weft.ops' kernels; None: where the team is on GPUs. Mode "torch" never is
+
+    Logits are this rank's [n, V'/W] in fp32, or in a fused plan in the model's dtype; `lm_head.argmax` and `lm_head.gather`
+    bring them together.
     For inference: its weights carry no gradients. ValueError where W does not divide heads or intermediate size.
     """
 
-    def __init__(self, config: Qwen3Config, team: Team, *, mode: Mode = "gemm_ar", dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        config: Qwen3Config,
+        team: Team,
+        *,
+        mode: Mode = "gemm_ar",
+        dtype: torch.dtype | None = None,
+        fused: bool | None = None,
+    ) -> None:
         super().__init__()
         dtype = dtype or config.dtype
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
-        self.config, self.team, self.mode, self.dtype = config, team, mode, dtype
+        self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode, dtype, fused
         self.layers = nn.ModuleList(
             Qwen3Layer(config, team=team, mode=mode, dtype=dtype) for _ in range(config.num_hidden_layers)
         )
@@ -159,6 +114,7 @@ class Qwen3ForCausalLM(nn.Module):
         self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, **words)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.angles = rotary_angles(config.max_position_embeddings, config.head_dim, config.rope_theta, team.device)
 
     @classmethod
     def from_pretrained(
@@ -168,72 +124,110 @@ class Qwen3ForCausalLM(nn.Module):
         *,
         mode: Mode = "gemm_ar",
         dtype: torch.dtype | None = None,
+        fused: bool | None = None,
         progress: Progress | None = None,
     ) -> Qwen3ForCausalLM:
         """Reads this rank's slices of a checkpoint, cast to `dtype` (None: the checkpoint's own)."""
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
-        model = cls(Qwen3Config.from_dict(checkpoint.config), team, mode=mode, dtype=dtype)
+        model = cls(Qwen3Config.from_dict(checkpoint.config), team, mode=mode, dtype=dtype, fused=fused)
         checkpoint.load(model.shards(), progress)
         return model
+
+    def fill_dummy(self, seed: int = 0) -> Qwen3ForCausalLM:
+        """Random weights, made on the device: matrices N(0, 0.02), norms 1 and 5 % noise. For benchmarks; returns itself.
+
+        The same on every run of a rank. What all ranks hold alike (norms) is alike; W ranks make another model than W + 1.
+        """
+        for index, (name, shard) in enumerate(self.shards().items()):
+            generator = torch.Generator(self.team.device)
+            if "norm" in name:
+                generator.manual_seed(seed * 7919 + index)
+                shard.target.normal_(1.0, 0.05, generator=generator)
+            else:
+                generator.manual_seed((seed * 7919 + index) * 1024 + self.team.rank + 1)
+                shard.target.normal_(0.0, 0.02, generator=generator)
+        return self
 
     def shards(self) -> dict[str, Shard]:
         """Checkpoint name → what this rank holds of it."""
         shards = under("model.embed_tokens", self.embed_tokens.shards())
         for index, layer in enumerate(self.layers):
             shards |= under(f"model.layers.{index}", layer.shards())
-        shards["model.norm.weight"] = whole(self.norm.weight)
+        shards |= under("model.norm", self.norm.shards())
         if not self.config.tie_word_embeddings:
             shards |= under("lm_head", self.lm_head.shards())
         return shards
 
-    def new_cache(self, batch: int, max_len: int) -> KVCache:
+    def plan(self, tokens: int) -> Plan:
+        """How a forward pass of so many tokens is computed, and why; print it."""
+        sizes = {"hidden_size": self.config.hidden_size, "dtype": self.dtype}
+        return choose_plan(self.mode, tokens, **sizes, team=self.team, fused=self.fused)
+
+    def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE, *, layers: int | None = None) -> PagedCache:
+        """`layers` 1: a cache that all layers write in turn, enough for a forward pass that nothing follows."""
         kv_heads = self.layers[0].self_attn.num_kv_heads
-        sizes = (len(self.layers), batch, kv_heads, max_len, self.config.head_dim)
-        return KVCache(*sizes, dtype=self.dtype, device=self.team.device)
+        sizes = (layers or len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
+        return PagedCache(*sizes, dtype=self.dtype, device=self.team.device)
 
-    def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
-        """Right-padded prompts tokens[batch, length] → logits after token lengths[b] - 1 of each: [batch, V'/W]."""
-        x = self._prompt(tokens, cache).view(*tokens.shape, -1)
-        rows = torch.arange(tokens.shape[0], device=x.device)
-        return self.lm_head(x[rows, lengths - 1])
+    def decode_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
+        """One new token of each sequence at positions[B] int64 (-1: padding), with the page table pages[B, max_pages] int32.
 
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """One more token of each sequence, tokens[batch] at positions[batch] → logits after it [batch, V'/W].
-
-        Shapes depend on nothing but the batch and the cache, and the host reads nothing: it can be captured.
+        Made on the device from values that lie there: it may be captured in a CUDA graph.
         """
-        config = self.config
-        step = Step.decode(
-            positions, cache.max_len, head_dim=config.head_dim, theta=config.rope_theta, dtype=self.dtype
-        )
-        return self.lm_head(self._run(tokens, step, cache))
+        kv_heads = self.layers[0].self_attn.num_kv_heads
+        return Step.decode(positions, pages, page_size, self.angles, self.plan(len(positions)), kv_heads)
+
+    def prefill_step(
+        self, spans: Sequence[tuple[int, int]], pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE
+    ) -> Step:
+        """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
+        tokens = sum(length for _, length in spans)
+        return Step.prefill(spans, pages, page_size, self.angles, self.plan(tokens))
+
+    def forward(
+        self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """tokens[T] → logits [n, V'/W] after the tokens `rows` [n] (None: after each of them).
+
+        Keys and values go into `cache`. Shapes depend on nothing but the step's, and the host reads nothing: it can be captured
+        in a CUDA graph, after one call outside.
+        """
+        x, hidden = self._run(tokens, step, cache)
+        return self.lm_head(self._final_norm(x, hidden, step, rows), step.plan)
+
+    def fill_cache(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> None:
+        """The same, of a prompt's part that no token is chosen after."""
+        self._run(tokens, step, cache)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Teacher-forced: tokens[batch, length] → all logits [batch, length, V], the same on every rank."""
-        return self.lm_head.gather(self.lm_head(self._prompt(tokens, None))).view(*tokens.shape, -1)
-
-    def _prompt(self, tokens: torch.Tensor, cache: KVCache | None) -> torch.Tensor:
+        """Teacher-forced: tokens[batch, length] → all logits [batch, length, V] in fp32, the same on every rank."""
         batch, length = tokens.shape
-        config = self.config
-        step = Step.prefill(
-            batch,
-            length,
-            head_dim=config.head_dim,
-            theta=config.rope_theta,
-            device=tokens.device,
-            dtype=self.dtype,
-        )
-        return self._run(tokens.flatten(), step, cache)
+        each = -(-length // DEFAULT_PAGE_SIZE)
+        cache = self.new_cache(1 + batch * each, layers=1)
+        pages = 1 + torch.arange(batch * each, dtype=torch.int32, device=tokens.device).view(batch, each)
+        step = self.prefill_step([(0, length)] * batch, pages)
+        return self.lm_head.gather(self(tokens.flatten(), step, cache)).float().view(batch, length, -1)
 
-    def _run(self, tokens: torch.Tensor, step: Step, cache: KVCache | None) -> torch.Tensor:
-        """tokens[n] → normed hidden states [n, hidden], the same on every rank."""
-        x = self.embed_tokens(tokens)
+    def _run(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
+        x, hidden = self.embed_tokens(tokens, step.plan), None
         for index, layer in enumerate(self.layers):
-            x = layer(x, step, cache.layer(index) if cache is not None else None)
-        x = self.norm(x)
-        return all_gather(x, self.team, self.mode)[: len(tokens)] if self.mode == "ag_rs" else x
+            x, hidden = layer(x, hidden, step, cache.layer(index))
+        return x, hidden
+
+    def _final_norm(self, x: torch.Tensor, hidden: torch.Tensor, step: Step, rows: torch.Tensor | None) -> torch.Tensor:
+        """Normed hidden states [n, hidden], the same on every rank."""
+        if step.plan.mode != "ag_rs":
+            if rows is not None:
+                x, hidden = x[rows], hidden[rows]
+            return self.norm(x, hidden, step.plan)[0]
+        if rows is None:
+            return all_gather(self.norm(x, hidden, step.plan)[0], self.team, self.mode)[: step.tokens]
+        # Few rows of many: each comes from one rank and is zero on the others, so their sum is exact.
+        local = rows - self.team.rank * len(x)
+        at = local.clamp(0, len(x) - 1)
+        x = (x[at] + hidden[at]).masked_fill(((local < 0) | (local >= len(x)))[:, None], 0)
+        return self.norm(all_reduce(x, self.team, self.mode), None, step.plan)[0]
 
 
-def _norm(config: Qwen3Config, team: Team, dtype: torch.dtype) -> nn.RMSNorm:
-    norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=team.device, dtype=dtype)
-    return norm.requires_grad_(False)
+def _norm(config: Qwen3Config, team: Team, dtype: torch.dtype) -> ResidualRMSNorm:
+    return ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, team=team, dtype=dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,17 +10,29 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm
-from weft.ops.gemm import MAX_CHUNKS, GemmConfig, gemm_tile, join_parts, leave_part, store_tile
+from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
+from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
+from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
-from weft.ops.segments import begin_kernel, library_matmul, wait_kernel
-from weft.ops.tiles import at_place, first_tile, locate, make_tiles, wholes_of, work_at, work_steps
+from weft.ops.segments import Segments, await_flags, library_matmul, pieces_of, runs_of
+from weft.ops.tiles import (
+    as_argument,
+    at_place,
+    first_tile,
+    from_argument,
+    locate,
+    make_tiles,
+    wholes_of,
+    work_at,
+    work_steps,
+)
 from weft.runtime.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "whole"])
+@triton.jit(do_not_specialize=["rows", "whole"])
 def all_gather_matmul_kernel(
     shard, shard_stride, gathered, gathered_rows, b, b_stride, out, landed, epoch,
     scratch, tickets, rows, N, K, tiles, whole, team,
@@ -32,14 +43,12 @@ def all_gather_matmul_kernel(
 
     gathered  [gathered_rows, K]  symmetric, a half of A_full: shard s from row s * gathered_rows / W on, in whole tiles
     landed    [W, MAX_CHUNKS]     symmetric: landed[s, c] = epoch, once chunk c of shard s is here
-    epoch     [1]                 this rank's, set by begin_kernel
+    epoch     [2]                 this rank's, set by begin_kernel
     scratch, tickets              of split tiles (join_parts), none of them own ones
 
     signals  copy engine of rank s, behind each chunk: landed[s, c] = epoch
     waits    before the first tile of a chunk: landed[s, c] >= epoch; the own shard is read where it is
-    reuse    a half of A_full is written again only after every rank has ended the call that read it (begin_kernel).
-             Halves alternate from call to call, so that wait is over before it begins; in a CUDA graph with an odd
-             number of calls, whose replays use the same half twice running, it is for the peer to end its last call.
+    reuse    of a half of A_full: Segments
     progress  programs wait for copy engines only, so they need not all be resident
 
     copy  | s1 | s2 | s3 |                          what arrives
@@ -47,6 +56,7 @@ def all_gather_matmul_kernel(
     """
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
+    tiles = from_argument(tiles)
     now = tl.load(epoch)
     start = first_tile(me, tiles, world)
     programs = tl.num_programs(0)
@@ -101,17 +111,6 @@ def all_gather_matmul_kernel(
                 store_tile(out, x, row + at, column, owner * rows, rows, N, ROWS, BLOCK_N)
 
 
-@dataclass(slots=True, kw_only=True)
-class Workspace:
-    halves: torch.Tensor
-    landed: torch.Tensor
-    entered: torch.Tensor
-    filled: torch.Tensor
-    epoch: torch.Tensor
-    calls: int = 0
-    """Made by the host. All ranks make the same ones, so they agree on the half; that it is free, the device proves."""
-
-
 def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Tensor:
     """all_gather(a_shard[M/W, K]) @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
@@ -128,27 +127,44 @@ def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig |
         return run_matmul(a_shard, b, config)
     shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
-    config = config or gemm.configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps)
+    _check_columns(team, N, K)
+    config = config or configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps)
+    gemm.check_design("all_gather_matmul", config, "fused", "segments", "library")
+    out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
+    if config.design == "library":
+        library_matmul(torch.ops.weft.all_gather(shard, team.name), b, out)
+    elif config.design == "segments":
+        _run_segments(shard, b, out, team, config)
+    else:
+        _run_fused(shard, b, out, team, config)
+    return out
+
+
+def _check_columns(team: Team, N: int, K: int) -> None:
+    """All ranks' b are alike, or a ValueError on all of them: with other tiles, or by another design, they would wait for
+    each other for ever. The ranks meet once for each shape of b; one that comes with a new shape alone is told by the meeting.
+    """
+    seen = team.workspace("all_gather_matmul shapes", set)
+    if (N, K) in seen:
+        return
+    everyone = team.exchange((N, K))
+    if len(set(everyone)) > 1:
+        shapes = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in enumerate(everyone))
+        raise ValueError(f"all_gather_matmul: b is {shapes}; pass the same number of rows and columns on all ranks")
+    seen.add((N, K))
+
+
+def _run_fused(shard: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+    world, (rows, K), N = team.size, shard.shape, b.shape[0]
     tiles = make_tiles(
         rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group, chunks=config.chunks
     )
-    gemm.check_design("all_gather_matmul", config, "fused", "segments", "library")
-    if config.design == "library":
-        out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
-        library_matmul(torch.ops.weft.all_gather(shard, team.name), b, out)
-        return out
-    segments = config.design == "segments"
-    padded = world * (rows if segments else tiles.rows * config.block_m)
+    padded = world * tiles.rows * config.block_m
     space = _workspace(team, shard.dtype, padded * K)
-    half = space.calls % 2
-    space.calls += 1
-    gathered = space.halves[half, : padded * K].view(padded, K)
-    begin_kernel[(1,)](space.epoch, space.filled[half], space.entered, team.view, num_warps=1)
-    _push(team, shard, gathered, rows if segments else tiles.chunk * config.block_m, space)
-    out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
-    if segments:
-        _multiply_segments(team, shard, gathered, b, out, space)
-        return out
+    gathered = space.begin(team)[: padded * K].view(padded, K)
+    chunk = tiles.chunk * config.block_m
+    team.copy_engine.fork()
+    _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], space)
     descriptors = gemm.can_describe(shard, gathered, b)
     parts, programs = gemm.parts_for(team, config, shard.dtype), gemm.programs(team, tiles, config)
     options = gemm.constants(config, descriptors)
@@ -157,61 +173,67 @@ def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig |
         gemm.operand(shard, config.block_m, config.block_k, descriptors), gemm.row_stride(shard),
         gemm.operand(gathered, config.block_m, config.block_k, descriptors), padded,
         gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
-        out, space.landed, space.epoch, parts.scratch, parts.tickets, rows, N, K, tiles,
+        out, space.flags, space.epoch, parts.scratch, parts.tickets, rows, N, K, as_argument(tiles),
         gemm.whole_for(tiles, programs, config, tiles.count // world), team.view,
         MAX_CHUNKS=MAX_CHUNKS, FLATTEN=config.flatten, **options,
     )  # fmt: skip
     team.copy_engine.join()
-    return out
 
 
-def _push(team: Team, shard: torch.Tensor, gathered: torch.Tensor, chunk_rows: int, space: Workspace) -> None:
+def _run_segments(shard: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+    """A library GEMM for the own shard, then one for each chunk of each peer's (or one for several peers') as it lands; they
+    take turns on the lanes.
+
+    signals  copy engine of rank s, behind each chunk: flags[s, c] = epoch
+    waits    wait_kernel, in the chunk's lane: flags[s, c] >= epoch. It holds a warp of one SM, no more; GEMMs end whatever
+             the peers do, and so begin_kernel runs at last even where GEMMs got all SMs first
+    reuse    of a half of A_full: Segments
+
+    copy  | s1 | s2 | s3 |                          what arrives
+    lane 0  | s0 | s2 |                                                 rank 0 of 4: shards
+    lane 1        | s1 | s3 |
+    """
+    world, (rows, K) = team.size, shard.shape
+    space, lanes = _workspace(team, shard.dtype, world * rows * K), lanes_of(team, config.lanes)
+    pieces = list(pieces_of(rows, config.chunks))
+    lanes.fork()
+    with lanes.urgent():
+        gathered = space.begin(team)[: world * rows * K].view(world * rows, K)
+        begun = lanes.mark()
+        team.copy_engine.fork()
+    _push(team, shard, gathered, [piece for _, piece in pieces], space)
+    if config.begin_first:
+        lanes.after(begun)
+    library_matmul(shard, b, out[team.rank * rows : (team.rank + 1) * rows])
+    turn = 1
+    for owners in runs_of((team.rank + 1) % world, world, config.span):
+        for number, piece in pieces:
+            first, last = owners.start * rows + piece.start, (owners.stop - 1) * rows + piece.stop
+            with lanes.turn(turn):
+                lanes.after(begun)
+                await_flags(space.flags[owners.start : owners.stop, number:], space.epoch, team)
+                library_matmul(gathered[first:last], b, out[first:last])
+            turn += 1
+    lanes.join()
+    team.copy_engine.join()
+
+
+def _push(team: Team, shard: torch.Tensor, gathered: torch.Tensor, chunks: list[slice], space: Segments) -> None:
     """Have the copy engine write ``shard`` into every peer's ``gathered``, one peer after the other.
 
     Rank r serves r - 1, r - 2, … : who needs this shard next comes first, and every link carries one shard at a time.
     """
     # Detached: copies are made outside the op, where autograd would follow a shard that wants a gradient.
-    engine, shard, rows = team.copy_engine, shard.detach(), shard.shape[0]
-    mine = team.rank * (gathered.shape[0] // team.size)
-    engine.fork()
+    shard, mine = shard.detach(), gathered.view(team.size, -1, gathered.shape[1])[team.rank]
     for step in range(1, team.size):
-        peer = (team.rank - step) % team.size
-        for chunk, first in enumerate(range(0, rows, chunk_rows)):
-            last = min(first + chunk_rows, rows)
-            engine.put(gathered[mine + first : mine + last], shard[first:last], peer)
-            engine.signal(space.landed[team.rank, chunk : chunk + 1], space.epoch, peer)
+        for number, chunk in enumerate(chunks):
+            space.send(team, mine[chunk], shard[chunk], team.rank, number, (team.rank - step) % team.size)
 
 
-def _multiply_segments(
-    team: Team, shard: torch.Tensor, gathered: torch.Tensor, b: torch.Tensor, out: torch.Tensor, space: Workspace
-) -> None:
-    """A library GEMM for each shard, the own one first; a peer's waits for landed[s, 0] = epoch before it begins.
-
-    copy  | s1 | s2 | s3 |                          what arrives
-    gemm  | s0 | s1 | s2 | s3 |                                         rank 0 of 4: shards
-
-    Reuse as in all_gather_matmul_kernel.
-    """
-    landed, into = gathered.view(team.size, *shard.shape), out.view(team.size, shard.shape[0], -1)
-    library_matmul(shard, b, into[team.rank])
-    for step in range(1, team.size):
-        owner = (team.rank + step) % team.size
-        wait_kernel[(1,)](space.landed[owner], space.epoch, team.view, num_warps=1)
-        library_matmul(landed[owner], b, into[owner])
-    team.copy_engine.join()
-
-
-def _workspace(team: Team, dtype: torch.dtype, size: int) -> Workspace:
-    def make(capacity: int) -> Workspace:
-        return Workspace(
-            # Zeros: the rows that pad a shard to whole tiles are read, though nothing comes of them.
-            halves=team.zeros((2, capacity), dtype=dtype),
-            landed=team.signals((team.size, MAX_CHUNKS)),
-            entered=team.signals((team.size,)),
-            # A row each, so that the word of either half is aligned alike.
-            filled=team.local((2, 4), torch.int32),
-            epoch=team.local((1,), torch.int32),
-        )
+def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:
+    def make(capacity: int) -> Segments:
+        # Zeros: the rows that pad a shard to whole tiles are read, though nothing comes of them.
+        return Segments.make(team, team.zeros((2, capacity), dtype=dtype), team.size)
 
     return gemm.grown_workspace(team, ("all_gather_matmul", dtype), size, make)
 

@@ -136,15 +136,17 @@ def compare(nbytes: int, limits: dict[int, int], world_size: int, why: str) -> s
 MATMULS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 # Rows of the whole product up to which the library's GEMM and weft's collective, one after the other, win: the overlap
-# saves less than a fused kernel's tiles lose. bf16, W=4, M=256, library / best fused in microseconds:
-# all_gather_matmul N=12800 K=5120 77 / 153, N=2560 36 / 55;  matmul_reduce_scatter N=5120 K=6400 43 / 86, K=2048 26 / 46.
-# M=1024: 236 / 228, 87 / 72, 137 / 120, 80 / 68. matmul_all_reduce N=5120 K=6400: M=1024 182 / 138; M=128, 16, 1: 35, 26,
-# 23, where cuBLAS and NCCL take 44, 33, 33.
+# saves less than smaller GEMMs lose. bf16, W=4, library / best of the others in microseconds, at M=256
+# (benchmarks/lab/h200-x4-matmul.json): all_gather_matmul N=12800 K=5120 77 / 153, N=2560 36 / 55; matmul_reduce_scatter
+# N=5120 K=6400 43 / 86, K=2048 26 / 46. At M=1024 (benchmarks/lab/h200-x4-candidates.json): 248 / 235, 81 / 68, 134 / 125, 75 / 66;
+# matmul_all_reduce N=5120 K=6400 151 / 147.
 LIBRARY_ROWS = 512
-# Columns a rank from which one kernel that computes chunks as they land beats a library GEMM for each shard. W=4, K=5120,
-# fused / segments in microseconds: N=12800, M=1024 228 / 237, 2048 394 / 423, 4096 774 / 803, 8192 1589 / 1599;
-# N=2560: 77 / 72, 113 / 101, 189 / 170, 301 / 294.
-FUSED_GATHER_COLUMNS = 8192
+# The same of matmul_all_reduce on two ranks: M=1024 228 / 240, M=4096 930 / 849 (benchmarks/lab/h200-x2-candidates.json).
+LIBRARY_ROWS_OF_TWO = 1024
+# One kernel that computes chunks as they land beats library GEMMs where those are short and wide: W=4, M=1024, N=12800 K=5120
+# 235 / 242. From 512 rows a rank on it loses: M=2048 445 / 423, 4096 849 / 811, 8192 1657 / 1594, and at N=2560 always, M=1024
+# 85 / 68, 2048 122 / 102, 4096 185 / 173, 8192 322 / 318 (h200-x4-candidates.json; W=2 likewise).
+FUSED_GATHER_ROWS, FUSED_GATHER_COLUMNS = 256, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +168,23 @@ def choose_matmul(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_siz
     if caps is not None and caps.is_simulated:
         return Design(op=op, design="fused", reason="simulated: the kernel is what is to be seen")
     if op == "matmul" or world_size == 1:
-        # cuBLAS / our GEMM: 1024x12800x5120 197 / 225, 2048 383 / 406, 8192 1603 / 1608, 16x5120x6400 20 / 22, 128 22 / 31.
+        # h200-x4-matmul.json, cuBLAS / our GEMM: 16x12800x5120 36.5 / 39.1, 16x5120x6400 20.2 / 21.6, 128x12800x5120 40.9 / 48.7.
         return Design(
-            op=op, design="library", reason="cuBLAS is as fast at the largest shapes and faster at all others"
+            op=op, design="library", reason="cuBLAS is faster than weft's plain GEMM where both were measured"
         )
     if M <= LIBRARY_ROWS:
         return Design(op=op, design="library", reason=f"M={M} <= {LIBRARY_ROWS}: too little to overlap")
-    if op == "all_gather_matmul" and N < FUSED_GATHER_COLUMNS:
-        reason = f"N={N} < {FUSED_GATHER_COLUMNS}: the gather is the longer part, and cuBLAS is done sooner behind it"
-        return Design(op=op, design="segments", reason=reason)
-    if op == "matmul_reduce_scatter" and world_size == 2 and M >= 2048:
-        # Prototypes at W=2, N=5120 K=12800, segments over cuBLAS alone: M=1024 1.15, 2048 1.03, 4096 0.98, 8192 1.02.
-        return Design(op=op, design="segments", reason=f"two ranks, M={M} >= 2048: large segments at cuBLAS's speed")
-    return Design(op=op, design="fused", reason="one kernel computes what is here and sends what is done")
+    if op == "matmul_all_reduce":
+        if world_size == 2 and M <= LIBRARY_ROWS_OF_TWO:
+            reason = f"two ranks, M={M} <= {LIBRARY_ROWS_OF_TWO}: too little to overlap"
+            return Design(op=op, design="library", reason=reason)
+        return Design(op=op, design="fused", reason="one kernel sends what is done and gives the sums to all")
+    rows = M // world_size
+    if op == "all_gather_matmul" and rows <= FUSED_GATHER_ROWS and N >= FUSED_GATHER_COLUMNS:
+        reason = (
+            f"{rows} rows a rank and N={N} >= {FUSED_GATHER_COLUMNS}: one kernel fills the SMs better than short GEMMs"
+        )
+        return Design(op=op, design="fused", reason=reason)
+    return Design(
+        op=op, design="segments", reason="cuBLAS computes each rank's rows while copy engines carry the others'"
+    )

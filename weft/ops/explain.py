@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops import tuned
+from weft.ops import skinny, tuned
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
-from weft.ops.gemm import GemmConfig, configured
+from weft.ops.gemm_config import GemmConfig, configured, row_for
 from weft.runtime import capabilities
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SHORT = {
 class Explanation:
     """What one call gets.
 
-    algorithm  of a collective ("one_shot", …), or the design of a matrix product ("fused", "segments", "library")
+    algorithm  of a collective ("one_shot", …), or the design of a matrix product ("fused", "segments", "library", "skinny")
     transport  of a collective
     plan       all that was chosen: a collective's tiles or a GEMM's
     row        the row of ``weft tune`` that it was taken from; None: the op's own rule
@@ -40,7 +40,7 @@ class Explanation:
     call: str
     algorithm: str
     transport: str | None
-    plan: Plan | GemmConfig | None
+    plan: Plan | GemmConfig | skinny.SkinnyConfig | None
     row: tuned.Row | None
     reason: str
 
@@ -77,8 +77,9 @@ def explain(
     """
     name = op.replace("-", "_")
     name = SHORT.get(name, name)
-    if name not in (*COLLECTIVES, *MATMULS):
-        known = ", ".join(map(repr, (*COLLECTIVES, *MATMULS, *SHORT)))
+    names = tuple(dict.fromkeys((*COLLECTIVES, *MATMULS, *skinny.OPS)))
+    if name not in names:
+        known = ", ".join(map(repr, (*names, *SHORT)))
         raise ValueError(f"explain: op={op!r} is not one of {known}")
     world_size = world_size or max(1, torch.cuda.device_count())
     sizes = [(label, size) for label, size in (("M", M), ("N", N), ("K", K)) if size is not None]
@@ -109,16 +110,23 @@ def _collective(
 
 
 def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> Explanation:
+    call = f"{op} M={size[0]} N={size[1]} K={size[2]} {_on(dtype, world_size, caps)}"
+    if op in skinny.OPS:
+        few_rows, reason = skinny.configured(op, *size, dtype, caps)
+        if few_rows is not None or op not in MATMULS:
+            design = "library" if few_rows is None else "skinny"
+            return Explanation(
+                op=op, call=call, algorithm=design, transport=None, plan=few_rows, row=None, reason=reason
+            )
     kept = 1 if op == "matmul" else world_size  # a plain GEMM knows of no other ranks
     config = configured(op, *size, dtype, kept, caps)
-    found = tuned.find(op, size, dtype, kept, caps)
+    found = row_for(op, *size, dtype, kept, caps)
     reason = found.reason if found else choose_matmul(op, *size, dtype, kept, caps).reason
     if found is None:
         reason += _no_row(op, size, dtype, kept, caps)
     return Explanation(
-        op=op, call=f"{op} M={size[0]} N={size[1]} K={size[2]} {_on(dtype, world_size, caps)}",
-        algorithm=config.design, transport=None, plan=config, row=found and found.row, reason=reason,
-    )  # fmt: skip
+        op=op, call=call, algorithm=config.design, transport=None, plan=config, row=found and found.row, reason=reason
+    )
 
 
 def _no_row(op: str, shape: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
@@ -130,7 +138,7 @@ def _no_row(op: str, shape: tuple, dtype: torch.dtype, world_size: int, caps: Ca
         return f" (no {file.name}: run weft tune)"
     if tuned.find(op, shape, dtype, world_size, caps) is None:
         return f" ({file.name} has no row near this shape)"
-    return f" (the row of {file.name} is for another algorithm or alignment)"
+    return f" (the row of {file.name} is for another algorithm, alignment or size)"
 
 
 def _on(dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:

@@ -1,4 +1,4 @@
-"""The one GEMM body, its tile sizes, and what its operands must be.
+"""The one GEMM body, and what its operands must be.
 
 ``C[M, N] = A[M, K] @ B[N, K].T``, accumulated in fp32. Operands are read through tensor descriptors (TMA on NVIDIA from
 sm_90 on, ordinary loads elsewhere); where a row does not start on 16 bytes, through masked pointer loads, chosen by a
@@ -8,7 +8,7 @@ constexpr.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,133 +16,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.ops import tuned
-from weft.ops.dispatch import choose_matmul
+from weft.ops.gemm_config import GemmConfig
 from weft.ops.registration import FLOATS
 from weft.ops.tiles import MAX_PARTS, Tiles, contributors, whole_places
 
 if TYPE_CHECKING:
-    from weft.runtime.capabilities import Capabilities
     from weft.runtime.team import Team
 
 T = TypeVar("T")
-# Signals that a rank keeps for each shard of a gathered A.
-MAX_CHUNKS = 8
-DESIGNS = ("fused", "segments", "library")
 # Elements of the smallest output tile: how many tiles, each with its signal, a buffer can hold.
 SMALLEST_TILE = 16 * 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmConfig:
-    """One output tile and how it is computed.
-
-    block_m, block_n, block_k  powers of two, at least 16
-    group     tile rows that share an L2's worth of B
-    num_warps, num_stages      of the compiler
-    chunks    signals per shard (all_gather_matmul), at most MAX_CHUNKS
-    split     whether tiles that do not fill a round of programs are split along K (tiles.py)
-    flatten   whether a tile's first loads go out under the last one's epilogue (all_gather_matmul)
-    piece     elements of a finished tile that go to its owner in each step of the next tile (a power of two): spread over
-              the GEMM, since all programs finish tiles at once and the link would stand still in between
-    design    "fused": one kernel; "segments": a library GEMM for each rank's rows (segments.py); "library": the
-              library's GEMM and weft's collective, one after the other
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
-    chunks: int = 1
-    split: bool = True
-    flatten: bool = False
-    piece: int = 2048
-    design: str = "fused"
-
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two of at least 16")
-        if self.piece < 1 or self.piece & (self.piece - 1):
-            raise ValueError(f"piece={self.piece} is not a power of two")
-        if self.design not in DESIGNS:
-            raise ValueError(f"design={self.design!r} is not one of {', '.join(map(repr, DESIGNS))}")
-        if self.group < 1:
-            raise ValueError(f"group={self.group} is not positive; pass 1 or more")
-        if not 1 <= self.chunks <= MAX_CHUNKS:
-            raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
-
-
-def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> GemmConfig:
-    """The tile sizes for ``panels`` panels of ``rows`` rows and N columns (tiles.py).
-
-    K is no argument: ranks whose shares of K differ must still cut the output into the same tiles.
-    """
-    if caps.is_simulated:
-        # A tile costs the simulator milliseconds whatever its size: about four, so that there is a schedule to see.
-        block_n = _fit(triton.cdiv(N, max(1, 4 // panels)), 16, 256)
-        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128, group=2)
-    if dtype == torch.float32:
-        # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands.
-        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=64, block_k=16, num_stages=2)
-    if caps.arch.startswith("gfx"):
-        # 64 KiB of LDS for both operands; one stage waits in registers.
-        block_m = _fit(rows, 16, 128)
-        return GemmConfig(block_m=block_m, block_n=128, block_k=64, num_warps=8 if block_m == 128 else 4, num_stages=2)
-    if rows <= 64:
-        # Bound by reading B: narrow tiles give every SM a part of it.
-        block_n = 32 if panels * N <= 32 * caps.sms else 64
-        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _is_datacentre(caps.arch) else 32)
-    if not _is_datacentre(caps.arch):
-        return GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8)
-    if panels * triton.cdiv(rows, 128) * triton.cdiv(N, 256) < caps.sms:
-        return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4)
-    return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
-
-
-def configured(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities) -> GemmConfig:
-    """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product."""
-    found = tuned.find(op, (M, N, K), dtype, world_size, caps)
-    return found.row.as_config(GemmConfig) if found else default_config(op, M, N, K, dtype, world_size, caps)
-
-
-def default_config(
-    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities
-) -> GemmConfig:
-    """What a call of ``op`` gets where nothing was tuned, of the design that dispatch chooses."""
-    panels = 1 if op in ("matmul", "matmul_all_reduce") else world_size
-    config = config_for(M // panels, N, dtype, caps, panels)
-    decision = choose_matmul(op, M, N, K, dtype, world_size, caps)
-    # Putting a tile together costs what a third of a short one takes: K=2048, 28 tiles split in 4: 3 µs slower.
-    split = caps.is_simulated or K >= 4096
-    piece = 1024 if K // config.block_k >= 32 else 2048
-    if op == "all_gather_matmul":
-        config = replace(config, chunks=chunks_for(M // panels * K * dtype.itemsize))
-    if op == "all_gather_matmul" and config.block_n == 256:
-        # The next tile's loads under the epilogue take a stage's worth of shared memory. 2.5 % at M=8192.
-        config = replace(config, flatten=True, num_stages=3)
-    return replace(config, design=decision.design, split=split, piece=piece)
-
-
-def chunks_for(shard_bytes: int) -> int:
-    """Signals per shard of a gathered A.
-
-    A copy of 8 MiB runs at the link's full rate (24 µs on H200), and each flag behind one costs 2.3 µs.
-    """
-    return max(1, min(MAX_CHUNKS, shard_bytes >> 23))
-
-
-def _fit(size: int, low: int, high: int) -> int:
-    """The power of two in low .. high that covers ``size`` or comes nearest."""
-    return max(low, min(high, triton.next_power_of_2(size)))
-
-
-def _is_datacentre(arch: str) -> bool:
-    """sm_90, sm_100, sm_103: TMA and 227 KiB of shared memory. sm_8x lacks the one, sm_12x the other."""
-    return int(arch.removeprefix("sm_")) // 10 in (9, 10)
 
 
 @triton.jit
@@ -293,6 +176,13 @@ def operand(x: torch.Tensor, block_rows: int, block_k: int, descriptors: bool) -
     if not descriptors:
         return x
     return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [block_rows, block_k])
+
+
+def operands(a: torch.Tensor, b: torch.Tensor, config: GemmConfig) -> tuple[tuple, bool]:
+    """(a, a_stride, b, b_stride) as a kernel is given them, and whether they are descriptors."""
+    descriptors = can_describe(a, b)
+    one = operand(a, config.block_m, config.block_k, descriptors), row_stride(a)
+    return (*one, operand(b, config.block_n, config.block_k, descriptors), row_stride(b)), descriptors
 
 
 def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], T]) -> T:

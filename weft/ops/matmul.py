@@ -1,20 +1,17 @@
-"""matmul: a persistent GEMM. The fused ops fall to it where there is one rank."""
+"""matmul: the library's GEMM, weft.ops.skinny's for few rows, or a persistent one. The fused ops fall to it where there is
+one rank."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from weft.ops import gemm
-from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, store_tile
+from weft.ops import gemm, skinny
+from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
+from weft.ops.gemm_config import GemmConfig, configured
+from weft.ops.local import capabilities_of
 from weft.ops.tiles import MAX_PARTS, locate, make_tiles, work_at, work_steps
-from weft.runtime import capabilities
-
-# Programs of the plain GEMM in the simulator. They wait for nobody, so any number is right.
-_SIMULATED_SMS = 8
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "whole"])
@@ -47,7 +44,8 @@ def matmul_kernel(
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
-    Rows may be strided; anything else is copied first. ValueError for shapes, dtypes or devices that do not fit.
+    Rows may be strided; anything else is copied first. The same bits from run to run; a row's bits may change with the
+    design and config that M decides (``weft.ops.explain``). ValueError for shapes, dtypes or devices that do not fit.
     """
     gemm.check_operands("matmul", a, b, a.device)
     return torch.ops.weft.matmul(a, b)
@@ -57,8 +55,10 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> t
     """``matmul`` of checked arguments, with a chosen config, or a fused op's where there is one rank."""
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
-    caps = _capabilities(a.device)
-    config = config or gemm.configured("matmul", M, N, K, a.dtype, 1, caps)
+    caps = capabilities_of(a.device)
+    if config is None and (few_rows := skinny.chosen_for("matmul", a, b, caps)) is not None:
+        return skinny.run(a, b, few_rows, gated=False)
+    config = config or configured("matmul", M, N, K, a.dtype, 1, caps)
     if config.design == "library":
         return a @ b.T
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
@@ -82,13 +82,6 @@ def _parts(device: torch.device, split: int, programs: int, config: GemmConfig) 
     tile = config.block_m * config.block_n
     scratch = torch.empty((programs, tile) if split else (1,), dtype=torch.float32, device=device)
     return scratch, torch.zeros(split, dtype=torch.int32, device=device) if split else scratch.view(torch.int32)
-
-
-@functools.lru_cache
-def _capabilities(device: torch.device) -> capabilities.Capabilities:
-    if device.type == "cpu":
-        return capabilities.simulated(1, _SIMULATED_SMS)
-    return capabilities.probe(device, [])
 
 
 @torch.library.custom_op("weft::matmul", mutates_args=())

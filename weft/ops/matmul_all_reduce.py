@@ -11,17 +11,30 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm
-from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, packed, store_tile
+from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
+from weft.ops.gemm_config import GemmConfig, configured
+from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
-from weft.ops.segments import library_matmul
-from weft.ops.tiles import at_place, first_tile, locate, make_tiles, owner_of, slot_of, work_at, work_steps
+from weft.ops.segments import SUM_WARPS, Segments, await_flags, library_matmul, pieces_of, rows_of, send_partials, share
+from weft.ops.tiles import (
+    as_argument,
+    at_place,
+    first_tile,
+    from_argument,
+    locate,
+    make_tiles,
+    owner_of,
+    slot_of,
+    work_at,
+    work_steps,
+)
 from weft.runtime.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@triton.jit(do_not_specialize=["M", "tiles", "whole"])
+@triton.jit(do_not_specialize=["M", "whole"])
 def matmul_all_reduce_kernel(
     a, a_stride, b, b_stride, out, outbox, slots, arrived, results, ready, epoch, slot_size, flags, scratch, tickets,
     M, N, K, tiles, whole, team,
@@ -60,6 +73,7 @@ def matmul_all_reduce_kernel(
     world: tl.constexpr = wl.num_ranks(team)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = wl.rank(team)
+    tiles = from_argument(tiles)
     now = wl.next_epoch(epoch)
     start = first_tile((me + 1) % world, tiles, world)
     outbox += tl.program_id(0) * TILE
@@ -180,26 +194,67 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
         return run_matmul(a, b, config)
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
-    config = config or gemm.configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
-    gemm.check_design("matmul_all_reduce", config, "fused", "library")
+    config = config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
+    gemm.check_design("matmul_all_reduce", config, "fused", "segments", "library")
     if config.design == "library":
         partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
         library_matmul(a, b, partial)
         return torch.ops.weft.all_reduce(partial, team.name, "auto")
+    out = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    if config.design == "segments":
+        _run_segments(a, b, out, team, config)
+    else:
+        _run_fused(a, b, out, team, config)
+    return out
+
+
+def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+    (M, K), N = a.shape, b.shape[0]
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
     space = _workspace(team, a.dtype, triton.cdiv(tiles.count, team.size) * config.block_m * config.block_n)
-    out = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    descriptors = gemm.can_describe(a, b)
+    operands, descriptors = gemm.operands(a, b, config)
     matmul_all_reduce_kernel[(programs,)](
-        gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),
-        gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
+        *operands,
         out, parts.outbox, space.slots, space.arrived, space.results, space.ready, space.epoch,
         space.slots.shape[1], space.arrived.shape[1], parts.scratch, parts.tickets,
-        M, N, K, tiles, gemm.whole_for(tiles, programs, config), team.view,
+        M, N, K, as_argument(tiles), gemm.whole_for(tiles, programs, config), team.view,
         launch_cooperative_grid=True, **gemm.constants(config, descriptors),
     )  # fmt: skip
-    return out
+
+
+def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+    """Rows are dealt out to owners: a library GEMM for each piece of each peer's rows (or one for several peers'), which the
+    copy engine carries to their owner; then the own rows', whose sum share_kernel gives to all.
+
+    signals  copy engine of rank s: flags[slot of s, piece] = epoch at the owner, behind the piece
+    waits    wait_kernel, behind the own GEMM: flags[d, piece] >= epoch, all of them. GEMMs end whatever the peers do, so all
+             ranks send all they have
+    reuse    of a half of slots and results: Segments
+
+    lane 0  | o1 | o3 | sum, to all |                                   rank 0 of 4: segments by owner
+    lane 1    | o2 | own |
+    copy         | o1 | o2 | o3 |
+    """
+    world, (M, N) = team.size, out.shape
+    own, most = rows_of(team.rank, M, world), -(-M // world)
+    space, lanes = _segments(team, a.dtype, most * N), lanes_of(team, config.lanes)
+    # What a lane computes and another stream sends lives until the lanes join.
+    partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    lanes.fork()
+    with lanes.urgent():
+        half, begun = space.begin(team), lanes.mark()
+        team.copy_engine.fork()
+    slots, results = half[: world - 1], half[world - 1 :]
+    turns = sum(1 for _ in send_partials(a, b, partial, slots, space, team, lanes, config, begun))
+    with lanes.turn(turns):
+        library_matmul(a[own], b, partial[own])
+        lanes.after(begun)
+        for number, _ in pieces_of(own.stop - own.start, config.chunks):
+            await_flags(space.flags[:, number:], space.epoch, team)
+    lanes.join()
+    share(partial[own], slots, results, space.ready, space.epoch, out, team)
+    team.copy_engine.join()
 
 
 def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
@@ -214,6 +269,17 @@ def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
         )
 
     return gemm.grown_workspace(team, ("matmul_all_reduce", dtype), slot_size, make)
+
+
+def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
+    def make(capacity: int) -> Segments:
+        # Slots for what peers compute of my rows, then every rank's sums.
+        # Four programs an SM store as fast as the links take it.
+        programs = min(4 * team.caps.sms, team.max_programs(SUM_WARPS, registers=64))
+        buffers = team.empty((2, 2 * team.size - 1, capacity), dtype=dtype)
+        return Segments.make(team, buffers, team.size - 1, programs)
+
+    return gemm.grown_workspace(team, ("matmul_all_reduce segments", dtype), size, make)
 
 
 @torch.library.custom_op("weft::matmul_all_reduce", mutates_args=())

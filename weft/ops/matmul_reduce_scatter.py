@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -11,17 +11,30 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm
-from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, packed, store_tile
+from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
+from weft.ops.gemm_config import GemmConfig, configured
+from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
-from weft.ops.segments import begin_kernel, finish_last_segment, library_matmul
-from weft.ops.tiles import at_place, first_tile, locate, make_tiles, owner_of, slot_of, work_at, work_steps
+from weft.ops.segments import Segments, add_up, await_flags, library_matmul, pieces_of, rows_of, send_partials
+from weft.ops.tiles import (
+    as_argument,
+    at_place,
+    first_tile,
+    from_argument,
+    locate,
+    make_tiles,
+    owner_of,
+    slot_of,
+    work_at,
+    work_steps,
+)
 from weft.runtime.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@triton.jit(do_not_specialize=["M", "rows", "tiles", "start", "whole"])
+@triton.jit(do_not_specialize=["M", "rows", "start", "whole"])
 def matmul_reduce_scatter_kernel(
     a, a_stride, b, b_stride, out, outbox, slots, arrived, epoch, slot_size, flags, scratch, tickets,
     M, rows, N, K, tiles, start, whole, team,
@@ -51,6 +64,7 @@ def matmul_reduce_scatter_kernel(
     world: tl.constexpr = wl.num_ranks(team)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = wl.rank(team)
+    tiles = from_argument(tiles)
     now = wl.next_epoch(epoch)
     half = slots + (now & 1).to(tl.int64) * (world - 1) * slot_size
     outbox += tl.program_id(0) * TILE
@@ -159,87 +173,90 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     world, (M, K), N = team.size, a.shape, b.shape[0]
     rows = M // world
-    config = config or gemm.configured("matmul_reduce_scatter", M, N, K, a.dtype, world, team.caps)
+    config = config or configured("matmul_reduce_scatter", M, N, K, a.dtype, world, team.caps)
     gemm.check_design("matmul_reduce_scatter", config, "fused", "segments", "library")
+    if config.accumulate and world != 2:
+        raise ValueError(
+            f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={world}; leave it out"
+        )
     if config.design == "library":
         partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
         library_matmul(a, b, partial)
         return torch.ops.weft.reduce_scatter(partial, team.name)
+    out = torch.empty((rows, N), dtype=a.dtype, device=a.device)
     if config.design == "segments":
-        return _run_segments(a, b, team, config)
+        _run_segments(a, b, out, team, config)
+    else:
+        _run_fused(a, b, out, team, config)
+    return out
+
+
+def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+    world, (M, K), (rows, N) = team.size, a.shape, out.shape
     tiles = make_tiles(rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group)
     space = _workspace(team, a.dtype, tiles.count // world * config.block_m * config.block_n)
     parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
-    out = torch.empty((rows, N), dtype=a.dtype, device=a.device)
-    descriptors = gemm.can_describe(a, b)
+    operands, descriptors = gemm.operands(a, b, config)
     matmul_reduce_scatter_kernel[(programs,)](
-        gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),
-        gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
+        *operands,
         out, parts.outbox, space.slots, space.arrived, space.epoch, space.slots.shape[2], space.arrived.shape[1],
-        parts.scratch, parts.tickets, M, rows, N, K, tiles,
+        parts.scratch, parts.tickets, M, rows, N, K, as_argument(tiles),
         first_tile.fn((team.rank + 1) % world, tiles, world), gemm.whole_for(tiles, programs, config), team.view,
         launch_cooperative_grid=True, **gemm.constants(config, descriptors),
     )  # fmt: skip
-    return out
 
 
-def _run_segments(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig) -> torch.Tensor:
-    """A library GEMM for each peer's rows, which the copy engine carries to their owner; then the own rows.
+def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+    """A library GEMM for each piece of each peer's rows (or one for several peers'), which the copy engine carries to their
+    owner; then the own rows'. They take turns on the lanes.
 
-    signals  copy engine of rank s: arrived[slot of s] = epoch at the owner, behind the segment
-    waits    last_segment_kernel, before it adds a slot to a tile
-    reuse    a half of the slots is written again only after every rank has ended the call that read it (begin_kernel).
-             Halves alternate from call to call, so that wait is over before it begins; in a CUDA graph with an odd
-             number of calls, whose replays use the same half twice running, it is for the peer to end its last call.
+    signals  copy engine of rank s: flags[slot of s, piece] = epoch at the owner, behind the piece
+    waits    wait_kernel, behind the own piece's GEMM: flags[d, piece] >= epoch, all d. GEMMs end whatever the peers do, so
+             all ranks send all they have
+    reuse    of a half of the slots: Segments
 
-    gemm  | o1 | o2 | o3 | own |                                        rank 0 of 4: segments by owner
-    copy       | o1 | o2 | o3 |
-    sum                    | +1 +2 +3 |
+    lane 0  | o1 | o3 | sum |                                           rank 0 of 4: segments by owner
+    lane 1    | o2 | own |
+    copy         | o1 | o2 | o3 |
     """
-    world, rows, N = team.size, a.shape[0] // team.size, b.shape[0]
-    space, engine = _segments(team, a.dtype, rows * N), team.copy_engine
-    half = space.calls % 2
-    space.calls += 1
-    slots = space.slots[half]
-    panels = a.view(world, rows, -1) if a.is_contiguous() else a.unflatten(0, (world, rows))
-    for step in range(1, world):
-        owner = (team.rank + step) % world
-        partial = torch.empty((rows, N), dtype=a.dtype, device=a.device)
-        library_matmul(panels[owner], b, partial)
-        if step == 1:
-            # Behind the first GEMM, under which the peers' announcements arrive.
-            begin_kernel[(1,)](space.epoch, space.filled[half], space.entered, team.view, num_warps=1)
-        engine.fork()
-        slot = slot_of.fn(team.rank, owner, world)
-        engine.put(slots[slot, : rows * N], partial.view(-1), owner)
-        engine.signal(space.arrived[slot : slot + 1], space.epoch, owner)
-    out = torch.empty((rows, N), dtype=a.dtype, device=a.device)
-    finish_last_segment(panels[team.rank], b, out, slots, space.arrived, space.epoch, team, config)
-    engine.join()
-    return out
-
-
-@dataclass(slots=True, kw_only=True)
-class Segments:
-    slots: torch.Tensor
-    arrived: torch.Tensor
-    entered: torch.Tensor
-    filled: torch.Tensor
-    epoch: torch.Tensor
-    calls: int = 0
-    """Made by the host. All ranks make the same ones, so they agree on the half; that it is free, the device proves."""
+    (rows, N), me = out.shape, team.rank
+    space, lanes = _segments(team, a.dtype, rows * N), lanes_of(team, config.lanes)
+    # What a lane computes and another stream sends lives until the lanes join.
+    partial = torch.empty((team.size * rows, N), dtype=a.dtype, device=a.device)
+    arrived: list[Any] = []
+    lanes.fork()
+    with lanes.urgent():
+        slots, begun = space.begin(team), lanes.mark()
+        team.copy_engine.fork()
+    turn = 0
+    for number, piece, computed in send_partials(a, b, partial, slots, space, team, lanes, config, begun):
+        turn += 1
+        if config.accumulate:
+            # The peer is about as far: what it sends is awaited under the next GEMM, and not from the beginning on.
+            with lanes.urgent():
+                lanes.after(computed)
+                await_flags(space.flags[:, number:], space.epoch, team)
+                out[piece].copy_(slots[0, piece.start * N : piece.stop * N].view(-1, N))
+                arrived.append(lanes.mark())
+    own, mine = a[rows_of(me, team.size * rows, team.size)], partial[rows_of(me, team.size * rows, team.size)]
+    for number, piece in pieces_of(rows, config.chunks):
+        with lanes.turn(turn):
+            if config.accumulate:
+                lanes.after(arrived[number])
+                library_matmul(own[piece], b, out[piece], add=True)
+            else:
+                library_matmul(own[piece], b, mine[piece])
+                lanes.after(begun)
+                await_flags(space.flags[:, number:], space.epoch, team)
+                add_up(mine[piece], slots[:, piece.start * N :], out[piece], team)
+        turn += 1
+    lanes.join()
+    team.copy_engine.join()
 
 
 def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
     def make(capacity: int) -> Segments:
-        return Segments(
-            slots=team.empty((2, team.size - 1, capacity), dtype=dtype),
-            arrived=team.signals((team.size - 1,)),
-            entered=team.signals((team.size,)),
-            # A row each, so that the word of either half is aligned alike.
-            filled=team.local((2, 4), torch.int32),
-            epoch=team.local((1,), torch.int32),
-        )
+        return Segments.make(team, team.empty((2, team.size - 1, capacity), dtype=dtype), team.size - 1)
 
     return gemm.grown_workspace(team, ("matmul_reduce_scatter segments", dtype), size, make)
 

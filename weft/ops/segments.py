@@ -1,136 +1,271 @@
-"""The second design of all_gather_matmul and matmul_reduce_scatter: library GEMMs, a segment for each rank's rows.
+"""The second design of the overlapped matrix products: library GEMMs, a segment for each rank's rows.
 
 Copy engines carry whole segments between them, so no SM spends time on communication and every GEMM runs at the library's
-speed. It needs large segments: each costs a launch, a copy's start (2 µs) and a flag (2.3 µs on H200), and its GEMM fills
-the GPU by itself. Kernels here only wait, begin, and finish the last segment of a reduce-scatter.
+speed. It needs large segments: each costs a launch, a copy's start (2 µs) and a flag (2.3 µs on H200). The GEMMs take turns
+on a few lanes (lanes.py). Kernels here only begin, wait, and add up what has come.
 
 Where there is no GPU library (the simulator) a segment's GEMM is host work of the rank's main stream.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm
-from weft.ops.gemm import GemmConfig, gemm_tile, join_parts, leave_part, store_tile
-from weft.ops.tiles import locate, make_tiles, work_at, work_steps
+from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig
+from weft.ops.lanes import Lanes
+from weft.ops.local import launch_options
+from weft.ops.tiles import slot_of
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
+# Elements that a program adds up or copies at a time, and its warps.
+SUM_BLOCK, SUM_WARPS = 1024, 4
+
 
 @triton.jit
 def begin_kernel(epoch, filled, entered, team):
-    """Starts the next epoch and returns once this half of every rank's buffer may be overwritten.        grid: (1,)
+    """Starts the next epoch; ends once this half of every rank's buffer may be overwritten.        grid: (W - 1,)
 
-    epoch    [1]  this rank's: the number of the call that runs; the copy engine sends this word as its flag
-    filled   [1]  this rank's, of this half: the last epoch that filled it
-    entered  [W]  symmetric: entered[s] = e, once rank s has ended call e - 1
+    epoch    [2]      this rank's: the number of the call that runs; the copy engine sends this word as its flag
+    filled   [W - 1]  this rank's, of this half: the last epoch that filled it, as each program has noted it
+    entered  [W]      symmetric: entered[s] = e, once rank s has ended call e - 1
 
-    signals  every peer: entered[me] = epoch
-    waits    entered[s] > filled, for every peer s: it has ended the call that read this half last
+    signals  program p, to its peer me + 1 + p: entered[me] = epoch
+    waits    entered[peer] > filled: the peer has ended the call that read this half last
     """
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
-    now = tl.load(epoch) + 1
+    peer = (me + 1 + tl.program_id(0)) % world
+    now = wl.next_epoch(epoch)
+    filled += tl.program_id(0)
     last = tl.load(filled)
-    for step in tl.static_range(1, world):
-        wl.notify(entered + me, (me + step) % world, now, team)
-    for step in tl.static_range(1, world):
-        wl.wait(entered + (me + step) % world, last + 1, team)
+    wl.notify(entered + me, peer, now, team)
+    wl.wait(entered + peer, last + 1, team)
     tl.store(filled, now)
-    tl.store(epoch, now)
+    wl.advance_epoch(epoch, now)
 
 
 @triton.jit
-def wait_kernel(signal, epoch, team):
-    """Returns once ``signal`` has reached ``epoch``: what the copy engine sent before it is here.        grid: (1,)"""
-    wl.wait(signal, tl.load(epoch), team)
+def wait_kernel(flags, epoch, team, STRIDE: tl.constexpr):
+    """Returns once the flags, ``STRIDE`` apart, have reached ``epoch``: what the copy engines sent before them is here.
+    grid: (flags,)"""
+    wl.follow_previous_kernel()  # what is set up meanwhile waits for this one's end
+    wl.wait(flags + tl.program_id(0) * STRIDE, tl.load(epoch), team)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "whole"])
-def last_segment_kernel(
-    a, a_stride, b, b_stride, out, slots, slot_size, arrived, epoch, scratch, tickets, rows, N, K, tiles, whole, team,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """out[rows, N] = a[rows, K] @ b[N, K].T + the sum of all slots' [rows, N]        grid: (programs,)
+@triton.jit
+def sum_kernel(out, own, slots, slot_size, n, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] = own[n] + the sum of slots[SLOTS, slot_size]'s [n]        grid: (blocks of n,)
 
-    slots    [W - 1, slot_size]  symmetric: slot d holds rows x N of rank me + 1 + d
-    arrived  [W - 1]             symmetric: arrived[d] = epoch, once slot d is filled
-    epoch    [1]                 this rank's, set by begin_kernel
-
-    waits    every tile, after its GEMM: arrived[d] >= epoch
-    progress programs wait for copy engines only, so they need not all be resident
-    order    own partial (fp32) + slots 0, 1, … , summed in fp32: the same every run
+    signals, waits  none: wait_kernel comes before it
+    order           own + slots 0, 1, … , summed in fp32, rounded once: the same every run
     """
+    wl.follow_previous_kernel()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = added(own, slots, slot_size, at, n, SLOTS)
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def added(own, slots, slot_size, at, n, SLOTS: tl.constexpr):
+    """own[at] + slots[0, at] + slots[1, at] + …, in fp32; 0 from n on."""
+    x = tl.load(own + at, mask=at < n, other=0.0).to(tl.float32)
+    for slot in tl.static_range(0, SLOTS):
+        from_slot = slots + tl.cast(slot, tl.int64) * slot_size
+        x += tl.load(from_slot + at, mask=at < n, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit(do_not_specialize=["M"])
+def share_kernel(out, own, slots, slot_size, results, ready, flags, epoch, M, N, team, BLOCK: tl.constexpr):
+    """out[M, N]: rows s * M / W .. of rank s's sum        grid: (programs,), each with one part of every rank's rows
+
+    own      [own rows, N]       this rank's partial result of its own rows
+    slots    [W - 1, slot_size]  symmetric: the others' of them
+    results  [W, slot_size]      symmetric: the sums of rank s
+    ready    [W, flags]          symmetric: ready[s, p] = epoch, once part p of rank s lies in results
+
+    signals  program p: stores its part of the own sum at every peer, then ready[me, p] = epoch there
+    waits    then, for each peer s: ready[s, p] >= epoch
+    order    own + slots 0, 1, … , summed in fp32, rounded once, by one rank: bitwise the same on all
+    reuse    of results: Segments
+    progress all programs are resident; nobody waits before all its stores are announced
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    me = wl.rank(team)
     now = tl.load(epoch)
-    depth = tl.cdiv(K, BLOCK_K)
-    for step in range(0, work_steps(tiles, whole, depth)):
-        place, first, last = work_at(step, tiles, whole, depth)
-        panel, chunk, tile_row, tile_column = locate(place, tiles)
-        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        acc = gemm_tile(
-            a, a_stride, rows, b, b_stride, N, row, column, K, first, last, out, out, 0,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
-        )  # fmt: skip
-        if last - first == depth:
-            await_slots(arrived, now, team)
-            add_slots(acc, out, slots, slot_size, row, column, rows, N, team, BLOCK_M, BLOCK_N)
-        elif leave_part(acc, scratch, tickets, place, tiles, whole, depth, BLOCK_M, BLOCK_N):
-            await_slots(arrived, now, team)
-            for at in range(0, BLOCK_M, ROWS):
-                x = join_parts(scratch, place, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
-                add_slots(x, out, slots, slot_size, row + at, column, rows, N, team, ROWS, BLOCK_N)
+    first, last, first_row = part_of(me, M, N, BLOCK, world)
+    target = out + first_row.to(tl.int64) * N
+    for start in range(first, last, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = added(own, slots, slot_size, at, last, world - 1).to(out.dtype.element_ty)
+        for step in tl.static_range(1, world):
+            there = wl.symm_at(results + me.to(tl.int64) * slot_size, (me + step) % world, team)
+            tl.store(there + at, total, mask=at < last)
+        tl.store(target + at, total, mask=at < last)
+    for step in tl.static_range(1, world):
+        wl.notify(ready + me * flags + tl.program_id(0), (me + step) % world, now, team)
+    for step in range(1, world):
+        peer = (me + step) % world
+        first, last, first_row = part_of(peer, M, N, BLOCK, world)
+        source, target = results + peer.to(tl.int64) * slot_size, out + first_row.to(tl.int64) * N
+        wl.wait(ready + peer * flags + tl.program_id(0), now, team)
+        for start in range(first, last, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(target + at, tl.load(source + at, mask=at < last, other=0.0), mask=at < last)
 
 
 @triton.jit
-def await_slots(arrived, now, team):
-    for slot in tl.range(0, wl.num_ranks(team) - 1):
-        wl.wait(arrived + slot, now, team)
+def part_of(rank, M, N, BLOCK: tl.constexpr, world: tl.constexpr):
+    """This program's share of ``rank``'s rows of [M, N], in whole blocks: its first element, the last one's successor, both
+    counted from the rank's first row, and that row."""
+    first_row = rank * M // world
+    count = ((rank + 1) * M // world - first_row) * N
+    of_part = tl.cdiv(tl.cdiv(count, BLOCK), tl.num_programs(0)) * BLOCK
+    first = tl.minimum(tl.program_id(0) * of_part, count)
+    return first, tl.minimum(first + of_part, count), first_row
 
 
-@triton.jit
-def add_slots(x, out, slots, slot_size, row, column, rows, N, team, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out[row :, column :] = x [ROWS, BLOCK_N] plus the same elements of slots 0, 1, …"""
-    m, n = tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
-    mask = (m < rows - row)[:, None] & (n < N - column)[None, :]
-    slots += tl.cast(row, tl.int64) * N + column
-    at = m[:, None] * N + n[None, :]
-    for slot in tl.range(0, wl.num_ranks(team) - 1, num_stages=1):
-        x += tl.load(slots + tl.cast(slot, tl.int64) * slot_size + at, mask=mask, other=0.0).to(tl.float32)
-    store_tile(out, x, row, column, 0, rows, N, ROWS, BLOCK_N)
+@dataclass(slots=True, kw_only=True)
+class Segments:
+    """The buffers of calls whose data copy engines carry: what arrives, its flags, and what begin_kernel keeps.
+
+    buffers  [2, …]  symmetric: a half for every other call
+    flags    [rows, MAX_CHUNKS]  symmetric: a row for each place in ``buffers`` that a peer fills, by chunk
+    ready    [W, programs]  symmetric: of share_kernel
+    calls    made by the host. All ranks make the same ones, so they agree on the half; that it is free, the device proves:
+             a half is written again only after every rank has ended the call that read it (begin_kernel). Halves
+             alternate, so that wait is over before it begins; in a CUDA graph with an odd number of calls, whose
+             replays use the same half twice running, it is for the peer to end its last call.
+    """
+
+    buffers: torch.Tensor
+    flags: torch.Tensor
+    entered: torch.Tensor
+    filled: torch.Tensor
+    epoch: torch.Tensor
+    ready: torch.Tensor
+    calls: int = 0
+
+    @classmethod
+    def make(cls, team: Team, buffers: torch.Tensor, flags: int, programs: int = 0) -> Segments:
+        """``flags``: rows of them. ``programs``: at most, of share_kernel. Collective."""
+        return cls(
+            buffers=buffers,
+            flags=team.signals((flags, MAX_CHUNKS)),
+            entered=team.signals((team.size,)),
+            # Rows of a multiple of 16 bytes, so that the words of either half are aligned alike.
+            filled=team.local((2, -(-(team.size - 1) // 4) * 4), torch.int32),
+            epoch=team.local((2,), torch.int32),
+            ready=team.signals((team.size, max(programs, 1))),
+        )
+
+    def begin(self, team: Team) -> torch.Tensor:
+        """The next call's half of ``buffers``, free for every rank to write behind this in the current stream."""
+        half = self.calls % 2
+        self.calls += 1
+        begin_kernel[(team.size - 1,)](self.epoch, self.filled[half], self.entered, team.view, num_warps=1)
+        return self.buffers[half]
+
+    def send(self, team: Team, target: torch.Tensor, source: torch.Tensor, row: int, number: int, peer: int) -> None:
+        """Have the copy engine write ``source`` into the peer's ``target``, then the epoch into flags[row, number] there."""
+        team.copy_engine.put(target, source, peer)
+        team.copy_engine.signal(self.flags[row, number : number + 1], self.epoch[:1], peer)
 
 
-def finish_last_segment(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, arrived: torch.Tensor,
-    epoch: torch.Tensor, team: Team, config: GemmConfig,
-) -> None:  # fmt: skip
-    """``out`` = a @ b.T plus what lies in ``slots`` [W - 1, at least out.numel()]."""
-    (rows, K), N = a.shape, b.shape[0]
-    tiles = make_tiles(rows, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
-    parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
-    descriptors = gemm.can_describe(a, b)
-    options = gemm.constants(config, descriptors)
-    del options["PIECE"]
-    last_segment_kernel[(programs,)](
-        gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),
-        gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
-        out, slots, slots.shape[1], arrived, epoch, parts.scratch, parts.tickets, rows, N, K, tiles,
-        gemm.whole_for(tiles, programs, config), team.view, **options,
+def runs_of(first: int, world: int, span: int) -> Iterator[range]:
+    """The W - 1 ranks from ``first`` (mod W) on, in runs of at most ``span`` whose rows lie one after the other."""
+    rank, left = first, world - 1
+    while left:
+        count = min(left, span, world - rank)
+        yield range(rank, rank + count)
+        rank, left = (rank + count) % world, left - count
+
+
+def pieces_of(rows: int, count: int) -> Iterator[tuple[int, slice]]:
+    """(number, rows) of at most ``count`` pieces as even as can be; none is empty."""
+    step = max(1, triton.cdiv(rows, count))
+    for number, first in enumerate(range(0, rows, step)):
+        yield number, slice(first, min(first + step, rows))
+
+
+def rows_of(rank: int, M: int, world: int) -> slice:
+    """The rows of [M, N] that ``rank`` owns."""
+    return slice(rank * M // world, (rank + 1) * M // world)
+
+
+def send_partials(
+    a: torch.Tensor, b: torch.Tensor, partial: torch.Tensor, slots: torch.Tensor, space: Segments, team: Team,
+    lanes: Lanes, config: GemmConfig, begun: Any,
+) -> Iterator[tuple[int, slice, Any]]:  # fmt: skip
+    """partial = a[M, K] @ b[N, K].T in every peer's rows, by pieces, each sent to its owner's slot for this rank.
+
+    begun   a mark: ``slots`` are free from there on
+    yields  after each piece: its number, its rows within one rank's, and a mark of its GEMM
+    """
+    world, me, (M, N) = team.size, team.rank, partial.shape
+    turn = 0
+    for owners in runs_of((me + 1) % world, world, config.span):
+        first, last = rows_of(owners.start, M, world).start, rows_of(owners.stop - 1, M, world).stop
+        for number, piece in pieces_of(last - first, config.chunks):
+            with lanes.turn(turn):
+                if turn % config.lanes:
+                    # Behind the first GEMM's start: one GEMM after the other gets the SMs, not two at once.
+                    lanes.after(begun)
+                library_matmul(a[first:last][piece], b, partial[first:last][piece])
+                team.copy_engine.fork()
+                computed = lanes.mark()
+            turn += 1
+            for owner in owners:
+                # Of one rank's rows the piece, of several ranks' all.
+                mine = partial[rows_of(owner, M, world)][piece]
+                slot, at = slot_of.fn(me, owner, world), piece.start * N
+                space.send(team, slots[slot, at : at + mine.numel()], mine.view(-1), slot, number, owner)
+            yield number, piece, computed
+
+
+def await_flags(flags: torch.Tensor, epoch: torch.Tensor, team: Team) -> None:
+    """The current stream goes on once flags[:, 0] have come."""
+    wait_kernel[(flags.shape[0],)](flags, epoch, team.view, STRIDE=flags.stride(0), num_warps=1)
+
+
+def add_up(own: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, team: Team) -> None:
+    """``out`` = own + what lies in the slots [W - 1, at least out.numel()]."""
+    n = out.numel()
+    sum_kernel[(triton.cdiv(n, SUM_BLOCK),)](
+        out, own, slots, slots.stride(0), n, SLOTS=slots.shape[0], BLOCK=SUM_BLOCK, num_warps=SUM_WARPS,
+        **launch_options(team.caps),
     )  # fmt: skip
 
 
-def library_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """``out`` = a[M, K] @ b[N, K].T, rounded once."""
+def share(
+    own: torch.Tensor, slots: torch.Tensor, results: torch.Tensor, ready: torch.Tensor, epoch: torch.Tensor,
+    out: torch.Tensor, team: Team,
+) -> None:  # fmt: skip
+    """``out`` [M, N] of every rank's sums of own + slots: by way of ``results`` [W, as slots] and ``ready`` [W, programs]."""
+    programs = min(ready.shape[1], triton.cdiv(out.numel(), team.size * SUM_BLOCK))
+    share_kernel[(programs,)](
+        out, own, slots, slots.stride(0), results, ready, ready.stride(0), epoch, *out.shape, team.view, BLOCK=SUM_BLOCK,
+        num_warps=SUM_WARPS, launch_cooperative_grid=True,
+    )  # fmt: skip
+
+
+def library_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+    """``out`` = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``; rounded once."""
     # Detached: this runs inside a custom op, where autograd would refuse out=.
     a, b = a.detach(), b.detach()
     if a.device.type == "cpu":
-        out.copy_(a.float() @ b.float().T)
+        product = a.float() @ b.float().T
+        out.copy_(product + out.float() if add else product)
+    elif add:
+        torch.addmm(out, a, b.T, out=out)
     else:
         torch.mm(a, b.T, out=out)

@@ -79,6 +79,24 @@ def make_tiles(
     )
 
 
+def as_argument(tiles: Tiles) -> Tiles:
+    """What a kernel is given for ``tiles``: odd numbers above 1, since Triton compiles another kernel for an integer that is
+    1 or a multiple of 16, and one kernel should do for all shapes."""
+    return Tiles(*(2 * field + 3 for field in tiles))
+
+
+@triton.jit
+def from_argument(tiles):
+    """``tiles``, of the argument that ``as_argument`` has made of it."""
+    return Tiles(
+        (tiles.count - 3) // 2,
+        (tiles.rows - 3) // 2,
+        (tiles.columns - 3) // 2,
+        (tiles.chunk - 3) // 2,
+        (tiles.group - 3) // 2,
+    )
+
+
 @triton.jit
 def locate(tile, tiles):
     """Number → (panel, chunk, row, column)."""

@@ -84,6 +84,7 @@ class VirtualPlatform:
         self._machine.memory.add(Extent(tensor.data_ptr(), nbytes, self.rank, name, tensor.element_size()))
 
     def released(self, tensor: torch.Tensor) -> None:
+        self._machine.pointers.free(tensor)
         self._machine.memory.remove(tensor.data_ptr())
 
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> VirtualPlatform | None:
@@ -110,7 +111,8 @@ class VirtualCopyEngine:
         self._platform, self._machine = platform, platform._machine
 
     def fork(self) -> None:
-        """Kernels of the main stream are synchronous here, so all of its work has ended already."""
+        """The copy engine starts after the work of the main stream, which has ended already, as a rule."""
+        self._machine.settle()
         if self._machine.watcher is not None:
             self._machine.watcher.fork(self.stream)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from weft.simulator.memory import Memory
+from weft.simulator.pointers import Pointers
 from weft.simulator.scheduler import Scheduler
 
 
@@ -19,23 +20,30 @@ class Accesses:
 
     scheduler: Scheduler
     memory: Memory
+    pointers: Pointers
     watcher: Any
     delays: Any
     who: Callable[[], str]
     note: Callable[..., None]
     _on_event: Any
 
-    def step(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, write: bool, releases: bool = False) -> None:
-        """Others may run before the running task makes this access."""
+    def step(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, write: bool, releases: bool = False,
+             late: bool = False) -> None:  # fmt: skip
+        """Others may run before the running task makes this access; ``late``: it only goes into the buffer."""
         if getattr(self.scheduler.strategy, "explores", False):
             task, active = self.scheduler.current, addresses[mask]
-            own = ((int(active.min()), int(active.max()) + itemsize, write),) if active.size else ()
-            late = self.delays.footprint(task, None if releases else own) if self.delays is not None else ()
-            task.next = own + late
+            low, high = (int(active.min()), int(active.max()) + itemsize) if active.size else (0, 0)
+            own = ((low, high, write),) if active.size and not late else ()
+            task.next = own + self.delays.footprint(task, low, high, releases)
             task.next_line = self.watcher.races.code() if self.watcher is not None else None
         self.scheduler.step()
 
+    def plain(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
+        """Pointers of the running kernel as addresses; InvalidAccess where they have left their tensor."""
+        return self.pointers.plain(addresses, mask, itemsize, self.who, verb)
+
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
+        addresses = self.plain(addresses, mask, itemsize, "load")
         self.step(addresses, mask, itemsize, False)
         self.scheduler.polled(plain=access != "volatile")
         if self._on_event is not None:
@@ -48,7 +56,8 @@ class Accesses:
         return bits
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
-        self.step(addresses, mask, bits.dtype.itemsize, True)
+        addresses = self.plain(addresses, mask, bits.dtype.itemsize, "store")
+        self.step(addresses, mask, bits.dtype.itemsize, True, late=self.delays is not None)
         if self._on_event is not None:
             self.note("store", self._first(addresses, mask))
         if self.watcher is not None:
@@ -88,16 +97,23 @@ class Accesses:
         if self.delays is not None:
             self.delays.barrier(self.scheduler.current)
 
+    def touch(self, low: int, high: int) -> None:
+        """The running program is about to look at bytes ``low .. high - 1``: its own stores to them are there."""
+        if self.delays is not None:
+            self.delays.touch(self.scheduler.current, low, high)
+
     def _own_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
         self.delays.leak()
         active = addresses[mask]
         if active.size:
-            self.delays.touch(self.scheduler.current, int(active.min()), int(active.max()) + itemsize)
+            self.touch(int(active.min()), int(active.max()) + itemsize)
 
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
         """One thread's store with release order at system scope."""
-        self.step(np.array([address], np.uint64), np.ones(1, bool), itemsize, True, releases=True)
-        at, value = np.array([address], np.uint64), np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
+        at = self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "store")
+        address = int(at[0])
+        self.step(at, np.ones(1, bool), itemsize, True, late=self.delays is not None)
+        value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
         everywhere = np.ones(1, bool)
         if self._on_event is not None:
             self.note("store", self._first(at, everywhere))
@@ -105,8 +121,10 @@ class Accesses:
             self.memory.check(at, everywhere, itemsize, self.who)
             self.watcher.notified(address, int(value[0]), itemsize)
         if self.delays is not None:
-            self._own_access(at, everywhere, itemsize)
-            self.delays.release(self.scheduler.current, "sys")
+            self.delays.leak()
+            self.memory.check(at, everywhere, itemsize, self.who)
+            self.delays.take_release(self.scheduler.current, at, value)
+            return
         self.memory.store(at, value, everywhere, self.who)
         self.scheduler.written(address, address + itemsize)
 
@@ -124,7 +142,7 @@ class Accesses:
 
     def fence(self) -> None:
         """A fence at system scope in every thread of the running program."""
-        self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True, releases=True)
+        self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
         if self.watcher is not None:
             self.watcher.fence()
         if self.delays is not None:
@@ -132,17 +150,17 @@ class Accesses:
 
     def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope) -> np.ndarray:
         """Element by element, as duplicates among the addresses must see each other."""
+        mask = np.broadcast_to(mask, addresses.shape)
+        addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
         looks = op == "add" and not np.asarray(values).any()
-        self.step(addresses, np.broadcast_to(mask, addresses.shape), dtype.itemsize, not looks, releases="rel" in sem)
+        self.step(addresses, mask, dtype.itemsize, not looks, releases="rel" in sem)
         unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
         values = np.broadcast_to(values, addresses.shape)
-        mask = np.broadcast_to(mask, addresses.shape)
         if self._on_event is not None:
             self.note(op, self._first(addresses, mask))
         if self.delays is not None:
             self._own_access(addresses, mask, dtype.itemsize)
-            if sem in ("release", "acq_rel"):
-                self.delays.release(self.scheduler.current, scope)
+            self.delays.atomic(self.scheduler.current, sem in ("release", "acq_rel"), scope)
         before = np.zeros(addresses.size, unsigned)
         after = before.copy()
         one, changed = np.ones(1, bool), []

@@ -1,16 +1,18 @@
 """Vector clocks: what each task knows to have happened.
 
-A clock has two rows over all *slots*. Row 0 is happens-before. Row 1 adds what messages that are their own flag tell
-(Lamport words order other Lamport words, never plain data), so row 1 >= row 0. A slot is a line of program order: a rank's
-main stream, a side stream, and for a program three of them, since not all of its accesses are covered by its releases:
-those of all its threads (``block``), those of one thread (``scalar``) and those of the asynchronous proxy (``async``).
-Slots are reused by the launches that follow each other on a rank's stream, so their number does not grow with time.
+A clock has three rows over all *slots*. ``ORDER`` is happens-before. ``TOLD`` adds what messages that are their own flag
+tell (Lamport words order other Lamport words, never plain data): what their sender had seen to be in memory. ``HEARD`` adds
+what they would tell if no store were overtaken by a later one, which nothing promises: it serves to say what is missing. A slot
+is a line of program order: a rank's main stream, a side stream, and for a program one for each kind of access (``trails``),
+since not all are covered by its releases and messages. Slots are reused by the launches that follow each other on a rank's
+stream, so their number does not grow with time.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+ORDER, TOLD, HEARD = range(3)
 _GROW = 64
 
 
@@ -34,7 +36,7 @@ class Slots:
 
 
 def new_clock() -> np.ndarray:
-    return np.zeros((2, _GROW), np.int32)
+    return np.zeros((3, _GROW), np.int32)
 
 
 def fit(clock: np.ndarray, slot: int) -> np.ndarray:
@@ -42,7 +44,7 @@ def fit(clock: np.ndarray, slot: int) -> np.ndarray:
     size = clock.shape[1]
     if slot < size:
         return clock
-    wider = np.zeros((2, max(2 * size, -(-(slot + 1) // _GROW) * _GROW)), np.int32)
+    wider = np.zeros((3, max(2 * size, -(-(slot + 1) // _GROW) * _GROW)), np.int32)
     wider[:, :size] = clock
     return wider
 
@@ -56,12 +58,12 @@ def joined(clock: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def hear(clock: np.ndarray, message: np.ndarray) -> np.ndarray:
-    """``clock`` after a Lamport word was read whose writer knew ``message``: only row 1 learns."""
+    """``clock`` after a Lamport word was read that tells ``message``: all but happens-before learns."""
     clock = fit(clock, message.shape[1] - 1)
-    part = clock[1, : message.shape[1]]
-    np.maximum(part, message[1], out=part)
+    part = clock[TOLD:, : message.shape[1]]
+    np.maximum(part, message[TOLD:], out=part)
     return clock
 
 
-def at(clock: np.ndarray, slot: int, row: int = 0) -> int:
+def at(clock: np.ndarray, slot: int, row: int = ORDER) -> int:
     return int(clock[row, slot]) if slot < clock.shape[1] else 0

@@ -1,86 +1,87 @@
-"""Stores that arrive late: what a program has stored waits in a buffer until something orders it, or chance lets it out.
+"""Stores that arrive late: what a program has stored waits in a buffer until something needs it, or chance lets it out.
 
-Allowed by PTX for weak stores, so signals overtake data wherever nothing forbids it. For an exhaustive search each is a
-task, so that its arrival is a choice like any other. A release lets out what it covers: what
-came before the last CTA barrier, descriptor stores once drained; at GPU scope, what goes to the own GPU only. A program sees
-its own stores at once.
+PTX allows it wherever nothing orders: signals overtake data, one store overtakes another to other bytes, and any store is
+overtaken by later loads. A notify (a release store) waits there too; it takes along what it covers: what came before the last
+CTA barrier, descriptor stores once drained. A fence empties nothing either: what is stored after it arrives later than what
+was stored before. An atomic is done at once, and brings in first what its order covers; at GPU scope, what goes to the own GPU.
+A program sees its own stores at once, and what it has read back has arrived.
+
+For an exhaustive search each late store is a task, so that its arrival is a choice like any other. Otherwise some source lines,
+other ones for each seed, have their stores held back until nobody can go on without them: only so does a store come later than
+an answer to what its program stored after it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from weft.simulator.interpreter import LIBRARIES
 from weft.simulator.scheduler import GreenletTask
 
+# For each access, the chance that some late store arrives; for each line, that its stores are held back.
 _LEAK = 0.08
+_HELD = 0.3
 
 
 @dataclass(slots=True, eq=False)
 class Delayed:
+    """One store. ``covered``: by the releases to come; ``after``: what arrives before it."""
+
     addresses: np.ndarray
     bits: np.ndarray
     low: int
     high: int
     tma: bool
     covered: bool
+    line: tuple
+    after: list[Delayed]
     drained: bool = False
-    lamport: bool = False
+    arrived: bool = False
     task: Any = None
 
     def overlaps(self, low: int, high: int) -> bool:
         return self.low < high and low < self.high
+
+    def chain(self) -> list[Delayed]:
+        """What must arrive for it, in that order, itself the last."""
+        found: list[Delayed] = []
+        for late in self.after:
+            if not late.arrived:
+                found += [one for one in late.chain() if one not in found]
+        return [*found, self]
 
 
 class Delays:
     def __init__(self, machine: Any, seed: int, tasks: bool = False) -> None:
         self._machine, self._random, self._tasks = machine, random.Random(seed), tasks
         self._buffers: dict[Any, list[Delayed]] = {}
+        self._fenced: dict[Any, list[Delayed]] = {}  # what came before the last fence
+        self._held: dict[tuple, bool] = {}
+
+    # --- what a program does -----------------------------------------------------------------------------------------
 
     def take(self, task: Any, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> None:
-        active = addresses[mask]
-        if active.size == 0:
-            return
-        low, high = int(active.min()), int(active.max()) + bits.dtype.itemsize
-        self.touch(task, low, high)
-        if how == "lamport":  # these keep their order among themselves, which their use rests on
-            self._let_out(task, lambda late: late.lamport)
-        late = Delayed(active, bits[mask], low, high, how == "tma", addresses.size == 1 and how != "tma")
-        late.lamport = how == "lamport"
-        self._buffers.setdefault(task, []).append(late)
-        if self._tasks:
-            self._spawn(task, late)
+        """A weak store."""
+        if mask.any():
+            one_thread = addresses.size == 1 and how != "tma"
+            self._add(task, addresses[mask], bits[mask], how == "tma", one_thread, self._before(task))
 
-    def _spawn(self, task: Any, late: Delayed) -> None:
-        def arrive() -> None:
-            own.next = ((late.low, late.high, True),)
-            self._machine.scheduler.step()
-            self._let_out(task, lambda other: other is late)
+    def take_release(self, task: Any, address: np.ndarray, bits: np.ndarray) -> None:
+        """A release store by one thread, at system scope."""
+        self._add(task, address, bits, False, True, [*self._before(task), *self._covered(task, "sys")])
 
-        own = GreenletTask(self._machine.scheduler, task.rank, f"late store of {task.label}", arrive)
-        own.maker, own.on_finish = task, lambda: None
-        late.task = own
-        self._machine.scheduler.spawn(own)
-
-    def footprint(self, task: Any, near: tuple[tuple[int, int, bool], ...] | None) -> tuple[tuple[int, int, bool], ...]:
-        """The late stores of ``task`` that overlap ``near`` (all if None), as what an access lets out."""
-        return tuple(
-            (late.low, late.high, True)
-            for late in self._buffers.get(task, ())
-            if near is None or any(late.overlaps(low, high) for low, high, _ in near)
-        )
-
-    def under_way(self, tasks: Collection[Any]) -> bool:
-        """Whether stores of these programs are still to arrive."""
-        return self._tasks and any(task in self._buffers for task in tasks)
+    def atomic(self, task: Any, releases: bool, scope: str) -> None:
+        """An atomic is about to be done."""
+        self._arrive(task, [*self._before(task), *(self._covered(task, scope) if releases else ())])
 
     def touch(self, task: Any, low: int, high: int) -> None:
         """``task`` accesses these bytes itself."""
-        self._let_out(task, lambda late: late.overlaps(low, high))
+        self._arrive(task, [late for late in self._buffers.get(task, ()) if late.overlaps(low, high)])
 
     def barrier(self, task: Any) -> None:
         for late in self._buffers.get(task, ()):
@@ -90,52 +91,100 @@ class Delays:
         for late in self._buffers.get(task, ()):
             late.drained = True
 
-    def release(self, task: Any, scope: str) -> None:
-        self._let_out(task, lambda late: late.covered and (scope == "sys" or self._is_own(task, late)))
-
     def fence(self, task: Any) -> None:
-        self._let_out(task, lambda late: not late.tma or late.drained)
+        """A fence in every thread."""
+        self._fenced[task] = [late for late in self._buffers.get(task, ()) if not late.tma or late.drained]
 
     def end(self, task: Any) -> None:
         if not self._tasks:
-            self.arrive(task)
+            self._arrive(task, self._buffers.get(task, ()))
 
-    def arrive(self, task: Any) -> None:
-        self._let_out(task, lambda late: True)
+    # --- what time does ----------------------------------------------------------------------------------------------
 
     def leak(self) -> None:
         """By chance, one of them arrives."""
         if self._buffers and not self._tasks and self._random.random() < _LEAK:
-            task = self._random.choice(list(self._buffers))
-            late = self._random.choice(self._buffers[task])
-            self._let_out(task, lambda other: other is late)
+            free = self._all(held=False)
+            if free:
+                task, late = self._random.choice(free)
+                self._arrive(task, [late])
 
-    def all_out(self) -> bool:
-        """Time passes: everything arrives. Whether there was anything."""
-        tasks = list(self._buffers)
-        for task in tasks:
-            self.arrive(task)
-        return bool(tasks)
+    def time_passes(self) -> bool:
+        """Nobody can go on: what one program has stored in one line arrives, held ones last. Whether there was any."""
+        left = self._all(held=False) or self._all(held=True)
+        if left:
+            task, late = self._random.choice(left)
+            self._arrive(task, [other for other in self._buffers[task] if other.line == late.line])
+        return bool(left)
+
+    # --- for a search ------------------------------------------------------------------------------------------------
+
+    def footprint(self, task: Any, low: int, high: int, releases: bool) -> tuple[tuple[int, int, bool], ...]:
+        """Bytes of the late stores of ``task`` that an access to ``low .. high - 1`` brings in; all if it ``releases``."""
+        late = [late for late in self._buffers.get(task, ()) if releases or late.overlaps(low, high)]
+        return tuple({(one.low, one.high, True) for top in late for one in top.chain()})
+
+    def under_way(self, tasks: Collection[Any]) -> bool:
+        """Whether stores of these programs are still to arrive."""
+        return self._tasks and any(task in self._buffers for task in tasks)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _add(
+        self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[Delayed]
+    ) -> None:
+        low, high = int(addresses.min()), int(addresses.max()) + bits.dtype.itemsize
+        self.touch(task, low, high)
+        late = Delayed(addresses, bits, low, high, tma, covered, self._line(task), [a for a in after if not a.arrived])
+        self._buffers.setdefault(task, []).append(late)
+        if self._tasks:
+            self._spawn(task, late)
+
+    def _spawn(self, task: Any, late: Delayed) -> None:
+        def arrive() -> None:
+            own.next = tuple((one.low, one.high, True) for one in late.chain())
+            self._machine.scheduler.step()
+            self._arrive(task, [late])
+
+        own = GreenletTask(self._machine.scheduler, task.rank, f"late store of {task.label}", arrive)
+        own.maker, own.on_finish = task, lambda: None
+        late.task = own
+        self._machine.scheduler.spawn(own)
+
+    def _before(self, task: Any) -> list[Delayed]:
+        return [late for late in self._fenced.get(task, ()) if not late.arrived]
+
+    def _covered(self, task: Any, scope: str) -> list[Delayed]:
+        late = [late for late in self._buffers.get(task, ()) if late.covered]
+        return late if scope == "sys" else [one for one in late if self._is_own(task, one)]
+
+    def _all(self, held: bool) -> list[tuple[Any, Delayed]]:
+        return [(t, late) for t, buffer in self._buffers.items() for late in buffer if self._held[late.line] == held]
+
+    def _line(self, task: Any) -> tuple:
+        """Where the running kernel stores; decides at its first store whether what is stored there is held back."""
+        frame = self._machine.interpreter.kernel_frame(LIBRARIES)
+        line = (task.rank, frame.f_code.co_filename, frame.f_lineno)
+        if line not in self._held:
+            self._held[line] = self._random.random() < _HELD
+        return line
 
     def _is_own(self, task: Any, late: Delayed) -> bool:
         heap = self._machine.memory.heap_of(late.low)
         return heap is None or self._machine.memory.heap_rank(heap) == task.rank
 
-    def _let_out(self, task: Any, chosen: Any) -> None:
-        buffer = self._buffers.get(task)
-        if buffer is None:
-            return
-        out = [late for late in buffer if chosen(late)]
-        if not out:
-            return
-        left = [late for late in buffer if late not in out]
-        if left:
-            self._buffers[task] = left
-        else:
+    def _arrive(self, task: Any, chosen: Iterable[Delayed]) -> None:
+        for late in list(chosen):
+            if late.arrived:
+                continue
+            for one in late.chain():
+                one.arrived = True
+                one.after = []
+                self._buffers[task].remove(one)
+                if one.task is not None:
+                    one.task.next = None  # nothing is left of it to order
+                everywhere = np.ones(one.addresses.shape, bool)
+                self._machine.memory.store(one.addresses, one.bits, everywhere, lambda: task.label)
+                self._machine.scheduler.written(one.low, one.high)
+        if task in self._buffers and not self._buffers[task]:
             del self._buffers[task]
-        for late in out:
-            if late.task is not None:
-                late.task.next = None  # nothing is left of it to order
-            everywhere = np.ones(late.addresses.shape, bool)
-            self._machine.memory.store(late.addresses, late.bits, everywhere, lambda: task.label)
-            self._machine.scheduler.written(late.low, late.high)

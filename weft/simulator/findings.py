@@ -12,7 +12,7 @@ REMEDIES = {
     "missing-barrier": "put tl.debug_barrier() between the stores and the release, or use wl.notify, which contains it",
     "undrained-tma": "a tensor-descriptor store lands later: use wl.notify, which drains it, or store with tl.store",
     "proxy-fence": "descriptor loads need a proxy fence after the acquire: use wl.wait, which contains it, or tl.load",
-    "scope": "use scope='sys' on both sides: scope='gpu' orders one GPU's programs only",
+    "scope": "use scope='sys' on both sides: 'gpu' orders one GPU's programs only, 'cta' one program's threads",
     "relaxed-order": "release with sem='release' (or wl.notify) and acquire with sem='acquire' (or wl.wait) on the same word",
     "uninitialised": "write the memory before it is read: zero it, or wait for the peer that fills it",
     "use-after-free": "call team.free() after the last use on every rank",
@@ -22,16 +22,19 @@ REMEDIES = {
     "signal-reset": "do not reset signals: let them grow and wait for the next epoch (wl.next_epoch)",
     "epoch-back": "signals only grow: notify with a value that is larger than the last",
     "uncleared": "clear a stage (wl.lamport_clear) after it was read and before peers write it again: rotate three",
+    "overtaken": "put wl.fence(team) between the clearing and the next words sent, or read the cleared words back (volatile)",
     "equality-wait": "wait for >= (wl.wait): a signal may pass the value between two polls",
     "overshoot": "notify once for each count that is waited for",
     "residency": "launch at most team.max_programs(num_warps) programs, cooperatively, and loop over the work",
-    "deadlock": "see who should have signalled",
-    "launch-mismatch": "launch the same kernels in the same order on all ranks",
+    "deadlock": "notify what is waited for, on its rank, with what the wait asks for, from a task that can get there",
+    "launch-mismatch": "launch the same kernels in the same order on all ranks; if they are to differ, see who waits for whom",
     "divergence": "fix the order in which values are combined, or say that the op does not promise it (deterministic=False)",
     "error": "see the message",
 }  # fmt: skip
 # A race that has one of these causes is still a race: `allow(race)` covers them.
-RACES = frozenset({"race", "missing-barrier", "undrained-tma", "proxy-fence", "scope", "relaxed-order", "signal-reset"})
+RACES = frozenset(
+    {"race", "missing-barrier", "undrained-tma", "proxy-fence", "scope", "relaxed-order", "signal-reset", "overtaken"}
+)
 
 _MARKER = re.compile(r"#\s*weft:\s*allow\(([\w, -]+)\)\s*(.*)")
 

@@ -1,11 +1,20 @@
-"""Kernel launches as tasks: programs that start in order as SMs become free, and end their launch together."""
+"""Kernel launches as tasks: programs that start in order as SMs become free, and end their launch together.
+
+A launch comes back when its kernel has ended, so that host code sees a stream's results at once. On a GPU it comes back at
+once; where nobody could go on otherwise, as a kernel waits for what its host gives the copy engine afterwards, it does here.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
-from weft.simulator.interpreter import Launch
-from weft.simulator.scheduler import GreenletTask
+from weft.errors import WeftError
+from weft.simulator.interpreter import Interpreter, Launch
+from weft.simulator.memory import Memory
+from weft.simulator.pointers import Pointers
+from weft.simulator.scheduler import GreenletTask, Scheduler, ThreadTask, Waiting
 
 
 class Program(GreenletTask):
@@ -24,13 +33,15 @@ class Program(GreenletTask):
 class Grid:
     """A kernel launch: its programs start in order as the rank's SMs become free, and end it together."""
 
-    def __init__(self, machine: Any, rank: int, launch: Launch) -> None:
+    def __init__(self, machine: Any, rank: int, launch: Launch, bases: list[int]) -> None:
+        """``bases``: of what memory knows for as long as it runs."""
         self.machine, self.scheduler, self.rank, self.launch = machine, machine.scheduler, rank, launch
         x, y, z = launch.grid
         self.total = x * y * z
         self.started = self.ended = 0
         self.programs: list[Program] = []
         self.error: BaseException | None = None
+        self.bases, self.left = bases, False  # left: its host has gone on
 
     @property
     def done(self) -> bool:
@@ -56,3 +67,112 @@ class Grid:
         if program.error is not None and self.error is None:
             self.error = program.error
         self.machine.sm_freed(self.rank)
+
+
+class Launches:
+    """What a machine does with ``kernel[grid](...)``."""
+
+    sms: int
+    most_at_once: int  # programs of a rank that have been resident together
+    scheduler: Scheduler
+    memory: Memory
+    pointers: Pointers
+    interpreter: Interpreter
+    watcher: Any
+    rank: int
+    note: Any
+    _free_sms: list[int]
+    _pending: list[deque[Grid]]
+    _names: Mapping[int, str]
+    _known: list[int]
+    _awaited: dict[int, Grid]
+    _left: dict[int, Grid]
+
+    def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Run a kernel for the calling rank; back when its programs have ended, as a rule. Raises what one of them raised."""
+        task = self.scheduler.current
+        if not isinstance(task, ThreadTask):
+            raise WeftError(f"{task.label}: kernels are launched from host code only")
+        self.settle()
+        self._names, self._known = _argument_names(jit_fn, args, kwargs), []
+        bases = self._known
+        try:
+            launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
+            run = Grid(self, task.rank, launch, bases)
+            if bool(kwargs.get("launch_cooperative_grid", False)) and run.total > self.sms:
+                raise WeftError(
+                    f"rank {task.rank}: kernel {launch.name} asks for {run.total} programs that wait for each other and this "
+                    f"GPU holds {self.sms} at a time; launch at most team.max_programs(num_warps)"
+                )
+        except BaseException:
+            self._forget(bases)
+            raise
+        self.note("launch", f"{launch.name} {launch.grid}")
+        if run.total == 0:
+            self._forget(bases)
+            return
+        if self.watcher is not None:
+            self.watcher.launch(task.rank, run, args)
+        self._pending[task.rank].append(run)
+        self.sm_freed(task.rank, freed=0)
+        self._awaited[task.rank] = run
+        self.scheduler.block(Waiting(lambda: run.done or run.left, lambda: f"waits for its kernel {launch.name}"))
+        del self._awaited[task.rank]
+        if run.done:
+            self._end(run)
+        else:
+            self._left[task.rank] = run
+
+    def pointer(self, tensor: Any) -> int:
+        """Knows the tensor until the launch that is being prepared has ended."""
+        base = self.memory.add_tensor(tensor, self.rank, self._names.get(tensor.data_ptr(), self._names[0]))
+        if base is not None:
+            self._known.append(base)
+        return self.pointers.of(tensor)
+
+    def settle(self) -> None:
+        """The calling host code needs what its main stream has been given."""
+        run = self._left.pop(self.rank, None) if self._left else None
+        if run is not None:
+            self.scheduler.block(Waiting(lambda: run.done, lambda: f"waits for its kernel {run.launch.name}"))
+            self._end(run)
+
+    def let_hosts_go(self) -> bool:
+        """Nobody can go on: launches come back before their kernels have ended. Whether there was one."""
+        waiting = [run for run in self._awaited.values() if not run.left]
+        for run in waiting:
+            run.left = True
+        self.scheduler.recheck()
+        return bool(waiting)
+
+    def sm_freed(self, rank: int, freed: int = 1) -> None:
+        self._free_sms[rank] += freed
+        pending = self._pending[rank]
+        while pending and self._free_sms[rank] > 0:
+            grid = pending[0]
+            if grid.error is not None or grid.started == grid.total:
+                pending.popleft()
+                continue
+            self._free_sms[rank] -= 1
+            self.most_at_once = max(self.most_at_once, self.sms - self._free_sms[rank])
+            grid.start_one()
+
+    def _end(self, run: Grid) -> None:
+        self._forget(run.bases)
+        if run.error is not None:
+            raise run.error
+        if self.watcher is not None:
+            self.watcher.grid_ended(run)
+
+    def _forget(self, bases: list[int]) -> None:
+        for base in bases:
+            self.memory.remove(base)
+
+
+def _argument_names(jit_fn: Any, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
+    """data_ptr -> what to call it, of tensors and of descriptors' tensors; 0 -> what to call any other."""
+    kernel = jit_fn.__name__
+    named = [*zip((p.name for p in jit_fn.params), args, strict=False), *kwargs.items()]
+    tensors = ((name, getattr(value, "base", value)) for name, value in named)
+    known = {value.data_ptr(): f"{name}, argument of {kernel}" for name, value in tensors if hasattr(value, "data_ptr")}
+    return known | {0: f"argument of {kernel}"}

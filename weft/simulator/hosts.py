@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MACHINERY = ("torch.", "weft.simulator.", "weft.runtime.", "contextlib")
+_MACHINERY = ("torch.", "triton.", "weft.simulator.", "weft.runtime.", "contextlib")
 # They look at a tensor's shape only.
 _SHAPE_ONLY = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
@@ -34,7 +34,12 @@ class HostOperations(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         if name in _SHAPE_ONLY:
             return func(*args, **kwargs)
-        touched = [(t, w) for value, w in _operands(func, args, kwargs) for t in _tensors(value) if self._concerns(t)]
+        operands = [(t, w) for value, w in _operands(func, args, kwargs) for t in _tensors(value)]
+        if operands:
+            self._watcher.machine.settle()
+        for tensor, _ in operands:
+            self._watcher.host_touches(self._rank, tensor, name)
+        touched = [(t, w) for t, w in operands if self._concerns(t)]
         before = {}
         for tensor, write in touched:
             if write:
@@ -66,6 +71,17 @@ def host_line() -> tuple | None:
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def host_line_of(error: BaseException) -> tuple | None:
+    """(code, line) of the host code that raised ``error``: the innermost frame outside of the same."""
+    found, entry = None, error.__traceback__
+    while entry is not None:
+        name = entry.tb_frame.f_globals.get("__name__", "")
+        if not name.startswith((*_MACHINERY, "weft.check.", "threading")):
+            found = entry.tb_frame.f_code, entry.tb_lineno
+        entry = entry.tb_next
+    return found
 
 
 def _operands(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, bool]]:

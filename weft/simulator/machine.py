@@ -12,14 +12,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from weft.errors import Deadlock, WeftError
+import numpy as np
+
+from weft.errors import Deadlock
 from weft.simulator import words
 from weft.simulator.accesses import Accesses
-from weft.simulator.grids import Grid, Program
-from weft.simulator.interpreter import Interpreter
+from weft.simulator.grids import Grid, Launches, Program
+from weft.simulator.interpreter import LIBRARIES, Interpreter
 from weft.simulator.memory import Memory
+from weft.simulator.pointers import Pointers
 from weft.simulator.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
 
 Event = tuple[int, str, str, str]
@@ -39,7 +43,7 @@ class Stream:
         return self.running is None and not self.queue
 
 
-class Machine(Accesses):
+class Machine(Accesses, Launches):
     def __init__(
         self,
         world_size: int,
@@ -51,12 +55,17 @@ class Machine(Accesses):
         self.world_size, self.sms, self.seed = world_size, sms, seed
         self.scheduler = Scheduler(seed, slow)
         self.memory = Memory()
+        self.pointers = Pointers(self.memory)
         self.interpreter = Interpreter(self)
         self._on_event = on_event
-        self._free_sms = [sms] * world_size
+        self._free_sms, self.most_at_once = [sms] * world_size, 0
         self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
         self._streams: dict[tuple[int, str], Stream] = {}
         self._meetings: dict[str, dict[int, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._known: list[int] = []
+        self._awaited: dict[int, Grid] = {}
+        self._left: dict[int, Grid] = {}
         self.uninitialised: set[int] = set()  # bases of symmetric tensors, which nobody has filled
         # The checker's ear, and its late stores; None where nobody checks.
         self.watcher: Any = None
@@ -66,7 +75,16 @@ class Machine(Accesses):
 
     def run(self, mains: list[Callable[[], Any]]) -> list[Any]:
         """Run one host task a rank to its end; their results, in rank order."""
-        hosts = [ThreadTask(self.scheduler, rank, f"rank {rank} host code", main) for rank, main in enumerate(mains)]
+
+        def host(main: Callable[[], Any]) -> Any:
+            result = main()
+            self.settle()
+            return result
+
+        hosts = [
+            ThreadTask(self.scheduler, rank, f"rank {rank} host code", partial(host, main))
+            for rank, main in enumerate(mains)
+        ]
         for host in hosts:
             self.scheduler.spawn(host)
         with self.interpreter:
@@ -92,10 +110,13 @@ class Machine(Accesses):
     def who(self) -> str:
         """The running task and, in a kernel, its source line: for messages."""
         task = self.scheduler.current
+        frame = self.interpreter.kernel_frame(LIBRARIES) if isinstance(task, Program) else None
+        if frame is None:
+            return task.label
+        who = f"{task.label} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
         if self.watcher is not None:
-            self.watcher.asked_who()
-        where = self.interpreter.source_location() if isinstance(task, Program) else None
-        return f"{task.label} ({os.path.basename(where[0])}:{where[1]})" if where else task.label
+            self.watcher.asked_who(who)
+        return who
 
     def note(self, kind: str, detail: str = "") -> None:
         if self._on_event is not None:
@@ -105,56 +126,7 @@ class Machine(Accesses):
         task = self.scheduler.current
         return task.index, task.grid.launch.grid
 
-    # --- launches and streams ----------------------------------------------------------------------------------------
-
-    def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Run a kernel for the calling rank; back when all its programs have ended. Raises what one of them raised."""
-        task = self.scheduler.current
-        if not isinstance(task, ThreadTask):
-            raise WeftError(f"{task.label}: kernels are launched from host code only")
-        cooperative = bool(kwargs.get("launch_cooperative_grid", False))
-        launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
-        run = Grid(self, task.rank, launch)
-        if cooperative and run.total > self.sms:
-            raise WeftError(
-                f"rank {task.rank}: kernel {launch.name} asks for {run.total} programs that wait for each other and this GPU "
-                f"holds {self.sms} at a time; launch at most team.max_programs(num_warps)"
-            )
-        self.note("launch", f"{launch.name} {launch.grid}")
-        if run.total == 0:
-            return
-        names = _argument_names(jit_fn, args, kwargs)
-        known = [
-            self.memory.add_tensor(
-                t, task.rank, f"{names.get(t.data_ptr(), '')}, argument of {launch.name}".lstrip(", ")
-            )
-            for t in launch.tensors
-        ]
-        if self.watcher is not None:
-            self.watcher.launch(task.rank, run, args)
-        try:
-            self._pending[task.rank].append(run)
-            self.sm_freed(task.rank, freed=0)
-            self.scheduler.block(Waiting(lambda: run.done, lambda: f"waits for its kernel {launch.name}"))
-        finally:
-            for base in known:
-                if base is not None:
-                    self.memory.remove(base)
-        if run.error is not None:
-            raise run.error
-        if self.watcher is not None:
-            self.watcher.grid_ended(run)
-
-    def sm_freed(self, rank: int, freed: int = 1) -> None:
-        self._free_sms[rank] += freed
-        pending = self._pending[rank]
-        while pending and self._free_sms[rank] > 0:
-            grid = pending[0]
-            if grid.error is not None or grid.started == grid.total:
-                pending.popleft()
-                continue
-            self._free_sms[rank] -= 1
-            grid.start_one()
+    # --- side streams ----------------------------------------------------------------------------------------------
 
     def enqueue(self, stream: str, label: str, operation: Callable[[], None]) -> None:
         """Give the calling rank's side stream ``stream`` an operation; it runs as a task, after the earlier ones."""
@@ -180,7 +152,8 @@ class Machine(Accesses):
         self.scheduler.spawn(task)
 
     def drain(self, stream: str) -> None:
-        """The calling host task goes on once its side stream has nothing left to do."""
+        """The calling host task goes on once its main stream and its side stream have nothing left to do."""
+        self.settle()
         queue = self._streams.get((self.rank, stream))
         if queue is not None:
             self.scheduler.block(Waiting(lambda: queue.idle, lambda: f"waits for its {stream}"))
@@ -196,9 +169,11 @@ class Machine(Accesses):
     def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: int) -> int:
         """Block the running task until ``done`` of the unsigned word at ``address``, which is what becomes ``>= wanted``;
         the word then seen. Acquires."""
+        address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
         task, where = self.scheduler.current, self.who()
         if self.watcher is not None:
             self.watcher.waits(address, itemsize)
+        self.touch(address, address + itemsize)
 
         def read() -> int:
             return self.memory.read_word(address, itemsize, lambda: where)
@@ -214,14 +189,18 @@ class Machine(Accesses):
         return read()
 
     def wait_for_bytes(self, low: int, high: int, done: Callable[[], bool], describe: Callable[[], str]) -> None:
-        where = self.who()
-        self.scheduler.block(Waiting(done, lambda: f"{where}: {describe()}", low, high))
+        task, where = self.scheduler.current, self.who()
+        if self.watcher is not None:
+            self.watcher.waits_for_data(low)
+        self.scheduler.block(Waiting(done, lambda: f"{where[len(task.label) :].strip()} {describe()}", low, high))
 
     def exchange(self, meeting: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
         """Host code of all ``members`` meets under one name; each gets every item, in the members' order.
 
         ``streams``: it is the work of the main streams that meets, as in a library's collective."""
         rank = self.rank
+        if streams:
+            self.settle()
         if self.watcher is not None:
             self.watcher.met(meeting, rank, streams)
         here = self._meetings.setdefault(meeting, {})
@@ -255,13 +234,6 @@ class Machine(Accesses):
                 [grid for pending in self._pending for grid in pending if grid.started < grid.total], lines
             )
         return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")
-
-
-def _argument_names(jit_fn: Any, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
-    """data_ptr -> parameter, of tensors and of descriptors' tensors."""
-    named = [*zip((p.name for p in jit_fn.params), args, strict=False), *kwargs.items()]
-    tensors = ((name, getattr(value, "base", value)) for name, value in named)
-    return {value.data_ptr(): name for name, value in tensors if hasattr(value, "data_ptr")}
 
 
 def _signed(word: int, itemsize: int) -> int:

@@ -21,7 +21,7 @@ Who = Callable[[], str]
 _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Extent:
     """``size`` bytes at ``base`` that belong to one tensor of one rank."""
 
@@ -30,7 +30,7 @@ class Extent:
     rank: int
     name: str
     itemsize: int = 1
-    _words: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+    _words: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
     def words(self, itemsize: int) -> np.ndarray:
         """The extent's bytes as unsigned integers of ``itemsize`` bytes, shared with the tensor."""
@@ -222,4 +222,5 @@ class Memory:
 
         extent = min(near, key=distance)
         where = "before its start" if address < extent.base else "past its end"
-        return f"{extent.name} of rank {extent.rank} ({extent.size:,} bytes), {distance(extent):,} bytes {where}"
+        name = f"{extent.name} of rank {extent.rank} ({extent.size:,} bytes)"
+        return f"in no tensor; nearest: {name}, {distance(extent):,} bytes {where}"

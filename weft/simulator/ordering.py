@@ -35,6 +35,7 @@ class Ordering:
         self._meetings: dict[str, np.ndarray] = {}
         self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
         self._launches = [0] * machine.world_size
+        self._programs: dict[tuple[int, str, int], Any] = {}  # rank, kernel, number -> the last one started
         self.launched_names: list[list[str]] = [[] for _ in range(machine.world_size)]
 
     # --- programs ----------------------------------------------------------------------------------------------------
@@ -56,6 +57,7 @@ class Ordering:
     def program_started(self, program: Any) -> None:
         grid = program.grid
         program.trail = ProgramTrail(self.races.slots, grid.rank, program.label, program.number, grid.known.copy())
+        self._programs[grid.rank, grid.launch.name, program.number] = program
         program.trail.launch, program.trail.reached, program.trail.waits = grid.number, set(grid.reached), None
 
     def program_ended(self, program: Any) -> None:
@@ -95,13 +97,32 @@ class Ordering:
         main.code = host_line()
         access = self.races.access(main, "host", f"host {verb}")
         if not write:
-            self.races.read(main, access, addresses, itemsize, None)
+            self.races.read(main, access, addresses, itemsize, self._bits(addresses, itemsize))
             return
         for address, old in before.items():
             word = self.words.at(address, itemsize)
             self.words.stored(word, access, old, self.words.value(word), main.launch)
             self.words.unordered(main, word, None, keeps=False)
         self.races.write(main, access, addresses, itemsize)
+
+    def _bits(self, addresses: np.ndarray, itemsize: int) -> np.ndarray | None:
+        """What host code has read, where it is of one tensor."""
+        extent = self.memory.find(int(addresses.min()))
+        if extent is None or int(addresses.max()) + itemsize > extent.base + extent.size:
+            return None
+        return self.memory.load(addresses, np.ones(addresses.shape, bool), itemsize, lambda: "host code")
+
+    def host_touches(self, rank: int, tensor: Any, verb: str) -> None:
+        """Host code is about to use a tensor: is it one that was freed?"""
+        extent = self.machine.pointers.freed(tensor)
+        if extent is not None:
+            main = self._main[rank]
+            main.code = host_line()
+            access = self.races.access(main, "host", f"host {verb}")
+            text = f"{self.races.describe(access)} uses {extent.name}, which was freed"
+            self.races.report(
+                "use-after-free", text, [access], extent.name, rank, 0, extent.size // extent.itemsize - 1
+            )
 
     def stream(self, name: str) -> Trail:
         rank = self.machine.rank

@@ -7,19 +7,18 @@ strong accesses whose scopes include each other do not race.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from weft.simulator.clocks import Slots, at, hear
+from weft.simulator.clocks import HEARD, ORDER, TOLD, Slots, at, hear
 from weft.simulator.findings import Finding, Place, Side, allowed_by
+from weft.simulator.interpreter import LIBRARIES
 from weft.simulator.memory import Extent
 from weft.simulator.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
-from weft.simulator.trails import ASYNC, BLOCK, SCALAR, Access, ProgramTrail, Sync, Trail
-
-_LANGUAGE = "weft.language"
+from weft.simulator.trails import ASYNC, AWAITED, BLOCK, FLAGGED, SCALAR, Access, ProgramTrail, Sync, Trail
 
 
 class Races:
@@ -50,19 +49,20 @@ class Races:
             trail.accesses[key] = found
         return found
 
+    def _landed(self, store: Access) -> Access:
+        """The program's own Lamport ``store`` as an access that is known to be in memory."""
+        trail, key = store.trail, ("landed", store.number)
+        if key not in trail.accesses:
+            slot, time, seq = trail.stamp(AWAITED)
+            found = replace(store, number=len(self._accesses), kind=AWAITED, slot=slot, time=time, seq=seq)
+            self._accesses.append(found)
+            trail.accesses[key] = found
+        return trail.accesses[key]
+
     def code(self) -> tuple | None:
         """(code object, line) of the innermost kernel frame outside the language's own words."""
-        codes = self.interpreter._codes
-        frame = sys._getframe(1)
-        inner = None
-        while frame is not None:
-            if id(frame.f_code) in codes:
-                inner = inner or frame
-                name = frame.f_globals.get("__name__", "")
-                if not name.startswith((_LANGUAGE, "triton.")):
-                    return frame.f_code, frame.f_lineno
-            frame = frame.f_back
-        return (inner.f_code, inner.f_lineno) if inner is not None else None
+        frame = self.interpreter.kernel_frame(LIBRARIES)
+        return (frame.f_code, frame.f_lineno) if frame is not None else None
 
     def read(self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, bits: np.ndarray | None, *,
              tma: bool = False, lamport: bool = False) -> None:  # fmt: skip
@@ -71,6 +71,7 @@ class Races:
             shadow = self._shadow(extent)
             cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
             writes = shadow.writes[cells]
+            landed: dict[int, int] = {}  # own Lamport stores, seen in memory
             for number in distinct(writes):
                 if number == UNWRITTEN:
                     self._check_written(shadow, cells, writes, access, bits if part is addresses else None, itemsize)
@@ -78,6 +79,8 @@ class Races:
                     writer = self._accesses[number]
                     if lamport and writer.message is not None:
                         trail.clock = hear(trail.clock, writer.message)
+                    elif access.kind is AWAITED and writer.kind is FLAGGED and writer.trail is trail:
+                        landed[number] = self._landed(writer).number
                     else:
                         kind = self._conflict(writer, access, lamport, trail.proxy if tma else None)
                         if kind is not None:
@@ -85,6 +88,8 @@ class Races:
             if lamport:
                 # From here on the words are as if the reader had written them: their writer is ordered by them alone.
                 shadow.writes[cells] = mapped(writes, lambda n: access.number if self._is_message(n) else n)
+            elif landed:
+                shadow.writes[cells] = mapped(writes, lambda n, landed=landed: landed.get(n, n))
             readers = shadow.reads[cells]
             shadow.reads[cells] = mapped(readers, lambda n: self._with_reader(n, access))
 
@@ -114,10 +119,16 @@ class Races:
         """An extent is gone: what comes to its addresses is another tensor."""
         self._shadows.pop(base, None)
 
+    def last_store(self, address: int) -> Access | None:
+        """Who wrote the byte last, where that is known."""
+        extent = self.memory.find(address)
+        shadow = self._shadows.get(extent.base) if extent is not None else None
+        return None if shadow is None else self._accesses[shadow.writes[(address - extent.base) // shadow.unit]]
+
     # --- order -------------------------------------------------------------------------------------------------------
 
     def _knows(self, access: Access, earlier: Access, lamport: bool) -> bool:
-        return at(access.trail.clock, earlier.slot, 1 if lamport else 0) >= earlier.time
+        return at(access.trail.clock, earlier.slot, TOLD if lamport else ORDER) >= earlier.time
 
     def _conflict(self, earlier: Access, access: Access, lamport: bool, proxy: np.ndarray | None) -> str | None:
         """The kind of race, None if the two are ordered or may meet."""
@@ -137,6 +148,8 @@ class Races:
                 >= earlier.seq
             ):
                 return "undrained-tma" if earlier.kind is ASYNC else "missing-barrier"
+        if lamport and at(trail.clock, earlier.slot, HEARD) >= earlier.time:
+            return "overtaken"
         return trail.notes.get(earlier.trail, ("race", ""))[0]
 
     def _judge(
@@ -225,6 +238,11 @@ class Races:
         if kind == "scope" and earlier.scope and access.scope:
             one, other = f"{first} (scope {earlier.scope})", f"{second} (scope {access.scope})"
             return f"{one} and {other} are atomics whose scopes do not include each other"
+        if kind == "overtaken":
+            return (
+                f"{first} may land after {second}: rank {access.trail.rank} knows of it from words that rank "
+                f"{earlier.trail.rank} sent later without a fence, and a store may be overtaken by a later one"
+            )
         note = access.trail.notes.get(earlier.trail)
         if note is not None and note[0] == kind:
             return note[1]
@@ -233,6 +251,11 @@ class Races:
             return f"{reset} sets back a signal that {other} uses: nothing orders the two"
         if earlier.trail is access.trail:
             return f"{first} and {second} are not ordered"
+        if access.kind is FLAGGED:
+            return (
+                f"no words that rank {earlier.trail.rank} sent after {first} are received before {second} (rank "
+                f"{access.trail.rank})"
+            )
         return f"no release after {first} (rank {earlier.trail.rank}) is acquired before {second} (rank {access.trail.rank})"
 
     def report(self, kind: str, message: str, accesses: Iterable[Access], tensor: str = "", rank: int = 0, first: int = 0,

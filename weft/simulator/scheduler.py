@@ -20,6 +20,8 @@ from greenlet import GreenletExit, greenlet
 _POLLS_PER_TASK = 4000
 # Plain loads count less: a long inner loop reads much before it writes.
 _PLAIN_LOAD = 0.02
+# What counts as spent already once something has come to help those who have polled for so long.
+_PATIENCE_SPENT = 0.75
 
 
 class Abandoned(BaseException):
@@ -57,6 +59,7 @@ class Task:
             pass
         except BaseException as error:  # kept and raised again by whoever waits for this task
             self.error = error
+            self.scheduler.failed = self.scheduler.failed or self
         finally:
             self.finished = True
 
@@ -131,6 +134,7 @@ class Scheduler:
         self._chosen: Task | None = None
         self._fruitless = 0.0
         self.current: Task | None = None
+        self.failed: Task | None = None  # the first that raised
         self.steps = 0
         # In the place of the uniform choice; and what may still change memory when nobody can go on.
         self.strategy: Any = None
@@ -198,8 +202,10 @@ class Scheduler:
                     raise stuck()
                 if self._hopeless():
                     self._wake(lambda w: True)
-                    if self._hopeless() and not self.when_stuck():
-                        raise stuck()
+                    if self._hopeless():
+                        if not self.when_stuck():
+                            raise stuck()
+                        self._fruitless = _PATIENCE_SPENT * _POLLS_PER_TASK * len(self._ready)
                 self._chosen = None
                 self.current = task
                 task.resume()

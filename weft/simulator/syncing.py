@@ -6,16 +6,14 @@ one that a chain of read-modify-writes made of it, learns what the releaser knew
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right, insort
 from typing import Any
 
 import numpy as np
 
 from weft.simulator.races import Races
+from weft.simulator.spinning import waits_for_one_value
 from weft.simulator.trails import SCALAR, Access, ProgramTrail, Release, Sync, Trail, Word
-
-_EQUALITY = re.compile(r"^while\b.*(!=|not\b.*==)")
 
 
 class Words:
@@ -57,8 +55,9 @@ class Words:
         for known in word.visible(trail.rank, scope):
             trail.learn(known)
         code = self._races.code() if isinstance(trail, ProgramTrail) else None
-        for other, (kind, sentence) in self._missed(word, trail.rank, scope).items():
-            trail.notes[other] = (kind, sentence)
+        trail.notes |= self._missed(word, trail.rank, scope)
+        for other, note in word.notes.items():
+            trail.notes.setdefault(other, note)
         trail.sync = Sync(verb, word.address, code)
 
     def relaxed(self, trail: Trail, word: Word, scope: str) -> None:
@@ -83,9 +82,10 @@ class Words:
             word.forget()
         word.unreleased.pop(trail, None)
         word.release(trail.rank, known, scope)
+        word.notes |= trail.notes
         if scope != "sys":
             where = self._races.place(code)
-            word.unreleased[trail] = ("scope", f"the release in {where} has scope {scope}")
+            word.unreleased[trail] = ("scope", f"the release in {where} has scope {scope}", scope)
         trail.sync = Sync(verb, word.address, code)
 
     def unordered(self, trail: Trail, word: Word, scope: str | None, *, keeps: bool) -> None:
@@ -99,20 +99,23 @@ class Words:
         word.unreleased[trail] = (
             "relaxed-order",
             f"{place} writes {self._memory.describe(word.address)} without release order",
+            "",
         )
 
     def _missed(self, word: Word, rank: int, scope: str) -> dict[Trail, tuple[str, str]]:
         """Writers that an acquire of ``rank`` at ``scope`` does not synchronise with, and why."""
         missed = {}
-        for trail, (kind, sentence) in word.unreleased.items():
-            if kind == "scope" and trail.rank == rank:
+        for trail, (kind, sentence, within) in word.unreleased.items():
+            if within == "gpu" and trail.rank == rank:
                 continue
-            missed[trail] = (kind, f"{sentence}, so it does not order rank {rank}" if kind == "scope" else sentence)
+            who = "another program" if within == "cta" else f"rank {rank}"
+            missed[trail] = (kind, f"{sentence}, so it does not order {who}" if kind == "scope" else sentence)
         if scope != "sys":
             for trail, _, _, _ in word.writers:
-                if trail.rank != rank:
+                if trail.rank != rank or scope == "cta":
+                    who = "program's" if scope == "cta" else "rank's"
                     missed.setdefault(
-                        trail, ("scope", f"the acquire has scope {scope}, so no other rank's release orders it")
+                        trail, ("scope", f"the acquire has scope {scope}, so no other {who} release orders it")
                     )
         return missed
 
@@ -123,7 +126,7 @@ class Words:
         trail, bits = access.trail, 8 * word.itemsize
         back = (new - old) % (1 << bits) >= 1 << (bits - 1)
         word.wrote(trail, access.code, access.verb, new)
-        self._equality(word, new)
+        self._took(word, new)
         if access.verb == "notify":
             word.notify_launches.add(launch)
             if back:
@@ -143,7 +146,7 @@ class Words:
         word.wrote(access.trail, access.code, access.verb, new)
         word.notify_launches.add(launch)
         word.added += 1
-        self._equality(word, new)
+        self._took(word, new)
 
     def waited(self, word: Word, wanted: int, launch: int) -> None:
         if wanted > 0:
@@ -153,9 +156,9 @@ class Words:
     def polled(self, word: Word, trail: Trail) -> None:
         """A raw load or atomic that only looks: is it a loop that waits for equality?"""
         code = self._races.code() if isinstance(trail, ProgramTrail) else None
-        place = self._races.place(code)
-        if place is not None and word.equality is None and _EQUALITY.match(place.text):
+        if code is not None and word.equality is None and waits_for_one_value(code[0].co_filename, code[1]):
             word.equality = (trail, code)
+            self._equality(word)
 
     def finish(self) -> None:
         """At the end of a run: counts that nobody waited for."""
@@ -195,8 +198,11 @@ class Words:
         trail, code, verb, _ = word.writers[-1]
         return Access(0, trail, SCALAR, 0, 0, 0, verb, code, "sys", trail.sync)
 
-    def _equality(self, word: Word, new: int) -> None:
-        word.values.add(new)
+    def _took(self, word: Word, value: int) -> None:
+        word.values.add(value)
+        self._equality(word)
+
+    def _equality(self, word: Word) -> None:
         if word.equality is not None and len(word.values) > 1:
             trail, code = word.equality
             access = Access(0, trail, SCALAR, 0, 0, 0, "poll", code, "sys", trail.sync)

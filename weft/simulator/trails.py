@@ -4,6 +4,11 @@ main    a rank's main stream: host-side tensor operations and kernel launches
 stream  a side stream (the copy engine)
 program a program instance. Its threads are not one: a release by one thread covers what all threads did before the last
         CTA barrier, and its own; tensor-descriptor stores are covered once they are drained, before such a barrier
+
+What a program does is of five kinds, with a slot each: ``SCALAR`` by one thread; ``BLOCK`` by all; ``ASYNC`` by the
+asynchronous proxy; ``FLAGGED`` Lamport stores; ``AWAITED`` loads whose value the program has had before it went on (Lamport
+and volatile ones), and its own Lamport stores that such a load has found in memory. A Lamport word tells its reader of what
+was awaited, and of all else up to the last fence.
 """
 
 from __future__ import annotations
@@ -12,9 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.simulator.clocks import Slots, fit, joined
+from weft.simulator.clocks import HEARD, TOLD, Slots, fit, joined
 
-BLOCK, SCALAR, ASYNC = "block", "scalar", "async"
+BLOCK, SCALAR, ASYNC, FLAGGED, AWAITED = "block", "scalar", "async", "flagged", "awaited"
 
 
 @dataclass(slots=True)
@@ -84,11 +89,12 @@ class Release:
 
 @dataclass(slots=True)
 class _Threads:
-    """Stamps of one kind of access: what a release covers, and whether anything came since."""
+    """Stamps of one kind of access: what a release covers, what was fenced, and whether anything came since."""
 
     slot: int
     published: int
     drained: int
+    fenced: int
     dirty: bool = False
 
 
@@ -97,6 +103,7 @@ class ProgramTrail(Trail):
         super().__init__(slots, rank, label, ("program", index, SCALAR), clock)
         self._index = index
         self._threads: dict[str, _Threads] = {}
+        self._fenced_scalars = self.slots.time[self.slot] - 1
         self.releases: list[Release] = []
         self.fenced: np.ndarray | None = None
         self.seen: np.ndarray | None = None
@@ -112,7 +119,7 @@ class ProgramTrail(Trail):
             now = self.slots.tick(slot)
             # A program sees its own plain stores at once, its descriptor stores when they are drained.
             self.clock[:, slot] = before if kind is ASYNC else now
-            threads = self._threads[kind] = _Threads(slot, before, before)
+            threads = self._threads[kind] = _Threads(slot, before, before, before)
         return threads
 
     def stamp(self, kind: str) -> tuple[int, int, int]:
@@ -125,12 +132,11 @@ class ProgramTrail(Trail):
 
     def barrier(self) -> None:
         """A CTA barrier: what all threads did is covered by the releases to come."""
-        block = self._threads.get(BLOCK)
-        if block is not None and block.dirty:
-            block.published = self._next(block)
-        stores = self._threads.get(ASYNC)
-        if stores is not None:
-            stores.published = stores.drained
+        for kind, threads in self._threads.items():
+            if kind is ASYNC:
+                threads.published = threads.drained
+            elif threads.dirty:
+                threads.published = self._next(threads)
 
     def drain(self) -> None:
         """Descriptor stores so far have landed, as every thread knows of its own."""
@@ -166,15 +172,30 @@ class ProgramTrail(Trail):
 
     def step(self) -> None:
         """What comes after is not known to those who know the clock so far. Publishes nothing."""
-        block = self._threads.get(BLOCK)
-        if block is not None and block.dirty:
-            self._next(block)
-            block.dirty = True
+        for kind, threads in self._threads.items():
+            if kind is not ASYNC and threads.dirty:
+                self._next(threads)
+                threads.dirty = True
         self.tick()
+
+    def message(self) -> np.ndarray:
+        """What a Lamport word that is stored now tells its reader. What comes after is not in it."""
+        known = self.clock.copy()
+        known[TOLD, self.slot] = self._fenced_scalars
+        for kind, threads in self._threads.items():
+            if kind is not AWAITED:
+                known[TOLD, threads.slot] = threads.fenced
+            if kind is ASYNC:
+                known[HEARD, threads.slot] = threads.fenced
+        self.step()
+        return known
 
     def fence(self) -> None:
         """A fence in every thread: covers later relaxed stores, and makes acquires of earlier relaxed loads."""
+        self._fenced_scalars = self.slots.time[self.slot]
         self.fenced = self.publish()
+        for threads in self._threads.values():
+            threads.fenced = threads.published
         if self.seen is not None:
             self.learn(self.seen)
 
@@ -201,7 +222,10 @@ class Word:
     by_all: np.ndarray | None = None
     by_rank: dict[int, np.ndarray] = field(default_factory=dict)
     writers: list[tuple[Trail, tuple | None, str, int]] = field(default_factory=list)
-    unreleased: dict[Trail, str] = field(default_factory=dict)
+    # Writers whose stores an acquire does not make visible, (kind, sentence) of why, and within which scope it does.
+    unreleased: dict[Trail, tuple[str, str, str]] = field(default_factory=dict)
+    # What the releasers themselves had missed.
+    notes: dict[Trail, tuple[str, str]] = field(default_factory=dict)
     wanted: int = 0
     added: int = 0
     notify_launches: set[int] = field(default_factory=set)
@@ -214,6 +238,7 @@ class Word:
         self.by_all = None
         self.by_rank = {}
         self.unreleased = {}
+        self.notes = {}
 
     def release(self, rank: int, clock: np.ndarray, scope: str) -> None:
         if scope == "sys":

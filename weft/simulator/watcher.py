@@ -12,7 +12,7 @@ import numpy as np
 from weft.simulator.ordering import Ordering
 from weft.simulator.races import kind_of
 from weft.simulator.syncing import addresses_in, signed
-from weft.simulator.trails import ASYNC, BLOCK, SCALAR, Access, ProgramTrail, Trail
+from weft.simulator.trails import ASYNC, AWAITED, BLOCK, FLAGGED, SCALAR, Access, ProgramTrail, Sync, Trail
 
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
@@ -21,21 +21,24 @@ class Watcher(Ordering):
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed
-        # Where the last access that was asked about, as one that fails is, happened.
-        self.last: Access | None = None
+        # Where what was asked about, as an access that fails is, happened: by the words that say who it was.
+        self.asked: dict[str, Access] = {}
 
     # --- what ends a run ---------------------------------------------------------------------------------------------
 
-    def asked_who(self) -> None:
+    def asked_who(self, who: str) -> None:
         trail = self.trail()
-        code = self.races.code() if isinstance(trail, ProgramTrail) else None
-        self.last = Access(0, trail, SCALAR, 0, 0, 0, "access", code, None, trail.sync)
+        self.asked[who] = Access(0, trail, SCALAR, 0, 0, 0, "access", self.races.code(), None, trail.sync)
 
     def waits(self, address: int, itemsize: int) -> None:
         """The running program begins to wait for a word."""
         trail = self.trail()
         self.words.at(address, itemsize)
         trail.waits = (address, self.races.code())
+
+    def waits_for_data(self, address: int) -> None:
+        """The running program waits for Lamport words, the first of them at ``address``."""
+        self.trail().waits = (address, self.races.code())
 
     def deadlocked(self, unstarted: list[Any], tasks: list[str]) -> list[str]:
         """Nobody can go on; ``tasks`` says who waits for what. Reports the likely cause, and returns what can be said of each
@@ -45,18 +48,20 @@ class Watcher(Ordering):
         for trail in waiting:
             if getattr(trail, "waits", None) is not None:
                 words.setdefault(trail.waits[0], []).append(trail)
-        causes = [line for address in words for line in self.words.cause(address)]
+        causes = list(dict.fromkeys(line for address in words for line in self._cause(address)))
         kind, text = "deadlock", causes[0] if causes else "no task can go on"
-        names = self.launched_names
+        causes += self._counterparts()
+        rows = enumerate(zip(*self.launched_names, strict=False))
+        differ = next(((i, row) for i, row in rows if len(set(row)) > 1), None)
         if unstarted:
             kind = "residency"
             text = (
                 f"kernel {unstarted[0].launch.name} has {unstarted[0].total} programs and this GPU holds {self.machine.sms}: "
                 f"those that run wait, so the others never start"
             )
-        elif any(a != b for other in names[1:] for a, b in zip(names[0], other, strict=False)):
+        elif differ:
             kind = "launch-mismatch"
-            text = "; ".join(f"rank {rank} launched {', '.join(names)}" for rank, names in enumerate(names))
+            text = f"launch {differ[0] + 1}: " + "; ".join(f"rank {r} {name}" for r, name in enumerate(differ[1]))
         address = next(iter(words), None)
         extent = self.memory.find(address) if address is not None else None
         seen, sides = set(), []
@@ -70,6 +75,36 @@ class Watcher(Ordering):
         self.races.report(kind, text, sides, name, rank, index, index, (*tasks, *causes))
         return causes
 
+    def _counterparts(self) -> list[str]:
+        """Where the other ranks' programs are that should have signalled those which wait: those of the same kernel and number
+        that do not wait themselves."""
+        lines = {}
+        for task in self.machine.scheduler.waiting_tasks():
+            if not isinstance(getattr(task, "trail", None), ProgramTrail):
+                continue
+            kernel, number = task.grid.launch.name, task.number
+            for rank in range(self.machine.world_size):
+                other = self._programs.get((rank, kernel, number))
+                if other is None:
+                    lines[f"rank {rank} has not started kernel {kernel} program {number}"] = None
+                elif other.finished:
+                    last = other.trail.releases[-1] if other.trail.releases else None
+                    signalled = (
+                        f"its last signal was {self.memory.describe(last.address)}" if last else "it signalled nobody"
+                    )
+                    where = f", in {self.races.place(last.code)}" if last and last.code else ""
+                    lines[f"{other.label} has ended: {signalled}{where}"] = None
+        return list(lines)
+
+    def _cause(self, address: int) -> list[str]:
+        """Why a wait for what is at ``address`` may never end."""
+        if self.words.known(address) is not None:
+            return self.words.cause(address)
+        name, last = self.memory.describe(address), self.races.last_store(address)
+        if last is None:
+            return [f"{name}: nobody ever stores it"]
+        return [f"{name}: last written by {self.races.describe(last)}: {last.verb}"]
+
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, how: str, bits: np.ndarray) -> None:
@@ -82,13 +117,16 @@ class Watcher(Ordering):
         self._translated(trail, addresses, bits)
         scope = "sys" if how == "volatile" else None
         # Every thread loads, a scalar too; one thread stores a scalar.
-        access = self.races.access(trail, BLOCK, _VERBS[how], scope)
+        access = self.races.access(trail, AWAITED if how in ("volatile", "lamport") else BLOCK, _VERBS[how], scope)
         if how == "volatile" and addresses.size == 1:
             word = self.words.known(int(addresses[0]))
             if word is not None:
                 self.words.relaxed(trail, word, "sys")
                 self.words.polled(word, trail)
         self.races.read(trail, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
+        if how == "lamport":
+            trail.waits = (int(addresses[0]), access.code)
+            trail.sync = Sync("received words of", int(addresses[0]), access.code)
         if self._translated(trail, addresses, None):
             self._untranslated(trail, access, addresses)
 
@@ -101,7 +139,8 @@ class Watcher(Ordering):
             return
         addresses, bits = addresses.ravel(), bits.ravel()
         verb = {"plain": "store", "tma": "descriptor store", "lamport": "lamport store"}[how]
-        access = self.races.access(trail, ASYNC if how == "tma" else kind_of(addresses), verb)
+        kind = {"plain": kind_of(addresses), "tma": ASYNC, "lamport": FLAGGED}[how]
+        access = self.races.access(trail, kind, verb)
         if self._translated(trail, addresses, None):
             self._untranslated(trail, access, addresses)
         itemsize = bits.dtype.itemsize
@@ -118,13 +157,12 @@ class Watcher(Ordering):
     def _message(self, trail: Trail, access: Access, addresses: np.ndarray, bits: np.ndarray) -> None:
         unwritten = 1 << (8 * bits.dtype.itemsize - 1)
         if (bits != unwritten).any():  # not a clear, which tells nobody anything
-            access.message = trail.clock.copy()
+            access.message = trail.message()
             held = self.memory.load(addresses, np.ones(addresses.shape, bool), bits.dtype.itemsize, self.machine.who)
             if (held != unwritten).any():
                 text = f"{self.races.line_of(access)} sends words into a stage that still holds others"
                 self._report("uncleared", text, access, addresses[held != unwritten])
-        trail.accesses.clear()
-        if isinstance(trail, ProgramTrail):
+        else:
             trail.step()
 
     def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """The flags, as they were typed. ValueError for what no machine could make right."""
+    """The flags, as they were typed. ValueError for what no machine could make right.
 
-    op: str
+    words  OP or OP@SHAPES; words of one op are searched together. ``shapes`` are those of words without their own
+    """
+
+    words: tuple[str, ...]
     world_sizes: tuple[int, ...] = ()
     shapes: tuple[str, ...] = ()
     dtype: str = "bf16"
@@ -38,7 +41,8 @@ class TuneOptions:
         from weft.bench.shapes import check_op
         from weft.runtime.launch import DEVICES
 
-        check_op(self.op)
+        for op in self.shapes_by_op():
+            check_op(op)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
@@ -49,10 +53,22 @@ class TuneOptions:
                 f"run weft tune once for each"
             )
 
+    def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for word in self.words:
+            op, _, shapes = word.partition("@")
+            found[op] = (*found.get(op, ()), *((shapes,) if shapes else self.shapes))
+        return found
+
 
 def tune(
-    op: Annotated[
-        str, typer.Argument(help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar")
+    ops: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OP[@SHAPES]...",
+            help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar; several are searched in "
+            "one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+        ),
     ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
     shapes: Annotated[
@@ -66,13 +82,13 @@ def tune(
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
-    """Find the fastest tiles, transports and designs of an op on this machine, for the ops to use from now on.
+    """Find the fastest tiles, transports and designs of ops on this machine, for the ops to use from now on.
 
     Exit status 1: the search ended early; what was found before is in the file.
     """
     with bench_command._one_line_errors(traceback):
         options = TuneOptions(
-            op=op,
+            words=tuple(ops),
             world_sizes=bench_command._numbers("world-size", world_size),
             shapes=tuple(shapes or ()),
             dtype=dtype,
@@ -96,7 +112,7 @@ def tune(
 class Run:
     world_size: int
     device: str
-    plan: TunePlan
+    plans: tuple[TunePlan, ...]
 
 
 def plan(options: TuneOptions) -> list[Run]:
@@ -117,16 +133,21 @@ def plan(options: TuneOptions) -> list[Run]:
         raise NotEnoughGPUs(max(sizes), gpus)
     runs = []
     for size in sizes:
-        file, world = options.out, world_of(options.op, size)
-        if file is None and not simulated:
-            file = tuned.file_for(torch.cuda.get_device_name(), world)
-        if file is not None:
-            _check_file(file, None if simulated else torch.cuda.get_device_name(), world, simulated)
-        made = TunePlan(
-            op=options.op, shapes=parse_shapes(options.op, options.shapes, size, tiny=simulated), dtype=options.dtype,
-            quick=options.quick, out=file,
-        )  # fmt: skip
-        runs.append(Run(world_size=size, device="sim" if simulated else "cuda", plan=made))
+        plans = []
+        for op, shapes in options.shapes_by_op().items():
+            file, world = options.out, world_of(op, size)
+            if file is None and not simulated:
+                file = tuned.file_for(torch.cuda.get_device_name(), world)
+            if file is not None:
+                _check_file(file, None if simulated else torch.cuda.get_device_name(), world, simulated)
+            parsed = parse_shapes(op, shapes, size, tiny=simulated)
+            plans.append(TunePlan(op=op, shapes=parsed, dtype=options.dtype, quick=options.quick, out=file))
+        if options.out is not None and len(worlds := {world_of(plan.op, size) for plan in plans}) > 1:
+            raise ValueError(
+                f"--out {options.out}: a file holds one world size, and gemm's rows are of 1, the others' of {max(worlds)}; "
+                f"run weft tune once for each"
+            )
+        runs.append(Run(world_size=size, device="sim" if simulated else "cuda", plans=tuple(plans)))
     return runs
 
 
@@ -155,31 +176,32 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
     from weft.runtime.launch import launch
 
     for run in runs:
-        made, on_gpus = run.plan, run.device == "cuda"
-        harness = Plan(op=made.op, shapes=made.shapes, dtype=made.dtype, providers=("weft",))
-        heap = heap_bytes((harness,)) if on_gpus else None
+        harness = [Plan(op=one.op, shapes=one.shapes, dtype=one.dtype, providers=("weft",)) for one in run.plans]
+        heap = heap_bytes(harness) if run.device == "cuda" else None
         try:
-            outcomes = launch(on_rank, run.world_size, run.device, args=(made,), heap_bytes=heap)[0]
+            outcomes = launch(on_rank, run.world_size, run.device, args=(run.plans,), heap_bytes=heap)[0]
         except (WeftError, OSError) as error:  # OSError: the file cannot be written any more
             if traceback:
                 raise
-            if bench_command._talks() and made.out is not None:
-                typer.echo(f"what was found before is in {made.out}", err=True)
+            files = dict.fromkeys(one.out for one in run.plans if one.out is not None)
+            if bench_command._talks() and files:
+                typer.echo(f"what was found before is in {', '.join(map(str, files))}", err=True)
             return error
         if bench_command._talks():
-            show(run, outcomes)
+            for one, found in zip(run.plans, outcomes, strict=True):
+                show(run, one, found)
     return None
 
 
-def on_rank(team: Team, made: TunePlan) -> list[Outcome]:
+def on_rank(team: Team, plans: tuple[TunePlan, ...]) -> list[list[Outcome]]:
     """What each rank runs. Rank 0 says how far it is."""
     from weft.tune.search import search
 
     with bench_command._progress(team.rank == 0) as say:
-        return search(team, made, say)
+        return search(team, plans, say)
 
 
-def show(run: Run, outcomes: list[Outcome]) -> None:
+def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:
     """A line for each shape, what was dropped and why, and where it was written."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -191,14 +213,14 @@ def show(run: Run, outcomes: list[Outcome]) -> None:
         table.add_column(Text(name, style="bold"), justify=justify, no_wrap=True)
     for outcome in outcomes:
         table.add_row(*map(Text, _cells(outcome)))
-    console.print(Text(f"{run.plan.op}, {run.plan.dtype}, world size {run.world_size}", style="bold"))
+    console.print(Text(f"{plan.op}, {plan.dtype}, world size {run.world_size}", style="bold"))
     console.print(table)
     for name, reason in dict.fromkeys(pair for outcome in outcomes for pair in outcome.dropped):
         console.print(Text(f"dropped {name}: {reason}", style="dim"), soft_wrap=True)
     if simulated:
         console.print("Simulated ranks: the search was gone through, times mean nothing, and no op will use them.")
-    if run.plan.out is not None:
-        console.print(f"written to {run.plan.out}", soft_wrap=True)
+    if plan.out is not None:
+        console.print(f"written to {plan.out}", soft_wrap=True)
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:

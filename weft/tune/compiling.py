@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,25 @@ def compile_only(action: Callable[[], Any], team: Team) -> None:
         raise failures[0]
 
 
+def compile_shares(actions: Sequence[Callable[[], Any]], team: Team) -> None:
+    """Each rank compiles its share of what ``actions`` launch, so that all find it in Triton's cache. Collective.
+
+    All ranks run the host code of all actions, as in ``compile_only``. What fails here fails there again, with its reason.
+    """
+    if team.is_simulated:
+        return
+    for number, action in enumerate(actions):
+        with contextlib.suppress(Exception), _launches_compile([], number % team.size == team.rank):
+            action()
+    if team.device.type == "cuda":
+        torch.cuda.synchronize()
+    team.barrier()
+
+
 @contextmanager
-def _launches_compile(failures: list[Exception]) -> Iterator[None]:
-    """``kernel[grid](…)`` compiles and loads for these very arguments, with nothing given to the GPU.
+def _launches_compile(failures: list[Exception], mine: bool = True) -> Iterator[None]:
+    """``kernel[grid](…)`` compiles and loads for these very arguments, with nothing given to the GPU; unless ``mine`` it does
+    nothing at all.
 
     Triton's ``warmup`` does it for one kernel whose arguments are at hand; here an op's own host code has them. One rank
     is one process, so nobody else's launches are caught.
@@ -43,6 +60,8 @@ def _launches_compile(failures: list[Exception]) -> Iterator[None]:
     launch = JITFunction.run
 
     def load(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not mine:
+            return None
         try:
             kernel = launch(self, *args, grid=grid, warmup=True, **options)
             if kernel is not None and not warmup:

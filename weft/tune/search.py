@@ -17,8 +17,9 @@ from __future__ import annotations
 import datetime
 import gc
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class TunePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One shape: its row, or the reason why there is none. ``dropped``: (candidate, why)."""
+    """One shape: its row, or the reason why there is none. ``dropped``: (candidate, why). ``times``: µs of all that ran."""
 
     label: str
     row: tuned.Row | None
@@ -71,6 +72,7 @@ class Outcome:
     tried: int = 0
     dropped: tuple[tuple[str, str], ...] = ()
     reason: str = ""
+    times: Mapping[Config, float] = field(default_factory=dict)
 
 
 class Broken(WeftError):
@@ -83,8 +85,9 @@ class Broken(WeftError):
         self.rank, self.what, self.reason = rank, what, reason
 
 
-def search(team: Team, plan: TunePlan, say: Callable[[str], None]) -> list[Outcome]:
-    """Tune every shape of ``plan``; the same outcomes on all ranks. ``say``: called by rank 0 with a line for each shape.
+def search(team: Team, plans: Sequence[TunePlan], say: Callable[[str], None]) -> list[list[Outcome]]:
+    """Tune every shape of every plan; the same outcomes, by plan, on all ranks. ``say``: called by rank 0 with a line for
+    each shape.
 
     Any WeftError ends the search: a kernel that does not end (Stuck), ranks that came apart (OutOfStep, PeerFailed).
     """
@@ -93,6 +96,10 @@ def search(team: Team, plan: TunePlan, say: Callable[[str], None]) -> list[Outco
         measure.finish(team, "the first barrier")
     empty_us = measure.events_in_graphs(team)
     empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
+    return [search_one(team, plan, empty_us, say) for plan in plans]
+
+
+def search_one(team: Team, plan: TunePlan, empty_us: float | None, say: Callable[[str], None]) -> list[Outcome]:
     harness = Plan(op=plan.op, shapes=plan.shapes, dtype=plan.dtype, providers=("weft",), quick=plan.quick)
     bench, versions = Bench(team, harness, empty_us), versions_of()
     outcomes: list[Outcome] = []
@@ -109,8 +116,40 @@ def search(team: Team, plan: TunePlan, say: Callable[[str], None]) -> list[Outco
             if plan.out is not None and outcome.row is not None:
                 save(plan.out, team, plan.op, outcome.row)
             seconds = time.perf_counter() - started
-            say(f"{told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
+            say(f"{plan.op} {told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
+    outcomes = reconciled(outcomes)
+    if team.rank == 0 and plan.out is not None:
+        for outcome in outcomes:
+            if outcome.row is not None:
+                save(plan.out, team, plan.op, outcome.row)
     return outcomes
+
+
+def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes with rows of one M and N alike in what ranks with different shares of K must agree on (tuned.AGREED): in
+    what costs all of them together least."""
+    groups: dict[tuple[int, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.row is not None and outcome.row.op in tuned.SHARED_K:
+            groups.setdefault(tuned.bucket(outcome.row.shape)[:2], []).append(outcome)
+    chosen: dict[str, Outcome] = {}
+    for group in groups.values():
+        best: list[dict[tuple, Config]] = []
+        for outcome in group:
+            ordered = sorted(outcome.times, key=lambda config: outcome.times[config], reverse=True)
+            best.append({tuple(getattr(config, name) for name in tuned.AGREED): config for config in ordered})
+        common = set.intersection(*(set(settings) for settings in best))
+
+        def cost(setting: tuple, group: list[Outcome] = group, best: list[dict[tuple, Config]] = best) -> float:
+            return sum(o.times[settings[setting]] / o.row.us for o, settings in zip(group, best, strict=True))
+
+        if len(group) > 1 and common:
+            setting = min(sorted(common), key=cost)
+            for outcome, settings in zip(group, best, strict=True):
+                config = settings[setting]
+                row = replace(outcome.row, config=fields_of(config), us=round(outcome.times[config], 2))
+                chosen[outcome.label] = replace(outcome, row=row, winner=spaces.label(config))
+    return [chosen.get(outcome.label, outcome) for outcome in outcomes]
 
 
 def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcome:
@@ -124,6 +163,7 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcom
     seen: set[Config] = set()
     dropped: list[tuple[str, str]] = []
     best, us, default_us = default, None, None
+    known: dict[Config, float] = {}
     moves = 0 if quick else 1 if team.is_simulated else MOVES
     for _ in range(1 + moves):
         fresh = [config for config in candidates if config not in seen]
@@ -135,6 +175,7 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcom
         dropped += [(name, why) for name, why in failed if (name, why) not in dropped]
         if not times:
             break
+        known |= times
         before, (best, us) = best, agreed(team, times, default)
         default_us = times.get(default)
         if best == before and best != default:
@@ -153,7 +194,7 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcom
         default_us=None if default_us is None else round(default_us, 2), candidates=len(seen) - len(dropped),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(), versions=versions,
     )  # fmt: skip
-    return Outcome(row=row, winner=spaces.label(best), **found)
+    return Outcome(row=row, winner=spaces.label(best), times=known, **found)
 
 
 def timed(
@@ -165,6 +206,8 @@ def timed(
     """
     times: dict[Config, float] = {}
     failed: list[tuple[str, str]] = []
+    made = [partial(spaces.attempt(problem, config).run, 0) for config in configs]
+    compiling.compile_shares(made, bench.team)
     anchors, rest = list(configs[:2]), list(configs[2:])
     groups = [rest[at : at + TOGETHER] for at in range(0, len(rest), TOGETHER)] or [[]]
     for group in groups:

@@ -17,8 +17,8 @@ import torch
 from weft.bench.problem import Inputs, Problem
 from weft.bench.providers import WEFT, Attempt, copy_into
 from weft.bench.shapes import COLLECTIVES
-from weft.ops import dispatch, gemm
-from weft.ops.gemm import GemmConfig
+from weft.ops import dispatch, gemm_config
+from weft.ops.gemm_config import GemmConfig
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -31,7 +31,7 @@ LARGE_TILES = (
     (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4),
     (128, 128, 128, 8, 3), (64, 256, 64, 4, 4), (64, 128, 64, 4, 5), (128, 64, 64, 4, 5),
 )  # fmt: skip
-QUICK_TILES = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4))
+QUICK_TILES = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 4))
 # block_n, block_k where there are few rows: bound by reading B.
 SKINNY_TILES = ((32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128))
 QUICK_SKINNY = ((32, 128), (32, 256), (64, 128))
@@ -42,15 +42,19 @@ FIELDS = {
     ("gemm", "fused"): TILE_FIELDS,
     ("ag-gemm", "fused"): (*TILE_FIELDS, "chunks", "flatten"),
     ("gemm-rs", "fused"): (*TILE_FIELDS, "piece"),
-    ("gemm-rs", "segments"): TILE_FIELDS,
+    ("ag-gemm", "segments"): ("chunks", "lanes", "span", "begin_first"),
+    ("gemm-rs", "segments"): ("chunks", "lanes", "span", "accumulate"),
+    ("gemm-ar", "segments"): ("chunks", "lanes", "span"),
     ("gemm-ar", "fused"): (*TILE_FIELDS, "piece"),
 }
 DESIGNS = {
     "gemm": ("fused", "library"),
     "ag-gemm": ("fused", "segments", "library"),
     "gemm-rs": ("fused", "segments", "library"),
-    "gemm-ar": ("fused", "library"),
+    "gemm-ar": ("fused", "segments", "library"),
 }
+# chunks, lanes, span of segments.
+SEGMENTS = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1), (1, 1, 2), (1, 2, 2), (1, 2, 3))
 # row_bytes, num_warps, programs_per_sm of the collectives.
 PLANS = (
     (512, 1, 32), (1024, 1, 32), (1024, 2, 32), (2048, 2, 32), (2048, 2, 4), (2048, 4, 8), (2048, 4, 4), (4096, 4, 4),
@@ -87,6 +91,11 @@ def label(config: Config) -> str:
         )
     if config.design == "library":
         return "library"
+    if config.design == "segments":
+        words = [f"{name}={getattr(config, name)}" for name in ("chunks", "lanes", "span")]
+        return " ".join(
+            ["segments", *words, *(name for name in ("begin_first", "accumulate") if getattr(config, name))]
+        )
     tile = f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     rest = [
         f"{field.name}={getattr(config, field.name)}"
@@ -124,7 +133,7 @@ def default(problem: Problem) -> Config:
         nbytes = problem.sets[0][0].nbytes
         decision = dispatch.choose_by_rule(WEFT[op], nbytes, team.size)
         return CollectiveConfig(algorithm=decision.algorithm, **dataclasses.asdict(decision.plan))
-    return gemm.default_config(WEFT[op], *size, problem.dtype, team.size, team.caps)
+    return gemm_config.default_config(WEFT[op], *size, problem.dtype, team.size, team.caps)
 
 
 def first(problem: Problem, quick: bool) -> list[Config]:
@@ -157,7 +166,11 @@ def _collectives(problem: Problem, base: CollectiveConfig, quick: bool) -> Itera
 
 def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConfig]:
     op, team, m = problem.op, problem.team, problem.shape.size[0]
-    yield from (replace(base, design=design) for design in DESIGNS[op] if design == "fused" or team.size > 1)
+    for design in DESIGNS[op]:
+        if design == "segments" and team.size > 1:
+            yield from _segments(op, replace(base, design=design), team.size)
+        elif design == "fused" or team.size > 1:
+            yield replace(base, design=design)
     if team.is_simulated:
         yield replace(base, split=not base.split)
         return
@@ -173,9 +186,20 @@ def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConf
             base, block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages,
             flatten=False,
         )  # fmt: skip
-        yield tile
+        yield from (tile, replace(tile, split=not tile.split)) if op != "ag-gemm" else (tile,)
         if op == "ag-gemm" and (block_n, num_stages) == (256, 3):
             yield replace(tile, flatten=True)
+
+
+def _segments(op: str, base: GemmConfig, world_size: int) -> Iterator[GemmConfig]:
+    for chunks, lanes, span in SEGMENTS:
+        if span < world_size:
+            config = replace(base, chunks=chunks, lanes=lanes, span=span)
+            yield config
+            if op == "ag-gemm" and lanes > 1:
+                yield replace(config, begin_first=True)
+    if op == "gemm-rs" and world_size == 2:
+        yield from (replace(base, chunks=chunks, lanes=1, accumulate=True) for chunks in (2, 4))
 
 
 def _tiles(rows: int, quick: bool) -> Iterable[tuple[int, int, int, int, int]]:

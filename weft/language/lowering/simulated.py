@@ -41,6 +41,7 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
     active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
     dtype = interp.element_dtype(ptr)
     itemsize = dtype.primitive_bitwidth // 8
+    addresses = machine.plain(addresses, active, itemsize, "load")
     unwritten = 1 << (8 * itemsize - 1)  # the bits of -0.0
 
     def missing() -> int:

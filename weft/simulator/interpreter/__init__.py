@@ -14,12 +14,14 @@ it) and ``frames`` (where it is); last ``launching`` (arguments) and ``patching`
 
 from __future__ import annotations
 
+from weft.simulator.interpreter.frames import LIBRARIES
 from weft.simulator.interpreter.interpreter import Interpreter
 from weft.simulator.interpreter.launching import Launch
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.values import addresses_of, block, element_dtype, numpy_dtype, scalar, value_of
 
 __all__ = [
+    "LIBRARIES",
     "Interpreter",
     "Launch",
     "Port",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from weft.errors import Misaligned
 from weft.simulator.interpreter.values import everywhere, numpy_dtype
 
 
@@ -37,10 +38,10 @@ class Descriptor:
         self.block_shape, self.nan, self.round_to_tf32 = block_shape, nan, False
         self.itemsize = numpy_dtype(element).itemsize
         if base % 16:
-            raise ValueError(f"a tensor descriptor's base must be 16-byte aligned, got address {base:#x}")
+            raise Misaligned(f"a tensor descriptor's base must be 16-byte aligned, got address {base % 2**48:#x}")
         for stride in strides[:-1]:
             if stride * self.itemsize % 16:
-                raise ValueError(f"a descriptor's strides must be multiples of 16 bytes, got {stride} of {element}")
+                raise Misaligned(f"a descriptor's strides must be multiples of 16 bytes, got {stride} of {element}")
         if strides[-1] != 1:
             raise ValueError(f"the last stride of a tensor descriptor must be 1, got {strides[-1]}")
         self._relative: np.ndarray | None = None
@@ -48,7 +49,7 @@ class Descriptor:
     def locate(self, offsets: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Addresses and in-bounds mask of the block at ``offsets``; an offset may be an array (gather)."""
         if np.any(offsets[-1] * self.itemsize % 16):
-            raise ValueError(
+            raise Misaligned(
                 f"a descriptor's block must start at a multiple of 16 bytes, got offset {offsets[-1]} of {self.element}"
             )
         steps = _steps(self.block_shape)

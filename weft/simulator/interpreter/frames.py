@@ -7,6 +7,9 @@ import sys
 import types
 from collections.abc import Iterable
 
+# The words of the language and Triton's own library: where their callers are is what a reader of a message wants.
+LIBRARIES = ("weft.language", "triton.")
+
 
 class KernelFrames:
     """Knows the code objects of rewritten kernels, and finds them on the stack."""
@@ -29,6 +32,18 @@ class KernelFrames:
                 library = library or frame
             frame = frame.f_back
         return library
+
+    def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
+        """(code, line) of the innermost kernel code that an exception came through, outside ``LIBRARIES`` if there is any."""
+        found, inside, entry = None, None, error.__traceback__
+        while entry is not None:
+            frame = entry.tb_frame
+            if id(frame.f_code) in self.codes:
+                inside = frame.f_code, entry.tb_lineno
+                if not str(frame.f_globals.get("__name__")).startswith(LIBRARIES):
+                    found = inside
+            entry = entry.tb_next
+        return found or inside
 
     def source_location(self) -> tuple[str, int, str, str] | None:
         """(file, line number, function, text of the line) of the innermost kernel code; None outside kernels."""

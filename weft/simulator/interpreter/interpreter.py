@@ -24,7 +24,6 @@ class Interpreter:
     def __init__(self, port: Port) -> None:
         self.port = port
         self._frames = KernelFrames()
-        self._codes = self._frames.codes  # races.py walks the stack itself; kernel_frame() is meant for it
         self._semantic = Semantic(Builder(port, self._frames.kernel_name))
         self._callees = Callees(self._semantic, self._frames)
         self._stand_ins = StandIns(self._semantic, self._callees.resolve)
@@ -60,6 +59,10 @@ class Interpreter:
         """Frame of the innermost kernel code now executing; modules whose names start with one of ``outside`` count only
         where nothing else does. None outside kernels."""
         return self._frames.innermost(outside)
+
+    def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
+        """(code, line) of the innermost kernel code that an exception came through; None if it came through none."""
+        return self._frames.line_of(error)
 
     def source_location(self) -> tuple[str, int, str, str] | None:
         """(file, line number, function, text of the line) of the innermost kernel code now executing; Triton's own

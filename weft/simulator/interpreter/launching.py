@@ -95,9 +95,10 @@ class _Arguments:
         if isinstance(value, TensorDescriptor):
             return self._descriptor(value)
         if hasattr(value, "data_ptr"):
-            self.tensors.append(value.base if isinstance(value, TensorWrapper) else value)
+            tensor = value.base if isinstance(value, TensorWrapper) else value
+            self.tensors.append(tensor)
             ty = _pointer_type(triton._utils.canonicalize_dtype(value.dtype), const)
-            return make(np.array([value.data_ptr()], np.uint64), ty, False)
+            return make(np.array([self.semantic.builder.port.pointer(tensor)], np.uint64), ty, False)
         return value
 
     def _descriptor(self, host: TensorDescriptor) -> tl.tensor_descriptor:

@@ -11,7 +11,11 @@ class Port(Protocol):
     """What the interpreter needs of the virtual machine.
 
     Address, bit and mask arrays of a call have one shape, (1,) for a scalar. They may be read-only and not contiguous.
+    Addresses are what ``pointer`` gave, plus what kernels added to it.
     """
+
+    def pointer(self, tensor: Any) -> int:
+        """The address that a kernel gets for an argument, 64 bits."""
 
     def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """(program index, grid) of the program that is running now."""

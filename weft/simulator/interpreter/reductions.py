@@ -52,7 +52,8 @@ class Reductions:
         ]
 
     def _tree(self, combine_fn: Any, arrays: list, types_: list[tl.dtype], along: int) -> list[np.ndarray]:
-        """Neighbours are combined, then neighbouring pairs, …: order is kept, so the function need not commute."""
+        """Neighbours are combined, then neighbouring pairs, …: order is kept. A GPU's shuffles swap the two, so that a function
+        that does not commute gives other results there."""
         function = self.function(combine_fn)
         arrays = [np.moveaxis(a, along, 0) for a in arrays]
         while len(arrays[0]) > 1:

@@ -10,6 +10,7 @@ import numpy as np
 import triton.language as tl
 from triton.language.core import constexpr
 
+from weft.errors import Misaligned
 from weft.simulator.interpreter.callees import with_semantic
 from weft.simulator.interpreter.reductions import Reductions
 from weft.simulator.interpreter.semantic import Semantic
@@ -174,10 +175,15 @@ def _static_print(*values: Any, _semantic: Any = None, **kwargs: Any) -> None:
 
 
 def _multiple_of(x: Any, values: Any, _semantic: Any = None) -> Any:
-    """A wrong hint makes a GPU's vector accesses fault or misread, so it is an error here. Only scalars are checked."""
+    """A wrong hint makes a GPU's vector accesses fault or misread, so it is an error here. Of a block the first is checked."""
     values = [plain(v) for v in (values if isinstance(values, (list, tuple, tl.tuple)) else [plain(values)])]
-    if isinstance(x, tl.tensor) and x.type is x.dtype and x.handle.data.item() % values[0]:
-        raise AssertionError(f"tl.multiple_of(x, {values[0]}) of x = {x.handle.data.item()}")
+    if isinstance(x, tl.tensor):
+        first = int(x.handle.data.flat[0])
+        if isinstance(x.dtype, tl.pointer_type):
+            first %= 2**48  # what lies above is no address (simulator.pointers)
+        for value in values:
+            if first % value:
+                raise Misaligned(f"tl.multiple_of(x, {value}) of x = {first}")
     return x
 
 

@@ -1,0 +1,403 @@
+"""`weft bench` on the levels of layers, models and whole answers: on simulated ranks, with the tiny model."""
+
+import re
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import weft
+from benchmarks import performance, targets
+from tests.bench import canned
+from weft.bench import report, runner, table
+from weft.bench.command import bench
+from weft.bench.levels import generate
+from weft.bench.levels.baseline import Baseline
+from weft.bench.levels.breakdown import KINDS, Kernel, breakdown, kind_of
+from weft.bench.levels.plan import LevelPlan
+from weft.bench.levels.roofline import roofline
+from weft.bench.levels.sessions import TorchSession, build
+from weft.bench.levels.steps import TINY_CONFIG, config_of, parse_steps, words_of
+from weft.bench.limits import Limits, limits_of
+from weft.bench.plot import svg
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command("bench")(bench)
+# 390 GB/s of NVLink and 5 µs an all-reduce: what the sums below were done with by hand.
+ASSUMED = Limits(link=390e9, flops=780e12, memory=4.3e12, latency=5e-6)
+
+
+def plan(level, *words, **more):
+    return LevelPlan(op=level, model="tiny", shapes=parse_steps(level, words, TINY_CONFIG), **more)
+
+
+def run(made, world_size=2):
+    return weft.simulate(lambda team: runner.run_plans(team, [made], None, lambda line: None), world_size)[0][0]
+
+
+# --- words ---------------------------------------------------------------------------------------------------------------
+
+
+def test_words_name_steps():
+    found = parse_steps("model", ["decode:1x128,32x1024", "prefill:32x128", "decode:1x128"], config_of("qwen3-32b"))
+    assert [(shape.size, shape.label) for shape in found] == [
+        ((1, 128, 1), "decode 1x128"),
+        ((32, 1024, 1), "decode 32x1024"),
+        ((32, 128, 128), "prefill 32x128"),
+    ]
+    assert words_of("attn", "decode", (1, 2), (8,)) == ("decode:1x8,2x8",)
+    assert words_of("model", None, (), (8,)) == ("decode:1x8", "prefill:1x8")
+    (shape,) = parse_steps("generate", ["2x6+3"], TINY_CONFIG)
+    assert (shape.size, shape.label) == ((2, 6, 3), "2 prompts of 6, 3 new")
+
+
+# --- the roofline --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shape", "memory_ms", "with_all_reduces_ms"),
+    [
+        (2, (1, 128, 1), 7.44, 8.09),
+        (2, (32, 1024, 1), 8.44, 9.18),
+        (2, (128, 4096, 1), 23.42, 24.49),
+        (4, (1, 128, 1), 3.72, 4.37),
+        (4, (32, 1024, 1), 4.22, 5.02),
+        (4, (128, 128, 1), 3.97, 5.25),
+        (4, (128, 4096, 1), 11.71, 12.99),
+    ],
+)
+def test_the_roofline_of_decoding_is_what_was_computed_by_hand(world_size, shape, memory_ms, with_all_reduces_ms):
+    """Qwen3-32B: 487.6 M weights a layer, a head of 1.56 GB, 256 KiB of keys and values a token."""
+    found = roofline("model", config_of("qwen3-32b"), world_size, shape, "bf16", ASSUMED)
+    assert (found.gemms + found.head + found.attention) / 1e3 == pytest.approx(memory_ms, abs=0.006)
+    assert found.serial / 1e3 == pytest.approx(with_all_reduces_ms, abs=0.006)
+    assert found.exposed == 0
+    assert found.floor == pytest.approx(found.serial - found.wire)
+
+
+def test_the_roofline_of_prefill_and_of_single_layers():
+    config = config_of("qwen3-32b")
+    found = roofline("model", config, 4, (32, 128, 128), "bf16", ASSUMED)
+    assert found.gemms / 64 == pytest.approx(1280, abs=1)
+    assert found.wire / 128 == pytest.approx(161, abs=0.5)  # 2 * 3/4 * 4096 * 5120 * 2 bytes at 390 GB/s
+    assert found.serial / 1e3 == pytest.approx(103.5, abs=0.1)
+    qkv_and_o, gate_up_and_down = (
+        roofline(level, config, 4, (1, 1, 1), "bf16", ASSUMED).gemms for level in ("attn", "mlp")
+    )
+    assert qkv_and_o == pytest.approx((12.2 + 9.8) / 2 * 10**0, abs=0.1)
+    assert gate_up_and_down == pytest.approx((61.0 + 30.5) / 2, abs=0.1)
+    # O has 2048 of K on each of four ranks: its GEMM of 4096 rows is shorter than the wire, QKV's and its together are not.
+    alone = roofline("attn", config, 4, (32, 128, 128), "bf16", ASSUMED)
+    assert alone.exposed == max(0, alone.wire - alone.gemms)
+    assert roofline("mlp", config, 1, (1, 128, 1), "bf16", ASSUMED).latency == 0
+    assert roofline("model", config, 4, (1, 128, 1), "fp32", ASSUMED) is None
+    assert roofline("model", config, 4, (1, 128, 1), "bf16", limits_of("some GPU")) is None
+
+
+# --- the baseline --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_baseline_is_the_model(world_size):
+    """Logits of the model's own mode "torch", prefilled and decoded, in fp32."""
+
+    def main(team):
+        model = build(TINY_CONFIG, team, "torch", torch.float32)
+        tokens = torch.randint(130, (3, 9), generator=torch.Generator().manual_seed(0))
+        expected = model.logits(tokens)
+        session = TorchSession(Baseline(model), 3, 9)
+        found = [session.prefill(tokens[:, :6], session.prompts(6))]
+        found += [session.decode(tokens[:, place], torch.full((3,), place)) for place in (6, 7, 8)]
+        for place, logits in enumerate(found, start=5):
+            whole = model.lm_head.gather(logits)
+            torch.testing.assert_close(whole, expected[:, place], atol=1e-4, rtol=1e-4)
+            assert torch.equal(session.choose(logits), whole.argmax(-1))
+        return True
+
+    assert all(weft.simulate(main, world_size))
+
+
+def test_modes_share_weights():
+    def main(team):
+        owner = build(TINY_CONFIG, team, "torch", torch.bfloat16)
+        other = build(TINY_CONFIG, team, "gemm_ar", torch.bfloat16, like=owner)
+        baseline = Baseline(other)
+        assert baseline.layers[1].down.data_ptr() == owner.layers[1].mlp.down_proj.weight.data_ptr()
+        assert other.lm_head.weight.data_ptr() == owner.lm_head.weight.data_ptr()
+        return True
+
+    assert weft.simulate(main, 1) == [True]
+
+
+# --- checking ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_checked_and_timed(tmp_path):
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "x.json", tmp_path / "x.svg"
+    flags = ["--mode", "gemm_ar", "--check", "--json", str(file), "--plot", str(picture)]
+    result = CliRunner().invoke(app, ["model", "--shapes", "decode:3x4", *flags])
+    assert result.exit_code == 0, result.output
+    assert "times mean nothing" in result.stdout
+    (found,) = report.read(file)
+    assert (found.op, found.subject, found.is_simulated) == ("model", "tiny", True)
+    assert "relative RMS" not in result.stdout
+    rows = {row.provider: row for row in found.rows}
+    assert list(rows) == ["weft.gemm_ar", "torch.eager", "torch.compile"]
+    for name in ("weft.gemm_ar", "torch.eager"):
+        assert rows[name].median_us > 0
+        assert rows[name].reason is None
+    assert 0 < rows["weft.gemm_ar"].rms_error < 0.05
+    assert "does not run on simulated ranks" in rows["torch.compile"].reason
+    assert "given tokens" in found.protocol["teacher-forced"]
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("level", ["mlp", "attn"])
+@pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
+def test_layers_are_checked_in_both_modes(level, mode):
+    """3 tokens over 2 ranks: sharded, one of the rows is padding."""
+    found = run(plan(level, "decode:3x4", "prefill:1x3", modes=(mode,), providers=("weft",), check_only=True))
+    assert [row.reason for row in found.rows] == [None, None]
+    assert all(0 < row.rms_error < 0.02 for row in found.rows)
+
+
+def swap_gate_and_up(model):
+    for layer in model.layers:
+        weight = layer.mlp.gate_up_proj.weight
+        gate, up = weight.data.chunk(2)
+        weight.data = torch.cat((up, gate))
+
+
+def swap_norms(model):
+    for layer in model.layers:
+        mixing = layer.self_attn
+        mixing.q_norm.weight.data, mixing.k_norm.weight.data = (
+            mixing.k_norm.weight.data,
+            mixing.q_norm.weight.data * 1.2,
+        )
+
+
+def other_theta(model):
+    model.angles = model.angles.roll(1, 0)
+
+
+def rolled_choice(model):
+    best = model.lm_head.argmax
+    model.lm_head.argmax = lambda logits: (best(logits) + 1) % 130
+
+
+@pytest.mark.parametrize(
+    ("spoil", "level", "complaint"),
+    [
+        (swap_gate_and_up, "model", "wrong answer: relative RMS"),
+        (swap_norms, "model", "wrong answer: relative RMS"),
+        (other_theta, "model", "wrong answer: relative RMS"),
+        (rolled_choice, "model", "is not the likeliest"),
+        (swap_gate_and_up, "mlp", "relative RMS .* of layer 0, more than 0.02"),
+        (swap_norms, "attn", "relative RMS .* of layer 0, more than 0.02"),
+    ],
+)
+def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
+    """Of weft's models only: the baseline has the right weights."""
+
+    def spoiled(config, team, mode, dtype, like=None):
+        made = build(config, team, mode, dtype, like)
+        if like is not None:
+            spoil(made)
+        return made
+
+    monkeypatch.setattr("weft.bench.levels.problem.build", spoiled)
+    found = run(plan(level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True))
+    wrong, right = found.rows
+    assert re.search(complaint, wrong.reason)
+    assert wrong.reason.startswith("wrong")
+    assert wrong.median_us is None
+    assert right.reason is None and right.median_us > 0
+    assert table.sheets(found)[0].rows[0][1] == "WRONG"
+
+
+# --- what the time goes to -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x1_tn_align8>(...)", "gemm"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16>(...)", "gemm"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16, float>(...)", "gemm"),
+        ("matmul_kernel", "gemm"),
+        ("skinny_kernel", "gemm"),
+        ("triton_red_fused_mm_0", "gemm"),
+        ("matmul_all_reduce_kernel", "gemm+communication"),
+        ("all_gather_matmul_kernel", "gemm+communication"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("all_reduce_rms_norm_kernel", "communication"),
+        ("sum_kernel", "communication"),
+        ("Memcpy PtoP (Device -> Device)", "communication"),
+        ("paged_attention_kernel", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>(...)", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::Params)", "attention"),
+        ("qk_norm_rope_kernel", "pointwise"),
+        ("add_rms_norm_kernel", "pointwise"),
+        ("silu_mul_kernel", "pointwise"),
+        (
+            "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, true>(...)",
+            "pointwise",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>(...)",
+            "pointwise",
+        ),
+        ("triton_red_fused__fused_rms_norm_add_mul_1", "pointwise"),
+        ("triton_poi_fused_mul_silu_split_3", "pointwise"),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>>>(...)",
+            "other",
+        ),
+    ],
+)
+def test_kernels_are_told_by_their_names(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_time_goes_to_kinds_and_gaps():
+    """Two steps after two barriers. What comes before the first is nobody's; overlapping time is the first kernel's."""
+    step = [("barrier_kernel", 0, 10), ("matmul_kernel", 12, 20), ("nccl", 18, 30), ("silu_mul_kernel", 31, 32)]
+    kernels = [Kernel("fill", -5, -1)] + [Kernel(name, a + at, b + at) for at in (0, 100) for name, a, b in step]
+    found = breakdown(kernels[::-1])
+    assert found == dict.fromkeys(KINDS, 0.0) | {"gap": 3.0, "gemm": 8.0, "communication": 10.0, "pointwise": 1.0}
+    assert sum(found.values()) == 22
+    assert breakdown(kernels[:1]) == {}
+    # A kernel that runs inside another takes no time of its own.
+    assert breakdown([*kernels[:3], Kernel("nccl", 13, 14)])["communication"] == 0
+
+
+# --- tables, plots and pages from canned figures ---------------------------------------------------------------------------
+
+
+def canned_model():
+    rows = []
+    for shape, label, times in (
+        ((1, 128, 1), "decode 1x128", (5000.0, 7000.0, 6000.0)),
+        ((32, 128, 128), "prefill 32x128", (110000.0, 109000.0, None)),
+    ):
+        for provider, us in zip(("weft.auto", "torch.eager", "torch.compile"), times, strict=True):
+            more = {"reason": "no compiler"} if us is None else {}
+            parts = {"gemm": 0.7 * us, "gap": 0.3 * us} if us and provider == "weft.auto" else None
+            role = "weft" if "weft" in provider else "other"
+            rows.append(canned.row(shape, provider, role, us, label=label, parts_us=parts, **more))
+    made = canned.report("model", 4, rows)
+    made.subject = "qwen3-32b"
+    return made
+
+
+def test_the_tables_of_a_model():
+    made, parts = table.sheets(canned_model())
+    assert made.title == "model of qwen3-32b, bf16, world size 4 (4 x NVIDIA H200), ms"
+    assert made.header == (
+        "step", "weft.auto", "torch.eager", "torch.compile", "over eager", "speed-up", "roofline", "of limit",
+    )  # fmt: skip
+    # 64 layers of 243.8 MB and a head of 389 MB at 4.3 TB/s, 128 latencies of 2.4 µs.
+    assert made.rows[0] == ("decode 1x128", "5.00", "7.00", "6.00", "1.40x", "1.20x", "4.03", "81%")
+    assert made.rows[1][:6] == ("prefill 32x128", "110.0", "109.0", "–", "0.99x", "0.99x")
+    assert made.slower == {1}
+    assert made.notes[-1] == "torch.compile at prefill 32x128: no compiler"
+    assert parts.header == ("step", "provider", "gemm", "gap", "sum")
+    assert parts.rows[0] == ("decode 1x128", "weft.auto", "54.7", "23.4", "78.1")
+
+
+def test_a_model_is_drawn_and_paged(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = svg([canned_model()])
+    for words in ("times the roofline; ms", "µs a layer", "weft.auto", "torch.compile", "gap"):
+        assert words in picture
+    assert svg([canned_model()]) == picture
+    report.write(tmp_path / "results" / "h200-x4" / "model.w4.json", [canned_model()])
+    assert performance.main(tmp_path / "results", tmp_path / "performance.md") == 0
+    page = (tmp_path / "performance.md").read_text()
+    assert "### model of qwen3-32b" in page
+    assert "#### model of qwen3-32b, world size 4: µs a layer" in page
+    assert (tmp_path / "performance" / "h200-x4-model-qwen3-32b-w4-bf16.svg").is_file()
+    report.write(tmp_path / "results" / "h200-x4" / "model-more.w4.json", [canned_model()])
+    assert performance.main(tmp_path / "results", tmp_path / "performance.md") == 0
+    assert (tmp_path / "performance" / "h200-x4-model-qwen3-32b-w4-bf16-2.svg").is_file()
+
+
+def test_targets_of_models_are_met_or_missed(tmp_path, capsys):
+    report.write(tmp_path / "x.json", [canned_model()])
+    assert targets.main([str(tmp_path)]) == 1
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert told == [
+        "model W=4 decode 1x128 <= 5.2 ms 5.00 met",
+        "model W=4 decode 1x128: 1.35 x over torch.eager 5.00 / 7.00 = 0.71 met",
+        "model W=4 decode 1x128: 1.2 x over torch.compile 5.00 / 6.00 = 0.83 met",
+        "model W=4 prefill 32x128 <= 95.0 ms 110.00 MISSED",
+        "model W=4 prefill 32x128: 1.2 x over torch.eager 110.00 / 109.00 = 1.01 MISSED",
+        "model W=4 prefill 32x128: 1.2 x over torch.compile the other was not measured –",
+        "3 met, 2 missed of 6",
+    ]
+
+
+# --- whole answers -------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_checked_and_timed():
+    (row, other) = run(plan("generate", "2x5+3", modes=("gemm_ar",), providers=("weft", "torch.eager"))).rows
+    for found in (row, other):
+        assert found.reason is None
+        assert found.mode == "host"
+        assert found.median_us > 0 and found.first_us > 0
+        assert found.tokens_per_second > 0
+
+
+def test_wrong_answers_are_caught(monkeypatch):
+    def stuck(problem):
+        return lambda: ((prompt, 7) for _ in range(problem.new) for prompt in range(problem.batch))
+
+    def short(problem):
+        return lambda: ((prompt, 7) for prompt in range(problem.batch))
+
+    for make, complaint in ((stuck, r"token \d lies .* RMS below eager torch's choice"), (short, "1 tokens, not 3")):
+        monkeypatch.setattr(generate, "eager", make)
+        (row,) = run(plan("generate", "2x5+3", providers=("torch.eager",))).rows
+        assert re.search("wrong answer: .*" + complaint, row.reason)
+        assert row.median_us is None
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model", "--model", "qwen4"], "--model qwen4 is unknown; choose one of qwen3-0.6b"),
+        (["model", "--model", "qwen3-32b"], "needs GPUs; simulated ranks run --model tiny"),
+        (["model", "--layers", "3"], "--layers 3: tiny has 1 to 2"),
+        (["model", "--run-type", "train"], "choose one of prefill, decode"),
+        (["generate", "--run-type", "decode"], "leave it out"),
+        (["model", "--bsz", "0"], "--bsz 0 is not a list of positive numbers"),
+        (["model", "--bsz", "1", "--shapes", "decode:1x4"], "leave one of them out"),
+        (["model", "--ctx", "300"], "300 tokens, but the model has 256 positions"),
+        (["attn", "--mode", "torch"], "--mode torch is unknown; choose from auto, ag_rs, gemm_ar"),
+        (["mlp", "--shapes", "4,5,6"], "is no step of mlp"),
+        (["mlp", "--shapes", "decode:1x4x5"], "is no step of mlp"),
+        (["generate", "--shapes", "decode:1x4"], "is nothing to generate"),
+        (["model", "--providers", "nccl"], "model has weft.auto, weft.ag_rs, weft.gemm_ar, torch.eager, torch.compile"),
+        (["model", "--mode", "auto", "--providers", "weft.ag_rs"], "model has weft.auto, torch.eager, torch.compile"),
+        (["model", "--world-size", "3"], "take 1, 2, 4 or 8"),
+        (["model", "--dtype", "int8"], "dtype 'int8' is unknown"),
+        (["all-reduce", "--bsz", "4"], "--bsz belongs to mlp, attn, model, generate"),
+        (["gemm", "--check"], "--check belongs to mlp, attn, model, generate"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments, message):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("weft: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""

@@ -1,0 +1,54 @@
+"""`weft bench model` on real GPUs: a small model of published sizes, captured, timed and taken apart."""
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from weft.bench import report
+from weft.bench.command import bench
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command("bench")(bench)
+MODEL = ["--model", "qwen3-0.6b", "--layers", "3", "--providers", "weft.auto,torch.eager", "--quick"]
+
+
+def run(tmp_path, *arguments):
+    file = tmp_path / "x.json"
+    result = CliRunner().invoke(app, [*arguments, *MODEL, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    (found,) = report.read(file)
+    return found.rows
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.slow
+def test_steps_are_checked_and_timed_inside_graphs(tmp_path):
+    size = str(min(2, torch.cuda.device_count()))
+    flags = ["--world-size", size, "--check", "--breakdown", "--shapes", "decode:3x70", "--shapes", "prefill:2x40"]
+    for row in run(tmp_path, "model", *flags):
+        assert (row.reason, row.mode) == (None, "graph")
+        assert row.rms_error < 0.05
+        assert row.parts_us["gemm"] > 0
+        assert row.parts_us["attention"] > 0
+        # One replay beside the median of several, with the profiler at work.
+        assert 0.5 < sum(row.parts_us.values()) / row.median_us < 2
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["mlp", "attn"])
+def test_layers_are_checked_and_timed_inside_graphs(level, tmp_path):
+    size = str(min(2, torch.cuda.device_count()))
+    for row in run(
+        tmp_path, level, "--world-size", size, "--check", "--shapes", "decode:3x70", "--shapes", "prefill:2x40"
+    ):
+        assert (row.reason, row.mode) == (None, "graph")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.slow
+def test_answers_are_generated(tmp_path):
+    for row in run(tmp_path, "generate", "--world-size", "1", "--shapes", "3x20+6"):
+        assert (row.reason, row.mode) == (None, "wall")
+        assert row.tokens_per_second > 0

@@ -1,0 +1,169 @@
+"""LLM: from one process over virtual ranks, what an Engine answers on each of them; its mistakes in one line."""
+
+import json
+import shutil
+
+import pytest
+
+import weft
+from weft import SamplingParams
+from weft.engine import Completion, workers
+from weft.engine.batch import Batch
+from weft.errors import NotEnoughGPUs, WeftError
+
+PROMPTS = ["a prompt", "x"]
+
+
+@pytest.fixture(scope="module")
+def llm(byte_model):
+    with weft.LLM(byte_model, 2, device="sim", mode="torch") as llm:
+        yield llm
+
+
+def engine_answers(directory, prompts, params):
+    def main(team):
+        engine = weft.Engine(directory, team, mode="torch")
+        tokens = [[] for _ in prompts]
+        for piece in engine.answer(prompts, params):
+            tokens[piece.prompt].append(piece.token_id)
+        return tokens
+
+    return weft.simulate(main, 1)[0]
+
+
+def test_answers_are_those_of_an_engine(llm, byte_model):
+    params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=4, temperature=1.0, seed=2)]
+    found = llm.generate(PROMPTS, params)
+    assert [one.token_ids for one in found] == engine_answers(byte_model, PROMPTS, params)
+    assert all(isinstance(one, Completion) and one.finish_reason == "length" for one in found)
+    assert llm.stats.new_tokens == 10
+
+
+def test_one_set_of_parameters_serves_all_prompts_and_none_is_the_default(llm):
+    both = llm.generate(PROMPTS, SamplingParams(max_tokens=5))
+    assert [len(one.token_ids) for one in both] == [5, 5]
+    assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=5)) == both[:1]
+    assert len(llm.generate([[1, 2, 3]])[0].token_ids) <= 64
+
+
+def test_pieces_stream_and_an_undrawn_rest_is_in_nobodys_way(llm):
+    pieces = llm.stream(PROMPTS, SamplingParams(max_tokens=5))
+    assert next(pieces).prompt == 0
+    whole = list(llm.stream(PROMPTS, SamplingParams(max_tokens=5)))
+    assert [piece.prompt for piece in whole] == [0, 1] * 5
+
+
+def test_a_chat_is_the_rendered_text(byte_model, tmp_path):
+    directory = shutil.copytree(byte_model, tmp_path / "chat")
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ style }}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    messages = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(max_tokens=5)
+    with weft.LLM(directory, 1, device="sim", mode="torch") as llm:
+        assert llm.chat(messages, params, variables={"style": "!"}) == llm.generate("[user]hi!", params)
+        assert llm.chat([messages, messages], params) == llm.generate(["[user]hi"] * 2, params)
+        with pytest.raises(ValueError, match="messages is empty"):
+            llm.chat([])
+
+
+def test_what_is_wrong_is_said_once_and_the_next_request_is_answered(llm):
+    with pytest.raises(ValueError, match=r"prompts\[1\]='' is empty"):
+        llm.generate(["x", ""])
+    with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
+        llm.generate(PROMPTS, [SamplingParams()])
+    assert len(llm.generate("x", SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_a_model_that_cannot_run_is_refused_when_the_llm_is_made(byte_model):
+    with pytest.raises(ValueError, match="no such directory"):
+        weft.LLM("/nowhere", 2, device="sim")
+    with pytest.raises(ValueError, match="world_size=3; use a world size of 1, 2, 4"):
+        weft.LLM(byte_model, 3, device="sim")
+    with pytest.raises(ValueError, match="device='tpu' is not one of auto, cuda, sim"):
+        weft.LLM(byte_model, 2, device="tpu")
+    with pytest.raises(NotEnoughGPUs):
+        weft.LLM(byte_model, 1024, device="cuda")
+
+
+@pytest.fixture
+def as_processes(monkeypatch):
+    """What talks to processes that stay, talking to a virtual rank that stays: only where it runs differs. One, because a
+    virtual rank that waits for its parent keeps the others from running."""
+
+    def launch(main, world_size, device, args):
+        assert device == "cuda"
+        return weft.simulate(main, world_size, args=args)
+
+    monkeypatch.setattr(workers, "launch", launch)
+
+    def make(directory, progress=None):
+        return workers.ProcessWorkers(1, workers.EngineOptions(model=directory, mode="torch"), progress)
+
+    return make
+
+
+def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_processes):
+    params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=4, temperature=1.0, seed=2)]
+    expected = engine_answers(byte_model, PROMPTS, params)
+    ranks, stats = as_processes(byte_model), []
+
+    def ask(prompts, params):
+        tokens = [[] for _ in prompts]
+        for piece in ranks.ask((prompts, params), stats.append):
+            tokens[piece.prompt].append(piece.token_id)
+        return tokens
+
+    assert ask(PROMPTS, params) == expected
+    with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
+        ask([""], params[:1])
+    undrawn = ranks.ask((PROMPTS, params), stats.append)
+    next(undrawn)
+    undrawn.close()
+    assert ask(PROMPTS, params) == expected
+    assert [one.new_tokens for one in stats] == [10, 10]
+    ranks.close()
+    assert not ranks._thread.is_alive()
+
+
+def test_progress_comes_while_a_rank_loads(byte_model, as_processes):
+    seen = []
+    as_processes(byte_model, lambda done, total: seen.append((done, total))).close()
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
+
+
+def test_ranks_that_cannot_load_raise_one_error(as_processes):
+    with pytest.raises(ValueError, match="no such directory"):
+        as_processes("/nowhere")
+
+
+def test_a_rank_that_dies_in_an_answer_is_one_error_and_the_end(byte_model, as_processes, monkeypatch):
+    ranks = as_processes(byte_model)
+    steps = []
+
+    def step(self):
+        steps.append(self.team.rank)
+        if len(steps) > 4:
+            raise RuntimeError("a GPU fell off")
+        return step_of_a_batch(self)
+
+    step_of_a_batch = Batch.step
+    monkeypatch.setattr(Batch, "step", step)
+    with pytest.raises(RuntimeError, match="a GPU fell off"):
+        list(ranks.ask((PROMPTS, [SamplingParams(max_tokens=20)] * 2), lambda stats: None))
+    with pytest.raises(RuntimeError, match="a GPU fell off"):
+        ranks.ask((PROMPTS, [SamplingParams(max_tokens=20)] * 2), lambda stats: None)
+
+
+def test_a_closed_llm_says_so(byte_model):
+    llm = weft.LLM(byte_model, 1, device="sim")
+    llm.close()
+    llm.close()
+    with pytest.raises(WeftError, match="this LLM is closed"):
+        llm.generate("x")
+
+
+def test_under_torchrun_it_points_to_the_engine(byte_model, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WeftError, match="torchrun has started some; use weft.Engine"):
+        weft.LLM(byte_model)

@@ -1,0 +1,170 @@
+"""The runner: prompts padded or as they are, buckets with empty seats, rows that the device already knows."""
+
+import pytest
+import torch
+
+import weft
+from weft.engine.params import GREEDY, NUCLEUS, SamplingParams
+from weft.engine.prefill import PaddedPrefill, Read, shape_of
+from weft.engine.runner import Row, Runner
+from weft.models import Qwen3ForCausalLM
+
+SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+
+
+def on_one_rank(main, directory, fused=False):
+    def rank(team):
+        mode = "gemm_ar" if fused else "torch"
+        return main(Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode, fused=fused))
+
+    return weft.simulate(rank, 1)[0]
+
+
+def prompt(length, seed=0):
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def reads_of(*lengths, params=SAMPLE):
+    """Prompts of these lengths at seats 0, 1, …, each with pages of its own, in falling order."""
+    return [
+        Read(
+            seat=seat,
+            tokens=prompt(length, seat),
+            before=0,
+            pages=list(range(6 * (seat + 1), 6 * seat, -1)),
+            params=params,
+            choose=True,
+        )
+        for seat, length in enumerate(lengths)
+    ]
+
+
+def new_runner(model, max_batch=8):
+    return Runner(model, max_batch=max_batch, page_size=16, max_seq_len=96, pages=49)
+
+
+def test_shapes_pad_little():
+    def shape(*lengths):
+        return shape_of(reads_of(*lengths))
+
+    assert shape(1) == (1, 16)
+    assert shape(100) == (1, 128)
+    assert shape(7, 16, 3) == (4, 16)
+    assert shape(*[64] * 32) == (32, 64)
+    assert shape(90, 1, 1) is None  # 4 x 128 for 92 tokens
+    continued = Read(seat=0, tokens=[1], before=16, pages=[1, 2], params=SAMPLE, choose=True)
+    assert shape_of([continued]) is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_padded_prompts_are_read_as_they_are(byte_model, fused):
+    reads = reads_of(5, 16, 9)
+
+    def main(model):
+        runner = new_runner(model)
+        runner.read(reads)
+        prefill = PaddedPrefill(model, model.new_cache(49, 16), 4, 16)
+        prefill.cache.data[:, :, 0] = 50.0
+        prefill.load(reads)
+        prefill.run(NUCLEUS)
+        return runner.tokens[:3], prefill.chosen[:3], runner.cache.data, prefill.cache.data
+
+    expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(cache[:, :, 1:], expected_cache[:, :, 1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_empty_seats_of_a_bucket_change_nothing(byte_model, fused):
+    reads = reads_of(5, 16, 9)
+
+    def main(model):
+        found = []
+        for bucket in (3, 4, 8):
+            runner = new_runner(model)
+            runner.read(reads)
+            runner.place(
+                {read.seat: Row(position=len(read.tokens), pages=read.pages, params=read.params) for read in reads}
+            )
+            tokens = []
+            for _ in range(4):
+                runner.step(bucket, NUCLEUS)
+                tokens.append(runner.tokens[:3].clone())
+            found.append((torch.stack(tokens), runner.positions.clone(), runner.cache.data[:, :, 1:]))
+        return found
+
+    exact, *padded = on_one_rank(main, byte_model, fused)
+    for tokens, positions, cache in padded:
+        assert torch.equal(tokens, exact[0])
+        assert positions.tolist() == [9, 20, 13] + [-1] * 5
+        torch.testing.assert_close(cache, exact[2], rtol=1e-4, atol=1e-4)
+
+
+def test_a_page_table_in_another_order_gives_the_same_tokens(byte_model):
+    def main(model):
+        found = []
+        for order in (lambda pages: pages, lambda pages: pages[::-1], lambda pages: pages[3:] + pages[:3]):
+            runner = new_runner(model)
+            [read] = reads_of(40)
+            pages = order(read.pages)
+            runner.read([Read(seat=0, tokens=read.tokens, before=0, pages=pages, params=SAMPLE, choose=True)])
+            tokens = []
+            for step in range(20):
+                runner.place({0: Row(position=40 + step, pages=pages, params=SAMPLE)})
+                runner.decode()
+                tokens.append(runner.tokens[0].item())
+            found.append(tokens)
+        return found
+
+    first, *others = on_one_rank(main, byte_model)
+    assert all(other == first for other in others) and len(set(first)) > 5
+
+
+def test_only_what_the_device_does_not_know_is_sent(byte_model):
+    def main(model):
+        runner = new_runner(model)
+        sent = []
+        send = runner._send
+        runner._send = lambda changed, gone: (sent.append((sorted(changed), gone)), send(changed, gone))
+        rows = {seat: Row(position=3, pages=[1 + seat], params=SAMPLE) for seat in range(3)}
+        runner.place(rows)
+        for step in range(1, 4):
+            runner.decode()
+            runner.place(
+                {
+                    seat: Row(position=3 + step, pages=[1 + seat] + [9] * (seat == 1 and step == 2), params=SAMPLE)
+                    for seat in range(3)
+                    if not (seat == 2 and step == 3)
+                }
+            )
+        return sent
+
+    # Seat 1 has another page in step 2 (and not in step 3, which is another change), seat 2 leaves in step 3.
+    assert on_one_rank(main, byte_model) == [([0, 1, 2], []), ([1], []), ([1], [2])]
+
+
+def test_buckets_are_powers_of_two_and_the_whole_batch(byte_model):
+    def main(model):
+        runner = new_runner(model, max_batch=6)
+        return runner.buckets, [runner.bucket(batch) for batch in (1, 2, 3, 5, 6)]
+
+    assert on_one_rank(main, byte_model) == ([1, 2, 4, 6], [1, 2, 4, 6, 6])
+
+
+def test_what_does_not_fit_is_refused(byte_model):
+    def main(model):
+        runner = new_runner(model)
+        runner.occupy(8, 80)
+        with pytest.raises(ValueError, match="8 sequences of 96 tokens need 56 pages, and there are 48"):
+            runner.occupy(8, 96)
+        with pytest.raises(ValueError, match="max_batch=0 is not a positive integer"):
+            Runner(model, max_batch=0)
+        with pytest.raises(ValueError, match="pages=1 is less than 2"):
+            Runner(model, pages=1)
+        with pytest.raises(ValueError, match=r"memory_fraction=1.5 is not in \(0, 1\]"):
+            Runner(model, memory_fraction=1.5)
+        with pytest.raises(ValueError, match="page_size=24 is not one of 16, 32, 64, 128, 256"):
+            Runner(model, page_size=24)
+        runner.step(8, GREEDY)
+
+    on_one_rank(main, byte_model)

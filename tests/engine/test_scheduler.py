@@ -1,0 +1,130 @@
+"""The policy: in order, by chunks, the youngest gives way, and everyone comes to the end with the pages that there are."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.engine.pages import PagePool
+from weft.engine.params import SamplingParams
+from weft.engine.scheduler import Scheduler, Sequence
+
+PAGE = 16
+
+
+def sequence(number, prompt, budget):
+    return Sequence(number=number, prompt=[0] * prompt, params=SamplingParams(max_tokens=budget), budget=budget)
+
+
+def land(scheduler, sequences):
+    """The host learns all that is in flight; finished sequences leave."""
+    for one in sequences:
+        one.tokens += [0] * one.in_flight
+        if len(one.tokens) == one.budget and not one.done:
+            scheduler.finish(one)
+
+
+def run(scheduler, sequences, late=0):
+    """Steps until all have ended, the host `late` steps behind; what each step read and who went on."""
+    history = []
+    while not all(one.done for one in sequences):
+        spans = [(span.sequence.number, span.start, span.length) for span in scheduler.next_chunk()]
+        going_on = scheduler.next_decode()
+        if going_on is None:
+            land(scheduler, sequences)
+            going_on = scheduler.next_decode()
+            assert going_on is not None
+        for one in going_on:
+            assert len(one.pages) * PAGE >= one.cached  # room for what this step writes
+        taken = [page for one in scheduler.seated for page in one.pages]
+        assert len(taken) == len(set(taken)) and 0 not in taken
+        assert scheduler.pool.free + len(taken) == scheduler.pool.capacity
+        history.append((spans, [one.number for one in going_on]))
+        if late == 0 or len(history) % 2 == 0 or not (spans or going_on):
+            land(scheduler, sequences)
+        assert len(history) < 10_000
+    assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
+    return history
+
+
+def submitted(scheduler, *sizes):
+    sequences = [sequence(number, *size) for number, size in enumerate(sizes)]
+    for one in sequences:
+        scheduler.check(one)
+        scheduler.submit(one)
+    return sequences
+
+
+def test_prompts_are_read_in_order_and_all_go_on_together():
+    scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=64)
+    sequences = submitted(scheduler, (20, 3), (30, 2), (30, 2))
+    assert run(scheduler, sequences) == [
+        ([(0, 0, 20), (1, 0, 30), (2, 0, 14)], [0, 1]),
+        ([(2, 14, 16)], [0, 2]),
+    ]
+
+
+def test_a_prompt_longer_than_a_chunk_does_not_hold_up_the_others():
+    scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=16)
+    sequences = submitted(scheduler, (8, 5), (40, 1))
+    assert run(scheduler, sequences) == [
+        ([(0, 0, 8), (1, 0, 8)], [0]),
+        ([(1, 8, 16)], [0]),
+        ([(1, 24, 16)], [0]),
+        ([], [0]),
+    ]
+
+
+def test_seats_are_waited_for():
+    scheduler = Scheduler(PagePool(100, PAGE), max_batch=2, chunk_tokens=64)
+    sequences = submitted(scheduler, (4, 2), (4, 3), (4, 2))
+    history = run(scheduler, sequences)
+    assert history[0] == ([(0, 0, 4), (1, 0, 4)], [0, 1])
+    assert history[1] == ([(2, 0, 4)], [1, 2])
+
+
+def test_the_youngest_gives_its_pages_back_and_is_read_again_with_its_answer():
+    scheduler = Scheduler(PagePool(1 + 3, PAGE), max_batch=4, chunk_tokens=64)
+    sequences = submitted(scheduler, (15, 30), (15, 20))
+    history = run(scheduler, sequences)
+    assert scheduler.preemptions >= 1
+    again = [span for spans, _ in history for span in spans if span[0] == 1 and span[1] == 0]
+    assert [length for _, _, length in again][0] == 15
+    assert all(length > 15 for _, _, length in again[1:]) and len(again) == 1 + scheduler.preemptions
+
+
+def test_a_request_that_could_not_run_even_alone_is_refused_by_its_number():
+    scheduler = Scheduler(PagePool(1 + 4, PAGE), max_batch=4, chunk_tokens=64)
+    scheduler.check(sequence(0, 40, 25))  # 64 tokens are cached, the last one never
+    with pytest.raises(
+        ValueError, match="request 7: a prompt of 40 tokens and an answer of up to 26 need 5 KV pages of 16"
+    ):
+        scheduler.check(sequence(7, 40, 26))
+
+
+def test_seats_are_filled_up_from_below():
+    scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=64)
+    sequences = submitted(scheduler, *[(4, 9)] * 5)
+    scheduler.next_chunk()
+    for one in sequences[:3]:
+        scheduler.finish(one)
+    assert [one.seat for one in sequences[3:]] == [3, 4]
+    assert scheduler.compact() == [(4, 0), (3, 1)]
+    assert [one.seat for one in sequences[3:]] == [1, 0]
+    assert scheduler.compact() == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8),
+    pages=st.integers(7, 12),
+    max_batch=st.integers(1, 4),
+    chunk_tokens=st.integers(1, 80),
+    late=st.integers(0, 1),
+)
+def test_everyone_comes_to_the_end_whatever_the_sizes(sizes, pages, max_batch, chunk_tokens, late):
+    scheduler = Scheduler(PagePool(1 + pages, PAGE), max_batch, chunk_tokens)
+    sequences = submitted(scheduler, *sizes)
+    history = run(scheduler, sequences, late)
+    first_reads = [span[0] for spans, _ in history for span in spans if span[1] == 0]
+    assert list(dict.fromkeys(first_reads)) == list(range(len(sizes)))  # admitted in order
+    assert all(sum(length for _, _, length in spans) <= chunk_tokens for spans, _ in history)

@@ -1,0 +1,56 @@
+"""What the tests of a decode layer's own kernels share: sizes, data, and where a check runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import weft
+from tests.ops.cases import BF16, FP16, FP32
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
+
+
+def everywhere(check, device, *args):
+    """``check(device, *args)``: of CPU tensors on a virtual rank."""
+    if device == "cpu":
+        weft.simulate(lambda team: check(device, *args), 1)
+    else:
+        check(device, *args)
+
+
+def random(shape, dtype, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The sizes of an attention and its cache."""
+
+    q_heads: int
+    kv_heads: int
+    D: int = 128
+    page_size: int = 64
+    dtype: torch.dtype = BF16
+
+    def __str__(self):
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.q_heads}-{self.kv_heads}-{self.D}-{self.page_size}-{dtype}"
+
+    def cache(self, pages, device, seed=0):
+        shape = (pages, self.kv_heads, self.page_size, self.D)
+        return random(shape, self.dtype, device, seed), random(shape, self.dtype, device, seed + 1)
+
+
+HEADS = [
+    Heads(q_heads=16, kv_heads=2),
+    Heads(q_heads=4, kv_heads=4, D=64, page_size=16, dtype=FP16),
+    Heads(q_heads=2, kv_heads=1, D=64, dtype=FP32),
+    Heads(q_heads=12, kv_heads=3, D=64, page_size=16),
+    Heads(q_heads=8, kv_heads=1, D=128, page_size=16, dtype=FP32),
+    Heads(q_heads=6, kv_heads=2, D=16, page_size=32),
+    Heads(q_heads=3, kv_heads=1, D=256, page_size=128, dtype=FP16),
+]
+SMALL = Heads(q_heads=4, kv_heads=1, D=64, page_size=16, dtype=FP32)

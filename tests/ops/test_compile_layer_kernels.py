@@ -1,0 +1,94 @@
+"""The kernels of a decode layer that one rank computes by itself compile for every target and fit it."""
+
+import re
+
+import pytest
+import torch
+
+from tests.compiling import TARGETS, compiled
+from tests.ops.test_compile_matmul import SHARED, stack_bytes
+from weft.ops.add_rms_norm import add_rms_norm_kernel, warps_of
+from weft.ops.local import launch_options
+from weft.ops.paged_attention import config_for, constants, paged_attention_kernel
+from weft.ops.qk_norm_rope import TILE, qk_norm_rope_kernel
+from weft.ops.silu_mul import silu_mul_kernel
+from weft.runtime.capabilities import Capabilities
+
+KERNELS = ("silu_mul", "add_rms_norm", "qk_norm_rope", "paged_attention", "paged_attention_whole")
+INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
+
+
+def caps_of(arch):
+    return Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
+
+
+def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
+    x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
+    options = launch_options(caps)
+    if name == "silu_mul":
+        return compiled(silu_mul_kernel, x, 12800, x, 128, 6400, ROWS=4, BLOCK=256, arch=arch, **options)
+    if name == "add_rms_norm":
+        warps = warps_of(5120 * dtype.itemsize)
+        constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
+        return compiled(add_rms_norm_kernel, x, x, x, x, x, 1e-6, arch=arch, **constexprs, **options)
+    if name == "qk_norm_rope":
+        return compiled(
+            qk_norm_rope_kernel, x, 20 * D, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
+            PAGE=page, D=D, ROWS=TILE // D, arch=arch, **options,
+        )  # fmt: skip
+    return compiled(
+        paged_attention_kernel, x, x, x, INTS, INTS, x, FP32, FP32, INTS, 40, 0.1, arch=arch,
+        **constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=name == "paged_attention"),
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_compiles_and_fits(arch, name):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kernel = built(name, arch, dtype)
+        assert kernel.metadata.shared <= SHARED[arch], dtype
+        if arch.startswith("sm_"):
+            assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch != "sm_80")
+
+
+@pytest.mark.parametrize(("D", "group", "page"), [(64, 1, 16), (256, 4, 256), (16, 3, 16), (128, 40, 32)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_heads_compile_and_fit(dtype, D, group, page, tmp_path):
+    for arch in ("sm_90", "gfx942"):
+        for name in ("qk_norm_rope", "paged_attention"):
+            assert built(name, arch, dtype, D, group, page).metadata.shared <= SHARED[arch], (arch, name)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_machine_code_on_sm_90(name, tmp_path):
+    kernel = built(name, "sm_90")
+    ptx = kernel.asm["ptx"]
+    # Nothing is read before what the kernel before has written is there.
+    assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
+    assert "griddepcontrol.launch_dependents" in ptx
+    assert re.search(r"st\.global(\.\w+)*\.v4\.b32", ptx)
+    assert not re.search(r"(st|ld)\.global(\.\w+)*\.b16", ptx), "an element moves alone"
+    assert stack_bytes(kernel, tmp_path) == 0
+    if name.startswith("paged"):
+        assert "cp.async.cg.shared.global" in ptx and "mma.sync" in ptx
+
+
+@pytest.mark.parametrize("pairs", [2, 64, 132, 256])
+def test_as_many_programs_of_attention_fit_an_sm_90_as_are_counted_on(pairs):
+    """228 KiB, of which 1 a program is the system's, and 65,536 registers."""
+    kernel = built("paged_attention", "sm_90", pairs=pairs)
+    config = config_for(pairs, 128, torch.bfloat16, caps_of("sm_90"))
+    assert config.per_sm == (1 if 33 < pairs <= 132 else 2)
+    assert config.per_sm * (kernel.metadata.shared + 1024) <= 228 << 10
+    assert config.per_sm * config.num_warps * 32 * 256 <= 65536, "at 255 registers a thread"
+
+
+def test_a_part_is_stored_before_its_ticket():
+    """PTX of sm_90: the stores of a part, a CTA barrier, the ticket that acquires and releases."""
+    ptx = built("paged_attention", "sm_90").asm["ptx"]
+    ticket = ptx.index("atom.global.gpu.acq_rel.add")
+    barrier = ptx.rindex("bar.sync", 0, ticket)
+    assert ptx.rindex("st.global.v4.b32", 0, ticket) < barrier

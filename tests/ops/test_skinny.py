@@ -1,0 +1,283 @@
+"""Products of few rows: the skinny kernel against plain PyTorch in the simulator, its code for each target, and on a GPU
+the same bits with and without programmatic dependent launch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import weft
+from tests.compiling import TARGETS, compiled
+from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.test_compile_matmul import SHARED, stack_bytes
+from weft import ops
+from weft.ops import local, skinny
+from weft.ops.gemm import operand
+from weft.ops.local import launch_options
+from weft.ops.skinny import SkinnyConfig
+from weft.runtime.capabilities import Capabilities
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# What an op is called with: (M, N, K), ragged in every dimension. Rows of K elements start on 16 bytes.
+SHAPES = ((1, 48, 96), (5, 40, 72), (33, 80, 200), (16, 16, 16), (20, 136, 64))
+CONFIGS = (
+    SkinnyConfig(block_m=16, block_n=16, block_k=32),
+    SkinnyConfig(block_m=16, block_n=32, block_k=16, parts=3, ahead=64, num_stages=2),
+    SkinnyConfig(block_m=32, block_n=16, block_k=64, parts=2, turned=True, num_warps=2),
+    SkinnyConfig(block_m=64, block_n=16, block_k=16, turned=True, ahead=128),
+)
+
+
+def operands(M, N, K, dtype, seed=0, gated=False):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((M, K), generator=generator).to(dtype)
+    return x, torch.randn(((2 if gated else 1) * N, K), generator=generator).to(dtype)
+
+
+def reference(x, weight, gated):
+    product = x.double() @ weight.double().T
+    if not gated:
+        return product
+    gate, up = product.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def alone(main):
+    """``main`` on one virtual rank."""
+    return weft.simulate(lambda team: main(), 1)[0]
+
+
+def capabilities_of(arch, sms=132):
+    name = "simulated" if arch == "sim" else arch
+    return Capabilities(device_name=name, arch=arch, sms=sms, memory_bytes=0, peer_access=(True,))
+
+
+def test_every_field_of_the_config_moves():
+    default = SkinnyConfig(block_m=16, block_n=16, block_k=16)
+    for field in dataclasses.fields(SkinnyConfig):
+        assert {getattr(config, field.name) for config in CONFIGS} != {getattr(default, field.name)}, field.name
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+def test_ragged_shapes(config, dtype, gated):
+    def main():
+        for call, (M, N, K) in enumerate(SHAPES):
+            x, weight = operands(M, N, K, dtype, call, gated)
+            out = skinny.run(x, weight, config, gated)
+            assert_close(out, reference(x, weight, gated), K, what=f"{M}x{N}x{K}")
+            assert_identical(skinny.run(x, weight, config, gated), out, what=f"{M}x{N}x{K} again")
+
+    alone(main)
+
+
+@pytest.mark.parametrize("op", [ops.matmul, ops.matmul_silu_mul])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_what_an_op_is_called_with(op, dtype):
+    """Whatever the design that a shape and dtype get: many rows, odd rows, strided rows, columns that are no rows."""
+    gated = op is ops.matmul_silu_mul
+
+    def main():
+        for M, N, K in (*SHAPES, (150, 40, 24), (3, 34, 21)):
+            x, weight = operands(M, N, K, dtype, gated=gated)
+            wide = torch.randn(M, K + 8).to(dtype)
+            wide[:, :K] = x
+            for a, b in ((x, weight), (wide[:, :K], weight), (x.t().contiguous().t(), weight.t().contiguous().t())):
+                out = op(a, b)
+                assert out.dtype == dtype and out.is_contiguous()
+                assert_close(out, reference(a, b, gated), K, partials=int(gated), what=f"{M}x{N}x{K}")
+
+    alone(main)
+
+
+def test_a_row_is_the_same_alone_and_among_others():
+    """The parts of K and the order within them depend on the config alone: same config, same bits for the same row."""
+
+    def main():
+        x, weight = operands(40, 48, 136, BF16)
+        for config in CONFIGS:
+            out = skinny.run(x, weight, config, False)
+            for rows in (slice(0, 1), slice(7, 19), slice(39, 40)):
+                assert_identical(skinny.run(x[rows], weight, config, False), out[rows], what=f"{config} {rows}")
+
+    alone(main)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_a_graph_break(backend):
+    def main():
+        compiled_mlp = torch.compile(
+            lambda x, up, down: ops.matmul(ops.matmul_silu_mul(x, up), down), fullgraph=True, backend=backend
+        )
+        x, up = operands(6, 24, 40, BF16, gated=True)
+        down = torch.randn(16, 24).bfloat16()
+        assert_identical(compiled_mlp(x, up, down), ops.matmul(ops.matmul_silu_mul(x, up), down))
+
+    alone(main)
+    torch._dynamo.reset()
+
+
+def test_the_schema_and_the_fake_tell_the_truth():
+    def main():
+        for layout in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t()):
+            args = tuple(map(layout, operands(5, 16, 24, BF16, gated=True)))
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(torch.ops.weft.matmul_silu_mul.default, args, test_utils=tests)
+
+    alone(main)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.matmul_silu_mul(torch.ones(2, 4), torch.ones(6, 3)), r"x has K=4 columns and weight has 3"),
+        (lambda: ops.matmul_silu_mul(torch.ones(2, 4), torch.ones(7, 4)), r"weight has 7 rows.*gate.*up"),
+        (lambda: ops.matmul_silu_mul(torch.ones(4), torch.ones(6, 4)), r"x has shape \(4,\)"),
+        (
+            lambda: ops.matmul_silu_mul(torch.ones(2, 4).half(), torch.ones(6, 4)),
+            r"weight.dtype=torch.float32 is not one of float16",
+        ),
+        (lambda: SkinnyConfig(block_m=24, block_n=16, block_k=16), r"block_m=24 is not a power of two"),
+        (lambda: SkinnyConfig(block_m=16, block_n=16, block_k=16, parts=0), r"parts=0 is not in 1"),
+        (lambda: SkinnyConfig(block_m=16, block_n=16, block_k=16, ahead=100), r"ahead=100 is not a multiple of 64"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+PROJECTIONS = ((2560, 5120), (5120, 2048), (5120, 6400), (12800, 5120), (640, 512))
+
+
+def built(arch, M, N, K, gated, dtype=BF16):
+    """The kernel that a product of these sizes gets on ``arch``, and its config."""
+    caps = capabilities_of(arch)
+    config = skinny.config_for(M, N, K, caps, gated)
+    x = torch.zeros((64, 64), dtype=dtype)
+    rows, weight = (operand(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
+    out = torch.zeros(8) if config.parts > 1 else x
+    kernel = compiled(
+        skinny.skinny_kernel, rows, weight, x, K, out, M, N, K, config.parts, config.ahead, arch=arch,
+        **skinny.constants(config, gated), **launch_options(caps),
+    )  # fmt: skip
+    return kernel, config
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_compiles_and_fits(arch, gated, tmp_path):
+    for M in (1, 32, 64):
+        for N, K in PROJECTIONS:
+            kernel, config = built(arch, M, N, K, gated)
+            assert kernel.metadata.shared <= SHARED[arch], config
+            if arch.startswith("sm_"):
+                assert stack_bytes(kernel, tmp_path) == 0, config
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
+def test_on_sm_90_the_weight_is_fetched_before_the_kernel_before_has_ended_and_x_after(gated):
+    kernel, config = built("sm_90", 16, 2560, 5120, gated)
+    ptx = kernel.asm["ptx"]
+    wait = ptx.index("griddepcontrol.wait")
+    assert config.ahead > 0
+    assert ptx.index("cp.async.bulk.prefetch.L2") < wait
+    assert ptx.index("cp.async.bulk.tensor") > wait
+    # Only then may the next kernel's programs come up, which would prefetch too.
+    assert wait < ptx.rindex("wgmma.mma_async") < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_sums_of_parts_compile():
+    for arch in TARGETS:
+        for gated in (False, True):
+            parts = torch.zeros(8)
+            compiled(
+                skinny.sum_parts_kernel, parts, parts.bfloat16(), 1 << 20, 3, GATED=gated, BLOCK=skinny.SUM_BLOCK,
+                arch=arch, **launch_options(capabilities_of(arch)),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_size_has_a_config(arch):
+    caps = capabilities_of(arch)
+    for M in (1, 7, 16, 17, 64, 100, 128):
+        for N, K in (*PROJECTIONS, (8, 16), (151936, 5120), (64, 100000)):
+            for gated in (False, True):
+                config = skinny.config_for(M, N, K, caps, gated)
+                assert config.block_m < max(32, 2 * M)
+                assert config.parts <= max(1, K // config.block_k)
+
+
+def test_explain_says_which_design_and_why(capsys):
+    caps = capabilities_of("sm_90")
+    for op, M, design, said in (
+        ("matmul", 16, "skinny", "M=16 <= 64"),
+        ("matmul", 65, "library", "cuBLAS"),
+        ("matmul_silu_mul", 64, "skinny", "M=64 <= 64"),
+        ("matmul_silu_mul", 65, "library", "M=65 > 64"),
+    ):
+        found = ops.explain(op, M=M, N=5120, K=6400, world_size=1, caps=caps)
+        assert found.algorithm == design
+        assert said in found.reason and said in capsys.readouterr().out
+
+
+def test_other_targets_and_dtypes_get_another_design():
+    for arch, dtype, N in (("sm_80", BF16, 5120), ("gfx942", BF16, 5120), ("sm_90", FP32, 5120), ("sm_90", BF16, 64)):
+        for op in skinny.OPS:
+            config, reason = skinny.configured(op, 16, N, 5120, dtype, capabilities_of(arch))
+            assert config is None and reason
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
+def test_the_same_bits_with_and_without_programmatic_dependent_launch(gated, monkeypatch):
+    """A chain in which each product reads what the one before wrote, in a graph: a load of x that came too early shows."""
+    caps = local.capabilities_of(torch.device("cuda", torch.cuda.current_device()))
+    generator = torch.Generator("cuda").manual_seed(0)
+    H, steps = 5120, 6
+
+    def chain(x, weights, config):
+        for weight in weights:
+            x = torch.ops.weft.add_rms_norm(x, x, torch.ones_like(x[0]), 1e-6)[0]
+            x = skinny.run(x, weight, config, gated)
+        return x
+
+    for M in (1, 16, 33, 64):
+        weights = [
+            torch.randn((H * (2 if gated else 1), H), generator=generator, device="cuda").bfloat16() * 0.02
+            for _ in range(steps)
+        ]
+        x = torch.randn((M, H), generator=generator, device="cuda").bfloat16()
+        split = SkinnyConfig(block_m=16, block_n=64, block_k=128, parts=3, ahead=512)
+        for config in (skinny.config_for(M, H, H, caps, gated), split):
+            results = []
+            for options in ({}, launch_options(caps)):
+                monkeypatch.setattr(skinny, "launch_options", lambda caps, options=options: options)
+                results.append(chain(x, weights, config))
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    captured = chain(x, weights, config)
+                for _ in range(20):
+                    graph.replay()
+                results.append(captured.clone())
+            for result in results[1:]:
+                assert_identical(result, results[0], what=f"M={M} {config}")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("op", [ops.matmul, ops.matmul_silu_mul])
+def test_on_a_gpu(op):
+    gated = op is ops.matmul_silu_mul
+    caps = local.capabilities_of(torch.device("cuda", torch.cuda.current_device()))
+    for M in (1, 5, 16, 40, 64, 128, 200):
+        for N, K in ((2560, 5120), (5120, 2048), (1000, 5008), (33, 512)):
+            x, weight = (t.cuda() for t in operands(M, N, K, BF16, gated=gated))
+            out, what = op(x, weight), f"{M}x{N}x{K}"
+            if skinny.chosen_for(op.__name__, x, weight, caps) is None:
+                product = x @ weight.T
+                assert_identical(out, ops.silu_mul(product) if gated else product, what=what)
+            else:
+                assert_close(out, reference(x, weight, gated), K, what=what)
+            assert_identical(op(x, weight), out, what=what)

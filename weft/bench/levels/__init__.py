@@ -1,0 +1,1 @@
+"""Whole steps of a model, whole models and single layers: weft beside plain torch with NCCL."""

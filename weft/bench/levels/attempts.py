@@ -1,0 +1,114 @@
+"""Steps as attempts that the harness can run, capture and check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.bench.levels.baseline import Cache
+from weft.bench.levels.sessions import Session, TorchSession, shard_of
+from weft.bench.providers import Attempt
+
+if TYPE_CHECKING:
+    from weft.bench.levels.problem import StepProblem
+
+FORCED_PROMPT, FORCED_STEPS = 24, 8
+
+
+class WrongAnswer(ValueError):
+    """A provider's logits differ too much from the eager baseline's."""
+
+
+def step(problem: StepProblem, session: Session) -> Attempt:
+    """What the session does in the timing. Its caches hold the step's history, which all sessions share or have a copy of."""
+    if problem.op == "model":
+        if problem.decodes:
+            session.recall(problem.history(), problem.length - 1)
+        return model_step(problem, session)
+    tokens = problem.batch * problem.new
+    sharded = session.is_sharded(tokens)
+    x = shard_of(problem.x, problem.team) if sharded else problem.x
+    if problem.op == "mlp":
+        return Attempt(run=lambda number: session.mlp(number, x, tokens), local=sharded)
+    if problem.decodes:
+        session.recall(problem.history(), problem.length - 1)
+    at = session.one_each(problem.positions) if problem.decodes else session.prompts(problem.length)
+    return Attempt(run=lambda number: session.attend(number, x, at), local=sharded)
+
+
+def step_alone(problem: StepProblem, session: Session) -> torch.Tensor:
+    """Logits of a model's step after a history of the session's own. It may have fewer sequences than the step: the first."""
+    if problem.decodes and problem.length > 1:
+        session.prefill(problem.tokens[: session.batch, :-1], session.prompts(problem.length - 1))
+    return model_step(problem, session).run(0)
+
+
+def model_step(problem: StepProblem, session: Session) -> Attempt:
+    """`step` of a model; the session's caches hold what comes before."""
+    tokens, positions = problem.tokens[: session.batch], problem.positions[: session.batch]
+    chosen = torch.empty(session.batch, dtype=torch.int64, device=problem.team.device)
+    last = tokens[:, -1].contiguous()
+    at = None if problem.decodes else session.prompts(problem.length)
+
+    def run(number: int) -> torch.Tensor:
+        logits = session.decode(last, positions) if problem.decodes else session.prefill(tokens, at)
+        chosen.copy_(session.choose(logits))
+        return logits
+
+    return Attempt(run=run, prepare=lambda number: chosen.fill_(-1), chosen=chosen)
+
+
+def remember(problem: StepProblem, session: TorchSession) -> Cache:
+    """The session's caches, filled with all tokens of the sequences but the last ones."""
+    before = problem.length - 1
+    if before and problem.op == "model":
+        session.prefill(problem.tokens[:, :-1], session.prompts(before))
+    elif before:
+        at = session.prompts(before)
+        for number in problem.sets:
+            session.attend(number, problem.earlier, at)
+    return session.cache
+
+
+def check_first(problem: StepProblem, make: Callable[[int, int], Session]) -> None:
+    """WrongAnswer on all ranks unless a session gives the eager baseline's answers: of a model, to given tokens; of layers, of
+    each that the timing rotates through. ``make``: (batch, max_len) -> the session. Collective."""
+    if problem.op == "model":
+        check_forced(problem, make)
+        return
+    size = problem.batch, problem.length
+    found, expected = (step(problem, session) for session in (make(*size), TorchSession(problem.baseline, *size)))
+    for number in problem.sets:
+        right = expected.run(number)
+        right = shard_of(right, problem.team) if found.local else right
+        _compare(problem, found.run(number), right, f"of layer {number}")
+
+
+def check_forced(problem: StepProblem, make: Callable[[int, int], Session]) -> None:
+    """`check_first` of logits after a prompt, and after each of FORCED_STEPS given tokens."""
+    size = problem.batch, FORCED_PROMPT + FORCED_STEPS
+    if not problem.forced:
+        problem.forced += forced(problem, TorchSession(problem.baseline, *size))
+    for number, (actual, expected) in enumerate(zip(forced(problem, make(*size)), problem.forced, strict=True)):
+        _compare(problem, actual, expected, f"after given token {number}" if number else "after the prompt")
+
+
+def _compare(problem: StepProblem, actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    mine = problem.distance(actual, expected)[1] if actual.shape == expected.shape else math.inf
+    worst = max(problem.team.exchange(mine))
+    if not worst <= problem.limit:
+        raise WrongAnswer(f"wrong answer: relative RMS {worst:.3g} of a row {where}, more than {problem.limit:g}")
+
+
+def forced(problem: StepProblem, session: Session) -> Iterator[torch.Tensor]:
+    """Logits after a prompt, and after each of FORCED_STEPS tokens that are given, not chosen."""
+    generator = torch.Generator().manual_seed(9)
+    size = problem.batch, FORCED_PROMPT + FORCED_STEPS
+    tokens = torch.randint(problem.config.vocab_size, size, generator=generator).to(problem.team.device)
+    yield session.prefill(tokens[:, :FORCED_PROMPT], session.prompts(FORCED_PROMPT)).clone()
+    for place in range(FORCED_PROMPT, size[1]):
+        positions = torch.full((problem.batch,), place, device=tokens.device)
+        yield session.decode(tokens[:, place].contiguous(), positions).clone()

@@ -1,0 +1,97 @@
+"""What the time of a step goes to: kernels of one replay as torch's profiler saw them, by kind, and the gaps between."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from weft.bench.measure import Meter, finish
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+# In the order of the tables. "gemm+communication" are kernels that do both; a norm that is fused into an all-reduce counts as
+# communication, one that torch.compile has fused into other work on elements as pointwise.
+KINDS = ("attention", "gemm", "gemm+communication", "communication", "pointwise", "other", "gap")
+# The first that matches a kernel's name decides. Of weft by kernel; of libraries by what their names have in common:
+# nvjet, cutlass and xmma are cuBLAS's, fmha and flash torch's SDPA, triton_… torch.compile's, which spells out what it fused.
+NAMES = (
+    ("gemm+communication", r"all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce"),
+    ("attention", r"attention|flash|fmha|\bsdpa|cudnn_generated"),
+    ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|all_to_all|PtoP|^(begin|wait|sum)_kernel"),
+    ("pointwise", r"rms_norm|qk_norm_rope|silu_mul_kernel|^triton_(poi|red|per)_(?!.*_(mm|addmm|linear)(_|$))"),
+    ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|matmul_kernel|skinny|sum_parts|splitk|cublas|dot_kernel|_(mm|addmm|linear)(_|$)"),
+    ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),
+)  # fmt: skip
+RULES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES)
+START = "barrier_kernel"  # the harness's, right before each step
+
+
+class Kernel(NamedTuple):
+    """name, and start and end in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, rule in RULES if rule.search(name)), "other")
+
+
+def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Microseconds of one step by kind, of several steps the mean; {} where no step is in ``kernels``.
+
+    A step is what runs after a barrier of the harness. Where kernels overlap the time is that of the one that began
+    first: a later one waits for it, or hides behind it. The sum is the time from the barrier's end to that of the last kernel.
+    """
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    found = dict.fromkeys(KINDS, 0.0)
+    steps, reached = 0, None
+    for kernel in ordered:
+        if kernel.name == START:
+            steps, reached = steps + 1, kernel.end
+        elif reached is not None:
+            found["gap"] += max(0.0, kernel.start - reached)
+            found[kind_of(kernel.name)] += max(0.0, kernel.end - max(reached, kernel.start))
+            reached = max(reached, kernel.end)
+    return {kind: time / steps for kind, time in found.items()} if steps else {}
+
+
+def profile(team: Team, meter: Meter) -> dict[str, float] | None:
+    """`breakdown` of one more round of ``meter``, rank 0's on every rank; None without GPUs, or where the profiler of torch
+    does not work there. Collective."""
+    if team.device.type != "cuda":
+        return None
+    profiler = _started() if team.rank == 0 else None
+    team.barrier()
+    meter.replay()
+    finish(team, "a profiled round")
+    found: dict[str, float] = {}
+    if profiler is not None:
+        with contextlib.suppress(RuntimeError):
+            profiler.stop()
+            found = breakdown(kernels_of(profiler))
+    return team.exchange(found)[0] or None
+
+
+def _started() -> torch.profiler.profile | None:
+    try:
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+        profiler.start()
+    except RuntimeError:
+        return None
+    return profiler
+
+
+def kernels_of(profiler: torch.profiler.profile) -> list[Kernel]:
+    """Kernels, copies and fills on the GPU."""
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]

@@ -1,0 +1,95 @@
+"""The flags of ``weft bench mlp | attn | model | generate``, and the plans that they mean. weft.bench.command calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weft.bench.shapes import LEVELS
+
+if TYPE_CHECKING:
+    from weft.bench.levels.plan import LevelPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelFlags:
+    """As they were typed; what was not is None or empty. ValueError for what cannot be right."""
+
+    model: str | None = None
+    layers: int | None = None
+    run_type: str | None = None
+    batches: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+    modes: tuple[str, ...] = ()
+    check: bool = False
+    breakdown: bool = False
+
+    def given(self) -> list[str]:
+        """Their names on the command line."""
+        names = {
+            "--model": self.model, "--layers": self.layers, "--run-type": self.run_type, "--bsz": self.batches,
+            "--ctx": self.contexts, "--mode": self.modes, "--check": self.check, "--breakdown": self.breakdown,
+        }  # fmt: skip
+        return [name for name, value in names.items() if value]
+
+    def check_op(self, op: str, shapes: tuple[str, ...]) -> None:
+        """ValueError for flags of a level with another op, and for two ways to say the same."""
+        if op not in LEVELS:
+            if self.given():
+                raise ValueError(f"{self.given()[0]} belongs to {', '.join(LEVELS)}; {op} takes --shapes")
+            return
+        from weft.bench.levels.providers import WEFT_MODES
+        from weft.bench.levels.steps import RUN_TYPES
+
+        if shapes and (self.run_type or self.batches or self.contexts):
+            raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
+        if op == "generate" and self.run_type:
+            raise ValueError(f"--run-type {self.run_type}: generate prefills and decodes; leave it out")
+        if self.run_type is not None and self.run_type not in RUN_TYPES:
+            raise ValueError(f"--run-type {self.run_type} is unknown; choose one of {', '.join(RUN_TYPES)}")
+        for mode in self.modes:
+            if mode not in WEFT_MODES:
+                raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}")
+
+
+def level_plan(
+    level: str,
+    flags: LevelFlags,
+    shapes: tuple[str, ...],
+    world_size: int,
+    *,
+    simulated: bool,
+    dtype: str,
+    providers: tuple[str, ...],
+    check_only: bool,
+    quick: bool,
+    eager: bool,
+    command: str,
+) -> LevelPlan:
+    """What ``weft bench LEVEL`` measures at one world size. Simulated ranks take the tiny model unless told otherwise."""
+    from weft.bench.levels.plan import LevelPlan
+    from weft.bench.levels.steps import DEFAULT_MODEL, TINY, check_split, config_of, parse_steps, words_of
+
+    model = flags.model or (TINY if simulated else DEFAULT_MODEL)
+    config = config_of(model, flags.layers)
+    if simulated and model != TINY:
+        raise ValueError(f"--model {model} needs GPUs; simulated ranks run --model {TINY}")
+    check_split(model, config, world_size)
+    words = shapes
+    if flags.run_type or flags.batches or flags.contexts:
+        words = words_of(level, flags.run_type, flags.batches, flags.contexts)
+    return LevelPlan(
+        op=level,
+        model=model,
+        layers=flags.layers,
+        shapes=parse_steps(level, words, config, tiny=simulated),
+        dtype=dtype,
+        providers=providers,
+        modes=flags.modes,
+        teacher_forced=flags.check,
+        breakdown=flags.breakdown,
+        check_only=check_only,
+        quick=quick,
+        eager=eager,
+        command=command,
+    )

@@ -1,0 +1,251 @@
+"""Whole answers: prompts in, tokens on the host, by weft's Engine and by the baseline. Timed by the host's clock.
+
+Time to first token: until the first token of every prompt is on the host. A token after it: the time from then on, over the
+tokens of one sequence. Each provider runs by itself, since its memory is not another's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.bench.levels.baseline import compiled
+from weft.bench.levels.problem import StepProblem
+from weft.bench.levels.sessions import TorchSession
+from weft.bench.measure import capturing, finish
+from weft.bench.providers import Provider, Unavailable
+from weft.bench.report import Row
+from weft.bench.runner import Bench
+from weft.bench.shapes import Shape
+from weft.engine import Engine
+from weft.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+# (prompt, token): as they come to the host.
+Tokens = Iterator[tuple[int, int]]
+ROUNDS, QUICK_ROUNDS = 5, 3
+# A word may be chosen that is not the eager baseline's likeliest, where rounding decides: by so many times the limit of the
+# logits' relative RMS is it allowed to lie below. The likeliest of 150,000 random words lies 5 times the RMS above any other.
+CLOSE = 6.0
+
+
+class AnswersProblem:
+    """`prompts` [batch, length] and weights, the same for all providers; how far an answer is from eager torch's."""
+
+    def __init__(self, plan: Any, shape: Shape, team: Team) -> None:
+        self.shape, self.team, self.plan = shape, team, plan
+        self.batch, self.length, self.new = shape.size
+        prefill = Shape(size=(self.batch, self.length, self.length), label=shape.label)
+        self.step = StepProblem(replace(plan, op="model", shapes=(prefill,)), prefill, team)
+        self.prompts = self.step.tokens
+
+    def judge(self, answers: list[list[int]]) -> str:
+        """Why the answers are wrong; "" if every token is one that eager torch would have chosen after those before it, but
+        for rounding. Collective."""
+        wrong = next(
+            (f"prompt {i}: {len(a)} tokens, not {self.new}" for i, a in enumerate(answers) if len(a) != self.new), ""
+        )
+        if wrong := next(filter(None, self.team.exchange(wrong)), ""):
+            return wrong
+        model, device = self.step.baseline, self.team.device
+        given = torch.tensor(answers, device=device)
+        tokens = torch.cat((self.prompts, given[:, :-1]), dim=1)
+        session = TorchSession(model, self.batch, tokens.shape[1])
+        # After the last token of each prompt, and after each one given.
+        rows = torch.arange(self.batch, device=device)[:, None] * tokens.shape[1] + torch.arange(
+            self.length - 1, tokens.shape[1], device=device
+        )
+        logits = session.prefill(tokens, session.prompts(tokens.shape[1]), rows.flatten())[:, : model.real]
+        local = given.flatten() - model.start
+        mine = (local >= 0) & (local < logits.shape[1])
+        taken = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0].masked_fill(~mine, float("-inf"))
+        sums = torch.stack((logits.max(dim=1).values, taken, logits.square().sum(dim=1)))
+        everyone = torch.stack([part.to(device) for part in self.team.exchange(sums.cpu())])
+        best, taken = everyone[:, 0].amax(0), everyone[:, 1].amax(0)
+        scale = (everyone[:, 2].sum(0) / self.step.config.vocab_size).sqrt()
+        below = ((best - taken) / scale).view(self.batch, self.new)
+        limit = CLOSE * self.step.limit
+        if float(below.max()) <= limit:
+            return ""
+        row, place = divmod(int(below.argmax()), self.new)
+        worst = f"{float(below.max()):.2g} RMS below eager torch's choice, more than {limit:.2g}"
+        return f"prompt {row}: token {place} lies {worst}"
+
+
+# --- providers ---------------------------------------------------------------------------------------------------------
+
+
+def weft(problem: AnswersProblem, mode: str) -> Callable[[], Tokens]:
+    """The engine with as many seats as prompts."""
+    config = problem.step.config
+    engine = Engine(
+        config, problem.team, mode=mode, dtype=problem.step.dtype, max_batch=problem.batch,
+        max_seq_len=problem.length + problem.new, pages=1 + problem.batch * -(-(problem.length + problem.new) // 64),
+    )  # fmt: skip
+    theirs = dict(problem.step.weights.named_parameters())
+    for name, parameter in engine.model.named_parameters():
+        parameter.data = theirs[name].data
+    prompts = problem.prompts.tolist()
+    params = [SamplingParams(max_tokens=problem.new, ignore_eos=True)] * problem.batch
+
+    def answers() -> Tokens:
+        for piece in engine.answer(prompts, params):
+            yield piece.prompt, piece.token_id
+
+    return answers
+
+
+def eager(problem: AnswersProblem) -> Callable[[], Tokens]:
+    session = TorchSession(problem.step.baseline, problem.batch, problem.length + problem.new)
+    return TorchAnswers(problem, session, session)
+
+
+def compile_decoding(problem: AnswersProblem) -> Callable[[], Tokens]:
+    """Prompts eagerly, tokens by torch.compile: gpt-fast's default."""
+    if problem.team.is_simulated:
+        raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
+    torch.compiler.reset()
+    model, longest = problem.step.baseline, problem.length + problem.new
+    writer = TorchSession(model, problem.batch, longest, compiled(problem.batch))
+    reader = TorchSession(model, problem.batch, longest)
+    reader.recall(writer.cache, longest)
+    return TorchAnswers(problem, reader, writer)
+
+
+class TorchAnswers:
+    """Prompts by one session, then its tokens by another with the same cache, each step one CUDA graph. The next step is
+    launched before the host waits for this one's tokens, as an engine does it."""
+
+    def __init__(self, problem: AnswersProblem, reader: TorchSession, writer: TorchSession) -> None:
+        self.problem, self.reader, self.writer = problem, reader, writer
+        device, self.on_gpu = problem.team.device, problem.team.device.type == "cuda"
+        self.tokens = torch.zeros(problem.batch, dtype=torch.int64, device=device)
+        self.positions = torch.full((problem.batch,), problem.length, device=device)
+        self.host = torch.empty(problem.new, problem.batch, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if self.on_gpu:
+            self.step()
+            finish(problem.team, "the first step of a baseline")
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph):
+                self.step()
+            self.graph = graph
+
+    def step(self) -> None:
+        logits = self.writer.decode(self.tokens, self.positions)
+        self.tokens.copy_(self.writer.choose(logits))
+        self.positions.add_(1)
+
+    def launch(self, place: int) -> torch.cuda.Event | None:
+        if place == 0:
+            at = self.reader.prompts(self.problem.length)
+            self.tokens.copy_(self.reader.choose(self.reader.prefill(self.problem.prompts, at)))
+            self.positions.fill_(self.problem.length)
+        elif self.graph is not None:
+            self.graph.replay()
+        else:
+            self.step()
+        self.host[place].copy_(self.tokens, non_blocking=True)
+        if not self.on_gpu:
+            return None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copied
+
+    def __call__(self) -> Tokens:
+        copied = self.launch(0)
+        for place in range(self.problem.new):
+            arrived = copied
+            if place + 1 < self.problem.new:
+                copied = self.launch(place + 1)
+            if arrived is not None:
+                arrived.synchronize()
+            yield from enumerate(self.host[place].tolist())
+
+
+def providers(modes: Sequence[str]) -> tuple[Provider, ...]:
+    ours = (
+        Provider(name=f"weft.{mode}", ops=("generate",), role="weft", make=partial(weft, mode=mode)) for mode in modes
+    )
+    others = (("torch.eager", eager), ("torch.compile", compile_decoding))
+    return (*ours, *(Provider(name=name, ops=("generate",), role="other", make=make) for name, make in others))
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one round on one rank."""
+
+    first: float
+    each: float
+    whole: float
+
+
+class GenerateBench(Bench):
+    """A provider after the other, each checked and then timed."""
+
+    def measure(self, shape: Shape) -> list[Row]:
+        problem, reason = self.together(lambda: AnswersProblem(self.plan, shape, self.team))
+        if problem is None or reason:
+            return list(self.without([shape], reason))
+        rows = []
+        for provider in self.providers:
+            with self.told(f"{shape.label}: {provider.name}"):
+                rows.append(self.one(problem, provider))
+        return rows
+
+    def one(self, problem: AnswersProblem, provider: Provider) -> Row:
+        row, what = self.row(problem.shape, provider), f"{provider.name} at {problem.shape.label}"
+        answers, reason = self.together(lambda: provider.make(problem), launches=what)
+        if answers is None or reason:
+            return replace(row, reason=reason)
+        found, reason = self.together(lambda: self.round(problem, answers), launches=what)
+        if found is None or reason:
+            return replace(row, reason=reason)
+        wrong, reason = self.together(lambda: problem.judge(found[1]))
+        if reason or wrong:
+            return replace(row, reason=f"wrong answer: {wrong}" if wrong else f"could not be checked: {reason}")
+        if self.plan.check_only:
+            return replace(row, max_abs_error=0.0, reason=None)
+        rounds = 1 if self.team.is_simulated else QUICK_ROUNDS if self.plan.quick else ROUNDS
+        times: list[Times] = []
+        for _ in range(rounds):
+            again, reason = self.together(lambda: self.round(problem, answers), launches=what)
+            if again is None or reason:
+                return replace(row, reason=reason)
+            times.append(again[0])
+        everyone = self.team.exchange(times)
+
+        def slowest(pick: Callable[[Times], float]) -> float:
+            return max(statistics.median(map(pick, ranks)) for ranks in everyone)
+
+        each = [time.each * 1e6 for time in times]
+        return replace(
+            row, mode="host" if self.team.is_simulated else "wall", median_us=slowest(lambda t: t.each) * 1e6,
+            p10_us=min(each), p90_us=max(each), samples=rounds, first_us=slowest(lambda t: t.first) * 1e6,
+            tokens_per_second=problem.batch * problem.new / slowest(lambda t: t.whole), reason=None,
+        )  # fmt: skip
+
+    def round(self, problem: AnswersProblem, answers: Callable[[], Tokens]) -> tuple[Times, list[list[int]]]:
+        found: list[list[int]] = [[] for _ in range(problem.batch)]
+        missing, first_at = problem.batch, 0.0
+        self.team.barrier()
+        begin = time.perf_counter()
+        for prompt, token in answers():
+            missing -= not found[prompt]
+            found[prompt].append(token)
+            if missing == 0 and not first_at:
+                first_at = time.perf_counter()
+        end = time.perf_counter()
+        each = (end - first_at) / max(1, problem.new - 1)
+        return Times(first=first_at - begin, each=each, whole=end - begin), found

@@ -1,0 +1,90 @@
+"""Steps of a model to measure, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weft.bench.levels.attempts import FORCED_STEPS
+from weft.bench.levels.breakdown import profile
+from weft.bench.levels.generate import GenerateBench
+from weft.bench.levels.problem import StepProblem
+from weft.bench.levels.providers import choose
+from weft.bench.levels.steps import config_of
+from weft.bench.plan import Plan
+from weft.bench.problem import DTYPES
+from weft.bench.providers import Provider
+from weft.bench.runner import Bench
+from weft.bench.shapes import Shape
+from weft.models.config import Qwen3Config
+
+if TYPE_CHECKING:
+    from weft.bench.measure import Meter
+    from weft.runtime.team import Team
+
+CHECK = (
+    "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "
+    "over that of the row, of logits at most 0.05 in bf16 or twice what eager torch itself is from fp32; and that the chosen "
+    "words are the likeliest; before timing, and once more as it is timed"
+)
+CHECK_ANSWERS = (
+    "every token of every answer, given those before it, is the one that eager torch finds likeliest, but for rounding"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelPlan(Plan):
+    """``op`` is a level.
+
+    model, layers   by name, and how many of its layers; None: all
+    modes           of weft's models; all if empty
+    teacher_forced  compare logits over several given tokens before anything is timed, besides those of the step itself
+    breakdown       say what the time of a step goes to
+    """
+
+    model: str
+    layers: int | None = None
+    modes: tuple[str, ...] = ()
+    teacher_forced: bool = False
+    breakdown: bool = False
+
+    @property
+    def config(self) -> Qwen3Config:
+        return config_of(self.model, self.layers)
+
+    @property
+    def subject(self) -> str:
+        return self.model if self.layers is None else f"{self.model}, {self.layers} layers"
+
+    def chosen(self) -> tuple[Provider, ...]:
+        return choose(self.op, self.modes, self.providers)
+
+    def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
+        return (GenerateBench if self.op == "generate" else Bench)(team, self, empty_us, say)
+
+    def problem(self, shape: Shape, team: Team) -> Any:
+        return StepProblem(self, shape, team)
+
+    def parts(self, team: Team, meter: Meter | None) -> dict[str, float] | None:
+        return profile(team, meter) if self.breakdown and meter is not None else None
+
+    def moved_bytes(self) -> int:
+        """The hidden states of the longest prompts."""
+        tokens = max((shape.size[0] * shape.size[1] for shape in self.shapes), default=0)
+        return tokens * self.config.hidden_size * DTYPES[self.dtype].itemsize
+
+    def protocol(self, simulated: bool, empty_us: float | None) -> dict[str, Any]:
+        found = Plan.protocol(self, simulated, empty_us) | {"check": CHECK}
+        if self.op == "generate" and not simulated:
+            found["timing"] = "the host's clock, from a barrier of all ranks to the tokens on the host"
+            found["alternation"] = "each provider by itself: an answer unchecked, then all rounds"
+            found["check"] = CHECK_ANSWERS
+        if self.op == "model":
+            found["data"] = (
+                "random weights and prompts; what comes before a decoding step is eager torch's, the same for all providers; "
+                "one step again and again"
+            )
+        if self.teacher_forced:
+            found["teacher-forced"] = f"logits after a prompt and {FORCED_STEPS} given tokens, likewise"
+        return found

@@ -1,0 +1,72 @@
+"""A level's panels: each step's times over the roofline as bars, and what they go to as stacked bars."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.bench.levels.breakdown import KINDS
+from weft.bench.levels.table import floor_us, layers_of
+from weft.bench.report import Report, providers_of, row_of, shapes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+GAP_COLOUR = "#dddddd"
+
+
+def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
+    """Every step's time over the roofline's, as a bar for each provider, with its milliseconds; where there is no roofline the
+    milliseconds themselves."""
+    shapes = shapes_of(report)
+    floors = [floor_us(report, shape) for shape in shapes]
+    units = [floor or 1e3 for floor in floors] if all(floors) else [1e3] * len(shapes)
+    timed = [p for p in providers_of(report) if any(_us(report, shape, p) for shape in shapes)]
+    width = 0.8 / max(1, len(timed))
+    for number, provider in enumerate(timed):
+        found = [(place, _us(report, shape, provider)) for place, shape in enumerate(shapes)]
+        at = [(place - 0.4 + (number + 0.5) * width, us, units[place]) for place, us in found if us]
+        bars = axes.bar(
+            [place for place, _, _ in at], [us / unit for _, us, unit in at], width, label=provider,
+            color=colours[number % len(colours)], gid=provider,
+        )  # fmt: skip
+        axes.bar_label(bars, [f"{us / 1e3:.3g}" for _, us, _ in at], fontsize=6)
+    if all(floors):
+        axes.axhline(1, color="black", linewidth=1.2, label="roofline")
+    labels = [next(row.label for row in report.rows if row.shape == shape) for shape in shapes]
+    axes.set_xticks(range(len(shapes)), labels, fontsize=7)
+    what = "times the roofline; ms" if all(floors) else "ms"
+    axes.set_title(
+        f"{report.op} of {report.subject}, {report.dtype}, world size {report.world_size}: {what}", loc="left"
+    )
+    if timed:
+        _dress(axes)
+
+
+def parts(axes: Axes, report: Report, colours: Sequence[str]) -> None:
+    """Microseconds a layer, a stacked bar for each row that has its parts."""
+    rows, layers = [row for row in report.rows if row.parts_us], layers_of(report)
+    lefts = [0.0] * len(rows)
+    for number, kind in enumerate(KINDS):
+        values = [(row.parts_us or {}).get(kind, 0.0) / layers for row in rows]
+        if any(values):
+            colour = GAP_COLOUR if kind == "gap" else colours[number % len(colours)]
+            axes.barh(range(len(rows)), values, 0.7, lefts, label=kind, color=colour, gid=kind)
+        lefts = [left + value for left, value in zip(lefts, values, strict=True)]
+    axes.set_yticks(range(len(rows)), [f"{row.label}  {row.provider}" for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_title(f"{report.op} of {report.subject}, world size {report.world_size}: µs a layer", loc="left")
+    _dress(axes, "x")
+
+
+def _us(report: Report, shape: tuple[int, ...], provider: str) -> float | None:
+    row = row_of(report, shape, provider)
+    return None if row is None else row.median_us
+
+
+def _dress(axes: Axes, grid: str = "y") -> None:
+    axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -1,0 +1,170 @@
+"""One step of one model at one rank: inputs, models that share their weights, and the eager baseline's answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.bench.levels.attempts import remember, step, step_alone
+from weft.bench.levels.baseline import Baseline, Cache
+from weft.bench.levels.roofline import weights
+from weft.bench.levels.sessions import TorchSession, build, shard_of
+from weft.bench.levels.steps import is_decode
+from weft.bench.problem import COLD_BYTES, DTYPES, Verdict
+from weft.bench.providers import Attempt
+
+if TYPE_CHECKING:
+    from weft.bench.levels.plan import LevelPlan
+    from weft.bench.shapes import Shape
+    from weft.models.qwen3 import Qwen3ForCausalLM
+    from weft.runtime.team import Team
+
+# Of every row's answer, root mean square of the error over that of the eager baseline's. Both round, at different places:
+# over the 4 layers of a small model that is 0.01 .. 0.03 in bf16, where a wrong RoPE base gives 0.27 and swapped halves of a
+# fused weight 0.2 and more.
+MODEL_LIMIT = {"bf16": 0.05, "fp16": 0.01, "fp32": 1e-4}
+LAYER_LIMIT = {"bf16": 0.02, "fp16": 0.004, "fp32": 1e-4}
+# Rounding adds up over layers, in 64 random ones to 0.07. Where the eager baseline is so far from fp32 that two which round
+# independently may be further apart than MODEL_LIMIT, so many times that distance are allowed. A few sequences show it.
+NOISE_FACTOR, NOISE_ROWS = 2.0, 2
+
+
+class StepProblem:
+    """`sets` are layers to rotate through, so that weights are cold; of the level "model" there is one.
+
+    tokens     [batch, length], the same on all ranks; x [batch * new, H] likewise, for single layers
+    positions  [batch]: of the new tokens, where the step decodes
+    """
+
+    def __init__(self, plan: LevelPlan, shape: Shape, team: Team) -> None:
+        self.op, self.shape, self.team, self.plan = plan.op, shape, team, plan
+        self.dtype, self.dtype_name = DTYPES[plan.dtype], plan.dtype
+        self.batch, self.length, self.new = shape.size
+        self.decodes = is_decode(shape.size)
+        config = plan.config
+        if self.op != "model":
+            layers = self._cold_layers() if team.device.type == "cuda" else min(2, config.num_hidden_layers)
+            config = replace(config, num_hidden_layers=layers)
+        self.config = config
+        self.sets = list(range(1 if self.op == "model" else config.num_hidden_layers))
+        self.weights: Qwen3ForCausalLM = build(config, team, "torch", self.dtype)
+        self.baseline = Baseline(self.weights)
+        generator = torch.Generator().manual_seed(7)
+        tokens = torch.randint(config.vocab_size, (self.batch, self.length), generator=generator)
+        self.tokens = tokens.to(team.device)
+        self.positions = torch.full((self.batch,), self.length - 1, device=team.device)
+        shared = torch.Generator(team.device).manual_seed(8)
+        self._inputs = [
+            torch.empty(self.batch * n, config.hidden_size, dtype=self.dtype, device=team.device).normal_(
+                generator=shared
+            )
+            for n in ((self.new, self.length - self.new) if self.op != "model" else ())
+        ]
+        self._answers: dict[bool, torch.Tensor] = {}
+        self._history: Cache | None = None
+        self._noise: float | None = None
+        self.forced: list[torch.Tensor] = []  # see attempts.check_forced
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.op == "model" else max(2, len(self.sets))
+
+    @property
+    def limit(self) -> float:
+        """Of `distance`. Collective at the first call."""
+        if self.op != "model":
+            return LAYER_LIMIT[self.dtype_name]
+        if self._noise is None:
+            few = min(self.batch, NOISE_ROWS)
+            both = self.baseline, self.baseline.in_fp32()
+            found, exact = (step_alone(self, TorchSession(model, few, self.length)) for model in both)
+            self._noise = max(self.team.exchange(self.distance(found, exact)[1]))
+        return max(MODEL_LIMIT[self.dtype_name], NOISE_FACTOR * self._noise)
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self._inputs[0]
+
+    @property
+    def earlier(self) -> torch.Tensor:
+        """What a single layer's history is made from, [batch * (length - new), H]."""
+        return self._inputs[1]
+
+    def history(self) -> Cache:
+        """Keys and values of what comes before a decoding step, by eager torch: every provider goes on from the same."""
+        if self._history is None:
+            self._history = remember(self, TorchSession(self.baseline, self.batch, self.length))
+        return self._history
+
+    def _cold_layers(self) -> int:
+        """Layers enough that COLD_BYTES lie between two uses of one."""
+        sizes = weights(self.plan.config, self.team.size)
+        names = ("gate_up", "down") if self.op == "mlp" else ("qkv", "o")
+        nbytes = sum(sizes[name] for name in names) * self.dtype.itemsize
+        return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
+
+    def model(self, mode: str) -> Qwen3ForCausalLM:
+        """weft's, on these weights."""
+        return build(self.config, self.team, mode, self.dtype, like=self.weights)
+
+    # --- the baseline's answer --------------------------------------------------------------------------------------
+
+    def answer(self, local: bool = False) -> torch.Tensor:
+        """Of set 0. ``local``: this rank's rows of it, where tokens are sharded."""
+        if False not in self._answers:
+            self._answers[False] = step(self, TorchSession(self.baseline, self.batch, self.length)).run(0)
+        if local and True not in self._answers:
+            self._answers[True] = shard_of(self._answers[False], self.team)
+        return self._answers[local]
+
+    def forget(self) -> None:
+        self._answers.clear()
+        self.forced.clear()
+
+    # --- judging ----------------------------------------------------------------------------------------------------
+
+    def verdict(self, attempt: Attempt, actual: torch.Tensor) -> Verdict:
+        """Of what ``attempt.run`` gave, and of the words it has chosen. Collective."""
+        verdict = self.judge(actual, attempt.local)
+        if attempt.chosen is None:
+            return verdict
+        wrong = self.check_choice(actual, attempt.chosen)
+        return replace(verdict, wrong=verdict.wrong or wrong)
+
+    def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
+        expected = self.answer(local)
+        if tuple(actual.shape) != tuple(expected.shape):
+            wrong = f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+            return Verdict(max_abs_error=math.inf, rms_error=math.inf, wrong=wrong)
+        worst, relative = self.distance(actual, expected)
+        wrong = ""
+        if not relative <= self.limit:
+            wrong = f"relative RMS {relative:.3g} of a row to the eager baseline, more than {self.limit:g}"
+        return Verdict(max_abs_error=worst, rms_error=relative, wrong=wrong)
+
+    def distance(self, actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+        """(largest error, largest RMS of a row's error over the RMS of the row expected); NaN counts as infinite."""
+        words = self.baseline.real if self.op == "model" else actual.shape[1]
+        actual, expected = actual[:, :words].float(), expected[:, :words].float()
+        if actual.numel() == 0:
+            return 0.0, 0.0
+        error = (actual - expected).nan_to_num(math.inf, math.inf, math.inf)
+        scale = expected.square().mean(dim=1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        # Rows that pad a shard are zero in both.
+        return float(error.abs().max()), float((error.square().mean(dim=1).sqrt() / scale).max())
+
+    def check_choice(self, logits: torch.Tensor, tokens: torch.Tensor) -> str:
+        """Why ``tokens`` [batch] are not the likeliest words of all ranks' ``logits``; "" if they are. Collective."""
+        mine = logits.max(dim=-1).values.tolist()
+        best = [max(row) for row in zip(*self.team.exchange(mine), strict=True)]
+        start, size = self.baseline.start, logits.shape[1]
+        wrong = ""
+        for row, word in enumerate(tokens.tolist()):
+            if start <= word < start + size and float(logits[row, word - start]) != best[row]:
+                wrong = f"sequence {row}: word {word} is not the likeliest"
+            if not 0 <= word < self.config.vocab_size:
+                wrong = f"sequence {row}: {word} is no word"
+        return next(filter(None, self.team.exchange(wrong)), "")

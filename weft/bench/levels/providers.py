@@ -1,0 +1,59 @@
+"""Every way to take a step: weft's modes, torch eagerly, and torch.compile, both with NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from weft.bench.levels import generate
+from weft.bench.levels.attempts import check_first, step
+from weft.bench.levels.baseline import compiled
+from weft.bench.levels.problem import StepProblem
+from weft.bench.levels.sessions import TorchSession, WeftSession
+from weft.bench.providers import Attempt, Provider, Unavailable, named_by
+from weft.bench.shapes import LEVELS
+
+WEFT_MODES = ("auto", "ag_rs", "gemm_ar")
+
+
+def weft(problem: StepProblem, mode: str) -> Attempt:
+    model = problem.model(mode)
+    if problem.plan.teacher_forced:
+        check_first(problem, partial(WeftSession, model))
+    return step(problem, WeftSession(model, problem.batch, problem.length))
+
+
+def eager(problem: StepProblem) -> Attempt:
+    return step(problem, TorchSession(problem.baseline, problem.batch, problem.length))
+
+
+def compile_all(problem: StepProblem) -> Attempt:
+    if problem.team.is_simulated:
+        raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
+    torch.compiler.reset()  # of the last shape: what is compiled for one shape is never used for another
+    functions = compiled(problem.batch * problem.new)
+    return step(problem, TorchSession(problem.baseline, problem.batch, problem.length, functions))
+
+
+def providers_for(level: str, modes: Sequence[str] = ()) -> tuple[Provider, ...]:
+    """Of a level; of weft's modes those named, all if none are."""
+    modes = [mode for mode in WEFT_MODES if mode in (modes or WEFT_MODES)]
+    if level == "generate":
+        return generate.providers(modes)
+    return (
+        *(Provider(name=f"weft.{mode}", ops=LEVELS, role="weft", make=partial(weft, mode=mode)) for mode in modes),
+        Provider(name="torch.eager", ops=LEVELS, role="other", make=eager),
+        Provider(name="torch.compile", ops=LEVELS, role="other", make=compile_all),
+    )
+
+
+def choose(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Provider, ...]:
+    """Those of `providers_for` that ``words`` name, all if there are none. ValueError for a word that names none."""
+    available = providers_for(level, modes)
+    names = [provider.name for provider in available]
+    for word in words:
+        if not any(named_by(word, name) for name in names):
+            raise ValueError(f"provider {word!r} is unknown here; {level} has {', '.join(names)}")
+    return tuple(p for p in available if not words or any(named_by(word, p.name) for word in words))

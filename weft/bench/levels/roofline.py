@@ -1,0 +1,91 @@
+"""What the hardware allows for a step of a model: bytes of weights and keys, operations, wire time and latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weft.bench.limits import ITEMSIZE, Limits
+
+if TYPE_CHECKING:
+    from weft.models.config import Qwen3Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Microseconds of one step on one rank.
+
+    gemms      of the layers: weights read at memory bandwidth or multiplied at peak FLOP/s, whichever takes longer, by GEMM
+    head       the same of the vocabulary head
+    attention  keys and values read at memory bandwidth, or the products of queries with them at peak FLOP/s
+    wire       all-reduced bytes over link bandwidth, ring-optimal
+    latency    of all-reduces: nothing after one can start sooner
+    exposed    what of the wire time the layers' GEMMs are too short to hide: as reduce-scatter and all-gather, half of it
+               can run beside the GEMM that makes the sum, the other half beside the one that takes it
+    """
+
+    gemms: float
+    head: float
+    attention: float
+    wire: float
+    latency: float
+    exposed: float
+
+    @property
+    def floor(self) -> float:
+        """What no implementation can beat: bytes on the wire are hidden behind GEMMs."""
+        return self.gemms + self.head + self.attention + self.latency + self.exposed
+
+    @property
+    def serial(self) -> float:
+        """The same without any overlap."""
+        return self.gemms + self.head + self.attention + self.latency + self.wire
+
+
+def weights(config: Qwen3Config, world_size: int) -> dict[str, int]:
+    """Elements of one rank's weights by GEMM of a layer."""
+    hidden, heads = config.hidden_size, config.num_attention_heads // world_size
+    kv_heads = max(config.num_key_value_heads // world_size, 1)
+    return {
+        "qkv": (heads + 2 * kv_heads) * config.head_dim * hidden,
+        "o": heads * config.head_dim * hidden,
+        "gate_up": 2 * config.intermediate_size // world_size * hidden,
+        "down": config.intermediate_size // world_size * hidden,
+    }
+
+
+def roofline(
+    level: str, config: Qwen3Config, world_size: int, shape: Sequence[int], dtype: str, limits: Limits | None
+) -> Roofline | None:
+    """Of one layer (levels "mlp" and "attn") or of the whole model. ``shape``: (batch, length, new). None where the limits
+    of the GPU or the dtype's peak are not known."""
+    if limits is None or dtype == "fp32":
+        return None
+    batch, length, new = shape
+    itemsize, tokens = ITEMSIZE[dtype], batch * new
+    layers = config.num_hidden_layers if level == "model" else 1
+    chosen = {"mlp": ("gate_up", "down"), "attn": ("qkv", "o"), "model": ("qkv", "o", "gate_up", "down")}[level]
+
+    def gemm(elements: int, rows: int) -> float:
+        return max(elements * itemsize / limits.memory, 2.0 * elements * rows / limits.flops) * 1e6
+
+    times = {name: gemm(size, tokens) for name, size in weights(config, world_size).items() if name in chosen}
+    attention = 0.0
+    if level != "mlp":
+        kv_heads, heads = max(config.num_key_value_heads // world_size, 1), config.num_attention_heads // world_size
+        nbytes = 2 * batch * length * kv_heads * config.head_dim * itemsize
+        # Query i of the new ones sees the tokens before them all, and i + 1 of the new ones.
+        pairs = batch * (new * (length - new) + new * (new + 1) / 2)
+        attention = max(nbytes / limits.memory, 4.0 * pairs * heads * config.head_dim / limits.flops) * 1e6
+    wire = latency = exposed = 0.0
+    if world_size > 1:
+        each = 2 * (world_size - 1) / world_size * tokens * config.hidden_size * itemsize / limits.link * 1e6
+        sums = len({"o", "down"} & times.keys())
+        wire, latency = each * sums, limits.latency * 1e6 * sums
+        exposed = max(0.0, wire - sum(times.values()))
+    head = gemm(-(-config.vocab_size // world_size) * config.hidden_size, batch) if level == "model" else 0.0
+    return Roofline(
+        gemms=layers * sum(times.values()), head=head, attention=layers * attention,
+        wire=layers * wire, latency=layers * latency, exposed=layers * exposed,
+    )  # fmt: skip

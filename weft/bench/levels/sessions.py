@@ -1,0 +1,151 @@
+"""A model set up for a batch of sequences, weft's or the baseline's, behind one interface: what the levels call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from weft.bench.levels.baseline import Baseline, Cache, Functions, traced_all_reduce
+from weft.models.qwen3 import DEFAULT_PAGE_SIZE, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from weft.models.config import Qwen3Config
+    from weft.runtime.team import Team
+
+
+class Session(Protocol):
+    """`batch` sequences of at most `max_len` tokens. Collective. x and y of a layer: [tokens, H], or [tokens' / W, H] where
+    tokens are sharded, tokens' the multiple of W. Nothing waits for the GPU, and all but `prompts` can be captured."""
+
+    batch: int
+
+    def prompts(self, length: int) -> Any:
+        """What `prefill` and `attend` need to know of prompts of so many tokens."""
+
+    def prefill(self, tokens: torch.Tensor, at: Any) -> torch.Tensor:
+        """Prompts [batch, length] → this rank's logits after the last token of each, [batch, V' / W] in fp32."""
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One more token of each sequence, [batch], at positions [batch] → logits after it."""
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest word [batch] of all ranks'."""
+
+    def one_each(self, positions: torch.Tensor) -> Any:
+        """What `attend` needs to know of a decoding step."""
+
+    def recall(self, history: Cache, length: int) -> None:
+        """Its caches hold the first `length` tokens of the baseline's `history`."""
+
+    def is_sharded(self, tokens: int) -> bool:
+        """Whether a layer's x and y are, in a step of so many tokens."""
+
+    def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
+        """y = attention of layer `index`, summed over the ranks."""
+
+    def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor: ...
+
+
+class TorchSession:
+    """The baseline, or with `functions` the same compiled."""
+
+    def __init__(self, model: Baseline, batch: int, max_len: int, functions: Functions | None = None) -> None:
+        self.model, self.batch, self.max_len = model, batch, max_len
+        self.cache = model.new_cache(batch, max_len)
+        self.run = functions or Functions()
+        self.sum = model.sum if functions is None else traced_all_reduce(model.team)
+
+    def prompts(self, length: int) -> Any:
+        return self.model.prompts(self.batch, length)
+
+    def prefill(self, tokens: torch.Tensor, at: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model.prefill(tokens, at, self.cache, self.run, self.sum, rows)
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model.decode(tokens, positions, self.cache, self.run, self.sum)
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.model.choose(logits)
+
+    def one_each(self, positions: torch.Tensor) -> Any:
+        return self.model.one_each(positions, self.max_len)
+
+    def recall(self, history: Cache, length: int) -> None:
+        self.cache = history
+
+    def is_sharded(self, tokens: int) -> bool:
+        return False
+
+    def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        return self.run.summed_attention(x, self.model.layers[index], keys, values, at, self.model.sizes, self.sum)
+
+    def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        return self.run.summed_mlp(x, self.model.layers[index], self.sum)
+
+
+class WeftSession:
+    """weft's model in one mode, its cache in pages that lie anywhere."""
+
+    def __init__(self, model: Qwen3ForCausalLM, batch: int, max_len: int) -> None:
+        self.model, self.batch = model, batch
+        each = -(-max_len // DEFAULT_PAGE_SIZE)
+        self.cache = model.new_cache(1 + batch * each)
+        shuffled = torch.randperm(batch * each, generator=torch.Generator().manual_seed(5))
+        self.pages = (1 + shuffled).view(batch, each).to(model.team.device, torch.int32)
+
+    def prompts(self, length: int) -> Any:
+        return self.model.prefill_step([(0, length)] * self.batch, self.pages)
+
+    def prefill(self, tokens: torch.Tensor, at: Any) -> torch.Tensor:
+        last = torch.arange(1, self.batch + 1, device=tokens.device) * tokens.shape[1] - 1
+        return self.model(tokens.flatten(), at, self.cache, last)
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, self.model.decode_step(positions, self.pages), self.cache)
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.model.lm_head.argmax(logits)
+
+    def one_each(self, positions: torch.Tensor) -> Any:
+        return self.model.decode_step(positions, self.pages)
+
+    def recall(self, history: Cache, length: int) -> None:
+        at = torch.arange(length, device=self.pages.device)
+        page, offset = self.pages[:, at // DEFAULT_PAGE_SIZE].long(), at % DEFAULT_PAGE_SIZE
+        for index, dense in enumerate(zip(*history, strict=True)):
+            for paged, part in zip(self.cache.layer(index), dense, strict=True):
+                # [batch, length, Hkv, D] on both sides.
+                paged[page, :, offset] = part[:, :, :length].transpose(1, 2)
+
+    def is_sharded(self, tokens: int) -> bool:
+        return self.model.plan(tokens).mode == "ag_rs"
+
+    def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
+        # A layer by itself gives whole sums: nothing comes after it that could add them up.
+        at = replace(at, plan=replace(at.plan, deferred=False))
+        return self.model.layers[index].self_attn(x, at, self.cache.layer(index))
+
+    def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        return self.model.layers[index].mlp(x, replace(self.model.plan(tokens), deferred=False))
+
+
+def build(
+    config: Qwen3Config, team: Team, mode: str, dtype: torch.dtype, like: Qwen3ForCausalLM | None = None
+) -> Qwen3ForCausalLM:
+    """weft's model with random weights, or with those of ``like`` by reference."""
+    model = Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype)
+    if like is None:
+        return model.fill_dummy()
+    theirs = dict(like.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data = theirs[name].data
+    return model
+
+
+def shard_of(x: torch.Tensor, team: Team) -> torch.Tensor:
+    """This rank's rows of x [tokens, H], padded with zeros to a multiple of W."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % team.size)).chunk(team.size)[team.rank].contiguous()

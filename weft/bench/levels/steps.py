@@ -1,0 +1,122 @@
+"""What is measured above single ops: models by name, and the steps that they take.
+
+A shape of a level is (batch, length, new): `batch` sequences that have `length` tokens after the step, `new` of which the step
+computes. Decoding: new = 1, and `length` is the context with the new token in it. Prefill of whole prompts: new = length.
+Of ``generate`` it is (batch, prompt, new): prompts of so many tokens, and how many are generated after each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from weft.bench.shapes import LEVELS, Shape
+from weft.models.config import PUBLISHED, Qwen3Config
+
+RUN_TYPES = ("prefill", "decode")
+TINY, DEFAULT_MODEL = "tiny", "qwen3-32b"
+# What is measured where nothing is asked for: the steps of the project's targets; simulated ranks get small ones.
+DEFAULTS = {
+    "mlp": ("decode:1x128,128x128", "prefill:32x128"),
+    "attn": ("decode:1x128,32x1024,128x128", "prefill:32x128"),
+    "model": ("decode:1x128,32x1024,128x128", "prefill:1x128,32x128"),
+    "generate": ("1x128+64", "32x128+64"),
+}
+TINY_DEFAULTS = {level: ("2x5+3",) if level == "generate" else ("decode:2x6", "prefill:2x5") for level in LEVELS}
+
+
+# What simulated ranks can run: every dimension another one, and 130 words that no world size but 1 and 2 divides.
+TINY_CONFIG = Qwen3Config(
+    vocab_size=130, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=256, tie_word_embeddings=False,
+    dtype=torch.bfloat16,
+)  # fmt: skip
+MODELS = (*PUBLISHED, TINY)
+
+
+def config_of(model: str, layers: int | None = None) -> Qwen3Config:
+    """The sizes of a model by name, with fewer layers if asked for. ValueError for a name or a number that it has not."""
+    if model not in MODELS:
+        raise ValueError(f"--model {model} is unknown; choose one of {', '.join(MODELS)}")
+    config = TINY_CONFIG if model == TINY else Qwen3Config.named(model)
+    if layers is None:
+        return config
+    if not 1 <= layers <= config.num_hidden_layers:
+        raise ValueError(f"--layers {layers}: {model} has 1 to {config.num_hidden_layers}")
+    return replace(config, num_hidden_layers=layers)
+
+
+def check_split(model: str, config: Qwen3Config, world_size: int) -> None:
+    """ValueError where the ranks cannot have equal shares."""
+    heads, intermediate = config.num_attention_heads, config.intermediate_size
+    kv_heads = config.num_key_value_heads
+    whole = kv_heads % world_size == 0 or world_size % kv_heads == 0
+    if heads % world_size or intermediate % world_size or not whole:
+        raise ValueError(
+            f"--world-size {world_size}: {model} has {heads} heads, {kv_heads} KV heads and {intermediate} intermediate "
+            f"features, which do not divide into so many shares; take 1, 2, 4 or 8"
+        )
+
+
+def is_decode(shape: Sequence[int]) -> bool:
+    """Of a step's (batch, length, new). A prompt of one token is a decoding step."""
+    return shape[2] == 1
+
+
+def words_of(level: str, run_type: str | None, batches: Sequence[int], contexts: Sequence[int]) -> tuple[str, ...]:
+    """``--run-type``, ``--bsz`` and ``--ctx`` as the words that `parse_steps` reads: every batch with every context."""
+    pairs = ",".join(f"{batch}x{context}" for batch in batches or (1,) for context in contexts or (128,))
+    if level == "generate":
+        return tuple(f"{pair}+64" for pair in pairs.split(","))
+    return tuple(f"{run}:{pairs}" for run in ([run_type] if run_type else reversed(RUN_TYPES)))
+
+
+def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: bool = False) -> tuple[Shape, ...]:
+    """The shapes that ``words`` name, in their order, none twice; the level's defaults if there are no words.
+
+    word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens of each; of generate BxP+N,…: N tokens
+          after prompts of P
+    tiny  other defaults
+
+    ValueError for what it cannot read, and for sequences that the model has no positions for.
+    """
+    found: dict[tuple[int, ...], Shape] = {}
+    for word in words or (TINY_DEFAULTS if tiny else DEFAULTS)[level]:
+        for shape in _generations(word) if level == "generate" else _steps(level, word):
+            longest = shape.size[1] + (shape.size[2] if level == "generate" else 0)
+            if longest > config.max_position_embeddings:
+                raise ValueError(
+                    f"--shapes {word}: {longest} tokens, but the model has {config.max_position_embeddings} positions"
+                )
+            found.setdefault(shape.size, shape)
+    return tuple(found.values())
+
+
+def _steps(level: str, word: str) -> list[Shape]:
+    run_type, _, pairs = word.strip().partition(":")
+    sizes = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", pair) for pair in pairs.split(",")]
+    if run_type not in RUN_TYPES or not all(sizes):
+        raise ValueError(
+            f"--shapes {word!r} is no step of {level}; write prefill:BxC or decode:BxC, B sequences of C tokens, as in "
+            f"decode:32x1024"
+        )
+    return [
+        Shape(size=(int(m[1]), int(m[2]), 1 if run_type == "decode" else int(m[2])), label=f"{run_type} {m[1]}x{m[2]}")
+        for m in sizes
+        if m
+    ]
+
+
+def _generations(word: str) -> list[Shape]:
+    sizes = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", part) for part in word.strip().split(",")]
+    if not all(sizes):
+        raise ValueError(
+            f"--shapes {word!r} is nothing to generate; write BxP+N, B prompts of P tokens and N tokens after each, as in "
+            f"32x128+64"
+        )
+    return [
+        Shape(size=(int(m[1]), int(m[2]), int(m[3])), label=f"{m[1]} prompts of {m[2]}, {m[3]} new") for m in sizes if m
+    ]

@@ -1,0 +1,52 @@
+"""Results of a run as digests, so that two runs can be compared bit for bit and a difference can be named."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from typing import Any
+
+import torch
+
+# Where in a rank's result -> digest; one for each tensor and each plain value.
+Digest = dict[str, bytes]
+
+
+def digest_of(results: list[Any]) -> Digest:
+    """Of every rank's result: tensors by dtype, shape and bits, containers by their members, anything else by its pickle."""
+    found: Digest = {}
+    for rank, result in enumerate(results):
+        _take(f"rank {rank}'s result", result, found)
+    return found
+
+
+def first_difference(one: Digest, other: Digest) -> str:
+    """The first place at which the two differ, "" if there is none."""
+    return next((place for place in {**one, **other} if one.get(place) != other.get(place)), "")
+
+
+def _take(place: str, value: Any, found: Digest) -> None:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().view(-1)
+        head = f"{value.dtype} {tuple(value.shape)}".encode()
+        found[place] = _hash(head, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    elif isinstance(value, (list, tuple)):
+        found[place] = _hash(f"{len(value)}".encode())
+        for index, member in enumerate(value):
+            _take(f"{place}[{index}]", member, found)
+    elif isinstance(value, dict):
+        found[place] = _hash(pickle.dumps([repr(key) for key in value]))
+        for key, member in value.items():
+            _take(f"{place}[{key!r}]", member, found)
+    else:
+        try:
+            found[place] = _hash(pickle.dumps(value))
+        except Exception:  # what cannot be pickled cannot be compared
+            found[place] = _hash(type(value).__name__.encode())
+
+
+def _hash(*parts: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,111 @@
+"""The batch that requests join and leave: what the scheduler decides is launched, and tokens come home a step later."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from weft.engine.pages import PagePool
+from weft.engine.prefill import Read
+from weft.engine.runner import Row, Runner
+from weft.engine.scheduler import Scheduler, Sequence, Span
+
+
+class Flight(NamedTuple):
+    """The tokens that a step has chosen, on their way to the host: of these sequences, at these seats."""
+
+    tokens: torch.Tensor
+    copied: torch.cuda.Event | None
+    seated: list[tuple[int, Sequence]]
+
+
+class Batch:
+    """Sequences on a runner, by a scheduler. Collective: every rank makes the same calls, and gets the same tokens.
+
+    On GPUs the host looks a step late: the next step is launched before it waits for this one's tokens.
+    """
+
+    def __init__(self, runner: Runner, chunk_tokens: int) -> None:
+        self.runner, self.team = runner, runner.team
+        pool = PagePool(runner.cache.pages, runner.page_size)
+        self.scheduler = Scheduler(pool, runner.max_batch, chunk_tokens)
+        self._late = 1 if self.team.device.type == "cuda" else 0
+        self._flights: deque[list[Flight]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return not self.scheduler.idle or bool(self._flights)
+
+    def step(self) -> list[tuple[Sequence, int]]:
+        """Launches a chunk of the waiting prompts and one token for everyone who has been read; the tokens that have arrived
+        meanwhile, in order. Before the next step the caller appends each to its sequence, or calls `scheduler.finish`; of a
+        sequence that has ended, one more token may arrive, which is nobody's."""
+        flights: list[Flight] = []
+        spans = self.scheduler.next_chunk()
+        if spans:
+            self.runner.read([_read(span) for span in spans])
+            flights += self._send_home([span.sequence for span in spans if span.last])
+        going_on = self.scheduler.next_decode()
+        if going_on is None:  # pages have run out, and who gives way depends on what is in flight
+            self._flights.append(flights)
+            return self._arrivals(0)
+        if going_on:
+            self._place(going_on)
+            self.runner.decode()
+            flights += self._send_home(going_on)
+        if flights:
+            self._flights.append(flights)
+        return self._arrivals(self._late if flights else 0)
+
+    def _place(self, sequences: list[Sequence]) -> None:
+        highest = max(sequence.seat for sequence in sequences) + 1
+        if self.runner.bucket(len(self.scheduler.seated)) < self.runner.bucket(highest):
+            self.runner.move(self.scheduler.compact())
+        self.runner.place({s.seat: Row(position=s.cached - 1, pages=s.pages, params=s.params) for s in sequences})
+
+    def _send_home(self, sequences: list[Sequence]) -> list[Flight]:
+        """Their tokens, as chosen by what was launched last, begin their way to the host."""
+        if not sequences:
+            return []
+        on_gpu = self.team.device.type == "cuda"
+        count = max(sequence.seat for sequence in sequences) + 1
+        tokens = torch.empty(count, dtype=torch.int64, pin_memory=on_gpu)
+        tokens.copy_(self.runner.tokens[:count], non_blocking=True)
+        copied = None
+        if on_gpu:
+            copied = torch.cuda.Event()
+            copied.record()
+        return [Flight(tokens, copied, [(sequence.seat, sequence) for sequence in sequences])]
+
+    def _arrivals(self, later: int) -> list[tuple[Sequence, int]]:
+        """The tokens of all steps in flight but the `later` last ones."""
+        arrived = []
+        while len(self._flights) > later:
+            for flight in self._flights.popleft():
+                arrived += self._landed(flight)
+        return arrived
+
+    def _landed(self, flight: Flight) -> list[tuple[Sequence, int]]:
+        if flight.copied is not None:
+            try:
+                flight.copied.synchronize()
+            except RuntimeError:
+                self.team.synchronize()  # names the wait that gave up, where that is why
+                raise
+        tokens = flight.tokens.tolist()
+        return [(sequence, tokens[seat]) for seat, sequence in flight.seated]
+
+
+def _read(span: Span) -> Read:
+    sequence = span.sequence
+    tokens = sequence.prompt + sequence.tokens
+    return Read(
+        seat=sequence.seat,
+        tokens=tokens[span.start : span.start + span.length],
+        before=span.start,
+        pages=sequence.pages,
+        params=sequence.params,
+        choose=span.last,
+    )

@@ -1,0 +1,146 @@
+"""A model over several GPUs from one ordinary Python process: the ranks are started, fed and ended here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
+from weft.engine.chat import ChatTemplate, Message
+from weft.engine.params import SamplingParams
+from weft.engine.text import load_tokenizer
+from weft.engine.workers import EngineOptions, ProcessWorkers, VirtualWorkers
+from weft.errors import NotEnoughGPUs, WeftError
+from weft.layers.plan import Mode
+from weft.models import Progress, Qwen3Config
+from weft.models.builtin import PATH as BUILTIN
+from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates
+
+
+class LLM:
+    """Text in, text out, from one process, which need not know of ranks.
+
+        with weft.LLM("path/of/Qwen3-32B", world_size=4) as llm:
+            [answer] = llm.generate("The weft is", weft.SamplingParams(temperature=0.7, max_tokens=100))
+
+    model       a Qwen3 checkpoint directory; None: the built-in one, which adds; a Qwen3Config: random weights, no tokenizer
+    world_size  None: all GPUs, or 4 virtual ranks
+    device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
+                one, made anew for every call; "auto": GPUs where there are enough
+    progress    called with (bytes read, bytes to read) while rank 0's weights load
+
+    The others are as of weft.Engine. On GPUs a script must be importable: guard its top level with `if __name__ ==
+    "__main__"`, since processes are spawned. An error of a rank is raised here once, and ends all. Under torchrun, which has
+    started the ranks already, use weft.Engine. ValueError (CheckpointError for the directory), NotEnoughGPUs.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | Qwen3Config | None = None,
+        world_size: int | None = None,
+        *,
+        device: str = "auto",
+        mode: Mode = "auto",
+        dtype: torch.dtype | None = None,
+        fused: bool | None = None,
+        max_seq_len: int | None = None,
+        max_batch: int = 64,
+        page_size: int = 64,
+        pages: int | None = None,
+        memory_fraction: float = 0.8,
+        chunk_tokens: int = 4096,
+        cuda_graph: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        if device not in DEVICES:
+            raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
+        if coordinates() is not None and device != "sim":
+            raise WeftError(
+                "weft.LLM starts its own ranks, and torchrun has started some; use weft.Engine, or plain python"
+            )
+        self.directory = None if isinstance(model, Qwen3Config) else BUILTIN if model is None else Path(model)
+        options = EngineOptions(
+            model=model if isinstance(model, Qwen3Config) else self.directory,
+            mode=mode,
+            dtype=dtype,
+            fused=fused,
+            max_seq_len=max_seq_len,
+            max_batch=max_batch,
+            page_size=page_size,
+            pages=pages,
+            memory_fraction=memory_fraction,
+            chunk_tokens=chunk_tokens,
+            cuda_graph=cuda_graph,
+        )
+        gpus = torch.cuda.device_count()
+        if device == "auto":
+            device = "cuda" if gpus >= (world_size or 1) else "sim"
+        world_size = world_size or (gpus if device == "cuda" else DEFAULT_VIRTUAL_RANKS)
+        if device == "cuda" and not 0 < world_size <= gpus:
+            raise NotEnoughGPUs(world_size or 1, gpus)
+        self.world_size, self.device = world_size, device
+        self.stats: Stats | None = None
+        kind = ProcessWorkers if device == "cuda" else VirtualWorkers
+        self._workers: ProcessWorkers | VirtualWorkers | None = kind(world_size, options, progress)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """One completion a prompt, in order. prompts: text or lists of token ids. params: one for all, or one each.
+
+        One for all: every prompt draws with the same seed. ValueError for a prompt without an answer.
+        """
+        prompts = as_prompts(prompts)
+        return join_pieces(self.stream(prompts, params), len(prompts))
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Piece]:
+        """The same, a piece of some prompt as soon as its token is there."""
+        if self._workers is None:
+            raise WeftError("this LLM is closed; make a new one")
+        prompts = as_prompts(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        return self._workers.ask((prompts, list(params)), self._keep)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """The assistant's answers to one conversation or several, by the checkpoint's chat template.
+
+        messages   [{"role": "user", "content": "..."}, ...]
+        variables  what else the template knows, such as {"enable_thinking": False}
+        """
+        if not messages:
+            raise ValueError("messages is empty; pass at least one")
+        if self.directory is None:
+            raise ValueError("a model with random weights has no chat template; pass token ids to generate()")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        template, tokenizer = ChatTemplate(self.directory), load_tokenizer(self.directory)
+        # The template has written the special tokens; the tokenizer must not add more.
+        texts = [template.render(conversation, variables) for conversation in conversations]
+        return self.generate([tokenizer.encode(text, add_special_tokens=False).ids for text in texts], params)
+
+    def close(self) -> None:
+        """Ends the ranks. Does nothing the second time."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _keep(self, stats: Stats) -> None:
+        self.stats = stats

@@ -1,0 +1,50 @@
+"""What a request asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GREEDY, SAMPLED, NUCLEUS = range(3)  # how much a token's choice takes: each can do what those before it can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """temperature 0: the most likely token; else one drawn from softmax(logits / temperature).
+
+    top_p       only the most likely tokens that together reach it are drawn
+    max_tokens  of the answer; it is shorter where it would outgrow the model
+    seed        the same seed and prompt give the same answer, whatever the world size and the other requests
+    stop        strings that end an answer, and are not part of it
+    ignore_eos  go on after an end-of-sequence token
+
+    ValueError for a value that means nothing.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 64
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens!r} is not a positive integer")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature={self.temperature!r} is not 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r} is not in (0, 1]; 1 keeps every token")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed!r} is not an integer in 0 .. 2**63 - 1")
+        if not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise ValueError(f"stop={self.stop!r} holds something that is not a non-empty string")
+
+    @property
+    def kind(self) -> int:
+        if self.temperature == 0.0:
+            return GREEDY
+        return SAMPLED if self.top_p == 1.0 else NUCLEUS

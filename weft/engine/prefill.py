@@ -1,0 +1,101 @@
+"""New prompts read by CUDA graphs: padded to one of a few shapes, so that launching a small prompt's kernels costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.engine.params import SamplingParams
+from weft.engine.sampling import Choice, choose_tokens
+from weft.layers.step import PagedCache, Step, cells_of, runs, upload
+from weft.models.qwen3 import Qwen3ForCausalLM
+
+SHORTEST = 16
+# Padding that a shape may have: a pass of so many tokens reads the weights, whatever it is padded to.
+FREE_TOKENS = 256
+# Beyond that, so many times the real tokens.
+SLACK = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """`tokens` of one sequence, after `before` that are cached. choose: its next token is chosen behind them."""
+
+    seat: int
+    tokens: list[int]
+    before: int
+    pages: list[int]
+    params: SamplingParams
+    choose: bool
+
+
+def shape_of(reads: Sequence[Read]) -> tuple[int, int] | None:
+    """(sequences, tokens of each), both powers of two, that all fit without much padding; None where there is no such."""
+    if any(read.before for read in reads):
+        return None
+    batch = 1 << (len(reads) - 1).bit_length()
+    lengths = [len(read.tokens) for read in reads]
+    length = max(SHORTEST, 1 << (max(lengths) - 1).bit_length())
+    fits = batch * length <= max(FREE_TOKENS, int(SLACK * sum(lengths)))
+    return (batch, length) if fits else None
+
+
+class PaddedPrefill:
+    """`batch` new prompts of up to `length` tokens on static tensors. `load`, `run` (which may be captured), `chosen`.
+
+    A prompt's padding comes behind it, where causal attention does not see it, and is written nowhere. A missing prompt is all
+    padding.
+    """
+
+    def __init__(self, model: Qwen3ForCausalLM, cache: PagedCache, batch: int, length: int) -> None:
+        self.model, self.cache, self.batch, self.length = model, cache, batch, length
+        device, width = model.team.device, -(-length // cache.page_size)
+
+        def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.tokens, self.slots = whole(batch * length), whole(batch * length)
+        self.table = whole(batch, width, dtype=torch.int32)
+        self.lengths, self.seed, self.chosen = whole(batch), whole(batch), whole(batch)
+        self.temperature, self.top_p = whole(batch, dtype=torch.float32), whole(batch, dtype=torch.float32)
+        self.first = torch.arange(batch, device=device) * length
+        self.step = Step(
+            positions=torch.arange(length, device=device).repeat(batch),
+            slots=self.slots,
+            pages=self.table,
+            angles=model.angles,
+            plan=model.plan(batch * length),
+            chunks=runs([(0, length)] * batch),
+        )
+
+    def load(self, reads: Sequence[Read]) -> None:
+        """Of the host's lists; nothing is waited for."""
+        missing = self.batch - len(reads)
+        size, width = self.cache.page_size, self.table.shape[1]
+        tokens = torch.tensor([read.tokens + [0] * (self.length - len(read.tokens)) for read in reads])
+        pages = torch.tensor([(read.pages + [0] * width)[:width] for read in reads])
+        lengths = torch.tensor([len(read.tokens) for read in reads])
+        places = torch.arange(self.length).expand(len(reads), -1)
+        slots = pages.gather(1, places // size) * size + places % size
+        slots = torch.where(places < lengths[:, None], slots, -1)
+        params = [read.params for read in reads]
+        for target, source, padding in (
+            (self.tokens, tokens.flatten(), 0),
+            (self.slots, slots.flatten(), -1),
+            (self.table, pages.to(torch.int32), 0),
+            (self.lengths, lengths, 1),
+            (self.seed, torch.tensor([p.seed for p in params]), 0),
+            (self.temperature, torch.tensor([p.temperature for p in params]), 0.0),
+            (self.top_p, torch.tensor([p.top_p for p in params]), 1.0),
+        ):
+            rest = source.new_full((missing * (len(source) // len(reads)), *source.shape[1:]), padding)
+            target.copy_(upload(torch.cat((source, rest)), target.device))
+
+    def run(self, kind: int) -> None:
+        """Keys and values into the cache, the token after each prompt into `chosen`."""
+        step = replace(self.step, cells=cells_of(self.slots, self.cache.page_size))
+        logits = self.model(self.tokens, step, self.cache, self.first + self.lengths - 1)
+        choice = Choice(temperature=self.temperature, top_p=self.top_p, seed=self.seed, position=self.lengths)
+        self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))

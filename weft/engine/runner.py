@@ -1,0 +1,263 @@
+"""A batch of sequences on static tensors: prompts read in chunks, and decode steps that are one CUDA graph each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.engine.params import GREEDY, SamplingParams
+from weft.engine.prefill import PaddedPrefill, Read, shape_of
+from weft.engine.sampling import Choice, choose_tokens
+from weft.layers.step import upload
+
+if TYPE_CHECKING:
+    from weft.models.qwen3 import Qwen3ForCausalLM
+
+# Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
+VIRTUAL_CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What the host knows of a seat: the position of the token that goes into the next decode step, and its pages."""
+
+    position: int
+    pages: list[int]
+    params: SamplingParams
+
+
+class Runner:
+    """tokens[seat] at positions[seat] → the next tokens[seat], in place. Collective: all ranks make the same calls.
+
+    max_batch    seats
+    max_seq_len  prompt and answer together, at most; None: the model's max_position_embeddings
+    pages        of the KV cache, page 0 among them, which is nobody's; None: as many as `memory_fraction` of the GPU's free
+                 memory holds (virtual ranks: 256 MiB), and no more than all seats can fill
+    cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed; None: where the team is on GPUs
+
+    A step has no host in it: model, head and choice of tokens read and write device memory at fixed addresses. A bucket is a
+    power of two or max_batch; the seats of a bucket that nobody has are padding: position -1.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        *,
+        max_batch: int = 32,
+        page_size: int = 64,
+        pages: int | None = None,
+        max_seq_len: int | None = None,
+        memory_fraction: float = 0.8,
+        cuda_graph: bool | None = None,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch={max_batch} is not a positive integer")
+        if not 0 < memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={memory_fraction} is not in (0, 1]")
+        self.model, self.team, self.max_batch, self.page_size = model, model.team, max_batch, page_size
+        self.max_seq_len = max_seq_len or model.config.max_position_embeddings
+        on_gpu = self.team.device.type == "cuda"
+        self.cuda_graph = on_gpu if cuda_graph is None else cuda_graph and on_gpu
+        max_pages = -(-self.max_seq_len // page_size)
+        if pages is None:
+            pages = min(1 + max_batch * max_pages, self._affordable_pages(memory_fraction))
+        elif pages < 2:
+            raise ValueError(f"pages={pages} is less than 2: page 0 is nobody's")
+        self.cache = model.new_cache(pages, page_size)
+        device = self.team.device
+        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.positions = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
+        self.table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(max_batch, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(max_batch, dtype=torch.float32, device=device)
+        self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.buckets = [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
+        self.capture_seconds = 0.0
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._prompts: dict[tuple[int, int], PaddedPrefill] = {}
+        self._met: set[tuple[int, int] | None] = set()
+        self._pool = None
+        self._rows: dict[int, Row] = {}
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Prompts, or parts of them, into the cache; `tokens` then holds the next token of each that was to be chosen."""
+        shape = shape_of(reads) if self.cuda_graph else None
+        if shape is not None and (shape in self._prompts or shape in self._met):
+            chosen = self._read_padded(reads, shape)
+        else:
+            # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
+            self._met.add(shape)
+            # Sequences of one length are one attention.
+            reads = sorted(reads, key=lambda read: (read.before, len(read.tokens)))
+            chosen = self._read_as_they_are(reads)
+        ends = [index for index, read in enumerate(reads) if read.choose]
+        if ends:
+            seats = upload(torch.tensor([reads[index].seat for index in ends]), self.team.device)
+            if len(ends) < len(chosen):
+                chosen = chosen[upload(torch.tensor(ends), self.team.device)]
+            self.tokens.index_copy_(0, seats, chosen)
+
+    def _read_padded(self, reads: Sequence[Read], shape: tuple[int, int]) -> torch.Tensor:
+        """The token after each, and of padding behind them: [shape[0]]"""
+        kind = max(read.params.kind for read in reads)
+        if shape not in self._prompts:
+            self._prompts[shape] = PaddedPrefill(self.model, self.cache, *shape)
+        prompts = self._prompts[shape]
+        prompts.load(reads)
+        self._replay((shape, kind), lambda: prompts.run(kind))
+        return prompts.chosen
+
+    def _read_as_they_are(self, reads: Sequence[Read]) -> torch.Tensor:
+        """The token after each that is to have one chosen."""
+        device = self.team.device
+        width = max(len(read.pages) for read in reads)
+        table = upload(_padded([read.pages for read in reads], width).to(torch.int32), device)
+        tokens = upload(torch.tensor([token for read in reads for token in read.tokens]), device)
+        step = self.model.prefill_step([(read.before, len(read.tokens)) for read in reads], table, self.page_size)
+        ends = torch.tensor([len(read.tokens) for read in reads]).cumsum(0) - 1
+        chosen = [index for index, read in enumerate(reads) if read.choose]
+        if not chosen:
+            self.model.fill_cache(tokens, step, self.cache)
+            return tokens[:0]
+        logits = self.model(tokens, step, self.cache, upload(ends[chosen], device))
+        reads = [reads[index] for index in chosen]
+        params = [read.params for read in reads]
+        choice = Choice(
+            **_of_params(params, device),
+            position=upload(torch.tensor([read.before + len(read.tokens) for read in reads]), device),
+        )
+        kind = max(p.kind for p in params)
+        return choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
+
+    def place(self, rows: dict[int, Row]) -> None:
+        """Who sits where in the next decode step; other seats are empty. Only what the device does not know is sent."""
+        changed = {seat: row for seat, row in rows.items() if self._rows.get(seat) != row}
+        gone = [seat for seat in self._rows if seat not in rows]
+        if changed or gone:
+            self._send(changed, gone)
+        self._rows = rows
+
+    def move(self, moves: list[tuple[int, int]]) -> None:
+        """The tokens of seats (from, to): their sequences will be placed anew."""
+        sources, targets = (upload(torch.tensor(seats), self.team.device) for seats in zip(*moves, strict=True))
+        self.tokens.index_copy_(0, targets, self.tokens[sources])
+
+    def _send(self, changed: dict[int, Row], gone: list[int]) -> None:
+        device = self.team.device
+        seats = upload(torch.tensor([*changed, *gone]), device)
+        positions = [row.position for row in changed.values()] + [-1] * len(gone)
+        self.positions.index_copy_(0, seats, upload(torch.tensor(positions), device))
+        if changed:
+            seats = seats[: len(changed)]
+            pages = _padded([row.pages for row in changed.values()], self.table.shape[1]).to(torch.int32)
+            self.table.index_copy_(0, seats, upload(pages, device))
+            for name, values in _of_params([row.params for row in changed.values()], device).items():
+                getattr(self, name).index_copy_(0, seats, values)
+
+    def decode(self) -> None:
+        """One more token for everyone who has been placed, captured first where that is due."""
+        batch = self.bucket(max(self._rows) + 1)
+        self.step(batch, max(row.params.kind for row in self._rows.values()))
+        # As the device counts on.
+        self._rows = {
+            seat: Row(position=row.position + 1, pages=row.pages, params=row.params) for seat, row in self._rows.items()
+        }
+
+    def occupy(self, batch: int, context: int) -> None:
+        """Seats 0 .. batch - 1 as if each had read `context` tokens, for measurements: whatever the cache holds is theirs.
+
+        ValueError where there are not enough pages.
+        """
+        each = context // self.page_size + 1
+        if batch * each >= self.cache.pages:
+            raise ValueError(
+                f"{batch} sequences of {context} tokens need {batch * each} pages, and there are {self.cache.pages - 1}"
+            )
+        pages = [list(range(1 + seat * each, 1 + (seat + 1) * each)) for seat in range(batch)]
+        self.place({seat: Row(position=context, pages=pages[seat], params=SamplingParams()) for seat in range(batch)})
+
+    def bucket(self, batch: int) -> int:
+        """The smallest bucket that holds so many seats."""
+        return next(size for size in self.buckets if size >= batch)
+
+    def step(self, batch: int, kind: int = GREEDY) -> None:
+        """One decode step of seats 0 .. batch - 1 as they are, choosing tokens in the way of `kind`."""
+        if not self.cuda_graph:
+            self._eager_step(batch, kind)
+            return
+        self.capture(batch, kind)
+        self._graphs[batch, kind].replay()
+
+    def capture(self, batch: int, kind: int = GREEDY) -> None:
+        """The graph of a bucket, unless it is there. What the seats hold stays as it is: warming up, they count as empty."""
+        if (batch, kind) in self._graphs:
+            return
+        kept = self.tokens.clone(), self.positions.clone()
+        self.positions.fill_(-1)
+        self._capture((batch, kind), lambda: self._eager_step(batch, kind))
+        self.tokens.copy_(kept[0])
+        self.positions.copy_(kept[1])
+
+    def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
+        if key not in self._graphs:
+            self._capture(key, run)
+        self._graphs[key].replay()
+
+    def _capture(self, key: Hashable, run: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        # Eager steps first: kernels compile, cuBLAS and the ops take their workspaces, none of which a capture allows.
+        side = torch.cuda.Stream(self.team.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.team.synchronize()
+        self.team.barrier()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what NCCL's watchdog thread asks CUDA meanwhile must not invalidate the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        self._pool = self._pool or graph.pool()  # graphs run one after the other, so they can share their memory
+        self._graphs[key] = graph
+        self.team.barrier()
+        self.capture_seconds += time.perf_counter() - begin
+
+    def _eager_step(self, batch: int, kind: int) -> None:
+        positions = self.positions[:batch]
+        step = self.model.decode_step(positions, self.table[:batch], self.page_size)
+        logits = self.model(self.tokens[:batch], step, self.cache)
+        choice = Choice(
+            temperature=self.temperature[:batch],
+            top_p=self.top_p[:batch],
+            seed=self.seed[:batch],
+            position=positions + 1,
+        )
+        self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))
+        positions.add_(positions >= 0)
+
+    def _affordable_pages(self, fraction: float) -> int:
+        """The same on every rank: of the one that has least."""
+        data = self.model.new_cache(1, self.page_size).data
+        page_bytes = data.numel() * data.element_size()
+        if self.team.device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(self.team.device)[0] * fraction)
+        else:
+            budget = VIRTUAL_CACHE_BYTES
+        return max(2, min(self.team.exchange(budget // page_bytes)))
+
+
+def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def _of_params(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        "temperature": upload(torch.tensor([p.temperature for p in params], dtype=torch.float32), device),
+        "top_p": upload(torch.tensor([p.top_p for p in params], dtype=torch.float32), device),
+        "seed": upload(torch.tensor([p.seed for p in params], dtype=torch.int64), device),
+    }

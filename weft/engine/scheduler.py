@@ -1,0 +1,181 @@
+"""Who runs next: the whole policy. A function of the requests alone, so that every rank decides the same.
+
+Requests are admitted in order, as seats and pages allow. Prompts are read in chunks of at most `chunk_tokens` tokens a step,
+all sequences together; after each chunk all sequences that have been read go on by one token. Pages are taken when they are
+needed. When there is none left, the youngest sequence gives its pages back and waits; it is read again later, its answer so
+far included (recomputation, as in vLLM). So the oldest always goes on, and a request that would not fit even alone has been
+refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from weft.engine.pages import PagePool
+from weft.engine.params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way.
+
+    number    in order of submission
+    budget    tokens of the answer at most: of `params` and of the model
+    tokens    of the answer, as far as the host knows them
+    launched  of the answer, as far as the device was told to make them
+    cached    tokens, of the prompt or of the answer, whose keys are in the cache or will be when the device gets there
+    seat      its row in the batch; None while it waits
+    running   all but the token chosen last is cached: decode steps take it from here
+    """
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    launched: int = 0
+    cached: int = 0
+    pages: list[int] = field(default_factory=list)
+    seat: int | None = None
+    running: bool = False
+    done: bool = False
+
+    @property
+    def to_read(self) -> int:
+        """Tokens to be in the cache before the next one can be chosen."""
+        return len(self.prompt) + self.launched
+
+    @property
+    def in_flight(self) -> int:
+        return self.launched - len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens start .. start + length of a sequence are to be read; `last`: its next token is then chosen."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    last: bool
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int) -> None:
+        self.pool, self.max_batch, self.chunk_tokens = pool, max_batch, chunk_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.seated: list[Sequence] = []  # by age
+        self.preemptions = 0
+        self._free_seats = list(range(max_batch - 1, -1, -1))
+
+    def check(self, sequence: Sequence) -> None:
+        """ValueError for one that could not run even alone."""
+        # The last token of an answer is never cached.
+        needed = self.pool.needed(len(sequence.prompt) + sequence.budget - 1)
+        if needed > self.pool.capacity:
+            raise ValueError(
+                f"request {sequence.number}: a prompt of {len(sequence.prompt)} tokens and an answer of up to "
+                f"{sequence.budget} need {needed} KV pages of {self.pool.page_size} tokens, and there are "
+                f"{self.pool.capacity}; lower max_tokens, shorten the prompt, or give the cache more memory"
+            )
+
+    def submit(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.seated
+
+    def finish(self, sequence: Sequence) -> None:
+        """Its answer has ended; it may be waiting, after a preemption."""
+        sequence.done = True
+        if sequence.seat is None:
+            self.waiting.remove(sequence)
+        else:
+            self._unseat(sequence)
+
+    def next_chunk(self) -> list[Span]:
+        """What of which prompts to read in this step, oldest first."""
+        spans: list[Span] = []
+        left = self.chunk_tokens
+        for sequence in self.seated:
+            if left and not sequence.running:
+                left -= self._read(sequence, left, spans)
+        while left and self.waiting and self._free_seats:
+            sequence = self.waiting[0]
+            # All its pages, and one for each of the others to grow into, lest it be preempted as soon as it has been read.
+            if self.pool.needed(sequence.to_read) + len(self.seated) > self.pool.free:
+                break
+            self.waiting.popleft()
+            sequence.seat = self._free_seats.pop()
+            sequence.pages = self.pool.take(self.pool.needed(sequence.to_read))
+            self.seated.append(sequence)
+            left -= self._read(sequence, left, spans)
+        return spans
+
+    def _read(self, sequence: Sequence, limit: int, spans: list[Span]) -> int:
+        start = sequence.cached
+        length = min(limit, sequence.to_read - start)
+        sequence.cached += length
+        last = sequence.cached == sequence.to_read
+        spans.append(Span(sequence, start, length, last))
+        if last:
+            sequence.launched += 1
+            sequence.running = True
+        return length
+
+    def next_decode(self) -> list[Sequence] | None:
+        """The sequences that go on by one token, oldest first, each with a page for it. None: pages have run out, and tokens
+        of the sequence that is to give way are still in flight: ask again when the host knows them."""
+        running = [s for s in self.seated if s.running and s.launched < s.budget]
+        ready: list[Sequence] = []
+        for sequence in running:
+            if sequence.seat is None:  # preempted by an older one
+                continue
+            while len(sequence.pages) < self.pool.needed(sequence.cached + 1):
+                if self.pool.free:
+                    sequence.pages = sequence.pages + self.pool.take(1)  # anew: the runner compares
+                    continue
+                youngest = self.seated[-1]
+                if youngest.in_flight:
+                    return None
+                self._preempt(youngest)
+                if youngest is sequence:
+                    break
+            if sequence.seat is not None:
+                ready.append(sequence)
+        for sequence in ready:
+            sequence.cached += 1
+            sequence.launched += 1
+        return ready
+
+    def compact(self) -> list[tuple[int, int]]:
+        """Sequences move from the highest seats to free lower ones, (from, to), so that a smaller bucket holds them."""
+        moves = []
+        for sequence in sorted(self.seated, key=lambda s: -s.seat):
+            lowest = self._free_seats[-1] if self._free_seats else sequence.seat
+            if lowest >= sequence.seat:
+                break
+            moves.append((sequence.seat, lowest))
+            self._free_seats.pop()
+            self._release_seat(sequence.seat)
+            sequence.seat = lowest
+        return moves
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self._unseat(sequence)
+        sequence.cached, sequence.running = 0, False
+        self.waiting.appendleft(sequence)
+
+    def _unseat(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.pages)
+        sequence.pages = []
+        self.seated.remove(sequence)
+        self._release_seat(sequence.seat)
+        sequence.seat = None
+
+    def _release_seat(self, seat: int) -> None:
+        self._free_seats.append(seat)
+        self._free_seats.sort(reverse=True)

@@ -1,0 +1,84 @@
+"""How one forward pass is computed: the one place that chooses, by the number of its tokens, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+Mode = Literal["torch", "ag_rs", "gemm_ar", "auto"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+# From so many tokens on "auto" splits them over the ranks. Qwen3-32B over four H200s, ms a forward pass in a CUDA graph, ag_rs
+# / gemm_ar: 4096 tokens 116 / 125, 128 tokens 9.50 / 9.62 (prompts), 9.00 / 9.02 (decoding), 1 token 6.88 / 6.62. In between
+# nothing is measured; the fused products begin to pay at about 1024 rows (weft/ops/dispatch.py), and decoding stays below.
+SHARDED_TOKENS = 2048
+# Up to so many tokens the all-reduce waits for the norm behind it (one kernel): the GEMM is too short to hide it.
+DEFERRED_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How the layers of one forward pass work together.
+
+    mode      "torch", "ag_rs" or "gemm_ar" (weft.layers.parallel)
+    fused     local work between GEMMs in weft.ops' kernels; else in torch operations
+    deferred  of "gemm_ar": a row-parallel layer leaves this rank's partial sums, and the norm after it adds them up over
+              the ranks (all_reduce_rms_norm); else its result is whole (matmul_all_reduce)
+    reason    why, for a person
+    """
+
+    mode: Literal["torch", "ag_rs", "gemm_ar"]
+    fused: bool = False
+    deferred: bool = False
+    reason: str = "asked for"
+
+    def __str__(self) -> str:
+        kernels = "fused" if self.fused else "unfused"
+        norm = ", all-reduce with the next norm" if self.deferred else ""
+        return f"{self.mode}, {kernels}{norm}: {self.reason}"
+
+
+def choose_plan(
+    mode: Mode, tokens: int, *, hidden_size: int, dtype: torch.dtype, team: Team, fused: bool | None = None
+) -> Plan:
+    """The plan for a forward pass of `tokens` tokens, all sequences together.
+
+    mode   what was asked for; "auto" is one of the others
+    fused  None: where the team is on GPUs. Mode "torch" never is
+    """
+    check_mode(mode)
+    if mode == "torch":
+        return Plan(mode="torch", reason="asked for: cuBLAS and torch.distributed")
+    fused = not team.is_simulated if fused is None else fused
+    reason = "asked for"
+    if mode == "auto":
+        if team.size > 1 and tokens >= SHARDED_TOKENS:
+            mode, reason = "ag_rs", f"{tokens} tokens >= {SHARDED_TOKENS}: the GEMMs hide gathering and scattering"
+        elif team.size == 1:
+            mode, reason = "gemm_ar", "one rank: nothing to send"
+        else:
+            mode, reason = "gemm_ar", f"{tokens} tokens < {SHARDED_TOKENS}: too few to split over {team.size} ranks"
+    row_bytes = hidden_size * dtype.itemsize
+    deferred = (
+        mode == "gemm_ar" and fused and team.size > 1 and tokens <= DEFERRED_TOKENS
+        and row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
+    )  # fmt: skip
+    return Plan(mode=mode, fused=fused, deferred=deferred, reason=reason)
+
+
+def plan_alone(mode: Mode, team: Team) -> Plan:
+    """For a layer that is used by itself: its input and its result are whole, so "auto" is "gemm_ar"."""
+    check_mode(mode)
+    return Plan(mode="gemm_ar" if mode == "auto" else mode, fused=mode != "torch" and not team.is_simulated)
+
+
+def check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")

@@ -1,0 +1,175 @@
+"""What every layer of one forward pass shares: which tokens, where their keys and values lie, and how it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weft import ops
+from weft.layers.plan import Plan
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+class PagedCache:
+    """Keys and values of every layer in pages: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
+
+    A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is nobody's: unfused layers
+    write the padding of a batch there. ValueError for a page size that is not a power of two from 16 to 256.
+    """
+
+    def __init__(
+        self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, *, dtype: torch.dtype, device: Any
+    ) -> None:
+        if page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={page_size} is not one of {', '.join(map(str, PAGE_SIZES))}")
+        # Zeros, not garbage: a masked-out NaN times the zero weight of the softmax would still be NaN.
+        self.data = torch.zeros(layers, 2, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        self.page_size = page_size
+
+    @property
+    def pages(self) -> int:
+        return self.data.shape[2]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer; a cache of one layer serves all in turn."""
+        if self.data.shape[0] == 1:
+            index = 0
+        return self.data[index, 0], self.data[index, 1]
+
+
+class Chunk(NamedTuple):
+    """`batch` sequences that go on by `length` tokens each, after `before` earlier ones that are in the cache.
+
+    Their tokens are rows first_token .. first_token + batch * length of the pass, sequence by sequence; their pages are rows
+    first_sequence .. first_sequence + batch of the page table.
+    """
+
+    batch: int
+    length: int
+    before: int
+    first_token: int
+    first_sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The tokens of one forward pass. T tokens, B sequences.
+
+    positions  [T] int64
+    slots      [T] int64: page * page_size + offset, where a token's key and value go; -1: nowhere (padding)
+    cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None where fused decoding has no use for them
+    pages      [B, max_pages] int32: the page table; a page with nothing in it yet may have any number that exists
+    angles     [max_positions, head_dim] fp32 (rotary_angles)
+    lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
+    tickets    [B * kv_heads_local] int32 zeros: fused decode, scratch of ops.paged_attention that all layers share
+    chunks     prefill: the sequences, in runs of equal length
+    plan       how it is computed
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    pages: torch.Tensor
+    angles: torch.Tensor
+    plan: Plan
+    cells: tuple[torch.Tensor, torch.Tensor] | None = None
+    lengths: torch.Tensor | None = None
+    tickets: torch.Tensor | None = None
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @classmethod
+    def decode(
+        cls,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        page_size: int,
+        angles: torch.Tensor,
+        plan: Plan,
+        kv_heads: int,
+    ) -> Step:
+        """One new token of each of B sequences at positions[B] int64; -1: padding. `kv_heads`: of this rank.
+
+        All on the device, nothing that depends on values: a decode step can be captured in a CUDA graph.
+        """
+        if plan.fused:
+            at, slots, lengths, tickets = ops.decode_places(positions, pages, page_size, len(positions) * kv_heads)
+            cells = None
+        else:
+            at = positions.clamp(min=0)
+            page = pages.gather(1, (at // page_size)[:, None])[:, 0].long()
+            slots = torch.where(positions >= 0, page * page_size + at % page_size, -1)
+            lengths, tickets = (positions + 1).to(torch.int32), None
+            cells = cells_of(slots, page_size)
+        return cls(
+            positions=at,
+            slots=slots,
+            cells=cells,
+            pages=pages,
+            angles=angles,
+            lengths=lengths,
+            tickets=tickets,
+            plan=plan,
+        )
+
+    @classmethod
+    def prefill(
+        cls,
+        spans: Sequence[tuple[int, int]],
+        pages: torch.Tensor,
+        page_size: int,
+        angles: torch.Tensor,
+        plan: Plan,
+    ) -> Step:
+        """Sequence b goes on by length tokens after `before` others, (before, length) = spans[b]. pages: [B, max_pages]
+
+        The host knows the spans, so positions and slots are made from as many small copies to the device as there are
+        tensors, whatever the number of sequences.
+        """
+        device = pages.device
+        befores, lengths = (torch.tensor(part) for part in zip(*spans, strict=True))
+        starts = lengths.cumsum(0) - lengths
+        sequence = torch.arange(len(spans)).repeat_interleave(lengths)
+        positions = torch.arange(int(lengths.sum())) - starts[sequence] + befores[sequence]
+        sequence, positions = upload(sequence, device), upload(positions, device)
+        slots = pages[sequence, positions // page_size].long() * page_size + positions % page_size
+        return cls(
+            positions=positions,
+            slots=slots,
+            cells=cells_of(slots, page_size),
+            pages=pages,
+            angles=angles,
+            plan=plan,
+            chunks=runs(spans),
+        )
+
+
+def cells_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page, offset in it) of slots; of -1 the first of page 0, which is nobody's."""
+    slots = slots.clamp(min=0)
+    return slots // page_size, slots % page_size
+
+
+def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for what the device is doing."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+def runs(spans: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
+    """Neighbouring sequences with the same (before, length), together: one attention each."""
+    found: list[Chunk] = []
+    token = 0
+    for index, (before, length) in enumerate(spans):
+        last = found[-1] if found else None
+        if last is not None and (last.before, last.length) == (before, length):
+            found[-1] = last._replace(batch=last.batch + 1)
+        else:
+            found.append(Chunk(batch=1, length=length, before=before, first_token=token, first_sequence=index))
+        token += length
+    return tuple(found)

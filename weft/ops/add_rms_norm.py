@@ -1,0 +1,81 @@
+"""add_rms_norm: residual and RMSNorm in one kernel, for tokens that nobody else has a part of."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES, norm, squares_of
+from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.registration import FLOATS, check_has_rows
+
+
+@triton.jit
+def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """hidden[t, :] = round(x[t, :] + residual[t, :])
+    normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)        grid: (rows,)
+
+    All [rows, WIDTH], contiguous. In fp32; the norm is of the rounded ``hidden``.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    wl.follow_previous_kernel()
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    total = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + before).to(dtype)[None, :]
+    tl.store(hidden + place[None, :], total, mask=inside[None, :])
+    result = norm(total, squares_of(total), scale, eps, WIDTH)
+    tl.store(normed + place[None, :], result.to(dtype), mask=inside[None, :])
+
+
+def warps_of(row_bytes: int) -> int:
+    """32 bytes of a row a thread, 16 warps at most."""
+    return min(16, triton.next_power_of_2(triton.cdiv(row_bytes, 1024)))
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(normed, hidden)``: hidden = ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
+
+    x         [..., H], any strides, fp16, bf16 or fp32, H at most 64 KiB
+    residual  of x's shape and dtype
+    weight    [H] of x's dtype
+
+    New contiguous tensors of x's shape and dtype. ``hidden`` is rounded once, and normed is of the rounded one, as of
+    ``all_reduce_rms_norm``. No backward. ValueError for wrong arguments.
+    """
+    check_has_rows("add_rms_norm", "x", x)
+    for name, tensor, shape in (("x", x, x.shape), ("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+        check_like("add_rms_norm", name, tensor, x.device, FLOATS if name == "x" else (x.dtype,))
+        check_shape("add_rms_norm", name, tensor, shape)
+    if not 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES:
+        raise ValueError(
+            f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
+            f"{MAX_ROW_BYTES}; use torch's rms_norm"
+        )
+    return torch.ops.weft.add_rms_norm(x, residual, weight, eps)
+
+
+@torch.library.custom_op("weft::add_rms_norm", mutates_args=())
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    width = x.shape[-1]
+    if x.numel() > 0:
+        add_rms_norm_kernel[(x.numel() // width,)](
+            x.contiguous(), residual.contiguous(), weight.contiguous(), normed, hidden, eps,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=warps_of(width * x.itemsize),
+            **launch_options(capabilities_of(x.device)),
+        )  # fmt: skip
+    return normed, hidden
+
+
+@_add_rms_norm.register_fake
+def _(x, residual, weight, eps):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))

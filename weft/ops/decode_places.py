@@ -1,0 +1,82 @@
+"""decode_places: where each sequence's next token goes in a paged cache, and what it attends to. One kernel before the layers.
+
+at = max(position, 0);  slot = page * S + at % S, page = pages[b, at // S];  length = position + 1        position -1: slot -1
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+
+BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["batch", "width", "ticket_count"])
+def decode_places_kernel(
+    positions, pages, at, slots, lengths, tickets, batch, width, ticket_count, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The module's, and tickets[:] = 0.        grid: (max(cdiv(batch, BLOCK), cdiv(ticket_count, BLOCK)),)"""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < batch
+    wl.follow_previous_kernel()
+    position = tl.load(positions + row, mask=exists, other=-1)
+    here = tl.maximum(position, 0)
+    page = tl.load(pages + row.to(tl.int64) * width + here // PAGE, mask=exists, other=0).to(tl.int64)
+    slot = tl.where(position >= 0, page * PAGE + here % PAGE, -1)
+    tl.store(at + row, here, mask=exists)
+    tl.store(slots + row, slot, mask=exists)
+    tl.store(lengths + row, (position + 1).to(tl.int32), mask=exists)
+    tl.store(tickets + row, tl.zeros([BLOCK], tl.int32), mask=row < ticket_count)
+
+
+def decode_places(
+    positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(at, slots, lengths, tickets)`` of one new token a sequence.
+
+    positions  [B] int64, of the new tokens, each below max_pages * page_size; -1: padding
+    pages      [B, max_pages] int32, contiguous
+    tickets    how many int32 zeros paged_attention wants: B * kv_heads
+
+    at, slots [B] int64 and lengths [B] int32, for qk_norm_rope and paged_attention. Padding has at 0, slot -1 and length 0.
+    ValueError for shapes, dtypes or devices that do not fit.
+    """
+    check_like("decode_places", "positions", positions, positions.device, (torch.int64,))
+    check_shape("decode_places", "positions", positions, ("B",))
+    check_like("decode_places", "pages", pages, positions.device, (torch.int32,))
+    check_shape("decode_places", "pages", pages, (len(positions), "max_pages"))
+    return torch.ops.weft.decode_places(positions, pages, page_size, tickets)
+
+
+@torch.library.custom_op("weft::decode_places", mutates_args=())
+def _decode_places(
+    positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    at, slots, lengths, zeros = _outputs(positions, tickets)
+    grid = triton.cdiv(max(len(positions), tickets), BLOCK)
+    if grid > 0:
+        decode_places_kernel[(grid,)](
+            positions.contiguous(), pages.contiguous(), at, slots, lengths, zeros, len(positions), pages.shape[1], tickets,
+            PAGE=page_size, BLOCK=BLOCK, **launch_options(capabilities_of(positions.device)),
+        )  # fmt: skip
+    return at, slots, lengths, zeros
+
+
+@_decode_places.register_fake
+def _(positions, pages, page_size, tickets):
+    return _outputs(positions, tickets)
+
+
+def _outputs(positions: torch.Tensor, tickets: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch = positions.shape[0]
+    at, slots = (positions.new_empty((batch,)) for _ in range(2))
+    return (
+        at,
+        slots,
+        positions.new_empty((batch,), dtype=torch.int32),
+        positions.new_empty((tickets,), dtype=torch.int32),
+    )

@@ -1,0 +1,60 @@
+"""embed_rows: one rank's part of a vocabulary-parallel embedding: its own words' rows, zeros for the others'."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.registration import FLOATS
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def embed_rows_kernel(tokens, weight, x, first, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """x[t, :] = weight[tokens[t] - first, :] where 0 <= tokens[t] - first < rows, else 0
+
+    grid: (tokens, cdiv(WIDTH, BLOCK)). weight [rows, WIDTH] and x [tokens, WIDTH] contiguous
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    wl.follow_previous_kernel()
+    local = tl.load(tokens + token) - first
+    mine = (local >= 0) & (local < rows)
+    row = tl.load(weight + local * WIDTH + column, mask=inside & mine, other=0.0)
+    tl.store(x + token * WIDTH + column, row, mask=inside)
+
+
+def embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+    """x[T, H]: row t is that of word tokens[t] if it is one of `weight`'s, which are first, first + 1, …; else zeros.
+
+    tokens  [T] int64
+    weight  [rows, H], fp16, bf16 or fp32
+
+    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    """
+    check_like("embed_rows", "weight", weight, weight.device, FLOATS)
+    check_shape("embed_rows", "weight", weight, ("rows", "H"))
+    check_like("embed_rows", "tokens", tokens, weight.device, (torch.int64,))
+    check_shape("embed_rows", "tokens", tokens, ("T",))
+    return torch.ops.weft.embed_rows(tokens, weight, first)
+
+
+@torch.library.custom_op("weft::embed_rows", mutates_args=())
+def _embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+    x = weight.new_empty((tokens.shape[0], weight.shape[1]))
+    if x.numel() > 0:
+        embed_rows_kernel[(x.shape[0], triton.cdiv(x.shape[1], BLOCK))](
+            tokens.contiguous(), weight.contiguous(), x, first, weight.shape[0],
+            WIDTH=x.shape[1], BLOCK=BLOCK, **launch_options(capabilities_of(x.device)),
+        )  # fmt: skip
+    return x
+
+
+@_embed_rows.register_fake
+def _(tokens, weight, first):
+    return weight.new_empty((tokens.shape[0], weight.shape[1]))

@@ -1,0 +1,168 @@
+"""How a matrix product is computed: ``GemmConfig``, and which one a call gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from weft.ops import tuned
+from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+# Signals that a rank keeps for each peer's rows.
+MAX_CHUNKS = 8
+DESIGNS = ("fused", "segments", "library")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    """One output tile and how it is computed.
+
+    block_m, block_n, block_k  powers of two, at least 16
+    group     tile rows that share an L2's worth of B
+    num_warps, num_stages      of the compiler
+    chunks    at most MAX_CHUNKS: signals per shard (all_gather_matmul), library GEMMs per rank's rows (segments)
+    split     whether tiles that do not fill a round of programs are split along K (tiles.py)
+    flatten   whether a tile's first loads go out under the last one's epilogue (all_gather_matmul)
+    piece     elements of a finished tile that go to its owner in each step of the next tile (a power of two): spread over
+              the GEMM, since all programs finish tiles at once and the link would stand still in between
+    lanes     streams that library GEMMs take in turn (segments)
+    span      ranks whose rows may go into one library GEMM where they lie one after the other (segments, chunks=1)
+    begin_first  whether the first GEMM waits for begin_kernel, which it may else keep from an SM (all_gather_matmul, segments)
+    accumulate  whether the GEMM of a rank's own rows adds to what its only peer has sent, in place of a kernel behind it
+              (matmul_reduce_scatter, segments, two ranks)
+    design    "fused": one kernel; "segments": a library GEMM for each rank's rows (segments.py); "library": the
+              library's GEMM and weft's collective, one after the other
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+    chunks: int = 1
+    split: bool = True
+    flatten: bool = False
+    piece: int = 2048
+    lanes: int = 2
+    span: int = 1
+    begin_first: bool = False
+    accumulate: bool = False
+    design: str = "fused"
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if self.piece < 1 or self.piece & (self.piece - 1):
+            raise ValueError(f"piece={self.piece} is not a power of two")
+        if self.design not in DESIGNS:
+            raise ValueError(f"design={self.design!r} is not one of {', '.join(map(repr, DESIGNS))}")
+        for name in ("group", "lanes", "span"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive; pass 1 or more")
+        if self.span > 1 and self.chunks > 1 and self.design == "segments":
+            raise ValueError(f"span={self.span} joins what chunks={self.chunks} cuts; pass 1 for one of them")
+        if not 1 <= self.chunks <= MAX_CHUNKS:
+            raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
+
+
+def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> GemmConfig:
+    """The tile sizes for ``panels`` panels of ``rows`` rows and N columns (tiles.py).
+
+    K is no argument: ranks whose shares of K differ must still cut the output into the same tiles.
+    """
+    if caps.is_simulated:
+        # A tile costs the simulator milliseconds whatever its size: about four, so that there is a schedule to see.
+        block_n = _fit(triton.cdiv(N, max(1, 4 // panels)), 16, 256)
+        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128, group=2)
+    if dtype == torch.float32:
+        # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands.
+        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=64, block_k=16, num_stages=2)
+    if caps.arch.startswith("gfx"):
+        # 64 KiB of LDS for both operands; one stage waits in registers.
+        block_m = _fit(rows, 16, 128)
+        return GemmConfig(block_m=block_m, block_n=128, block_k=64, num_warps=8 if block_m == 128 else 4, num_stages=2)
+    if rows <= 64:
+        # Bound by reading B: narrow tiles give every SM a part of it.
+        block_n = 32 if panels * N <= 32 * caps.sms else 64
+        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _is_datacentre(caps.arch) else 32)
+    if not _is_datacentre(caps.arch):
+        return GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8)
+    if panels * triton.cdiv(rows, 128) * triton.cdiv(N, 256) < caps.sms:
+        return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4)
+    return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
+
+
+def configured(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities) -> GemmConfig:
+    """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product."""
+    found = row_for(op, M, N, K, dtype, world_size, caps)
+    return found.row.as_config(GemmConfig) if found else default_config(op, M, N, K, dtype, world_size, caps)
+
+
+def row_for(
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities
+) -> tuned.Found | None:
+    """The row that decides one call, if one does. Rows above LIBRARY_ROWS say nothing of an overlapped product below it."""
+    found = tuned.find(op, (M, N, K), dtype, world_size, caps)
+    return None if found and op != "matmul" and M <= LIBRARY_ROWS < found.row.shape[0] else found
+
+
+def default_config(
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities
+) -> GemmConfig:
+    """What a call of ``op`` gets where nothing was tuned, of the design that dispatch chooses."""
+    panels = 1 if op in ("matmul", "matmul_all_reduce") else world_size
+    config = config_for(M // panels, N, dtype, caps, panels)
+    decision = choose_matmul(op, M, N, K, dtype, world_size, caps)
+    # Putting a tile together costs what a third of a short one takes: K=2048, 28 tiles split in 4: 3 µs slower.
+    split = caps.is_simulated or K >= 4096
+    piece = 1024 if K // config.block_k >= 32 else 2048
+    if decision.design == "segments":
+        config = replace(config, **segments_for(op, M, N, K, world_size))
+    elif op == "all_gather_matmul":
+        config = replace(config, chunks=chunks_for(M // panels * K * dtype.itemsize))
+        if config.block_n == 256:
+            # The next tile's loads under the epilogue take a stage's worth of shared memory. 2.5 % at M=8192.
+            config = replace(config, flatten=True, num_stages=3)
+    return replace(config, design=decision.design, split=split, piece=piece)
+
+
+def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, Any]:
+    """The fields of ``GemmConfig`` that say how library GEMMs are cut and take turns, from benchmarks/lab/h200-x*-candidates.json
+    (bf16, H200, microseconds)."""
+    if op == "all_gather_matmul":
+        # Two lanes beat one at all sixteen shapes: W=4 N=12800 K=5120 M=2048 423 / 494. Two chunks a rank beat one at W=4 N=12800
+        # M=8192, 1594 / 1648, and at W=2 N=25600 M=2048, 802 / 821, and lose at W=4 N=2560 M=8192, 337 / 318.
+        return {"lanes": 2, "chunks": 2 if N >= 8192 and M // world_size >= 1024 else 1}
+    if world_size == 2 and M >= 4096:
+        # W=2, M=8192, chunks=2 with accumulate / one GEMM a rank and a sum behind it: K=4096 543 / 572, K=12800 1627 / 1675;
+        # M=4096 275 / 277, 826 / 838; M=2048 149 / 142, 431 / 414.
+        return {"lanes": 1, "chunks": 2, "accumulate": True}
+    # W=4, N=5120, span=2 / 1: K=6400 M=1024 128 / 138, 2048 224 / 234, 8192 854 / 867; K=2048 74 / 66, 110 / 96, 352 / 293.
+    return {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
+
+
+def chunks_for(shard_bytes: int) -> int:
+    """Signals per shard of a gathered A.
+
+    A copy of 8 MiB runs at the link's full rate (24 µs on H200), and each flag behind one costs 2.3 µs.
+    """
+    return max(1, min(MAX_CHUNKS, shard_bytes >> 23))
+
+
+def _fit(size: int, low: int, high: int) -> int:
+    """The power of two in low .. high that covers ``size`` or comes nearest."""
+    return max(low, min(high, triton.next_power_of_2(size)))
+
+
+def _is_datacentre(arch: str) -> bool:
+    """sm_90, sm_100, sm_103: TMA and 227 KiB of shared memory. sm_8x lacks the one, sm_12x the other."""
+    return int(arch.removeprefix("sm_")) // 10 in (9, 10)

@@ -1,0 +1,64 @@
+"""Streams of one call beside its caller's: a library GEMM leaves SMs idle in its last round, and the next one, which need
+not wait for it, fills them.
+
+Lane 0 is the caller's stream. The *urgent* lane has priority and is for what is small and waited for. In the simulator
+there is one stream, and the host code is the order.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+
+class Lanes:
+    """``fork`` first, ``join`` last; what was given to the lanes in between is then part of the caller's stream, and of the
+    CUDA graph that captures it. Memory that a lane touches must live until ``join``."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._count, self._on_gpu = count, device.type == "cuda"
+        if self._on_gpu:
+            self._side = [torch.cuda.Stream(device) for _ in range(count - 1)]
+            self._urgent = torch.cuda.Stream(device, priority=-1)
+
+    def fork(self) -> None:
+        """Every lane waits for all that the current stream, lane 0 from here on, has been given so far."""
+        if self._on_gpu:
+            self._main = torch.cuda.current_stream()
+            for stream in (*self._side, self._urgent):
+                stream.wait_stream(self._main)
+
+    def turn(self, number: int) -> AbstractContextManager:
+        """The current stream is the lane whose turn comes ``number``-th."""
+        if not self._on_gpu:
+            return nullcontext()
+        return torch.cuda.stream((self._main, *self._side)[number % self._count])
+
+    def urgent(self) -> AbstractContextManager:
+        """The current stream is the urgent lane."""
+        return torch.cuda.stream(self._urgent) if self._on_gpu else nullcontext()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """All that the current stream has been given so far, for ``after``."""
+        return torch.cuda.current_stream().record_event() if self._on_gpu else None
+
+    def after(self, mark: torch.cuda.Event | None) -> None:
+        """The current stream waits for what was marked."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+    def join(self) -> None:
+        """Lane 0 waits for all lanes."""
+        if self._on_gpu:
+            for stream in (*self._side, self._urgent):
+                self._main.wait_stream(stream)
+
+
+def lanes_of(team: Team, count: int) -> Lanes:
+    """The team's ``count`` lanes."""
+    return team.workspace(("lanes", count), lambda: Lanes(team.device, count))

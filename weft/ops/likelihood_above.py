@@ -1,0 +1,142 @@
+"""likelihood_above: how much probability lies above each of 16 thresholds: one step of finding top-p's least logit.
+
+mass[b, n] = int(2**40 * exp((logits[b, n] - best[b]) / temperature[b]))          integers, so that no order of sums matters
+above[p, i, b] = sum of mass[b, n] over part p's n with key(logits[b, n]) >= low[b] + i * 2**shift,        i = 0 .. 15
+
+key is the logit as an int32 that compares as the fp32 does. `narrow` takes `low` to the greatest of the 16 thresholds that all
+parts and ranks together still have the wanted mass above, so after shift = 28, 24, .. 0 it is the exact least key that is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.best_words import ordered, parts_of
+from weft.ops.gemm import rows_contiguous
+from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.registration import FLOATS
+
+BLOCK = 256
+THRESHOLDS = 16
+LOWEST = -(1 << 31)
+SHIFTS = tuple(range(28, -1, -4))
+
+
+@triton.jit(do_not_specialize=["N", "part", "shift"])
+def likelihood_above_kernel(
+    logits, stride, best, temperature, low, above, N, part, shift, THRESHOLDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """above[p, i, b]: the module's, over words p * part .. of row b.        grid: (parts, B)"""
+    row = tl.program_id(1)
+    begin = tl.program_id(0) * part
+    end = tl.minimum(begin + part, N)
+    wl.follow_previous_kernel()
+    source = logits + row.to(tl.int64) * stride
+    greatest, heat = tl.load(best + row), tl.maximum(tl.load(temperature + row), 1e-20)
+    least = tl.load(low + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    index = tl.arange(0, THRESHOLDS)
+    sums = tl.zeros([THRESHOLDS], tl.int64)
+    for at in range(begin, end, BLOCK):
+        here = at + columns
+        logit = tl.load(source + here, mask=here < end, other=float("-inf")).to(tl.float32)
+        mass = (tl.exp((logit - greatest) / heat) * 1099511627776.0).to(tl.int64)
+        step = (ordered(logit).to(tl.int64) - least) >> shift
+        sums += tl.sum(tl.where(step[:, None] >= index[None, :], mass[:, None], 0), axis=0)
+    tl.store(above + (tl.program_id(0) * THRESHOLDS + index) * tl.num_programs(1) + row, sums)
+
+
+@triton.jit(do_not_specialize=["parts", "shift"])
+def narrow_kernel(above, top_p, low, wanted, parts, shift, FIRST: tl.constexpr, THRESHOLDS: tl.constexpr):
+    """low[b] += 2**shift * the greatest i for which the sum over parts of above[p, i, b] >= wanted[b].        grid: (B,)
+
+    FIRST: wanted[b] = ceil(top_p[b] * all mass), at least 1. Where top_p is 1, low stays: everything is kept.
+    """
+    row, batch = tl.program_id(0), tl.num_programs(0)
+    index = tl.arange(0, THRESHOLDS)
+    wl.follow_previous_kernel()
+    sums = tl.zeros([THRESHOLDS], tl.int64)
+    for part in range(0, parts):
+        sums += tl.load(above + (part * THRESHOLDS + index) * batch + row)
+    share = tl.load(top_p + row)
+    if FIRST:
+        total = tl.max(sums, axis=0)
+        enough = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+        tl.store(wanted + row, enough)
+    else:
+        enough = tl.load(wanted + row)
+    step = tl.max(tl.where((sums >= enough) & (share < 1), index, 0), axis=0)
+    before = tl.load(low + row)
+    tl.debug_barrier()
+    tl.store(low + row, (before.to(tl.int64) + (step.to(tl.int64) << shift)).to(tl.int32))
+
+
+def likelihood_above(
+    logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
+) -> torch.Tensor:
+    """`above` [parts, 16, B] int64 of this rank's logits [B, N].
+
+    logits             fp16, bf16 or fp32; -inf: never. Rows may be strided
+    best, temperature  [B] fp32: the row's greatest logit over all ranks; 0 counts as 1e-20
+    low                [B] int32, LOWEST at first
+    shift              one of SHIFTS, in this order
+
+    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    """
+    check_like("likelihood_above", "logits", logits, logits.device, FLOATS)
+    check_shape("likelihood_above", "logits", logits, ("B", "N"))
+    for name, x, dtype in (
+        ("best", best, torch.float32), ("temperature", temperature, torch.float32), ("low", low, torch.int32),
+    ):  # fmt: skip
+        check_like("likelihood_above", name, x, logits.device, (dtype,))
+        check_shape("likelihood_above", name, x, (logits.shape[0],))
+    if shift not in SHIFTS:
+        raise ValueError(f"likelihood_above: shift={shift} is not one of {', '.join(map(str, SHIFTS))}")
+    return torch.ops.weft.likelihood_above(logits, best, temperature, low, shift)
+
+
+def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
+    """`low` [B] int32 in place, from `above` [.., 16, B] of all parts and ranks. The first shift sets `wanted` [B] int64."""
+    torch.ops.weft.narrow(above, top_p, low, wanted, shift)
+
+
+@torch.library.custom_op("weft::likelihood_above", mutates_args=())
+def _likelihood_above(
+    logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
+) -> torch.Tensor:
+    logits, (batch, words) = rows_contiguous(logits), logits.shape
+    caps = capabilities_of(logits.device)
+    parts, part = parts_of(max(1, batch), max(1, words), caps.sms)
+    above = torch.empty((parts, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
+    if batch > 0:
+        likelihood_above_kernel[(parts, batch)](
+            logits, logits.stride(0), best.contiguous(), temperature.contiguous(), low, above, words, part, shift,
+            THRESHOLDS=THRESHOLDS, BLOCK=BLOCK, **launch_options(caps),
+        )  # fmt: skip
+    return above
+
+
+@_likelihood_above.register_fake
+def _(logits, best, temperature, low, shift):
+    batch, words = logits.shape
+    parts, _ = parts_of(max(1, batch), max(1, words), capabilities_of(logits.device).sms)
+    return logits.new_empty((parts, THRESHOLDS, batch), dtype=torch.int64)
+
+
+@torch.library.custom_op("weft::narrow", mutates_args=("low", "wanted"))
+def _narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
+    batch = low.shape[0]
+    if batch > 0:
+        above = above.contiguous()
+        narrow_kernel[(batch,)](
+            above, top_p.contiguous(), low, wanted, above.numel() // (THRESHOLDS * batch), shift,
+            FIRST=shift == SHIFTS[0], THRESHOLDS=THRESHOLDS, num_warps=1, **launch_options(capabilities_of(low.device)),
+        )  # fmt: skip
+
+
+@_narrow.register_fake
+def _(above, top_p, low, wanted, shift):
+    return None

@@ -1,0 +1,56 @@
+"""What the ops share that one rank computes by itself: no team, so the device says what it can do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from weft.runtime import capabilities
+
+# Programs resident at once in the simulator. These ops' programs wait for nobody, so any number is right.
+_SIMULATED_SMS = 8
+
+
+def capabilities_of(device: torch.device) -> capabilities.Capabilities:
+    """Of the device of a call's tensors. ValueError for the CPU outside a simulation."""
+    if device.type != "cpu":
+        return _probe(device)
+    # Only here: the simulator's packages need not be installed where there are GPUs.
+    from weft.simulator.interpreter.patching import is_active
+
+    if not is_active():
+        raise ValueError(
+            "tensors are on cpu: kernels run on GPUs, and inside weft.simulate; move them with .to('cuda')"
+        )
+    return capabilities.simulated(1, _SIMULATED_SMS)
+
+
+@functools.lru_cache
+def _probe(device: torch.device) -> capabilities.Capabilities:
+    return capabilities.probe(device, [])
+
+
+def launch_options(caps: capabilities.Capabilities) -> dict[str, bool]:
+    """What ``wl.follow_previous_kernel`` needs, where the target knows it."""
+    return {"launch_pdl": True} if caps.arch.startswith("sm_") and int(caps.arch[3:]) >= 90 else {}
+
+
+def check_like(op: str, name: str, x: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    """``x`` lies on ``device`` and has one of ``dtypes``, else ValueError."""
+    if x.device != device:
+        raise ValueError(f"{op}: {name} is on {x.device}, not on {device}; move it with {name}.to('{device}')")
+    if x.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
+
+
+def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str]) -> None:
+    """``x`` has ``shape``, in which a word stands for any size, else ValueError."""
+    fits = x.dim() == len(shape) and all(
+        isinstance(want, str) or size == want for size, want in zip(x.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be ({wanted})")

@@ -1,0 +1,52 @@
+"""matmul_silu_mul: the first half of a gated MLP. One kernel for few rows, the library's GEMM and silu_mul for many."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.ops import skinny
+from weft.ops.gemm import rows_contiguous
+from weft.ops.local import capabilities_of, check_like
+from weft.ops.registration import FLOATS
+
+
+def matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
+
+    x       [M, K], fp16, bf16 or fp32
+    weight  [2 N, K] of x's dtype: gate's N rows, then up's
+
+    Rows may be strided; anything else is copied first. With one kernel (few rows, where ``weft.ops.skinny`` has a config)
+    all is computed in fp32 and rounded once; else the two products are rounded before silu is computed in fp32. The same
+    bits from run to run; a row's bits may change with the design and config that M decides. No backward. ValueError for
+    shapes, dtypes or devices that do not fit.
+    """
+    for name, matrix, dtypes in (("x", x, FLOATS), ("weight", weight, (x.dtype,))):
+        check_like("matmul_silu_mul", name, matrix, x.device, dtypes)
+        if matrix.dim() != 2 or 0 in matrix.shape:
+            raise ValueError(
+                f"matmul_silu_mul: {name} has shape {tuple(matrix.shape)}; pass a matrix with at least one row and column"
+            )
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"matmul_silu_mul: x has K={x.shape[1]} columns and weight has {weight.shape[1]}; weight is [2 N, K]"
+        )
+    if weight.shape[0] % 2 != 0:
+        raise ValueError(
+            f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
+        )
+    return torch.ops.weft.matmul_silu_mul(x, weight)
+
+
+@torch.library.custom_op("weft::matmul_silu_mul", mutates_args=())
+def _matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x, weight = rows_contiguous(x), rows_contiguous(weight)
+    config = skinny.chosen_for("matmul_silu_mul", x, weight, capabilities_of(x.device))
+    if config is not None:
+        return skinny.run(x, weight, config, True)
+    return torch.ops.weft.silu_mul(x @ weight.T)
+
+
+@_matmul_silu_mul.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))

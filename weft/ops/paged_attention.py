@@ -1,0 +1,238 @@
+"""paged_attention: one new token of each sequence attends to all of its tokens, in a cache of pages.
+
+Split-KV decoding in one kernel. A program computes the query heads of one KV head (rows of one tile: each key is loaded
+once for all of them) over one part of one sequence; the last program of a sequence's head joins the parts. Into how many
+parts a sequence may be cut follows from shapes alone, so that a CUDA graph holds any lengths; into how many it is cut,
+the programs find from its length.
+
+What a program computes: weft.ops.attend.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.attend import attend, join_parts, pages_at
+from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.qk_norm_rope import check_cache
+from weft.ops.registration import FLOATS
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+LOG2_E = math.log2(math.e)
+PAGE_SIZES = (16, 32, 64, 128, 256)
+MAX_GROUP = 64
+# Rows of the smallest tile that tensor cores multiply.
+MIN_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """How the cache is read.
+
+    block_n     tokens of a step, a power of two, at least 16 for each of num_warps
+    least       tokens of a part at least, a multiple of block_n: shorter sequences are not cut
+    max_splits  parts of a sequence at most
+    per_sm      programs that an SM is to have, where there is work for them
+    """
+
+    block_n: int = 64
+    least: int = 256
+    max_splits: int = 32
+    per_sm: int = 2
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        if self.block_n < 16 * self.num_warps or self.block_n & (self.block_n - 1):
+            raise ValueError(
+                f"block_n={self.block_n} is not a power of two of at least 16 for each of num_warps={self.num_warps}"
+            )
+        if self.least < 1 or self.least % self.block_n:
+            raise ValueError(f"least={self.least} is not a multiple of block_n={self.block_n}")
+        for name in ("max_splits", "per_sm"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive; pass 1 or more")
+
+
+@triton.jit(do_not_specialize=["max_pages"])
+def paged_attention_kernel(
+    q, keys, values, pages, lengths, out, parts, weights, tickets, max_pages, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
+    JOINED: tl.constexpr,
+):  # fmt: skip
+    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * HEADS, splits)
+
+    Program (b * HEADS + g, i) has part i of sequence b for its query heads g * GROUP .. (g + 1) * GROUP - 1. A sequence
+    has as many parts as there are splits, or fewer, so that they have about LEAST tokens; programs beyond them end at
+    once. Its steps of BLOCK_N tokens are dealt out in turn: where a program starts does not wait for the length. Token t of
+    b lies in page pages[b, t // PAGE]. lengths[b] = 0: zeros.
+
+    signals, waits  none: of the parts of a sequence and head, the program that comes last joins all
+    parts, weights  fp32 [B * HEADS, splits, GROUP, D] and [B * HEADS, splits, GROUP], of this call only
+    tickets         int32 [B * HEADS], 0: how many parts are there. Left as 0 for the next kernel of this stream
+    SPLIT           whether there are splits; where not, parts, weights and tickets are not touched
+    """
+    pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    sequence, head = pair // HEADS, pair % HEADS
+    KEPT: tl.constexpr = ROWS // 2 if GROUP * 2 <= ROWS else ROWS
+    row, kept, column = tl.arange(0, ROWS), tl.arange(0, KEPT)[:, None], tl.arange(0, D)[None, :]
+    mine = pair.to(tl.int64) * (GROUP * D)
+    table = pages + sequence.to(tl.int64) * max_pages
+    first = split * BLOCK_N
+    wl.follow_previous_kernel()
+    # All three at once; what the table holds behind the length is not used.
+    length = tl.load(lengths + sequence)
+    page = pages_at(table, first, max_pages * PAGE, BLOCK_N, WAYS, PAGE)
+    x = tl.load(q + mine + row[:, None] * D + column, mask=(row < GROUP)[:, None], other=0.0)
+    length = tl.minimum(length, max_pages * PAGE)
+    count = tl.minimum(tl.maximum(tl.cdiv(length, LEAST), 1), splits)
+    if split < count:
+        mean, weight = attend(
+            x, keys, values, table, page, head, first, length, count * BLOCK_N, scale,
+            HEADS, PAGE, D, BLOCK_N, WAYS, KEPT,
+        )  # fmt: skip
+        alone = True
+        if SPLIT:
+            alone = count == 1
+            if count > 1:
+                part = (pair.to(tl.int64) * splits + split) * GROUP
+                tl.store(parts + part * D + kept * D + column, mean, mask=kept < GROUP)
+                tl.store(weights + part + row, weight, mask=row < GROUP)
+                tl.debug_barrier()  # all threads' stores come before the ticket
+                if tl.atomic_add(tickets + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
+                    tl.store(tickets + pair, 0)
+                    first_part = pair.to(tl.int64) * splits * GROUP
+                    join_parts(parts + first_part * D, weights + first_part, out + mine, count, GROUP, D, JOINED)
+        if alone:
+            tl.store(out + mine + kept * D + column, mean.to(out.dtype.element_ty), mask=kept < GROUP)
+
+
+def paged_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor,
+    scale: float | None = None, tickets: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for one token of each sequence, which the cache holds already.
+
+    q             [B, Hq, D], fp16, bf16 or fp32
+    keys, values  [P, Hkv, S, D], contiguous, of q's dtype; query head h attends to KV head h * Hkv // Hq
+    pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
+    lengths       [B] int32: tokens to attend to, the new one included, max_pages * S at most. 0, a padding row: zeros
+    scale         D ** -0.5 where None
+    tickets       int32 zeros, B * Hkv or more, left as zeros: calls of one stream may share them. None: each call makes
+                  its own, by one small kernel more
+
+    Hkv divides Hq, D is a power of two from 16 to 256, S one from 16 to 256. Softmax and sums in fp32. The same bits from
+    run to run; B, max_pages and the lengths decide how sums are cut. What stands in ``pages`` and the cache behind a length
+    moves nothing. The host reads no lengths or pages: those out of range are not refused. No backward. ValueError for shapes,
+    dtypes or devices that do not fit.
+    """
+    op = "paged_attention"
+    check_like(op, "q", q, q.device, FLOATS)
+    check_cache(op, keys, values, q)
+    _, heads, page, D = keys.shape
+    check_shape(op, "q", q, ("B", "Hq", D))
+    B = q.shape[0]
+    if page not in PAGE_SIZES:
+        raise ValueError(
+            f"{op}: keys has shape {tuple(keys.shape)}; page_size={page} is not one of {', '.join(map(str, PAGE_SIZES))}"
+        )
+    if q.shape[1] % heads != 0 or not 1 <= q.shape[1] // heads <= MAX_GROUP:
+        raise ValueError(
+            f"{op}: q has {q.shape[1]} heads and keys {heads}; each KV head must have the same number of query heads, 1 to "
+            f"{MAX_GROUP}"
+        )
+    for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
+        check_like(op, name, x, q.device, (torch.int32,))
+        check_shape(op, name, x, shape)
+    if tickets is not None:
+        check_like(op, "tickets", tickets, q.device, (torch.int32,))
+        if tickets.dim() != 1 or not tickets.is_contiguous() or tickets.shape[0] < B * heads:
+            raise ValueError(
+                f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of B * Hkv={B * heads} or more"
+            )
+    return torch.ops.weft.paged_attention(q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets)
+
+
+def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:
+    """For ``pairs`` of sequence and KV head: 16 KiB of keys a step, and as much of values.
+
+    H200, bf16, D=128, 8 query heads a KV head, keys and values from memory, in microseconds (inside CUDA graphs of 4 to 115
+    calls, after another kernel; compare within a pair only), two programs an SM with 3 stages / one with 5:
+    16 pairs of 1024 tokens 7.5 / 8.1, 64 of 1024 15.2 / 14.6, 256 of 128 9.0 / 10.7
+    Parts of 128 / 256 / 512 tokens: 2 pairs of 1024 5.7 / 6.4 / 8.4, 16 of 1024 8.7 / 7.5 / 9.5
+    """
+    block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
+    shape = {"block_n": block_n, "num_warps": min(4, block_n // 16), "least": 128 if pairs <= 4 else 256}
+    if caps.arch.startswith("gfx") or dtype == torch.float32:
+        return AttentionConfig(**shape, num_stages=2)
+    if caps.sms < 4 * pairs <= 4 * caps.sms and caps.arch in ("sm_90", "sm_100"):
+        return AttentionConfig(**shape, num_stages=5, per_sm=1)
+    return AttentionConfig(**shape, num_stages=3)
+
+
+def splits_for(pairs: int, tokens: int, config: AttentionConfig, sms: int) -> int:
+    """Into how many parts a sequence of at most ``tokens`` may be cut, where there are ``pairs`` of sequence and KV head."""
+    return max(1, min(config.per_sm * sms // pairs, triton.cdiv(tokens, config.least), config.max_splits))
+
+
+def run(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, scale: float,
+    tickets: torch.Tensor | None, config: AttentionConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``paged_attention`` of checked arguments, with a chosen config."""
+    (B, q_heads, D), (_, heads, page, _) = q.shape, keys.shape
+    out = torch.empty((B, q_heads, D), dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    caps = capabilities_of(q.device)
+    pairs, group, max_pages = B * heads, q_heads // heads, pages.shape[1]
+    config = config or config_for(pairs, D, q.dtype, caps)
+    splits = splits_for(pairs, max_pages * page, config, caps.sms)
+    parts = weights = out
+    if splits > 1:
+        parts = torch.empty((pairs, splits, group, D), dtype=torch.float32, device=q.device)
+        weights = torch.empty((pairs, splits, group), dtype=torch.float32, device=q.device)
+        tickets = torch.zeros(pairs, dtype=torch.int32, device=q.device) if tickets is None else tickets
+    paged_attention_kernel[(pairs, splits)](
+        q.contiguous(), keys, values, pages.contiguous(), lengths.contiguous(), out, parts, weights,
+        lengths if splits == 1 else tickets, max_pages, scale * LOG2_E,
+        **constants(config, heads=heads, group=group, page=page, D=D, split=splits > 1), **launch_options(caps),
+    )  # fmt: skip
+    return out
+
+
+def constants(
+    config: AttentionConfig, *, heads: int, group: int, page: int, D: int, split: bool
+) -> dict[str, int | bool]:
+    """The keyword arguments of the kernel."""
+    few = triton.next_power_of_2(group)
+    return {
+        "HEADS": heads, "GROUP": group, "PAGE": page, "D": D, "ROWS": max(MIN_ROWS, few),
+        "BLOCK_N": config.block_n, "WAYS": config.num_warps, "LEAST": config.least, "SPLIT": split,
+        # At most 16 KiB of parts at a time, in 32 registers of 4 warps.
+        "JOINED": max(1, min(4, 4096 // (few * D))),
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+
+
+@torch.library.custom_op("weft::paged_attention", mutates_args=("tickets",))
+def _paged_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, scale: float,
+    tickets: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return run(q, keys, values, pages, lengths, scale, tickets)
+
+
+@_paged_attention.register_fake
+def _(q, keys, values, pages, lengths, scale, tickets):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,0 +1,68 @@
+"""silu_mul: what stands between the two matrix products of a gated MLP, for those that do not compute it themselves."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.gemm import rows_contiguous
+from weft.ops.local import capabilities_of, check_like, launch_options
+from weft.ops.registration import FLOATS
+
+# Elements of a program's tile: 8 a thread of 4 warps, so that bf16 is loaded 16 bytes at a time.
+TILE = 1024
+MAX_ROWS = 4
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, stride, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles along N, tiles along M)
+
+    gate_up  [M, 2 N], rows ``stride`` apart. In fp32, rounded once.
+    """
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    at = gate_up + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    wl.follow_previous_kernel()
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + N, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up -> [M, N], contiguous, in the dtype of ``gate_up``: computed in fp32 and rounded once.
+
+    gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; anything else is copied first
+
+    No backward. ValueError for another shape or dtype.
+    """
+    check_like("silu_mul", "gate_up", gate_up, gate_up.device, FLOATS)
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 != 0:
+        raise ValueError(
+            f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"
+        )
+    return torch.ops.weft.silu_mul(gate_up)
+
+
+@torch.library.custom_op("weft::silu_mul", mutates_args=())
+def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    M, N = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((M, N), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel() > 0:
+        gate_up = rows_contiguous(gate_up)
+        rows = min(MAX_ROWS, triton.next_power_of_2(M))
+        block = TILE // rows
+        silu_mul_kernel[(triton.cdiv(N, block), triton.cdiv(M, rows))](
+            gate_up, gate_up.stride(0), out, M, N, ROWS=rows, BLOCK=block,
+            **launch_options(capabilities_of(out.device)),
+        )  # fmt: skip
+    return out
+
+
+@_silu_mul.register_fake
+def _(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))

@@ -1,0 +1,123 @@
+"""Which tensor a pointer was made of: a number in the address's upper bits, which arithmetic on the pointer leaves alone.
+
+A process has its addresses below 2**48. What is reached through a pointer must lie in the tensor that it was made of, or in
+the same symmetric tensor of a peer. Without the number, an index past a tensor that ends where the next one begins would
+pass, and so would a freed tensor whose bytes another has by now. Pointers that a kernel makes of integers have no number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from weft.errors import InvalidAccess
+from weft.simulator.memory import Extent, Memory
+
+_SHIFT = 48
+_ADDRESS = (1 << _SHIFT) - 1
+_NUMBERS = 1 << 15  # so that an address stays positive as an int64
+
+
+class Pointers:
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._extents: dict[int, Extent] = {}  # by number; those that are gone too, until their number is used again
+        self._numbers: dict[Extent, int] = {}
+        self._twins: set[tuple[int, int]] = set()
+        self._last = 0
+        self._freed: dict[int, tuple[weakref.ref, Extent]] = {}  # tensors by id: their bytes may be another's by now
+
+    def free(self, tensor: Any) -> None:
+        """A symmetric tensor is about to be given back."""
+        extent = self._memory.find(tensor.data_ptr())
+        if extent is not None:
+            self._freed[id(tensor)] = weakref.ref(tensor), extent
+
+    def freed(self, tensor: Any) -> Extent | None:
+        """What a tensor was that has been given back."""
+        kept, extent = self._freed.get(id(tensor), (None, None))
+        return extent if kept is not None and kept() is tensor else None
+
+    def of(self, tensor: Any) -> int:
+        """What a kernel is handed for a tensor."""
+        address = tensor.data_ptr()
+        extent = self.freed(tensor) or self._memory.find(address)
+        if extent is None and self._memory.in_heap(address):
+            extent = next((e for e in reversed(self._memory.freed) if e.base <= address < e.base + e.size), None)
+        return address if extent is None else address | self._number(extent) << _SHIFT
+
+    def plain(
+        self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Callable[[], str], verb: str
+    ) -> np.ndarray:
+        """The addresses as memory has them. InvalidAccess where one that is not masked off has left its tensor."""
+        active = addresses if mask.all() else addresses[mask]
+        if active.size == 0:
+            return addresses
+        low, high = int(active.min()), int(active.max())
+        if high <= _ADDRESS:
+            return addresses
+        number, extent = low >> _SHIFT, self._memory.find(low & _ADDRESS)
+        is_one = extent is not None and (high & _ADDRESS) + itemsize <= extent.base + extent.size
+        if number != high >> _SHIFT or not is_one or not self._reaches(number, extent):
+            self._inspect(active, itemsize, who, verb)
+        return addresses & np.uint64(_ADDRESS)
+
+    def _number(self, extent: Extent) -> int:
+        known = self._numbers.get(extent)
+        if known is None:
+            self._last = self._last % (_NUMBERS - 1) + 1
+            self._twins = {pair for pair in self._twins if self._last not in pair}
+            old = self._extents.pop(self._last, None)
+            if old is not None:
+                del self._numbers[old]
+            known = self._numbers[extent] = self._last
+            self._extents[known] = extent
+        return known
+
+    def _reaches(self, number: int, extent: Extent) -> bool:
+        """Whether a pointer of this number may reach ``extent``."""
+        mine = self._extents.get(number)
+        if mine is extent or mine is None:
+            return True
+        pair = number, self._number(extent)
+        if pair in self._twins:
+            return True
+        here, there = self._memory.heap_of(mine.base), self._memory.heap_of(extent.base)
+        if None in (here, there) or here == there:
+            return False
+        if (mine.base - here[0], mine.size) != (extent.base - there[0], extent.size):
+            return False
+        self._twins.add(pair)
+        return True
+
+    def _inspect(self, active: np.ndarray, itemsize: int, who: Callable[[], str], verb: str) -> None:
+        numbers = active >> np.uint64(_SHIFT)
+        for number in np.unique(numbers).tolist():
+            left = (active[numbers == number] & np.uint64(_ADDRESS)).ravel()
+            while number in self._extents and left.size:
+                address = int(left.min())
+                extent = self._memory.find(address)
+                if extent is None or not self._reaches(number, extent):
+                    raise InvalidAccess(who(), verb, address, itemsize, self._where(number, address, extent))
+                end = np.uint64(extent.base + extent.size - itemsize)
+                left = left[left > end]
+                if left.size and int(left.min()) < extent.base + extent.size:
+                    address = int(left.min())
+                    raise InvalidAccess(who(), verb, address, itemsize, self._where(number, address, extent))
+
+    def _where(self, number: int, address: int, found: Extent | None) -> str:
+        """The pointer's tensor, and where ``address`` is seen from it."""
+        mine, rank = self._extents[number], self._extents[number].rank
+        base = mine.base
+        heap, own = self._memory.heap_of(address), self._memory.heap_of(base)
+        if heap is not None and own is not None:  # the same tensor of the heap's rank
+            base, rank = base - own[0] + heap[0], self._memory.heap_rank(heap)
+        index, count = (address - base) // mine.itemsize, mine.size // mine.itemsize
+        if 0 <= index < count:
+            return f"{mine.name}[{index}] of rank {rank}, which was freed"
+        side = "before its start" if index < 0 else f"past its end (it has {count:,} elements)"
+        other = f", in {found.name}" if found is not None and not base <= found.base < base + mine.size else ""
+        return f"{mine.name}[{index}] of rank {rank}, {side}{other}"

@@ -138,8 +138,8 @@ MATMULS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 # Rows of the whole product up to which the library's GEMM and weft's collective, one after the other, win: the overlap
 # saves less than smaller GEMMs lose. bf16, W=4, library / best of the others in microseconds, at M=256
 # (benchmarks/lab/h200-x4-matmul.json): all_gather_matmul N=12800 K=5120 77 / 153, N=2560 36 / 55; matmul_reduce_scatter
-# N=5120 K=6400 43 / 86, K=2048 26 / 46. At M=1024 (benchmarks/lab/h200-x4-candidates.json): 248 / 235, 81 / 68, 134 / 125, 75 / 66;
-# matmul_all_reduce N=5120 K=6400 151 / 147.
+# N=5120 K=6400 43 / 86, K=2048 26 / 46. At M=1024 (h200-x4-candidates.json beside it): 248 / 235, 81 / 68, 134 / 125,
+# 75 / 66; matmul_all_reduce N=5120 K=6400 151 / 147.
 LIBRARY_ROWS = 512
 # The same of matmul_all_reduce on two ranks: M=1024 228 / 240, M=4096 930 / 849 (benchmarks/lab/h200-x2-candidates.json).
 LIBRARY_ROWS_OF_TWO = 1024
@@ -168,7 +168,7 @@ def choose_matmul(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_siz
     if caps is not None and caps.is_simulated:
         return Design(op=op, design="fused", reason="simulated: the kernel is what is to be seen")
     if op == "matmul" or world_size == 1:
-        # h200-x4-matmul.json, cuBLAS / our GEMM: 16x12800x5120 36.5 / 39.1, 16x5120x6400 20.2 / 21.6, 128x12800x5120 40.9 / 48.7.
+        # h200-x4-matmul.json, cuBLAS / our GEMM: 16x12800x5120 36.5 / 39.1, 16x5120x6400 20.2 / 21.6, 128x12800x5120 41 / 49.
         return Design(
             op=op, design="library", reason="cuBLAS is faster than weft's plain GEMM where both were measured"
         )

@@ -136,11 +136,11 @@ def default_config(
 
 
 def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, Any]:
-    """The fields of ``GemmConfig`` that say how library GEMMs are cut and take turns, from benchmarks/lab/h200-x*-candidates.json
-    (bf16, H200, microseconds)."""
+    """The fields of ``GemmConfig`` that say how library GEMMs are cut and take turns. Figures: microseconds, bf16, H200
+    (benchmarks/lab/h200-x4-candidates.json and h200-x2-candidates.json)."""
     if op == "all_gather_matmul":
-        # Two lanes beat one at all sixteen shapes: W=4 N=12800 K=5120 M=2048 423 / 494. Two chunks a rank beat one at W=4 N=12800
-        # M=8192, 1594 / 1648, and at W=2 N=25600 M=2048, 802 / 821, and lose at W=4 N=2560 M=8192, 337 / 318.
+        # Two lanes beat one at all sixteen shapes: W=4 N=12800 K=5120 M=2048 423 / 494. Two chunks a rank beat one at W=4
+        # N=12800 M=8192, 1594 / 1648, and at W=2 N=25600 M=2048, 802 / 821, and lose at W=4 N=2560 M=8192, 337 / 318.
         return {"lanes": 2, "chunks": 2 if N >= 8192 and M // world_size >= 1024 else 1}
     if world_size == 2 and M >= 4096:
         # W=2, M=8192, chunks=2 with accumulate / one GEMM a rank and a sum behind it: K=4096 543 / 572, K=12800 1627 / 1675;

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm
+from weft.ops import gemm, skinny
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
@@ -197,8 +197,11 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     config = config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
     gemm.check_design("matmul_all_reduce", config, "fused", "segments", "library")
     if config.design == "library":
-        partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
-        library_matmul(a, b, partial)
+        if (few_rows := skinny.chosen_for("matmul", a, b, team.caps)) is not None:
+            partial = skinny.run(a, b, few_rows, gated=False)
+        else:
+            partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
+            library_matmul(a, b, partial)
         return torch.ops.weft.all_reduce(partial, team.name, "auto")
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     if config.design == "segments":

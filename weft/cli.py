@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.errors import WeftError
+from weft.console import one_line_errors
 from weft.tune.command import tune
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def generate(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Continue prompts with a model that is spread over several ranks."""
-    with _one_line_errors(traceback):
+    with one_line_errors(traceback):
         from weft.models import Qwen3Config
         from weft.runtime.launch import DEVICES, launch
 
@@ -265,18 +264,6 @@ def _print_findings(findings: list[Finding]) -> None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"--{name} {value} is unknown; choose one of {', '.join(allowed)}")
-
-
-@contextmanager
-def _one_line_errors(traceback: bool) -> Iterator[None]:
-    """What a person got wrong is said on stderr, exit status 2. All else is our mistake and keeps its traceback."""
-    try:
-        yield
-    except (WeftError, ValueError) as error:
-        if traceback:
-            raise
-        typer.echo(f"weft: {error}", err=True)
-        sys.exit(2)
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +13,7 @@ import typer
 from rich.console import Console
 
 from weft.bench.levels.command import LevelFlags, level_plan
+from weft.console import numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -97,13 +96,13 @@ def bench(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Time every way to do an op, side by side. Exit status 1: weft was wrong or did not run somewhere."""
-    with _one_line_errors(traceback):
+    with one_line_errors(traceback):
         options = BenchOptions(
             op=op,
-            world_sizes=_numbers("world-size", world_size),
+            world_sizes=numbers("world-size", world_size),
             shapes=tuple(shapes or ()),
             dtype=dtype,
-            providers=_words(providers),
+            providers=words(providers),
             json=json,
             plot=plot,
             check_only=check_only,
@@ -115,16 +114,16 @@ def bench(
                 model=model,
                 layers=layers,
                 run_type=run_type,
-                batches=_numbers("bsz", bsz),
-                contexts=_numbers("ctx", ctx),
-                modes=_words(mode),
+                batches=numbers("bsz", bsz),
+                contexts=numbers("ctx", ctx),
+                modes=words(mode),
                 check=check,
                 breakdown=breakdown,
             ),
         )
         reports: list[Report] = []
         lost = _measure(options, reports)
-        if _talks():
+        if talks():
             show(reports)
             _write(options, reports)
             if lost is not None:
@@ -184,7 +183,7 @@ def on_rank(team: Team, plans: tuple[Plan, ...], folder: Path | None) -> list[Re
     """What each rank runs. Rank 0 says how far it is."""
     from weft.bench.runner import run_plans
 
-    with _progress(team.rank == 0) as say:
+    with progress(team.rank == 0) as say:
         return run_plans(team, plans, folder, say)
 
 
@@ -212,47 +211,3 @@ def _write(options: BenchOptions, reports: list[Report]) -> None:
     if options.plot is not None:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         options.plot.write_text(svg(reports))
-
-
-def _talks() -> bool:
-    """One process prints: under torchrun every rank comes here."""
-    from weft.runtime.launch import coordinates
-
-    where = coordinates()
-    return where is None or where.rank == 0
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yields say(line): the last line on a terminal, all of them elsewhere, on stderr."""
-    console = Console(stderr=True, highlight=False)
-    if not shown:
-        yield lambda line: None
-    elif console.is_terminal:
-        with console.status("starting") as status:
-            yield status.update
-    else:
-        yield lambda line: console.print(line, soft_wrap=True)
-
-
-def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    words = _words(text)
-    if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ValueError(f"--{flag} {text} is not a list of positive numbers, as in 2,4")
-    return tuple(map(int, words))
-
-
-def _words(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
-
-
-@contextmanager
-def _one_line_errors(traceback: bool) -> Iterator[None]:
-    """What a person got wrong is said on stderr, exit status 2. All else is our mistake and keeps its traceback."""
-    try:
-        yield
-    except (WeftError, ValueError) as error:
-        if traceback:
-            raise
-        typer.echo(f"weft: {error}", err=True)
-        sys.exit(2)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench import command as bench_command
+from weft.console import numbers, one_line_errors, progress, talks
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ def tune(
 
     Exit status 1: the search ended early; what was found before is in the file.
     """
-    with bench_command._one_line_errors(traceback):
+    with one_line_errors(traceback):
         options = TuneOptions(
             words=tuple(ops),
-            world_sizes=bench_command._numbers("world-size", world_size),
+            world_sizes=numbers("world-size", world_size),
             shapes=tuple(shapes or ()),
             dtype=dtype,
             quick=quick,
@@ -100,7 +101,7 @@ def tune(
     lost = _tune(plans, traceback)
     if lost is None:
         return
-    if bench_command._talks():
+    if talks():
         typer.echo(f"weft: {lost}", err=True)
     if _is_one_rank():
         sys.stdout.flush()
@@ -184,10 +185,10 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
             if traceback:
                 raise
             files = dict.fromkeys(one.out for one in run.plans if one.out is not None)
-            if bench_command._talks() and files:
+            if talks() and files:
                 typer.echo(f"what was found before is in {', '.join(map(str, files))}", err=True)
             return error
-        if bench_command._talks():
+        if talks():
             for one, found in zip(run.plans, outcomes, strict=True):
                 show(run, one, found)
     return None
@@ -197,7 +198,7 @@ def on_rank(team: Team, plans: tuple[TunePlan, ...]) -> list[list[Outcome]]:
     """What each rank runs. Rank 0 says how far it is."""
     from weft.tune.search import search
 
-    with bench_command._progress(team.rank == 0) as say:
+    with progress(team.rank == 0) as say:
         return search(team, plans, say)
 
 

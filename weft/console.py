@@ -1,0 +1,56 @@
+"""What the subcommands of `weft` share: errors as one line, a line that says how far it is, lists among flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from weft.errors import WeftError
+
+
+def talks() -> bool:
+    """One process prints: under torchrun every rank comes here."""
+    from weft.runtime.launch import coordinates
+
+    where = coordinates()
+    return where is None or where.rank == 0
+
+
+@contextmanager
+def progress(shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yields say(line): the last line on a terminal, all of them elsewhere, on stderr."""
+    console = Console(stderr=True, highlight=False)
+    if not shown:
+        yield lambda line: None
+    elif console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda line: console.print(line, soft_wrap=True)
+
+
+def numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    found = words(text)
+    if not all(word.isdigit() and int(word) > 0 for word in found):
+        raise ValueError(f"--{flag} {text} is not a list of positive numbers, as in 2,4")
+    return tuple(map(int, found))
+
+
+def words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+
+
+@contextmanager
+def one_line_errors(traceback: bool) -> Iterator[None]:
+    """What a person got wrong is said on stderr, exit status 2. All else is our mistake and keeps its traceback."""
+    try:
+        yield
+    except (WeftError, ValueError) as error:
+        if traceback:
+            raise
+        typer.echo(f"weft: {error}", err=True)
+        sys.exit(2)

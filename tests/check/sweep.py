@@ -39,11 +39,13 @@ SHARE = 50
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``run(team, tensor)``, done ``calls`` times; ``tensor(*shape)`` makes an input that differs by rank and call."""
+    """``run(team, tensor)``, done ``calls`` times on GPUs of ``sms``; ``tensor(*shape)`` makes an input that differs by rank
+    and call."""
 
     name: str
     run: Callable[[Any, Callable[..., torch.Tensor]], Any]
     calls: int = CALLS
+    sms: int = 8
 
     def __call__(self, team: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(team.rank)
@@ -68,6 +70,21 @@ def fused_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor,
     return ops.all_reduce_rms_norm(x(3, 64), torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team)
 
 
+def rows_of_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.all_reduce_rms_norm(
+        x(4, 64), torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team, "one_shot"
+    )
+
+
+# A program has several tiles, and sends the next one before it receives this one.
+SEVERAL_TILES = [
+    Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
+    Call("all_reduce two_shot, tiles", lambda team, x: ops.all_reduce(x(1300 * team.size), team, "two_shot"), 3, 2),
+    Call("all_gather tiles", lambda team, x: ops.all_gather(x(1500), team), 3, 2),
+    Call("reduce_scatter tiles", lambda team, x: ops.reduce_scatter(x(team.size, 1500), team), 3, 2),
+    Call("all_to_all tiles", lambda team, x: ops.all_to_all(x(team.size, 1500), team), 3, 2),
+    Call("all_reduce_rms_norm rows", rows_of_norm, 3, 1),
+]
 OPS = [
     Call("all_reduce one_shot", lambda team, x: ops.all_reduce(x(700), team, "one_shot")),
     Call("all_reduce two_shot", lambda team, x: ops.all_reduce(x(1100), team, "two_shot")),
@@ -84,6 +101,7 @@ OPS = [
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),
     Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 24, 32), x(48, 32), team)),
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(40, 32), x(48, 32), team)),
+    *SEVERAL_TILES,
 ]
 
 
@@ -142,7 +160,9 @@ def sweep(share: Share) -> tuple[float, list[str]]:
     torch.set_num_threads(1)
     call = calls(share.table, share.world_size)[share.index]
     started = time.perf_counter()
-    report = weft.check.check(call, share.world_size, schedules=share.schedules, seed=share.seed, heap_bytes=None)
+    report = weft.check.check(
+        call, share.world_size, schedules=share.schedules, seed=share.seed, sms=call.sms, heap_bytes=None
+    )
     return time.perf_counter() - started, [] if report.ok else [str(report)]
 
 

@@ -13,7 +13,7 @@ from weft import ops
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("call", OPS, ids=lambda call: call.name.replace(" ", "-"))
 def test_an_op_is_clean(call, world_size):
-    report = weft.check.check(call, world_size, schedules=4)
+    report = weft.check.check(call, world_size, schedules=4, sms=call.sms)
     assert report.ok, str(report)
 
 

@@ -16,8 +16,9 @@ Mode = Literal["torch", "ag_rs", "gemm_ar", "auto"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 # From so many tokens on "auto" splits them over the ranks. Qwen3-32B over four H200s, ms a forward pass in a CUDA graph, ag_rs
-# / gemm_ar: 4096 tokens 116 / 125, 128 tokens 9.50 / 9.62 (prompts), 9.00 / 9.02 (decoding), 1 token 6.88 / 6.62. In between
-# nothing is measured; the fused products begin to pay at about 1024 rows (weft/ops/dispatch.py), and decoding stays below.
+# / gemm_ar: 4096 tokens 116 / 125, 128 tokens 9.50 / 9.62 (prompts), 9.00 / 9.02 (decoding), 1 token 6.88 / 6.62
+# (benchmarks/lab/h200-x4-modes.json). In between nothing is measured; the fused products begin to pay at about 1024 rows
+# (weft/ops/dispatch.py), and decoding stays below.
 SHARDED_TOKENS = 2048
 # Up to so many tokens the all-reduce waits for the norm behind it (one kernel): the GEMM is too short to hide it.
 DEFERRED_TOKENS = 512

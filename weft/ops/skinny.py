@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
 OPS = ("matmul", "matmul_silu_mul")
 MAX_PARTS = 16
-# Rows up to which it beats cuBLAS: 64x5120x6400 18.7 / 19.0 us, 128x5120x6400 24.2 / 20.6.
+# Rows up to which it beats cuBLAS: 64x5120x6400 19.2 / 19.5 us, 128x5120x6400 25.3 / 21.0.
 MAX_ROWS = 64
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches. Behind a norm of 4 us, which stands for an all-reduce: 16x5120x6400 23.4 us with none,
-# 22.5 with 256, 22.3 with 1024; behind one that does not wait 20.1, 19.9, 20.3, and behind a product 1024 cost 1 us.
+# 22.5 with 256, 22.3 with 1024; behind one that does not wait 20.1, 19.9, 20.3, and behind a product 1024 cost 1 us (of the
+# search; no file keeps it).
 AHEAD = 256
 # Steps along K that make a part worth its sum.
 LEAST_STEPS = 8
@@ -268,19 +269,19 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> Skinn
         return SkinnyConfig(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)
     tiles = triton.cdiv(N, 64)
     if block_m == 16 or (block_m == 32 and (gated or tiles <= caps.sms)):
-        # 16x2560x5120 9.4 (10.9), 16x5120x6400 18.7 (18.4), 16x12800x5120 33.1 (35.3); 32: 9.4 (11.1), 19.3 (18.6).
+        # 16x2560x5120 9.5 (10.9), 16x5120x6400 19.2 (18.8), 16x12800x5120 33.4 (35.8); 32: 9.5 (11.1), 19.6 (19.1).
         block_n, block_k, stages, turned = 64, 128, 5, True
     elif block_m == 32:
-        # More tiles than SMs, so two programs an SM. 32x12800x5120 33.8 (36.0), turned 36.
+        # More tiles than SMs, so two programs an SM. 32x12800x5120 35.4 (36.4).
         block_n, block_k, stages, turned = 64, 128, 4, False
     elif block_m == 64 and not gated and tiles <= caps.sms:
-        # One program an SM, with all of its memory. 64x5120x6400 18.7 (19.0), with 4 stages 22.
+        # One program an SM, with all of its memory. 64x5120x6400 19.2 (19.5).
         block_n, block_k, stages, turned = 64, 128, 6, True
     elif block_m == 64:
-        # 64x12800x5120 34.4 (36.1), gated 35.4 (36.0 and silu).
+        # 64x12800x5120 34.9 (36.5), gated 36.0 (37.9 with its silu).
         block_n, block_k, stages, turned = 64 if gated else 128, 64, 6, True
     else:
-        # 128x5120x6400 24.2 (20.6), gated 128x12800x5120 39.8 (35.7 and silu).
+        # 128x5120x6400 25.3 (21.0), gated 128x12800x5120 40.7 (38.6 with its silu): the library gets these.
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 5 if gated else 4, True
     programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
     steps = triton.cdiv(K, block_k)

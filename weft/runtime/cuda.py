@@ -17,7 +17,7 @@ from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
 from weft.runtime.view import RECORD_WORDS
 
-DEFAULT_HEAP_BYTES = 1 << 30
+DEFAULT_HEAP_BYTES = 2 << 30
 _numbers = itertools.count()
 
 

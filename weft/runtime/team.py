@@ -214,7 +214,7 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
     """This process's (or virtual rank's) end of a new team.
 
     group       a ``torch.distributed`` group or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); all ranks if None
-    heap_bytes  of symmetric memory per rank; 1 GiB on GPUs and 64 MiB in the simulator if None
+    heap_bytes  of symmetric memory per rank; 2 GiB on GPUs and 64 MiB in the simulator if None
     debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout
 
     Under ``torchrun`` or ``weft.launch`` it uses this rank's GPU, and inside ``weft.simulate`` a virtual one. NoTeam elsewhere.

@@ -51,8 +51,8 @@ def lamport_receive(ptr, old, mask, team):
     after this call is stored after that.
 
     Nobody else touches ``old`` meanwhile. Like any store, a clearing may be overtaken by a later one of the same program;
-    a fence that waits for all its stores to remote memory cost up to a third of an all-reduce, loading ``old`` again
-    while the data are under way costs nothing.
+    a fence would keep them apart by waiting for all its stores to remote memory. ``old`` is loaded again while the data are
+    under way.
     """
     lamport_clear(old, mask)
     while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:

@@ -6,8 +6,8 @@ one_shot   a row --to all--> sum, norm                          1 crossing
 two_shot   W rows --one to each--> sum --to all--> W norms      2 crossings, fewer bytes
 
 A row is cut into parts of about 512 bytes, a program each, because one program is slow to push much to three peers: at W=4
-a row of 5,120 bf16 takes 6.2 us in two parts and 4.1 in twenty (benchmarks/lab/h200-x4-collectives.json). What a norm needs of the whole row, its
-sum of squares, the programs of a row exchange through the GPU's own memory.
+a row of 5,120 bf16 takes 6.2 us in two parts and 4.1 in twenty (benchmarks/lab/h200-x4-collectives.json). What a norm needs
+of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory.
 """
 
 from __future__ import annotations

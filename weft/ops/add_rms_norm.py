@@ -8,6 +8,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES, norm, squares_of
+from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS, check_has_rows
 
@@ -58,10 +59,10 @@ def add_rms_norm(
             f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
             f"{MAX_ROW_BYTES}; use torch's rms_norm"
         )
-    return torch.ops.weft.add_rms_norm(x, residual, weight, eps)
+    return torch.ops.weft.add_rms_norm.default(x, residual, weight, eps)
 
 
-@torch.library.custom_op("weft::add_rms_norm", mutates_args=())
+@custom_op("add_rms_norm", backward=False)
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

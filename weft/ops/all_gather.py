@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose, word_of
 from weft.ops.exchange import (
     count_tiles,
@@ -77,7 +78,7 @@ def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("weft::all_gather", mutates_args=())
+@custom_op("all_gather")
 def _all_gather(x: torch.Tensor, team: str) -> torch.Tensor:
     members = find_team(team)
     return run(x, members, choose("all_gather", x.nbytes, x.dtype, members.size, members.caps).plan)
@@ -94,7 +95,7 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     # Rank s used my x in its part of out: the sum over ranks of what they ask of my part.
-    return torch.ops.weft.reduce_scatter(grad, ctx.team), None
+    return torch.ops.weft.reduce_scatter.default(grad, ctx.team), None
 
 
 _all_gather.register_autograd(_backward, setup_context=_remember)
@@ -109,4 +110,4 @@ def all_gather(x: torch.Tensor, team: Team) -> torch.Tensor:
     """
     check_tensor("all_gather", "x", x, team)
     check_has_rows("all_gather", "x", x)
-    return torch.ops.weft.all_gather(x, team.name)
+    return torch.ops.weft.all_gather.default(x, team.name)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
 from weft.ops.lanes import lanes_of
@@ -118,7 +119,7 @@ def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team) -> tor
     the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit; HeapExhausted.
     """
     gemm.check_operands("all_gather_matmul", a_shard, b, team.device, "a_shard")
-    return torch.ops.weft.all_gather_matmul(a_shard, b, team.name)
+    return torch.ops.weft.all_gather_matmul.default(a_shard, b, team.name)
 
 
 def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
@@ -132,7 +133,7 @@ def run(a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig |
     gemm.check_design("all_gather_matmul", config, "fused", "segments", "library")
     out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
     if config.design == "library":
-        library_matmul(torch.ops.weft.all_gather(shard, team.name), b, out)
+        library_matmul(torch.ops.weft.all_gather.default(shard, team.name), b, out)
     elif config.design == "segments":
         _run_segments(shard, b, out, team, config)
     else:
@@ -238,7 +239,7 @@ def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:
     return gemm.grown_workspace(team, ("all_gather_matmul", dtype), size, make)
 
 
-@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
+@custom_op("all_gather_matmul")
 def _all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
     return run(a_shard, b, find_team(team))
 
@@ -256,8 +257,8 @@ def _remember(ctx, inputs, output):
 def _backward(ctx, grad):
     # Every rank used my shard with its own b: the sum over the ranks, scattered by rows.
     a_shard, b = ctx.saved_tensors
-    a = torch.ops.weft.all_gather(a_shard, ctx.team)
-    return torch.ops.weft.matmul_reduce_scatter(grad, b.t(), ctx.team), torch.ops.weft.matmul(grad.t(), a.t()), None
+    a = torch.ops.weft.all_gather.default(a_shard, ctx.team)
+    return torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team), torch.ops.weft.matmul(grad.t(), a.t()), None
 
 
 _all_gather_matmul.register_autograd(_backward, setup_context=_remember)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
     count_tiles,
@@ -138,7 +139,7 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan) -> torch.Tensor
     return out
 
 
-@torch.library.custom_op("weft::all_reduce", mutates_args=())
+@custom_op("all_reduce")
 def _all_reduce(x: torch.Tensor, team: str, algorithm: str) -> torch.Tensor:
     members = find_team(team)
     decision = choose("all_reduce", x.nbytes, x.dtype, members.size, members.caps, algorithm=algorithm)
@@ -156,7 +157,7 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     # Every rank's x reaches every rank's out, so the gradients of all outs meet in it.
-    return torch.ops.weft.all_reduce(grad, ctx.team, ctx.algorithm), None, None
+    return torch.ops.weft.all_reduce.default(grad, ctx.team, ctx.algorithm), None, None
 
 
 _all_reduce.register_autograd(_backward, setup_context=_remember)
@@ -174,4 +175,4 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """
     check_tensor("all_reduce", "x", x, team, FLOATS)
     check_choice("all_reduce", "algorithm", algorithm, ALGORITHMS)
-    return torch.ops.weft.all_reduce(x, team.name, algorithm)
+    return torch.ops.weft.all_reduce.default(x, team.name, algorithm)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
     STAGES,
@@ -204,7 +205,7 @@ def plan_for_rows(width: int, itemsize: int, sms: int) -> Plan:
     return Plan(transport="lamport", row_bytes=triton.cdiv(row_bytes, parts * 16) * 16, num_warps=1, programs_per_sm=16)
 
 
-@torch.library.custom_op("weft::all_reduce_rms_norm", mutates_args=())
+@custom_op("all_reduce_rms_norm", backward=False)
 def _all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,4 +249,4 @@ def all_reduce_rms_norm(
             f"all_reduce_rms_norm: rows of {x.shape[-1]} elements have {row_bytes} bytes, not a multiple of 16 from 16 to "
             f"{MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
         )
-    return torch.ops.weft.all_reduce_rms_norm(x, residual, weight, eps, team.name, algorithm)
+    return torch.ops.weft.all_reduce_rms_norm.default(x, residual, weight, eps, team.name, algorithm)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose, word_of
 from weft.ops.exchange import (
     count_tiles,
@@ -79,7 +80,7 @@ def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("weft::all_to_all", mutates_args=())
+@custom_op("all_to_all")
 def _all_to_all(x: torch.Tensor, team: str) -> torch.Tensor:
     members = find_team(team)
     return run(x, members, choose("all_to_all", x.nbytes, x.dtype, members.size, members.caps).plan)
@@ -96,7 +97,7 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     # The parts go back where they came from.
-    return torch.ops.weft.all_to_all(grad, ctx.team), None
+    return torch.ops.weft.all_to_all.default(grad, ctx.team), None
 
 
 _all_to_all.register_autograd(_backward, setup_context=_remember)
@@ -111,4 +112,4 @@ def all_to_all(x: torch.Tensor, team: Team) -> torch.Tensor:
     """
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)
-    return torch.ops.weft.all_to_all(x, team.name)
+    return torch.ops.weft.all_to_all.default(x, team.name)

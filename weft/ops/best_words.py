@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS
@@ -119,7 +120,7 @@ def best_words(
             check_shape("best_words", name, x, (batch,))
         elif temperature is not None and name in ("seed", "position"):
             raise ValueError(f"best_words: a temperature draws words, which takes {name}")
-    return torch.ops.weft.best_words(logits, first, temperature, seed, position, floor)
+    return torch.ops.weft.best_words.default(logits, first, temperature, seed, position, floor)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -141,7 +142,7 @@ def join_words(pairs: torch.Tensor) -> torch.Tensor:
     check_like("join_words", "pairs", pairs, pairs.device, (torch.float32,))
     if pairs.dim() < 3 or pairs.shape[-1] != 2 or pairs.numel() == 0:
         raise ValueError(f"join_words: pairs has shape {tuple(pairs.shape)}; it must be (.., B, 2), as of best_words")
-    return torch.ops.weft.join_words(pairs)
+    return torch.ops.weft.join_words.default(pairs)
 
 
 def parts_of(batch: int, words: int, sms: int) -> tuple[int, int]:
@@ -151,7 +152,7 @@ def parts_of(batch: int, words: int, sms: int) -> tuple[int, int]:
     return triton.cdiv(words, part), part
 
 
-@torch.library.custom_op("weft::best_words", mutates_args=())
+@custom_op("best_words", backward=False)
 def _best_words(
     logits: torch.Tensor, first: int, temperature: torch.Tensor | None, seed: torch.Tensor | None,
     position: torch.Tensor | None, floor: torch.Tensor | None,
@@ -176,7 +177,7 @@ def _(logits, first, temperature, seed, position, floor):
     return logits.new_empty((parts, batch, 2), dtype=torch.float32)
 
 
-@torch.library.custom_op("weft::join_words", mutates_args=())
+@custom_op("join_words", backward=False)
 def _join_words(pairs: torch.Tensor) -> torch.Tensor:
     pairs = pairs.contiguous()
     batch = pairs.shape[-2]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 
 BLOCK = 128
@@ -49,10 +50,10 @@ def decode_places(
     check_shape("decode_places", "positions", positions, ("B",))
     check_like("decode_places", "pages", pages, positions.device, (torch.int32,))
     check_shape("decode_places", "pages", pages, (len(positions), "max_pages"))
-    return torch.ops.weft.decode_places(positions, pages, page_size, tickets)
+    return torch.ops.weft.decode_places.default(positions, pages, page_size, tickets)
 
 
-@torch.library.custom_op("weft::decode_places", mutates_args=())
+@custom_op("decode_places", backward=False)
 def _decode_places(
     positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS
 
@@ -41,10 +42,10 @@ def embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.
     check_shape("embed_rows", "weight", weight, ("rows", "H"))
     check_like("embed_rows", "tokens", tokens, weight.device, (torch.int64,))
     check_shape("embed_rows", "tokens", tokens, ("T",))
-    return torch.ops.weft.embed_rows(tokens, weight, first)
+    return torch.ops.weft.embed_rows.default(tokens, weight, first)
 
 
-@torch.library.custom_op("weft::embed_rows", mutates_args=())
+@custom_op("embed_rows", backward=False)
 def _embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     x = weight.new_empty((tokens.shape[0], weight.shape[1]))
     if x.numel() > 0:

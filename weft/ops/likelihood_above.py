@@ -15,6 +15,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.best_words import ordered, parts_of
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS
@@ -95,15 +96,15 @@ def likelihood_above(
         check_shape("likelihood_above", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
         raise ValueError(f"likelihood_above: shift={shift} is not one of {', '.join(map(str, SHIFTS))}")
-    return torch.ops.weft.likelihood_above(logits, best, temperature, low, shift)
+    return torch.ops.weft.likelihood_above.default(logits, best, temperature, low, shift)
 
 
 def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
     """`low` [B] int32 in place, from `above` [.., 16, B] of all parts and ranks. The first shift sets `wanted` [B] int64."""
-    torch.ops.weft.narrow(above, top_p, low, wanted, shift)
+    torch.ops.weft.narrow.default(above, top_p, low, wanted, shift)
 
 
-@torch.library.custom_op("weft::likelihood_above", mutates_args=())
+@custom_op("likelihood_above", backward=False)
 def _likelihood_above(
     logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
 ) -> torch.Tensor:
@@ -126,7 +127,7 @@ def _(logits, best, temperature, low, shift):
     return logits.new_empty((parts, THRESHOLDS, batch), dtype=torch.int64)
 
 
-@torch.library.custom_op("weft::narrow", mutates_args=("low", "wanted"))
+@custom_op("narrow", mutates_args=("low", "wanted"), backward=False)
 def _narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
     batch = low.shape[0]
     if batch > 0:

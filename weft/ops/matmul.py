@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from weft.ops import gemm, skinny
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.local import capabilities_of
@@ -48,7 +49,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     design and config that M decides (``weft.ops.explain``). ValueError for shapes, dtypes or devices that do not fit.
     """
     gemm.check_operands("matmul", a, b, a.device)
-    return torch.ops.weft.matmul(a, b)
+    return torch.ops.weft.matmul.default(a, b)
 
 
 def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> torch.Tensor:
@@ -84,7 +85,7 @@ def _parts(device: torch.device, split: int, programs: int, config: GemmConfig) 
     return scratch, torch.zeros(split, dtype=torch.int32, device=device) if split else scratch.view(torch.int32)
 
 
-@torch.library.custom_op("weft::matmul", mutates_args=())
+@custom_op("matmul")
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return run(a, b)
 
@@ -100,7 +101,7 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     a, b = ctx.saved_tensors
-    return torch.ops.weft.matmul(grad, b.t()), torch.ops.weft.matmul(grad.t(), a.t())
+    return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul(grad.t(), a.t())
 
 
 _matmul.register_autograd(_backward, setup_context=_remember)

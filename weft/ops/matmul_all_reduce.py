@@ -11,6 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm, skinny
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
@@ -185,7 +186,7 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
     it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit; HeapExhausted.
     """
     gemm.check_operands("matmul_all_reduce", a, b, team.device)
-    return torch.ops.weft.matmul_all_reduce(a, b, team.name)
+    return torch.ops.weft.matmul_all_reduce.default(a, b, team.name)
 
 
 def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
@@ -202,7 +203,7 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
         else:
             partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
             library_matmul(a, b, partial)
-        return torch.ops.weft.all_reduce(partial, team.name, "auto")
+        return torch.ops.weft.all_reduce.default(partial, team.name, "auto")
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     if config.design == "segments":
         _run_segments(a, b, out, team, config)
@@ -285,7 +286,7 @@ def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
     return gemm.grown_workspace(team, ("matmul_all_reduce segments", dtype), size, make)
 
 
-@torch.library.custom_op("weft::matmul_all_reduce", mutates_args=())
+@custom_op("matmul_all_reduce")
 def _matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
     return run(a, b, find_team(team))
 
@@ -303,8 +304,8 @@ def _remember(ctx, inputs, output):
 def _backward(ctx, grad):
     # Every rank's output holds my partial result: the sum over the ranks of what they ask of it.
     a, b = ctx.saved_tensors
-    grad = torch.ops.weft.all_reduce(grad, ctx.team, "auto")
-    return torch.ops.weft.matmul(grad, b.t()), torch.ops.weft.matmul(grad.t(), a.t()), None
+    grad = torch.ops.weft.all_reduce.default(grad, ctx.team, "auto")
+    return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul(grad.t(), a.t()), None
 
 
 _matmul_all_reduce.register_autograd(_backward, setup_context=_remember)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
@@ -163,7 +164,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch
         raise ValueError(
             f"matmul_reduce_scatter: M={M} is not divisible by world_size={world}; pad M to {-(-M // world) * world}"
         )
-    return torch.ops.weft.matmul_reduce_scatter(a, b, team.name)
+    return torch.ops.weft.matmul_reduce_scatter.default(a, b, team.name)
 
 
 def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
@@ -182,7 +183,7 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     if config.design == "library":
         partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
         library_matmul(a, b, partial)
-        return torch.ops.weft.reduce_scatter(partial, team.name)
+        return torch.ops.weft.reduce_scatter.default(partial, team.name)
     out = torch.empty((rows, N), dtype=a.dtype, device=a.device)
     if config.design == "segments":
         _run_segments(a, b, out, team, config)
@@ -272,7 +273,7 @@ def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
     return gemm.grown_workspace(team, ("matmul_reduce_scatter", dtype), slot_size, make)
 
 
-@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())
+@custom_op("matmul_reduce_scatter")
 def _matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
     return run(a, b, find_team(team))
 
@@ -290,8 +291,8 @@ def _remember(ctx, inputs, output):
 def _backward(ctx, grad):
     # Every rank used my rows of the output once, and all of the output came from my share of K.
     a, b = ctx.saved_tensors
-    everywhere = torch.ops.weft.all_gather(grad, ctx.team)
-    return torch.ops.weft.all_gather_matmul(grad, b.t(), ctx.team), torch.ops.weft.matmul(everywhere.t(), a.t()), None
+    everywhere = torch.ops.weft.all_gather.default(grad, ctx.team)
+    return torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team), torch.ops.weft.matmul(everywhere.t(), a.t()), None
 
 
 _matmul_reduce_scatter.register_autograd(_backward, setup_context=_remember)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.ops import skinny
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.registration import FLOATS
@@ -35,16 +36,16 @@ def matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
         )
-    return torch.ops.weft.matmul_silu_mul(x, weight)
+    return torch.ops.weft.matmul_silu_mul.default(x, weight)
 
 
-@torch.library.custom_op("weft::matmul_silu_mul", mutates_args=())
+@custom_op("matmul_silu_mul", backward=False)
 def _matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x, weight = rows_contiguous(x), rows_contiguous(weight)
     config = skinny.chosen_for("matmul_silu_mul", x, weight, capabilities_of(x.device))
     if config is not None:
         return skinny.run(x, weight, config, True)
-    return torch.ops.weft.silu_mul(x @ weight.T)
+    return torch.ops.weft.silu_mul.default(x @ weight.T)
 
 
 @_matmul_silu_mul.register_fake

@@ -20,6 +20,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.attend import attend, join_parts, pages_at
+from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.qk_norm_rope import check_cache
 from weft.ops.registration import FLOATS
@@ -160,7 +161,7 @@ def paged_attention(
             raise ValueError(
                 f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of B * Hkv={B * heads} or more"
             )
-    return torch.ops.weft.paged_attention(q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets)
+    return torch.ops.weft.paged_attention.default(q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets)
 
 
 def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:
@@ -225,7 +226,7 @@ def constants(
     }  # fmt: skip
 
 
-@torch.library.custom_op("weft::paged_attention", mutates_args=("tickets",))
+@custom_op("paged_attention", mutates_args=("tickets",), backward=False)
 def _paged_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, scale: float,
     tickets: torch.Tensor | None,

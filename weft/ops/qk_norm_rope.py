@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS
@@ -110,7 +111,7 @@ def qk_norm_rope(
     ):
         check_like("qk_norm_rope", name, x, qkv.device, dtypes)
         check_shape("qk_norm_rope", name, x, shape)
-    return torch.ops.weft.qk_norm_rope(qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values)
+    return torch.ops.weft.qk_norm_rope.default(qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values)
 
 
 def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
@@ -129,7 +130,7 @@ def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.T
             )
 
 
-@torch.library.custom_op("weft::qk_norm_rope", mutates_args=("keys", "values"))
+@custom_op("qk_norm_rope", mutates_args=("keys", "values"), backward=False)
 def _qk_norm_rope(
     qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
     positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,

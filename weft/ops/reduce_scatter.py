@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
     count_tiles,
@@ -76,7 +77,7 @@ def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("weft::reduce_scatter", mutates_args=())
+@custom_op("reduce_scatter")
 def _reduce_scatter(x: torch.Tensor, team: str) -> torch.Tensor:
     members = find_team(team)
     decision = choose("reduce_scatter", x.nbytes, x.dtype, members.size, members.caps)
@@ -94,7 +95,7 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     # My x reached every rank's out, each with one part.
-    return torch.ops.weft.all_gather(grad, ctx.team), None
+    return torch.ops.weft.all_gather.default(grad, ctx.team), None
 
 
 _reduce_scatter.register_autograd(_backward, setup_context=_remember)
@@ -109,4 +110,4 @@ def reduce_scatter(x: torch.Tensor, team: Team) -> torch.Tensor:
     """
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)
-    return torch.ops.weft.reduce_scatter(x, team.name)
+    return torch.ops.weft.reduce_scatter.default(x, team.name)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, launch_options
 from weft.ops.registration import FLOATS
@@ -45,10 +46,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"
         )
-    return torch.ops.weft.silu_mul(gate_up)
+    return torch.ops.weft.silu_mul.default(gate_up)
 
 
-@torch.library.custom_op("weft::silu_mul", mutates_args=())
+@custom_op("silu_mul", backward=False)
 def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     M, N = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((M, N), dtype=gate_up.dtype, device=gate_up.device)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES, norm, squares_of
+from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS, check_has_rows
@@ -35,7 +36,7 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, WIDTH: tl.cons
 
 def warps_of(row_bytes: int) -> int:
     """32 bytes of a row a thread, 16 warps at most."""
-    return min(16, triton.next_power_of_2(triton.cdiv(row_bytes, 1024)))
+    return min(16, next_power_of_2(cdiv(row_bytes, 1024)))
 
 
 def add_rms_norm(
@@ -71,7 +72,7 @@ def _add_rms_norm(
     if x.numel() > 0:
         add_rms_norm_kernel[(x.numel() // width,)](
             x.contiguous(), residual.contiguous(), weight.contiguous(), normed, hidden, eps,
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=warps_of(width * x.itemsize),
+            WIDTH=width, BLOCK=next_power_of_2(width), num_warps=warps_of(width * x.itemsize),
             **launch_options(capabilities_of(x.device)),
         )  # fmt: skip
     return normed, hidden

@@ -258,7 +258,11 @@ def _backward(ctx, grad):
     # Every rank used my shard with its own b: the sum over the ranks, scattered by rows.
     a_shard, b = ctx.saved_tensors
     a = torch.ops.weft.all_gather.default(a_shard, ctx.team)
-    return torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team), torch.ops.weft.matmul(grad.t(), a.t()), None
+    return (
+        torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team),
+        torch.ops.weft.matmul.default(grad.t(), a.t()),
+        None,
+    )
 
 
 _all_gather_matmul.register_autograd(_backward, setup_context=_remember)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
@@ -134,7 +135,7 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan) -> torch.Tensor
         return out.copy_(x)
     if x.numel() > 0:
         two_shot = algorithm == "two_shot"
-        tiles = triton.cdiv(x.nbytes, plan.row_bytes * (team.size if two_shot else 1))
+        tiles = cdiv(x.nbytes, plan.row_bytes * (team.size if two_shot else 1))
         launch(all_reduce_kernel, x.contiguous(), out, x.numel(), tiles, team, plan, TWO_SHOT=two_shot)
     return out
 

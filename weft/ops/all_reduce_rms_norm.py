@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
@@ -172,10 +173,10 @@ def run(
     rows = x.numel() // max(1, width)
     if rows > 0:
         two_shot = algorithm == "two_shot"
-        parts = triton.cdiv(width * x.itemsize, plan.row_bytes)
-        tiles = triton.cdiv(rows, team.size) if two_shot else rows
+        parts = cdiv(width * x.itemsize, plan.row_bytes)
+        tiles = cdiv(rows, team.size) if two_shot else rows
         programs = slots_of(team, plan, x.itemsize).programs // parts * parts
-        sums, counts = _sums(team, plan, x.itemsize, triton.next_power_of_2(team.size) if two_shot else 1, parts)
+        sums, counts = _sums(team, plan, x.itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
         launch(
             all_reduce_rms_norm_kernel, x.contiguous(), normed, rows, min(tiles * parts, programs), team, plan,
             hidden, residual.contiguous(), weight.contiguous(), eps, sums, counts, WIDTH=width,
@@ -201,8 +202,8 @@ def _sums(team: Team, plan: Plan, itemsize: int, rows: int, parts: int) -> tuple
 def plan_for_rows(width: int, itemsize: int, sms: int) -> Plan:
     """About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident."""
     row_bytes = width * itemsize
-    parts = min(triton.cdiv(row_bytes, PART_BYTES), sms)
-    return Plan(transport="lamport", row_bytes=triton.cdiv(row_bytes, parts * 16) * 16, num_warps=1, programs_per_sm=16)
+    parts = min(cdiv(row_bytes, PART_BYTES), sms)
+    return Plan(transport="lamport", row_bytes=cdiv(row_bytes, parts * 16) * 16, num_warps=1, programs_per_sm=16)
 
 
 @custom_op("all_reduce_rms_norm", backward=False)

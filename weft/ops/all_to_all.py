@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose, word_of
 from weft.ops.exchange import (
@@ -75,7 +76,7 @@ def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     if x.numel() > 0:
         words = as_words(x, word_of(x.nbytes // team.size))
         n = words.numel() // team.size
-        tiles = triton.cdiv(n * max(2, words.itemsize), plan.row_bytes)
+        tiles = cdiv(n * max(2, words.itemsize), plan.row_bytes)
         launch(all_to_all_kernel, words, as_words(out, words.dtype), n, tiles, team, plan)
     return out
 

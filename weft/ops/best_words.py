@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
@@ -147,9 +148,9 @@ def join_words(pairs: torch.Tensor) -> torch.Tensor:
 
 def parts_of(batch: int, words: int, sms: int) -> tuple[int, int]:
     """(parts of a row, words of a part): about two programs for an SM."""
-    part = triton.cdiv(words, min(MAX_PARTS, triton.cdiv(2 * sms, batch)))
-    part = triton.cdiv(part, BLOCK) * BLOCK
-    return triton.cdiv(words, part), part
+    part = cdiv(words, min(MAX_PARTS, cdiv(2 * sms, batch)))
+    part = cdiv(part, BLOCK) * BLOCK
+    return cdiv(words, part), part
 
 
 @custom_op("best_words", backward=False)
@@ -184,7 +185,7 @@ def _join_words(pairs: torch.Tensor) -> torch.Tensor:
     parts = pairs.numel() // (2 * batch)
     words = torch.empty((batch,), dtype=torch.int64, device=pairs.device)
     options = launch_options(capabilities_of(pairs.device))
-    join_words_kernel[(batch,)](pairs, words, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1, **options)
+    join_words_kernel[(batch,)](pairs, words, parts, BLOCK=next_power_of_2(parts), num_warps=1, **options)
     return words
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 
@@ -58,7 +59,7 @@ def _decode_places(
     positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     at, slots, lengths, zeros = _outputs(positions, tickets)
-    grid = triton.cdiv(max(len(positions), tickets), BLOCK)
+    grid = cdiv(max(len(positions), tickets), BLOCK)
     if grid > 0:
         decode_places_kernel[(grid,)](
             positions.contiguous(), pages.contiguous(), at, slots, lengths, zeros, len(positions), pages.shape[1], tickets,

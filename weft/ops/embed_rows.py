@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS
@@ -49,7 +50,7 @@ def embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.
 def _embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     x = weight.new_empty((tokens.shape[0], weight.shape[1]))
     if x.numel() > 0:
-        embed_rows_kernel[(x.shape[0], triton.cdiv(x.shape[1], BLOCK))](
+        embed_rows_kernel[(x.shape[0], cdiv(x.shape[1], BLOCK))](
             tokens.contiguous(), weight.contiguous(), x, first, weight.shape[0],
             WIDTH=x.shape[1], BLOCK=BLOCK, **launch_options(capabilities_of(x.device)),
         )  # fmt: skip

@@ -50,6 +50,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import next_power_of_2
 from weft.ops.dispatch import Plan
 from weft.runtime.team import Team
 
@@ -233,7 +234,7 @@ def registers_of(plan: Plan, world_size: int) -> int:
     take up to 250 and have the cooperative launch refused; held to this they spill."""
     if 32 * plan.num_warps * plan.programs_per_sm * 128 <= 65536:
         return 128
-    tile = triton.next_power_of_2(world_size) * triton.next_power_of_2(plan.row_bytes) // (32 * plan.num_warps)
+    tile = next_power_of_2(world_size) * next_power_of_2(plan.row_bytes) // (32 * plan.num_warps)
     return 64 if tile <= 32 else 80 if tile <= 64 else 128
 
 
@@ -248,7 +249,7 @@ def launch(
     buffer = slots.buffer.view(x.dtype if x.itemsize == itemsize else torch.int16)
     kernel[(min(tiles, slots.programs),)](
         x, out, n, buffer, slots.epochs, team.view, *arguments,
-        BLOCK=triton.next_power_of_2(plan.row_bytes // itemsize), ROWS=triton.next_power_of_2(team.size),
+        BLOCK=next_power_of_2(plan.row_bytes // itemsize), ROWS=next_power_of_2(team.size),
         TRANSPORT=plan.transport, **constants,
         num_warps=plan.num_warps, launch_cooperative_grid=True, **target_options(team, slots.registers),
     )  # fmt: skip

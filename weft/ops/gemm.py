@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.ops.arithmetic import next_power_of_2
 from weft.ops.gemm_config import GemmConfig
 from weft.ops.registration import FLOATS
 from weft.ops.tiles import MAX_PARTS, Tiles, contributors, whole_places
@@ -194,7 +195,7 @@ def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], 
     by_capacity = team.workspace(key, dict)
     capacity = max(by_capacity, default=0)
     if capacity < size:
-        capacity = max(1 << 16, triton.next_power_of_2(size))
+        capacity = max(1 << 16, next_power_of_2(size))
         by_capacity[capacity] = make(capacity)
     return by_capacity[capacity]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
 from weft.ops import tuned
+from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
     """
     if caps.is_simulated:
         # A tile costs the simulator milliseconds whatever its size: about four, so that there is a schedule to see.
-        block_n = _fit(triton.cdiv(N, max(1, 4 // panels)), 16, 256)
+        block_n = _fit(cdiv(N, max(1, 4 // panels)), 16, 256)
         return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128, group=2)
     if dtype == torch.float32:
         # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands.
@@ -96,7 +96,7 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
         return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _is_datacentre(caps.arch) else 32)
     if not _is_datacentre(caps.arch):
         return GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=8)
-    if panels * triton.cdiv(rows, 128) * triton.cdiv(N, 256) < caps.sms:
+    if panels * cdiv(rows, 128) * cdiv(N, 256) < caps.sms:
         return GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4)
     return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 
@@ -160,7 +160,7 @@ def chunks_for(shard_bytes: int) -> int:
 
 def _fit(size: int, low: int, high: int) -> int:
     """The power of two in low .. high that covers ``size`` or comes nearest."""
-    return max(low, min(high, triton.next_power_of_2(size)))
+    return max(low, min(high, next_power_of_2(size)))
 
 
 def _is_datacentre(arch: str) -> bool:

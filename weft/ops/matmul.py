@@ -101,7 +101,7 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     a, b = ctx.saved_tensors
-    return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul(grad.t(), a.t())
+    return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul.default(grad.t(), a.t())
 
 
 _matmul.register_autograd(_backward, setup_context=_remember)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm, skinny
+from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
@@ -216,7 +217,7 @@ def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, 
     (M, K), N = a.shape, b.shape[0]
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
-    space = _workspace(team, a.dtype, triton.cdiv(tiles.count, team.size) * config.block_m * config.block_n)
+    space = _workspace(team, a.dtype, cdiv(tiles.count, team.size) * config.block_m * config.block_n)
     operands, descriptors = gemm.operands(a, b, config)
     matmul_all_reduce_kernel[(programs,)](
         *operands,
@@ -305,7 +306,7 @@ def _backward(ctx, grad):
     # Every rank's output holds my partial result: the sum over the ranks of what they ask of it.
     a, b = ctx.saved_tensors
     grad = torch.ops.weft.all_reduce.default(grad, ctx.team, "auto")
-    return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul(grad.t(), a.t()), None
+    return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul.default(grad.t(), a.t()), None
 
 
 _matmul_all_reduce.register_autograd(_backward, setup_context=_remember)

@@ -292,7 +292,11 @@ def _backward(ctx, grad):
     # Every rank used my rows of the output once, and all of the output came from my share of K.
     a, b = ctx.saved_tensors
     everywhere = torch.ops.weft.all_gather.default(grad, ctx.team)
-    return torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team), torch.ops.weft.matmul(everywhere.t(), a.t()), None
+    return (
+        torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team),
+        torch.ops.weft.matmul(everywhere.t(), a.t()),
+        None,
+    )
 
 
 _matmul_reduce_scatter.register_autograd(_backward, setup_context=_remember)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.attend import attend, join_parts, pages_at
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
@@ -161,7 +162,9 @@ def paged_attention(
             raise ValueError(
                 f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of B * Hkv={B * heads} or more"
             )
-    return torch.ops.weft.paged_attention.default(q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets)
+    return torch.ops.weft.paged_attention.default(
+        q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets
+    )
 
 
 def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:
@@ -183,7 +186,7 @@ def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> At
 
 def splits_for(pairs: int, tokens: int, config: AttentionConfig, sms: int) -> int:
     """Into how many parts a sequence of at most ``tokens`` may be cut, where there are ``pairs`` of sequence and KV head."""
-    return max(1, min(config.per_sm * sms // pairs, triton.cdiv(tokens, config.least), config.max_splits))
+    return max(1, min(config.per_sm * sms // pairs, cdiv(tokens, config.least), config.max_splits))
 
 
 def run(
@@ -216,7 +219,7 @@ def constants(
     config: AttentionConfig, *, heads: int, group: int, page: int, D: int, split: bool
 ) -> dict[str, int | bool]:
     """The keyword arguments of the kernel."""
-    few = triton.next_power_of_2(group)
+    few = next_power_of_2(group)
     return {
         "HEADS": heads, "GROUP": group, "PAGE": page, "D": D, "ROWS": max(MIN_ROWS, few),
         "BLOCK_N": config.block_n, "WAYS": config.num_warps, "LEAST": config.least, "SPLIT": split,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
@@ -141,7 +142,7 @@ def _qk_norm_rope(
     if tokens > 0:
         qkv = rows_contiguous(qkv)
         rows = TILE // D
-        qk_norm_rope_kernel[(triton.cdiv(tokens * heads, rows),)](
+        qk_norm_rope_kernel[(cdiv(tokens * heads, rows),)](
             qkv, qkv.stride(0), q_weight.contiguous(), k_weight.contiguous(), eps, angles.contiguous(),
             positions.contiguous(), slots.contiguous(), q, keys, values, tokens * heads,
             Q_HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads, PAGE=page, D=D, ROWS=rows,

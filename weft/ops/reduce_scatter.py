@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
@@ -71,9 +72,7 @@ def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
     if team.size == 1:
         return out.copy_(x)
     if out.numel() > 0:
-        launch(
-            reduce_scatter_kernel, x.contiguous(), out, out.numel(), triton.cdiv(out.nbytes, plan.row_bytes), team, plan
-        )
+        launch(reduce_scatter_kernel, x.contiguous(), out, out.numel(), cdiv(out.nbytes, plan.row_bytes), team, plan)
     return out
 
 

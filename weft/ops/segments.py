@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv
 from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig
 from weft.ops.lanes import Lanes
 from weft.ops.local import launch_options
@@ -192,7 +193,7 @@ def runs_of(first: int, world: int, span: int) -> Iterator[range]:
 
 def pieces_of(rows: int, count: int) -> Iterator[tuple[int, slice]]:
     """(number, rows) of at most ``count`` pieces as even as can be; none is empty."""
-    step = max(1, triton.cdiv(rows, count))
+    step = max(1, cdiv(rows, count))
     for number, first in enumerate(range(0, rows, step)):
         yield number, slice(first, min(first + step, rows))
 
@@ -240,7 +241,7 @@ def await_flags(flags: torch.Tensor, epoch: torch.Tensor, team: Team) -> None:
 def add_up(own: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, team: Team) -> None:
     """``out`` = own + what lies in the slots [W - 1, at least out.numel()]."""
     n = out.numel()
-    sum_kernel[(triton.cdiv(n, SUM_BLOCK),)](
+    sum_kernel[(cdiv(n, SUM_BLOCK),)](
         out, own, slots, slots.stride(0), n, SLOTS=slots.shape[0], BLOCK=SUM_BLOCK, num_warps=SUM_WARPS,
         **launch_options(team.caps),
     )  # fmt: skip
@@ -251,7 +252,7 @@ def share(
     out: torch.Tensor, team: Team,
 ) -> None:  # fmt: skip
     """``out`` [M, N] of every rank's sums of own + slots: by way of ``results`` [W, as slots] and ``ready`` [W, programs]."""
-    programs = min(ready.shape[1], triton.cdiv(out.numel(), team.size * SUM_BLOCK))
+    programs = min(ready.shape[1], cdiv(out.numel(), team.size * SUM_BLOCK))
     share_kernel[(programs,)](
         out, own, slots, slots.stride(0), results, ready, ready.stride(0), epoch, *out.shape, team.view, BLOCK=SUM_BLOCK,
         num_warps=SUM_WARPS, launch_cooperative_grid=True,

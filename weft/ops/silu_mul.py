@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, launch_options
@@ -55,9 +56,9 @@ def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((M, N), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() > 0:
         gate_up = rows_contiguous(gate_up)
-        rows = min(MAX_ROWS, triton.next_power_of_2(M))
+        rows = min(MAX_ROWS, next_power_of_2(M))
         block = TILE // rows
-        silu_mul_kernel[(triton.cdiv(N, block), triton.cdiv(M, rows))](
+        silu_mul_kernel[(cdiv(N, block), cdiv(M, rows))](
             gate_up, gate_up.stride(0), out, M, N, ROWS=rows, BLOCK=block,
             **launch_options(capabilities_of(out.device)),
         )  # fmt: skip

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.gemm import can_describe, gemm_tile, operand, row_stride
 from weft.ops.local import capabilities_of, launch_options
 from weft.ops.registration import HALVES
@@ -218,19 +219,19 @@ def run(x: torch.Tensor, weight: torch.Tensor, config: SkinnyConfig, gated: bool
     """out[M, N] of operands whose rows are dense, each on 16 bytes."""
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
-    parts = min(config.parts, triton.cdiv(K, config.block_k))
+    parts = min(config.parts, cdiv(K, config.block_k))
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
     sums = out
     if parts > 1:
         sums = torch.empty((parts, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)
     skinny_kernel[(tiles * parts,)](
         operand(x, config.block_m, config.block_k, True), operand(weight, config.block_n, config.block_k, True),
         weight, row_stride(weight), sums, M, N, K, parts, config.ahead,
         **constants(config, gated), **options,
     )  # fmt: skip
     if parts > 1:
-        sum_parts_kernel[(triton.cdiv(M * N, SUM_BLOCK),)](
+        sum_parts_kernel[(cdiv(M * N, SUM_BLOCK),)](
             sums, out, M * N, parts, GATED=gated, BLOCK=SUM_BLOCK, num_warps=4, **options
         )
     return out
@@ -261,13 +262,13 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> Skinn
 
     Medians in CUDA graphs on H200, one product after the other, with cuBLAS in brackets (benchmarks/lab/h200-skinny.json).
     """
-    block_m = max(16, min(128, triton.next_power_of_2(M)))
+    block_m = max(16, min(128, next_power_of_2(M)))
     if caps.is_simulated:
         return SkinnyConfig(block_m=16, block_n=32, block_k=64, parts=2 if K > 128 else 1)
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         # 64 KiB of shared memory suffice for all of these. gfx9 has 64 KiB, sm_12x 99.
         return SkinnyConfig(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)
-    tiles = triton.cdiv(N, 64)
+    tiles = cdiv(N, 64)
     if block_m == 16 or (block_m == 32 and (gated or tiles <= caps.sms)):
         # 16x2560x5120 9.5 (10.9), 16x5120x6400 19.2 (18.8), 16x12800x5120 33.4 (35.8); 32: 9.5 (11.1), 19.6 (19.1).
         block_n, block_k, stages, turned = 64, 128, 5, True
@@ -284,11 +285,11 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> Skinn
         # 128x5120x6400 25.3 (21.0), gated 128x12800x5120 40.7 (38.6 with its silu): the library gets these.
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 5 if gated else 4, True
     programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
-    steps = triton.cdiv(K, block_k)
+    steps = cdiv(K, block_k)
     return SkinnyConfig(
         block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=AHEAD,
         num_warps=8 if block_m == 128 and gated else 4,
-        parts=max(1, min(programs // triton.cdiv(N, block_n), steps // LEAST_STEPS, MAX_PARTS)),
+        parts=max(1, min(programs // cdiv(N, block_n), steps // LEAST_STEPS, MAX_PARTS)),
     )  # fmt: skip
 
 

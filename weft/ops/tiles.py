@@ -34,6 +34,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from weft.ops.arithmetic import cdiv
+
 # Parts of a split tile. Adding one up costs one program about 1.5 µs on H200 (128 x 256), and 33 parts cost more than
 # the idle round that they save.
 MAX_PARTS = tl.constexpr(4)
@@ -69,12 +71,12 @@ def make_tiles(
     rows: int, columns: int, *, panels: int, block_m: int, block_n: int, group: int, chunks: int = 1
 ) -> Tiles:
     """``panels`` panels of ``rows`` rows and ``columns`` columns of the output, cut into block_m x block_n."""
-    tile_rows, tile_columns = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
+    tile_rows, tile_columns = cdiv(rows, block_m), cdiv(columns, block_n)
     return Tiles(
         count=panels * tile_rows * tile_columns,
         rows=tile_rows,
         columns=tile_columns,
-        chunk=triton.cdiv(tile_rows, chunks),
+        chunk=cdiv(tile_rows, chunks),
         group=group,
     )
 

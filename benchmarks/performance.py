@@ -6,13 +6,14 @@ benchmarks/lab; nothing is typed.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from pathlib import Path
 
 from benchmarks import skinny
 from weft.bench.plot import svg
-from weft.bench.report import Report, read
+from weft.bench.report import Report, read, shapes_of
 from weft.bench.shapes import ALL
 from weft.bench.table import markdown, sheets
 
@@ -22,7 +23,8 @@ HEAD = """# Performance
 <!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->
 
 Every provider's answer is checked against fp32 before it is timed, and rows where weft is slower stand with the others.
-A time is the median of single calls, the maximum over the ranks.
+A time is the median of single calls, the maximum over the ranks. Above a table stand the commit of weft that it began with and
+git's name of the sources that ran: a commit holds them if `git rev-parse COMMIT:weft` says so.
 """
 
 
@@ -35,9 +37,10 @@ def document(machines: dict[str, list[Report]], pictures: str, notes: dict[str, 
         parts.append(f"{described(reports)}\n")
         if machine in notes:
             parts.append(f"{notes[machine]}\n")
-        for report, picture in zip(*in_order(machine, reports), strict=True):
+        for report, picture in zip(*in_order(machine, joined(reports)), strict=True):
             made, *others = sheets(report)
             parts.append(f"### {made.title}\n")
+            parts.append(f"weft {report.machine.get('revision')}, {report.date[:10]}\n")
             parts.append(f"![{report.op}]({pictures}/{picture})\n")
             parts.append(f"{markdown(made)}\n")
             for other in others:
@@ -49,7 +52,7 @@ def described(reports: list[Report]) -> str:
     """Versions, dates, commands and protocol; what is the same in all reports once."""
     lines = []
     for key, name in (("gpu", "GPU"), ("driver", "driver"), ("torch", "torch"), ("cuda", "CUDA"), ("triton", "Triton"),
-                      ("nccl", "NCCL"), ("revision", "weft")):  # fmt: skip
+                      ("nccl", "NCCL")):  # fmt: skip
         values = dict.fromkeys(str(report.machine.get(key)) for report in reports)
         lines.append(f"- {name}: {', '.join(values)}")
     dates = sorted({report.date[:10] for report in reports})
@@ -62,6 +65,26 @@ def described(reports: list[Report]) -> str:
             protocol.setdefault(key, {})[text] = None
     lines += [f"- {key}: {'; '.join(values)}" for key, values in protocol.items()]
     return "\n".join(lines)
+
+
+def joined(reports: list[Report]) -> list[Report]:
+    """One report for all of an op, world size, dtype and model that have no shape in common: a row's times are of one run in
+    any case. What was measured twice stays apart."""
+    found: dict[tuple, list[Report]] = {}
+    for report in reports:
+        alike = found.setdefault((report.op, report.world_size, report.dtype, report.subject), [])
+        shapes = set(shapes_of(report))
+        place = next((at for at, other in enumerate(alike) if shapes.isdisjoint(shapes_of(other))), None)
+        if place is None:
+            alike.append(report)
+        else:
+            other = alike[place]
+            named = [str(one.machine.get("revision")) for one in (other, report)]
+            revisions = dict.fromkeys(", ".join(named).split(", "))
+            machine = {**other.machine, "revision": ", ".join(revisions)}
+            date, rows = max(other.date, report.date), [*other.rows, *report.rows]
+            alike[place] = dataclasses.replace(other, machine=machine, date=date, rows=rows)
+    return [report for alike in found.values() for report in alike]
 
 
 def in_order(machine: str, reports: list[Report]) -> tuple[list[Report], list[str]]:
@@ -86,12 +109,17 @@ def main(results: Path = ROOT / "benchmarks" / "results", page: Path = ROOT / "d
         return 2
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
+    drawn = set()
     for machine, reports in machines.items():
-        for report, picture in zip(*in_order(machine, reports), strict=True):
+        for report, picture in zip(*in_order(machine, joined(reports)), strict=True):
             (folder / picture).write_text(svg([report]))
+            drawn.add(picture)
+    for stale in folder.glob("*.svg"):
+        if stale.name not in drawn:
+            stale.unlink()
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
     page.write_text(document(machines, folder.name, notes, skinny.sections()))
-    print(f"{page}: {sum(map(len, machines.values()))} tables")
+    print(f"{page}: {sum(len(joined(reports)) for reports in machines.values())} tables")
     return 0
 
 

@@ -33,7 +33,7 @@ from weft.bench.shapes import Shape, parse_shapes
 from weft.ops import barrier, tuned
 from weft.runtime.launch import launch
 from weft.runtime.team import Team
-from weft.tune import compiling, search, spaces
+from weft.tune import compiling, search, spaces, timing
 
 
 def plans_of(options: argparse.Namespace, command: str) -> tuple[Plan, ...]:
@@ -93,7 +93,7 @@ def one(bench: Bench, shape: Shape) -> tuple[dict, search.Outcome]:
             bench.set_up(problem, entrant)
         entrants.append(entrant)
     by_label = {spaces.label(config): config for config in configs}
-    entrants += [search.enter(bench, problem, config) for config in configs]
+    entrants += [timing.enter(bench, problem, config) for config in configs]
     for entrant in entrants:
         entrant.chain = None
         if entrant.single is None:

@@ -1,6 +1,7 @@
 """`weft bench` on the levels of layers, models and whole answers: on simulated ranks, with the tiny model."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,6 +238,7 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("all_reduce_rms_norm_kernel", "communication"),
         ("sum_kernel", "communication"),
+        ("share_kernel", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
         ("paged_attention_kernel", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>(...)", "attention"),
@@ -274,6 +276,17 @@ def test_time_goes_to_kinds_and_gaps():
     assert breakdown(kernels[:1]) == {}
     # A kernel that runs inside another takes no time of its own.
     assert breakdown([*kernels[:3], Kernel("nccl", 13, 14)])["communication"] == 0
+
+
+def test_kernels_that_wait_have_what_the_others_leave():
+    """Two wait beside the GEMM, the one from before its start, the other until after its end; the copy is within the second's
+    time, and after it a third waits alone."""
+    step = [
+        ("barrier_kernel", 0, 10), ("wait_kernel", 11, 15), ("nvjet_tst_128x256", 12, 20),
+        ("wait_kernel", 14, 24), ("Memcpy PtoP (Device -> Device)", 21, 23), ("wait_kernel", 26, 27),
+    ]  # fmt: skip
+    found = breakdown([Kernel(*one) for one in step])
+    assert found == dict.fromkeys(KINDS, 0.0) | {"gemm": 8.0, "communication": 1 + 1 + 2 + 1 + 1, "gap": 1 + 2}
 
 
 # --- tables, plots and pages from canned figures ---------------------------------------------------------------------------
@@ -325,6 +338,18 @@ def test_a_model_is_drawn_and_paged(tmp_path):
     report.write(tmp_path / "results" / "h200-x4" / "model-more.w4.json", [canned_model()])
     assert performance.main(tmp_path / "results", tmp_path / "performance.md") == 0
     assert (tmp_path / "performance" / "h200-x4-model-qwen3-32b-w4-bf16-2.svg").is_file()
+
+
+def test_runs_with_no_step_in_common_share_a_table():
+    decode, prefill = (
+        replace(canned_model(), rows=rows) for rows in (canned_model().rows[:3], canned_model().rows[3:])
+    )
+    other = replace(decode, world_size=2)
+    prefill.machine = prefill.machine | {"revision": "def"}
+    (both, alone) = performance.joined([decode, other, prefill])
+    assert (both.rows, both.machine["revision"]) == (canned_model().rows, "abc, def")
+    assert alone == other
+    assert performance.joined([decode, prefill, decode]) == [both, decode]
 
 
 def test_targets_of_models_are_met_or_missed(tmp_path, capsys):

@@ -204,7 +204,7 @@ def test_the_last_replica_takes_the_set_whose_answer_is_known():
 
 def test_short_calls_are_many_in_a_row():
     """So that what only the first one costs is divided by many."""
-    assert [measure.calls_in_a_row(us) for us in (0.5, 3.0, 24.9, 25.0, 99.0)] == [64, 64, 64, 4, 4]
+    assert [measure.calls_in_a_row(us) for us in (0.5, 3.0, 24.9, 25.0, 99.0)] == [64, 64, 64, 32, 32]
 
 
 def test_rounds_fill_the_time_within_bounds():

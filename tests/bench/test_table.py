@@ -111,11 +111,16 @@ def test_the_page_is_written_from_the_results(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for name, made in (("all-reduce.w4", canned.all_reduce()), ("ag-gemm.w4", canned.ag_gemm())):
         report.write(tmp_path / "results" / "h200-x4" / f"{name}.json", [made])
+    stale = tmp_path / "docs" / "performance" / "no-longer-there.svg"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     assert performance.main(tmp_path / "results", tmp_path / "docs" / "performance.md") == 0
+    assert not stale.exists()
     page = (tmp_path / "docs" / "performance.md").read_text()
     assert page.index("## h200-x4") < page.index("### all-reduce") < page.index("### ag-gemm")
     for words in (
         "- torch: 2.11.0",
+        "weft abc, 2026-11-20\n\n![all-reduce]",
         "- measured: 2026-11-20",
         "`weft bench x`",
         "- empty_us: 1.25",

@@ -70,6 +70,14 @@ def fused_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor,
     return ops.all_reduce_rms_norm(x(3, 64), torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team)
 
 
+def factored_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """And the product that divides, whose kernel reads what all programs of a row left."""
+    normed, hidden = ops.all_reduce_rms_norm(
+        x(3, 640), torch.ones(3, 640).bfloat16(), torch.ones(640).bfloat16(), 1e-6, team, factored=True
+    )
+    return ops.matmul(normed, torch.ones(16, 640).bfloat16()), hidden
+
+
 def rows_of_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return ops.all_reduce_rms_norm(
         x(4, 64), torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team, "one_shot"
@@ -91,6 +99,7 @@ OPS = [
     Call("all_reduce fp32", lambda team, x: ops.all_reduce(x(300, dtype=torch.float32), team)),
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),
+    Call("all_reduce_rms_norm factored", factored_norm),
     Call("mixed collectives", mixed, calls=3),
     Call("all_gather", lambda team, x: ops.all_gather(x(3, 170), team)),
     Call("all_gather bytes", lambda team, x: ops.all_gather(x(77).to(torch.int8), team)),

@@ -332,6 +332,8 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
         Case(op="reduce_scatter", world_size=w, dtype=FP32, shape=(w, 9000), config=wide),
         Case(op="all_reduce_rms_norm", world_size=w, dtype=BF16, shape=(7, 5120), algorithm="one_shot"),
         Case(op="all_reduce_rms_norm", world_size=w, dtype=BF16, shape=(50, 1024), algorithm="two_shot"),
+        Case(op="all_reduce_factored_norm", world_size=w, dtype=BF16, shape=(7, 5120), algorithm="one_shot"),
+        Case(op="all_reduce_factored_norm", world_size=w, dtype=BF16, shape=(50, 1024), algorithm="two_shot"),
         Case(op="all_gather", world_size=w, dtype=BF16, shape=(5, 1001)),
         Case(op="all_to_all", world_size=w, dtype=FP32, shape=(w * 3, 800)),
         *matmuls.values(),

@@ -1,5 +1,7 @@
 """TPMLP, TPAttention and the split vocabulary against the whole modules, rank by rank."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from weft.layers import (
     choose_plan,
     rotary_angles,
 )
+from weft.runtime.capabilities import Capabilities
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.qwen3 import modeling_qwen3 as hf  # noqa: E402
@@ -70,6 +73,18 @@ def test_an_mlp_over_ranks_is_the_whole_mlp(config, mode, world_size):
     x = torch.randn(8, 32)
     results = weft.simulate(lambda team: TPMLP.from_module(whole, team, mode)(share(x, team, mode)), world_size)
     torch.testing.assert_close(joined(results, mode, 8), whole(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_mlp_of_many_tokens_takes_them_as_they_arrive(config, fused, world_size, monkeypatch):
+    monkeypatch.setattr("weft.layers.mlp.LIBRARY_ROWS", 0)
+    whole = randomised(hf.Qwen3MLP(config))
+    x, plan = torch.randn(24, 32), Plan(mode="ag_rs", fused=fused)
+    results = weft.simulate(
+        lambda team: TPMLP.from_module(whole, team, "ag_rs")(share(x, team, "ag_rs"), plan), world_size
+    )
+    torch.testing.assert_close(joined(results, "ag_rs", 24), whole(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -152,6 +167,23 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(config, fused):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("spans", [[(0, 20)] * 2, [(0, 3), (0, 37)], [(0, 5), (10, 5)]], ids=str)
+def test_prompts_for_the_library_are_what_ours_are(config, spans, monkeypatch):
+    whole = randomised(hf.Qwen3Attention(config, layer_idx=0))
+    x = torch.randn(sum(length for _, length in spans), 32)
+
+    def main(team):
+        attention = TPAttention.from_module(whole, config, team, "gemm_ar")
+        cache = new_cache(attention, 6)
+        step = Step.prefill(spans, table(2, 3), 16, ANGLES, Plan(mode="gemm_ar", fused=True))
+        return attention(x, step, cache), *cache
+
+    found = weft.simulate(main, 1)[0]
+    monkeypatch.setattr("weft.layers.attention.MANY_ROWS", 1)
+    for by_library, ours in zip(weft.simulate(main, 1)[0], found, strict=True):
+        torch.testing.assert_close(by_library, ours, rtol=1e-4, atol=1e-5)
+
+
 def test_sequences_of_unequal_length_do_not_see_each_other(config):
     whole = randomised(hf.Qwen3Attention(config, layer_idx=0))
     lengths = [5, 5, 17, 1]
@@ -196,6 +228,19 @@ def test_a_plan_that_was_asked_for_is_followed():
     assert ag_rs == ("ag_rs", True, False)
     assert gemm_ar == ("gemm_ar", True, True)
     assert narrow == ("gemm_ar", True, False)  # rows of 12 bytes: not what all_reduce_rms_norm takes
+
+
+def test_norms_are_factored_for_few_tokens_in_bf16_on_sm_90():
+    def plan(tokens=64, dtype=torch.bfloat16, mode="gemm_ar", arch="sm_90", **asked):
+        caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
+        team = SimpleNamespace(size=4, is_simulated=False, caps=caps)
+        return choose_plan(mode, tokens, hidden_size=5120, dtype=dtype, team=team, **asked)
+
+    assert plan().factored and ", factored" in str(plan())
+    others = [{"tokens": 65}, {"dtype": torch.float32}, {"dtype": torch.float16}, {"mode": "ag_rs"}, {"arch": "sm_100"}]
+    for asked in [*others, {"factored": False}, {"tokens": 513, "factored": True}]:
+        assert not plan(**asked).factored and "factored" not in str(plan(**asked)), asked
+    assert plan(65, factored=True).factored
 
 
 def test_modules_that_are_not_what_the_layer_computes_are_refused(config):

@@ -10,7 +10,7 @@ import weft
 from weft.engine import Runner, SamplingParams
 from weft.engine.prefill import Read
 from weft.engine.runner import Row
-from weft.layers import rotary_angles
+from weft.layers import choose_plan, rotary_angles
 from weft.models import Qwen3Config, Qwen3ForCausalLM
 
 TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
@@ -66,15 +66,20 @@ def plain_ops(monkeypatch):
     def matmul_all_reduce(a, b, team):
         return team.library.all_reduce(a @ b.T)
 
-    def matmul_reduce_scatter(a, b, team):
+    def all_gather_matmul(a, b, team, own_first=False):
+        gathered = team.library.all_gather(a)
+        return (gathered.roll(-team.rank * a.shape[0], 0) if own_first else gathered) @ b.T
+
+    def matmul_reduce_scatter(a, b, team, own_first=False):
         assert a.shape[0] % team.size == 0
-        return team.library.reduce_scatter(a @ b.T)
+        in_order = a.roll(team.rank * a.shape[0] // team.size, 0) if own_first else a
+        return team.library.reduce_scatter(in_order @ b.T)
 
     plain = SimpleNamespace(
         all_reduce=lambda x, team: team.library.all_reduce(x),
         all_gather=lambda x, team: team.library.all_gather(x),
         reduce_scatter=lambda x, team: team.library.reduce_scatter(x),
-        all_gather_matmul=lambda a, b, team: team.library.all_gather(a) @ b.T,
+        all_gather_matmul=all_gather_matmul,
         matmul_reduce_scatter=matmul_reduce_scatter,
         matmul_all_reduce=matmul_all_reduce,
     )
@@ -124,6 +129,36 @@ def test_the_modes_agree_with_transformers_over_simulated_kernels(make_checkpoin
     for logits, generated in weft.simulate(check_logits_and_tokens, world_size, args=arguments):
         assert relative_rms(logits, expected) <= TOLERANCE
         assert torch.equal(generated.T, expected_tokens)
+
+
+def test_factored_norms_are_as_near_to_fp32_as_the_others(make_checkpoint):
+    """Logits of a decode step in bf16, against transformers' in fp32."""
+    directory, reference = make_checkpoint()
+    tokens = prompt(3, 6)
+    expected = reference_logits(reference, tokens)[:, -1]
+
+    def main(team, factored):
+        model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", dtype=torch.bfloat16, fused=True)
+        plan = choose_plan(
+            "gemm_ar",
+            3,
+            hidden_size=model.config.hidden_size,
+            dtype=torch.bfloat16,
+            team=team,
+            fused=True,
+            factored=factored,
+        )
+        cache, table = model.new_cache(4, 16), torch.tensor([[2], [1], [3]], dtype=torch.int32)
+        model(tokens[:, :-1].flatten(), model.prefill_step([(0, 5)] * 3, table, 16), cache)
+        model.plan = lambda count: plan
+        logits = model(tokens[:, -1].contiguous(), model.decode_step(torch.tensor([5, 5, 5]), table, 16), cache)
+        return model.lm_head.gather(logits)
+
+    before, after = (
+        max(relative_rms(logits, expected) for logits in weft.simulate(main, 2, args=(factored,)))
+        for factored in (False, True)
+    )
+    assert after < 1.2 * before, (before, after)
 
 
 def launches_of_a_step(directory):

@@ -188,6 +188,13 @@ def run_norm(case: Case, team: Any, x: torch.Tensor, residual: torch.Tensor, wei
     return torch.stack(ops.all_reduce_rms_norm(x, residual, weight, 1e-6, team, case.algorithm))
 
 
+def run_factored_norm(
+    case: Case, team: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    normed, hidden = ops.all_reduce_rms_norm(x, residual, weight, 1e-6, team, case.algorithm, factored=True)
+    return torch.stack((normed.normed(), hidden))
+
+
 def reference_of_norm(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
     _, residual, weight = everyone[rank]
     hidden = sum_of([x for x, _, _ in everyone]) + residual.double()
@@ -213,6 +220,14 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce_rms_norm": Operation(
         inputs=inputs_of_norm,
         run=run_norm,
+        reference=reference_of_norm,
+        length=lambda case: case.world_size + 1 + case.shape[-1],
+        replicated=True,
+        partials=lambda case: 1,
+    ),
+    "all_reduce_factored_norm": Operation(
+        inputs=inputs_of_norm,
+        run=run_factored_norm,
         reference=reference_of_norm,
         length=lambda case: case.world_size + 1 + case.shape[-1],
         replicated=True,
@@ -300,10 +315,12 @@ def _collectives() -> None:
             add(Case(op="all_gather", world_size=w, dtype=dtype, shape=(5, 3)))
         for algorithm in ("one_shot", "two_shot"):
             for dtype, shape in ((BF16, (5, 48)), (FP16, (2, 3, 640)), (FP32, (9, 100)), (BF16, (0, 64))):
-                add(Case(op="all_reduce_rms_norm", world_size=w, dtype=dtype, shape=shape, algorithm=algorithm))
+                for op in ("all_reduce_rms_norm", "all_reduce_factored_norm"):
+                    add(Case(op=op, world_size=w, dtype=dtype, shape=shape, algorithm=algorithm))
     for w in (1, 3, 8):
-        add(Case(op="all_reduce_rms_norm", world_size=w, dtype=BF16, shape=(5, 72)))
-        add(Case(op="all_reduce_rms_norm", world_size=w, dtype=FP16, shape=(5, 72), algorithm="two_shot"))
+        for op in ("all_reduce_rms_norm", "all_reduce_factored_norm"):
+            add(Case(op=op, world_size=w, dtype=BF16, shape=(5, 72)))
+            add(Case(op=op, world_size=w, dtype=FP16, shape=(5, 72), algorithm="two_shot"))
     add(Case(op="all_gather", world_size=2, dtype=BF16, shape=(20000,)))
     add(Case(op="all_to_all", world_size=4, dtype=BF16, shape=(40000,)))
 

@@ -16,21 +16,25 @@ from weft import ops
 from weft.ops.gemm_config import GemmConfig
 
 MATMUL_OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+# Of the ops whose ranks' rows may come in this order: an own Operation for each.
+OWN_FIRST = tuple(f"{op}+own_first" for op in ("all_gather_matmul", "matmul_reduce_scatter"))
 
 
 def operands(case: Case, rank: int, generator: torch.Generator) -> Inputs:
     M, N, K = case.shape
-    rows = M // case.world_size if case.op == "all_gather_matmul" else M
+    rows = M // case.world_size if case.op.startswith("all_gather_matmul") else M
     return values(case, (rows, K), generator), values(case, (N, K), generator)
 
 
 def run(case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    of_team = () if case.op == "matmul" else (team,)
+    name, _, order = case.op.partition("+")
+    of_team = () if name == "matmul" else (team,)
+    more = {order: True} if order else {}
     if case.config:
         # The package's attribute of this name is the function.
-        module = importlib.import_module(f"weft.ops.{case.op}")
-        return module.run(a, b, *of_team, config=GemmConfig(**dict(case.config)))
-    return getattr(ops, case.op)(a, b, *of_team)
+        module = importlib.import_module(f"weft.ops.{name}")
+        return module.run(a, b, *of_team, config=GemmConfig(**dict(case.config)), **more)
+    return getattr(ops, name)(a, b, *of_team, **more)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -41,6 +45,22 @@ def gathered(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
     return product(torch.cat([a for a, _ in everyone]), everyone[rank][1])
 
 
+def turned(x: torch.Tensor, first: int, world_size: int) -> torch.Tensor:
+    """The W parts of x's rows from part ``first`` on (mod W)."""
+    parts = x.chunk(world_size)
+    return torch.cat([*parts[first:], *parts[:first]])
+
+
+def gathered_own_first(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    return turned(gathered(case, rank, everyone), rank, case.world_size)
+
+
+def summed_own_first(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    w = case.world_size
+    in_order = [(turned(a, -r % w, w), b) for r, (a, b) in enumerate(everyone)]
+    return part_of(summed(case, rank, in_order), rank, w)
+
+
 def summed(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=everyone[0][0].device)
     for a, b in everyone:
@@ -49,7 +69,7 @@ def summed(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
 
 
 def length(case: Case) -> int:
-    ranks = case.world_size if case.op in ("matmul_reduce_scatter", "matmul_all_reduce") else 1
+    ranks = case.world_size if case.op.startswith(("matmul_reduce_scatter", "matmul_all_reduce")) else 1
     return case.shape[2] * ranks
 
 
@@ -63,6 +83,14 @@ OPERATIONS |= {
         run=run,
         length=length,
         reference=lambda case, rank, everyone: part_of(summed(case, rank, everyone), rank, case.world_size),
+        partials=lambda case: case.world_size - 1,
+    ),
+    "all_gather_matmul+own_first": Operation(inputs=operands, run=run, length=length, reference=gathered_own_first),
+    "matmul_reduce_scatter+own_first": Operation(
+        inputs=operands,
+        run=run,
+        length=length,
+        reference=summed_own_first,
         partials=lambda case: case.world_size - 1,
     ),
     "matmul_all_reduce": Operation(
@@ -119,6 +147,13 @@ def _cases() -> None:
             add(op, w, BF16, (w * 3, 40, 24), config=config(16, 32, 16, design="library"))
         for op, span in (("all_gather_matmul", 3), ("matmul_reduce_scatter", 2), ("matmul_all_reduce", 2)):
             add(op, w, BF16, (w * 20, 40, 48), config=config(16, 16, 32, design="segments", span=span))
+        for op in OWN_FIRST:
+            # Every design; runs of ranks' rows that end at no last rank.
+            add(op, w, BF16, (w * 20, 40, 48), config=small)
+            add(op, w, FP32, (w * 5, 40, 36), config=config(16, 16, 32, design="segments", span=2, lanes=1))
+            add(op, w, BF16, (w * 19, 40, 48), config=config(16, 16, 32, design="segments", span=8))
+            add(op, w, BF16, (w * 19, 40, 48), config=config(16, 16, 32, design="segments", chunks=3))
+            add(op, w, FP16, (w * 3, 33, 21), config=config(16, 32, 16, design="library"), layout="transposed")
         # Ranks with more rows than others, and with none.
         add("matmul_all_reduce", w, BF16, (w * 9 - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=4))
         add("matmul_all_reduce", w, BF16, (w - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=2))
@@ -129,7 +164,7 @@ def _cases() -> None:
         add("matmul_reduce_scatter", 2, BF16, shape, config=fields)
     add("all_gather_matmul", 3, BF16, (3 * 70, 20, 16), config=config(16, 32, 16, chunks=8))
     add("all_gather_matmul", 2, BF16, (2 * 60, 90, 40), config=config(16, 32, 16, chunks=2, flatten=True))
-    for op in MATMUL_OPS:
+    for op in (*MATMUL_OPS, *OWN_FIRST):
         add(op, 1, BF16, (20, 24, 40))
     for dtype in (FP16, BF16, FP32):
         add("matmul", 1, dtype, (1, 70, 33))
@@ -148,6 +183,9 @@ def _cases() -> None:
             ):
                 LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=dtype, shape=shape))
         LARGE_MATMULS.append(Case(op="matmul_all_reduce", world_size=w, dtype=BF16, shape=(1, 5120, 1600)))
+        for rows in (w * 16, w * 256, w * 1000):
+            for op, shape in zip(OWN_FIRST, ((rows, 12800, 1024), (rows, 5120, 640)), strict=True):
+                LARGE_MATMULS.append(Case(op=op, world_size=w, dtype=BF16, shape=shape))
         LARGE_MATMULS.append(Case(op="all_gather_matmul", world_size=w, dtype=BF16, shape=(w * 2048, 1280, 5120)))
         # The designs by name, whatever dispatch chooses for the shape; tiles that are split on 132 SMs.
         wide = {"block_m": 128, "block_n": 256, "block_k": 64, "num_warps": 8}
@@ -160,6 +198,11 @@ def _cases() -> None:
             ("all_gather_matmul", {"design": "segments"}),
             ("all_gather_matmul", {"design": "segments", "chunks": 2, "lanes": 4, "begin_first": True}),
             ("all_gather_matmul", {"design": "segments", "span": 3}),
+            ("all_gather_matmul+own_first", {"design": "segments", "span": 3}),
+            ("all_gather_matmul+own_first", {"design": "segments", "chunks": 2}),
+            ("all_gather_matmul+own_first", {"flatten": True, "chunks": 2}),
+            ("matmul_reduce_scatter+own_first", {"design": "segments", "span": 2, "lanes": 1}),
+            ("matmul_reduce_scatter+own_first", {"num_stages": 4}),
             ("matmul_reduce_scatter", {"design": "segments", "span": 2}),
             ("matmul_reduce_scatter", {"design": "segments"}),
             ("matmul_reduce_scatter", {"design": "segments", "chunks": 2, "lanes": 1}),

@@ -50,7 +50,7 @@ def interleaved(world_size, dtypes=(BF16, FP32)):
             yield Case(op="all_gather", world_size=world_size, dtype=dtype, shape=(length // 2,))
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_reduce_rms_norm", "reduce_scatter", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("op", sorted({case.op for case in COLLECTIVES}))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_table(world_size, op):
     cases = [case for case in COLLECTIVES if case.op == op and case.world_size == world_size]
@@ -163,17 +163,51 @@ def test_explain_says_what_and_why():
 
 @pytest.mark.parametrize(
     "stages, algorithm, clean",
-    [(6, "two_shot", True), (5, "two_shot", False), (5, "one_shot", True), (4, "one_shot", False)],
-)
+    [
+        (6, "two_shot", True), (5, "two_shot", False), (5, "one_shot", True), (4, "one_shot", False),
+        (5, "gather", True), (4, "gather", False),
+    ],
+)  # fmt: skip
 def test_the_orders_of_sends_need_as_many_stages_as_the_proof_says(monkeypatch, stages, algorithm, clean):
     """weft.ops.exchange: a peer one tile ahead reuses a stage that is not cleared yet, with one stage less."""
 
     def main(team):
         generator = torch.Generator().manual_seed(team.rank)
         x = torch.randn(256 * 8, generator=generator).bfloat16()
+        if algorithm == "gather":
+            return [ops.all_gather(x, team) for _ in range(3)]
         return [ops.all_reduce(x, team, algorithm) for _ in range(3)]
 
     monkeypatch.setattr(exchange, "STAGES", tl.constexpr(stages))
     report = weft.check.check(main, 2, schedules=4, sms=1, heap_bytes=None)
     assert report.ok is clean
     assert clean or "race" in {found.finding.kind for found in report.findings}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 9])
+def test_rows_of_all_plans_begin_on_lines(world_size):
+    """A warp's stores to a peer go in whole packets: a stage is whole lines, keys and all."""
+    line = exchange.LINE_BYTES.value
+    keys = exchange.key_bytes("keyed", world_size)
+    assert keys % line == 0 and keys >= world_size * exchange.KEY_BYTES.value
+    assert exchange.key_bytes("lamport", world_size) == 0
+    for table in (dispatch.ONE_CROSSING, dispatch.TWO_SHOT):
+        assert all(row_bytes % line == 0 for _, row_bytes, _, _ in dispatch.of_world(table, world_size))
+
+
+def test_a_stage_holds_its_rows_and_then_its_keys():
+    def main(team):
+        x = torch.arange(100, dtype=torch.int32) + 1000 * (team.rank + 1)
+        ops.all_gather(x, team)
+        plan = dispatch.choose("all_gather", x.nbytes, x.dtype, team.size, team.caps).plan
+        slots = exchange.slots_of(team, plan, 4)
+        stage = 3 * plan.row_bytes + exchange.LINE_BYTES.value
+        assert slots.buffer.numel() == slots.programs * exchange.STAGES.value * stage
+        assert slots.buffer.data_ptr() % exchange.LINE_BYTES.value == 0
+        first = slots.buffer.view(torch.int32)[stage // 4 : 2 * stage // 4]  # epoch 1 of the first program
+        rows, keys = first[: 3 * plan.row_bytes // 4].view(3, -1), first[3 * plan.row_bytes // 4 :].view(-1, 4)
+        for peer in range(3):
+            if peer != team.rank:
+                assert torch.equal(rows[peer, :100] ^ keys[peer, 0], torch.arange(100) + 1000 * (peer + 1))
+
+    weft.simulate(main, 3, seed=2)

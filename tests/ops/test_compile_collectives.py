@@ -27,9 +27,13 @@ KERNELS = {
     "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
     "all_gather": (all_gather_kernel, "keyed", {}),
     "all_to_all": (all_to_all_kernel, "keyed", {}),
-    "norm_one_shot": (all_reduce_rms_norm_kernel, "lamport", {"TWO_SHOT": False, "WIDTH": WIDTH, "PART": 512}),
-    "norm_two_shot": (all_reduce_rms_norm_kernel, "lamport", {"TWO_SHOT": True, "WIDTH": WIDTH, "PART": 512}),
-}
+} | {
+    f"norm_{'two' if two_shot else 'one'}_shot{'_factored' if factored else ''}": (
+        all_reduce_rms_norm_kernel, "lamport",
+        {"TWO_SHOT": two_shot, "FACTORED": factored, "WIDTH": WIDTH, "PART": 512},
+    )
+    for two_shot in (False, True) for factored in (False, True)
+}  # fmt: skip
 
 
 def plans(name, world_size):

@@ -1,5 +1,6 @@
 """The kernels of a decode layer that one rank computes by itself compile for every target and fit it."""
 
+import importlib
 import re
 
 import pytest
@@ -10,11 +11,17 @@ from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft.ops.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.local import launch_options
 from weft.ops.paged_attention import config_for, constants, paged_attention_kernel
+from weft.ops.paged_prefill_attention import paged_prefill_attention_kernel
 from weft.ops.qk_norm_rope import TILE, qk_norm_rope_kernel
 from weft.ops.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities
 
-KERNELS = ("silu_mul", "add_rms_norm", "qk_norm_rope", "paged_attention", "paged_attention_whole")
+prefill = importlib.import_module("weft.ops.paged_prefill_attention")
+
+KERNELS = (
+    "silu_mul", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention", "paged_attention_whole",
+    "paged_prefill_attention",
+)  # fmt: skip
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
 
 
@@ -31,11 +38,21 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
         return compiled(add_rms_norm_kernel, x, x, x, x, x, 1e-6, arch=arch, **constexprs, **options)
+    if name == "qk_norm_rope_of_parts":
+        return compiled(
+            qk_norm_rope_kernel, FP32, 20 * D, 64 * D, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
+            PAGE=page, D=D, ROWS=TILE // D, PARTS=3, KEPT=18, arch=arch, **options,
+        )  # fmt: skip
     if name == "qk_norm_rope":
         return compiled(
-            qk_norm_rope_kernel, x, 20 * D, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
-            PAGE=page, D=D, ROWS=TILE // D, arch=arch, **options,
+            qk_norm_rope_kernel, x, 20 * D, 0, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
+            PAGE=page, D=D, ROWS=TILE // D, PARTS=1, KEPT=16, arch=arch, **options,
         )  # fmt: skip
+    if name == "paged_prefill_attention":
+        config = prefill.config_for((1, 128, 0, 0, 0), 2, group, D, dtype, caps)
+        constexprs = prefill.constants(config, heads=2, group=group, page=page, D=D)
+        kernel = paged_prefill_attention_kernel
+        return compiled(kernel, x, x, x, INTS, x, 40, 128, 0, 0, 0, 0.1, arch=arch, **constexprs, **options)
     return compiled(
         paged_attention_kernel, x, x, x, INTS, INTS, x, FP32, FP32, INTS, 40, 0.1, arch=arch,
         **constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=name == "paged_attention"),
@@ -58,7 +75,7 @@ def test_compiles_and_fits(arch, name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_heads_compile_and_fit(dtype, D, group, page, tmp_path):
     for arch in ("sm_90", "gfx942"):
-        for name in ("qk_norm_rope", "paged_attention"):
+        for name in ("qk_norm_rope", "paged_attention", "paged_prefill_attention"):
             assert built(name, arch, dtype, D, group, page).metadata.shared <= SHARED[arch], (arch, name)
 
 
@@ -67,13 +84,15 @@ def test_machine_code_on_sm_90(name, tmp_path):
     kernel = built(name, "sm_90")
     ptx = kernel.asm["ptx"]
     # Nothing is read before what the kernel before has written is there.
-    assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
+    before = ptx[: ptx.index("griddepcontrol.wait")]
+    assert "ld.global" not in before and "cp.async.cg" not in before
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", ptx)
     assert not re.search(r"(st|ld)\.global(\.\w+)*\.b16", ptx), "an element moves alone"
     assert stack_bytes(kernel, tmp_path) == 0
     if name.startswith("paged"):
-        assert "cp.async.cg.shared.global" in ptx and "mma.sync" in ptx
+        instruction = "wgmma.mma_async" if "prefill" in name else "mma.sync"
+        assert "cp.async.cg.shared.global" in ptx and instruction in ptx
 
 
 @pytest.mark.parametrize("pairs", [2, 64, 132, 256])

@@ -41,7 +41,7 @@ def config(arch, rows, dtype=torch.bfloat16, op="matmul_reduce_scatter"):
     return configured(op, 4 * rows if op != "matmul" else rows, N, 5120, dtype, 4, caps)
 
 
-def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4):
+def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, own_first=False):
     """The kernel of ``op`` with what its host function would give it for panels of ``rows`` rows."""
     chosen = config(arch, rows, dtype, op)
     K, x = 5120 if descriptors else 5001, torch.zeros((64, 64), dtype=dtype)
@@ -69,6 +69,8 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4):
         del options["PIECE"]
     if op == "all_gather_matmul":
         options |= {"MAX_CHUNKS": MAX_CHUNKS, "FLATTEN": chosen.flatten}
+    if op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        options["OWN_FIRST"] = own_first
     return compiled(KERNELS[op], *args, arch=arch, launch_cooperative_grid=op != "matmul", **options)
 
 
@@ -117,6 +119,13 @@ def test_machine_code_on_sm_90(rows, op, tmp_path):
     assert "cp.async.bulk.tensor.2d.shared" in ptx
     assert ("wgmma" in ptx) == (rows >= 64)
     assert "st.global.v4" in ptx and not re.search(r"st\.global(\.\w+)*\.b16", ptx)
+    assert stack_bytes(kernel, tmp_path) <= AROUND_A_TILE
+    assert not looped_spills(kernel, tmp_path)
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_own_rows_first_on_sm_90(op, tmp_path):
+    kernel = built(op, "sm_90", 2048, own_first=True)
     assert stack_bytes(kernel, tmp_path) <= AROUND_A_TILE
     assert not looped_spills(kernel, tmp_path)
 

@@ -89,7 +89,9 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]), dim=-1)
 
 
-def check_qk_norm_rope(device, heads, tokens, position_dtype=torch.int32, padded=(), strided=False):
+def check_qk_norm_rope(
+    device, heads, tokens, position_dtype=torch.int32, padded=(), strided=False, parts=0, kept=False
+):
     D, pages, before = heads.D, tokens // heads.page_size + 3, 50
     all_heads = heads.q_heads + 2 * heads.kv_heads
     qkv = random((tokens, all_heads * D), heads.dtype, device, 1)
@@ -103,15 +105,18 @@ def check_qk_norm_rope(device, heads, tokens, position_dtype=torch.int32, padded
     old_keys, old_values = keys.clone(), values.clone()
 
     source = torch.cat((qkv, qkv), dim=1)[:, : qkv.shape[1]] if strided else qkv
-    q = ops.qk_norm_rope(source, q_weight, k_weight, EPS, angles, positions, slots, keys, values)
+    if parts:
+        source = random((parts, *qkv.shape), FP32, device, 6)
+        qkv = sum(source.unbind())
+    q = ops.qk_norm_rope(source, q_weight, k_weight, EPS, angles, positions, slots, keys, values, kept)
 
     x = qkv.double().view(tokens, all_heads, D)
     cos, sin = angles.double()[positions.long()].chunk(2, dim=-1)
     new_q = rotate(rms_norm(x[:, : heads.q_heads], q_weight.double()), cos, sin)
-    assert q.shape == (tokens, heads.q_heads, D) and q.is_contiguous()
-    assert_close(q, new_q, D, what="q")
     new_keys = rotate(rms_norm(x[:, heads.q_heads : -heads.kv_heads], k_weight.double()), cos, sin)
-    new_values = qkv.view(tokens, all_heads, D)[:, -heads.kv_heads :]
+    assert q.shape == (tokens, heads.q_heads + (heads.kv_heads if kept else 0), D) and q.is_contiguous()
+    assert_close(q, torch.cat((new_q, new_keys), dim=1) if kept else new_q, D, what="q")
+    new_values = qkv.view(tokens, all_heads, D)[:, -heads.kv_heads :].to(heads.dtype)
     expected_keys, expected_values = old_keys.double(), old_values
     written = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool, device=device)
     for token, slot in enumerate(slots.tolist()):
@@ -132,7 +137,17 @@ def test_qk_norm_rope(heads, device):
     def check(device):
         check_qk_norm_rope(device, heads, 1)
         check_qk_norm_rope(device, heads, 7, torch.int64, padded=(0, 5), strided=True)
-        check_qk_norm_rope(device, heads, 33, padded=(32,))
+        check_qk_norm_rope(device, heads, 33, padded=(32,), kept=True)
+
+    everywhere(check, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_qk_norm_rope_of_parts(heads, device):
+    def check(device):
+        for tokens, parts in ((1, 1), (5, 2), (33, 7)):
+            check_qk_norm_rope(device, heads, tokens, padded=(0,), parts=parts)
 
     everywhere(check, device)
 
@@ -190,7 +205,7 @@ def test_schemas_and_fakes_tell_the_truth():
         calls = {
             torch.ops.weft.silu_mul.default: (x,),
             torch.ops.weft.add_rms_norm.default: (x.t(), x.t(), torch.ones(3), EPS),
-            torch.ops.weft.qk_norm_rope.default: tuple(new),
+            torch.ops.weft.qk_norm_rope.default: (*new, True),
             torch.ops.weft.paged_attention.default: tuple(attended),
         }
         for op, args in calls.items():
@@ -242,6 +257,8 @@ def wrong_arguments():
     for message, position, value in (
         ("qkv has shape (3, 300); with keys of (40, 1, 16, 64) it must be [T, (Hq + 2) * 64]", 0, x(3, 300)),
         ("qkv has shape (3, 128)", 0, x(3, 128)),
+        ("qkv has shape (0, 3, 384)", 0, x(0, 3, 384)),
+        ("qkv.dtype=torch.bfloat16 is not one of float32", 0, x(2, 3, 384).bfloat16()),
         ("keys.dtype=torch.float32 is not one of float16", 0, x(3, 384).half()),
         ("q_weight has shape (32,); it must be (64,)", 1, x(32)),
         ("angles has shape (9, 32); it must be (max_positions, 64)", 4, x(9, 32)),

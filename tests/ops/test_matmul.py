@@ -9,11 +9,13 @@ import torch
 import weft
 from tests.ops.cases import BF16, FP32, Case
 from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, config
+from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, OWN_FIRST, config
 from tests.ops.test_collectives import check_replicated, run_cases
 from weft import ops
 from weft.errors import HeapExhausted
-from weft.ops.gemm_config import GemmConfig
+from weft.ops import tuned
+from weft.ops.gemm_config import GemmConfig, configured
+from weft.runtime import capabilities
 
 FUSED = MATMUL_OPS[1:]
 
@@ -23,7 +25,7 @@ def test_every_field_of_the_config_moves():
     assert moved == {field.name for field in dataclasses.fields(GemmConfig)}
 
 
-@pytest.mark.parametrize("op", MATMUL_OPS)
+@pytest.mark.parametrize("op", [*MATMUL_OPS, *OWN_FIRST])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_table(world_size, op):
     cases = [case for case in MATMULS if case.op == op and case.world_size == world_size]
@@ -106,6 +108,24 @@ def test_the_same_bits_whatever_the_schedule(op):
     )
     for rank in range(3):
         assert_identical(first[rank][0][2], second[rank][0][2])
+
+
+def test_own_rows_first_has_rows_of_its_own_for_their_bucket_alone(monkeypatch, tmp_path):
+    path = tuned.file_for("Some GPU", 4, tmp_path)
+    monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: path)
+    tile = {"block_m": 128, "block_n": 256, "block_k": 64, "design": "segments"}
+    made = (
+        tuned.Row(op=op, dtype="bfloat16", shape=(M, 512, 256), config=tile | {"span": span}, us=1.0)
+        for op, M, span in (("all_gather_matmul", 4096, 1), ("all_gather_matmul+own_first", 4096, 3))
+    )
+    tuned.write(path, tuned.Table(gpu="Some GPU", world_size=4, rows=tuple(made)))
+    caps = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
+
+    def span(M, own_first):
+        return configured("all_gather_matmul", M, 512, 256, BF16, 4, caps, own_first).span
+
+    assert [span(4096, own_first) for own_first in (False, True)] == [1, 3]
+    assert [span(M, True) for M in (3000, 2048, 8192)] == [3, 1, 1]
 
 
 def test_ranks_may_hold_different_shares_of_K():
@@ -206,8 +226,11 @@ def test_schemas_and_fakes_tell_the_truth():
     weft.simulate(main, 2)
 
 
-@pytest.mark.parametrize("op", MATMUL_OPS)
-def test_backward(op):
+@pytest.mark.parametrize(
+    ("op", "own_first"),
+    [*((op, False) for op in MATMUL_OPS), ("all_gather_matmul", True), ("matmul_reduce_scatter", True)],
+)
+def test_backward(op, own_first):
     """Gradients of the sum over ranks of <weights_r, op_r> against autograd through the reference in one process."""
     shapes = ((4, 5), (3, 5))
 
@@ -217,7 +240,8 @@ def test_backward(op):
 
     def main(team):
         a, b = inputs(team.rank)
-        y = ops.matmul(a, b) if op == "matmul" else getattr(ops, op)(a, b, team)
+        more = {"own_first": True} if own_first else {}
+        y = ops.matmul(a, b) if op == "matmul" else getattr(ops, op)(a, b, team, **more)
         weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(100 + team.rank))
         (y * weights).sum().backward()
         return a.grad, b.grad, weights
@@ -225,10 +249,15 @@ def test_backward(op):
     by_rank = weft.simulate(main, 2)
     everyone = [inputs(rank) for rank in range(2)]
     a = [a for a, _ in everyone]
-    products = [x @ y.T for x, y in everyone]
+
+    def in_order(x, rank):
+        """Of W = 2 halves, rank 1's own comes first."""
+        return torch.cat(x.chunk(2)[::-1]) if own_first and rank == 1 else x
+
+    products = [in_order(x @ y.T, rank) for rank, (x, y) in enumerate(everyone)]
     results = {
         "matmul": products,
-        "all_gather_matmul": [torch.cat(a) @ b.T for _, b in everyone],
+        "all_gather_matmul": [in_order(torch.cat(a), rank) @ b.T for rank, (_, b) in enumerate(everyone)],
         "matmul_reduce_scatter": sum(products).chunk(2),
         "matmul_all_reduce": [sum(products)] * 2,
     }[op]

@@ -171,7 +171,7 @@ def test_what_orders_the_parts_is_needed(mutation, tmp_path):
     assert old in source
     name = f"mutant_{list(MUTATIONS).index(mutation)}"
     file = tmp_path / f"{name}.py"
-    file.write_text(source.replace(old, new or old).replace('"weft::', f'"{name}::'))
+    file.write_text(source.replace(old, new or old).replace('custom_op("', f'custom_op("{name}_'))
     spec = importlib.util.spec_from_file_location(name, file)
     mutant = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)

@@ -151,16 +151,16 @@ def test_wrong_arguments_are_refused(call, message):
 PROJECTIONS = ((2560, 5120), (5120, 2048), (5120, 6400), (12800, 5120), (640, 512))
 
 
-def built(arch, M, N, K, gated, dtype=BF16):
-    """The kernel that a product of these sizes gets on ``arch``, and its config."""
+def built(arch, M, N, K, gated, dtype=BF16, squares=0):
+    """The kernel that a product of these sizes gets on ``arch``, and its config. squares: of a norm in so many parts."""
     caps = capabilities_of(arch)
     config = skinny.config_for(M, N, K, caps, gated)
     x = torch.zeros((64, 64), dtype=dtype)
     rows, weight = (operand(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
     out = torch.zeros(8) if config.parts > 1 else x
     kernel = compiled(
-        skinny.skinny_kernel, rows, weight, x, K, out, M, N, K, config.parts, config.ahead, arch=arch,
-        **skinny.constants(config, gated), **launch_options(caps),
+        skinny.skinny_kernel, rows, weight, x, K, out, M, N, K, config.parts, config.ahead, torch.zeros(8), 1e-6, arch=arch,
+        SQUARES=squares, **skinny.constants(config, gated), **launch_options(caps),
     )  # fmt: skip
     return kernel, config
 
@@ -171,10 +171,12 @@ def built(arch, M, N, K, gated, dtype=BF16):
 def test_compiles_and_fits(arch, gated, tmp_path):
     for M in (1, 32, 64):
         for N, K in PROJECTIONS:
-            kernel, config = built(arch, M, N, K, gated)
-            assert kernel.metadata.shared <= SHARED[arch], config
-            if arch.startswith("sm_"):
-                assert stack_bytes(kernel, tmp_path) == 0, config
+            # With the rows' squares too, of a norm of the largest products.
+            for squares in (0, 20) if K == 5120 else (0,):
+                kernel, config = built(arch, M, N, K, gated, squares=squares)
+                assert kernel.metadata.shared <= SHARED[arch], config
+                if arch.startswith("sm_"):
+                    assert stack_bytes(kernel, tmp_path) == 0, config
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
@@ -187,6 +189,14 @@ def test_on_sm_90_the_weight_is_fetched_before_the_kernel_before_has_ended_and_x
     assert ptx.index("cp.async.bulk.tensor") > wait
     # Only then may the next kernel's programs come up, which would prefetch too.
     assert wait < ptx.rindex("wgmma.mma_async") < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_on_sm_90_the_rows_squares_are_under_way_while_the_product_is_computed():
+    for M, gated in ((1, False), (32, True)):
+        ptx = built("sm_90", M, 12800, 5120, gated, squares=20)[0].asm["ptx"]
+        loads = [at for at in range(len(ptx)) if ptx.startswith("ld.global", at)]
+        assert loads and ptx.index("griddepcontrol.wait") < loads[0]
+        assert loads[-1] < ptx.index("wgmma.mma_async") < ptx.rindex("wgmma.mma_async") < ptx.index("rsqrt")
 
 
 def test_sums_of_parts_compile():

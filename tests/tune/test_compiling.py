@@ -10,7 +10,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tests.compiling import compiling_for
-from weft.tune.compiling import compile_only
+from weft.tune.compiling import compile_only, compile_shares
 
 TEAM = types.SimpleNamespace(is_simulated=False, device=torch.device("cpu"))
 
@@ -51,3 +51,23 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_failure(monkeypatch):
     monkeypatch.setattr(CompiledKernel, "_init_handles", refuse)
     with compiling_for("sm_90"), pytest.raises(triton.runtime.errors.OutOfResources, match="shared memory"):
         compile_only(lambda: fill_kernel[(1,)](torch.zeros(64), SIZE=8, num_warps=1), TEAM)
+
+
+@pytest.mark.triton_internals
+def test_each_rank_compiles_its_share_and_goes_on_after_a_failure(monkeypatch):
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: None)
+    compiled, met, x, launch = [], [], torch.zeros(64), JITFunction.run
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **found: compiled.append(found["key"]) or False
+    )
+    team = types.SimpleNamespace(
+        is_simulated=False, device=x.device, rank=1, size=2, barrier=lambda: met.append("barrier")
+    )
+    sizes = (1, 2, 4, 64, 32, 4)  # rank 1 has 2, 64, which does not compile, and 4
+    actions = [lambda size=size: fill_kernel[(1,)](x, SIZE=size, num_warps=2) for size in sizes]
+    with compiling_for("sm_90"):
+        compile_shares([*actions, lambda: met.append("host code of all")], team)
+    assert len(compiled) == 2
+    assert met == ["host code of all", "barrier"]
+    assert not x.any()
+    assert JITFunction.run is launch

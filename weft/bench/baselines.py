@@ -37,9 +37,11 @@ def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
 
 def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
     """In memory of ncclMemAlloc registered as a symmetric window, so that NCCL may use its symmetric kernels."""
-    backend = group_of(problem)._get_backend(problem.team.device)
+    group = group_of(problem)
+    backend = group._get_backend(problem.team.device)
     if not hasattr(backend, "register_mem_pool"):
         raise Unavailable(f"torch {torch.__version__} has no register_mem_pool")
+    dist.all_reduce(torch.zeros(1, device=problem.team.device), group=group)  # a window needs a communicator, made here
     pool = torch.cuda.MemPool(backend.mem_allocator)
     lengths = [-(-math.prod(size) // WINDOW_STEP) * WINDOW_STEP for size in sizes]
     with torch.cuda.use_mem_pool(pool):

@@ -41,15 +41,42 @@ def state() -> str | None:
 
 
 def revision(package: Path) -> str:
-    """git's name of the checkout; without git, a digest of the package's source."""
-    if (package.parent / ".git").exists():
-        name = _output("git", "-C", str(package), "describe", "--always", "--dirty", "--abbrev=12")
-        if name:
-            return name
-    found = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        found.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
-    return f"source-{found.hexdigest()[:12]}"
+    """Which sources run: the commit, and git's name of ``package`` as it is, changes included.
+
+    ``git rev-parse COMMIT:weft`` gives the same name for every commit that holds these very sources.
+    """
+    here = f"{package.name}/ {tree(package)[:12]}"
+    if not (package.parent / ".git").exists():
+        return here
+    commit = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return here
+    same = _output("git", "-C", str(package), "rev-parse", "HEAD:./") == tree(package)
+    return f"{commit} ({here})" if same else f"{commit} with changes ({here})"
+
+
+def tree(folder: Path) -> str:
+    """The SHA-1 that git would give to ``folder`` with the files that lie in it, but for caches and hidden ones."""
+    entries = []
+    for path in folder.iterdir():
+        if path.name.startswith(".") or path.name == "__pycache__":
+            continue
+        if path.is_dir():
+            name, found = b"40000", tree(path)
+            if found == _object(b"tree", b""):
+                continue  # git keeps files only
+        else:
+            name = b"100755" if path.stat().st_mode & 0o100 else b"100644"
+            found = _object(b"blob", path.read_bytes())
+        # Folders are sorted as if their names ended with a stroke.
+        entries.append(
+            (path.name + "/" * path.is_dir(), name + b" " + path.name.encode() + b"\0" + bytes.fromhex(found))
+        )
+    return _object(b"tree", b"".join(entry for _, entry in sorted(entries)))
+
+
+def _object(kind: bytes, content: bytes) -> str:
+    return hashlib.sha1(kind + b" %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _output(*command: str) -> str | None:

@@ -82,10 +82,14 @@ def to_json(reports: Iterable[Report]) -> str:
 
 
 def write(path: Path, reports: Iterable[Report]) -> None:
+    put(path, to_json(reports))
+
+
+def put(path: Path, text: str) -> None:
     """The file is there whole or as it was before, whenever the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(to_json(reports))
+    unfinished.write_text(text)
     os.replace(unfinished, path)
 
 

@@ -95,7 +95,8 @@ class PaddedPrefill:
 
     def run(self, kind: int) -> None:
         """Keys and values into the cache, the token after each prompt into `chosen`."""
-        step = replace(self.step, cells=cells_of(self.slots, self.cache.page_size))
+        cells = None if self.step.plan.fused else cells_of(self.slots, self.cache.page_size)
+        step = replace(self.step, cells=cells)
         logits = self.model(self.tokens, step, self.cache, self.first + self.lengths - 1)
         choice = Choice(temperature=self.temperature, top_p=self.top_p, seed=self.seed, position=self.lengths)
         self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))

@@ -8,7 +8,14 @@ from weft.language import shmem
 from weft.language.bulk import get, get_nbi, put, put_nbi, put_signal, put_signal_nbi
 from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.epochs import advance_epoch, next_epoch
-from weft.language.lamport import lamport_clear, lamport_load, lamport_receive, lamport_store
+from weft.language.lamport import (
+    lamport_clear,
+    lamport_load,
+    lamport_load_keyed,
+    lamport_receive,
+    lamport_receive_keyed,
+    lamport_store,
+)
 from weft.language.lowering import simulated as _simulated  # noqa: F401  (registers the words that the simulator runs)
 from weft.language.multimem import multimem_load_reduce, multimem_store
 from weft.language.ordering import (
@@ -23,7 +30,8 @@ from weft.language.signals import barrier, consume_token, notify, wait
 
 __all__ = [
     "advance_epoch", "barrier", "consume_token", "fence", "follow_previous_kernel", "get", "get_nbi", "lamport_clear",
-    "lamport_load", "lamport_receive", "lamport_store", "let_next_kernel_start", "multimem_load_reduce", "multimem_store",
-    "next_epoch", "notify", "num_ranks", "prefetch", "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank",
-    "shmem", "symm_at", "wait", "wait_for_previous_kernel",
+    "lamport_load", "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store",
+    "let_next_kernel_start", "multimem_load_reduce", "multimem_store", "next_epoch", "notify", "num_ranks", "prefetch",
+    "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
+    "wait_for_previous_kernel",
 ]  # fmt: skip

@@ -61,6 +61,40 @@ def lamport_receive(ptr, old, mask, team):
 
 
 @triton.jit
+def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team):
+    """``lamport_receive`` of a block and of the few words behind ``key`` that were stored after it, in the same round trips to
+    memory: a pair of blocks."""
+    lamport_clear(old, mask)
+    lamport_clear(old_key, key_mask)
+    y = tl.load(old_key, mask=key_mask, other=0.0, volatile=True)
+    while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
+        pass
+    left = stock.count_written(y, key_mask)
+    while left > 0:
+        left = stock.count_written(tl.load(old_key, mask=key_mask, other=0.0, volatile=True), key_mask)
+    return lamport_load_keyed(ptr, mask, key, key_mask, team)
+
+
+@triton.jit
+def lamport_load_keyed(ptr, mask, key, key_mask, team):
+    """``lamport_load`` of a block and of the few words behind ``key`` that were stored after it, in the same round trips to
+    memory: a pair of blocks."""
+    if team.patience_us > 0:
+        x = lamport_load(ptr, mask, team)
+        y = lamport_load(key, key_mask, team)
+    else:
+        x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+        y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+        while stock.count_unwritten(x) > 0:
+            x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+            y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+        # Apart from the block: warps load keys of their own, and each goes on by what it has itself seen.
+        while stock.count_unwritten(y) > 0:
+            y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+    return x, y
+
+
+@triton.jit
 def lamport_clear(ptr, mask):
     """Make the elements behind ``ptr`` unwritten."""
     # By its bits: Triton 3.6 turns the constant -0.0 into +0.0.

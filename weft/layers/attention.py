@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,14 @@ from weft.layers.shard import Shard, fill_from_module, whole
 from weft.layers.step import Chunk, Step
 
 if TYPE_CHECKING:
+    from weft.ops.factored_norm import FactoredNorm
     from weft.runtime.team import Team
+
+# Rows, heads times tokens, of new prompts of one length from which the library attends to them: cuDNN on an H200. Ours / cuDNN
+# behind qk_norm_rope in a CUDA graph, in microseconds. 16 heads of 128 on 2 KV heads: 1 x 128 tokens 6.8 / 9.7, 1 x 2048
+# 48.8 / 60.4, 32 x 128 38.4 / 32.9, 1 x 8192 574 / 525; 32 on 4: 1 x 512 15.7 / 17.2, 4 x 512 51.1 / 47.5, 32 x 128
+# 73.1 / 57.0. torch's flash attention was the slowest of the three throughout.
+MANY_ROWS = 65536
 
 
 class TPAttention(nn.Module):
@@ -80,27 +88,35 @@ class TPAttention(nn.Module):
         norms = {"q_norm.weight": whole(self.q_norm.weight), "k_norm.weight": whole(self.k_norm.weight)}
         return self.qkv_proj.shards() | self.o_proj.shards() | norms
 
-    def forward(self, x: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor | FactoredNorm, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         """`cache`: this layer's keys and values, each [pages, kv_heads_local, page_size, head_dim]; written in place."""
         plan, (keys, values) = step.plan, cache
-        projected = self.qkv_proj(x, plan)  # [rows, ...] with rows >= T: ag_rs pads
-        qkv = projected[: step.tokens]
+        by_library = plan.fused and for_the_library(step.chunks, self.num_heads)
+        projected = self.qkv_proj(x, plan, in_parts=plan.fused and not by_library)
+        # [parts, T, ...], or [rows, ...] with rows >= T: ag_rs pads.
+        qkv = projected if projected.dim() == 3 else projected[: step.tokens]
+        padding = projected.shape[-2] - step.tokens
         if plan.fused:
-            weights = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            q = ops.qk_norm_rope(qkv, *weights, step.angles, step.positions, step.slots, keys, values)
+            weights, places = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps), (step.positions, step.slots)
+            q = ops.qk_norm_rope(qkv, *weights, step.angles, *places, keys, values, with_keys=by_library)
         else:
             q = self._norm_rope_write(qkv, step, keys, values)
-        if step.chunks:
-            new = keys[step.cells[0], :, step.cells[1]], qkv[:, -self.num_kv_heads * self.head_dim :]
-            parts = [attend_to_chunk(q, new, (keys, values), step.pages, chunk) for chunk in step.chunks]
-            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        elif plan.fused:
+        if plan.fused and step.chunks and not by_library:
+            attended = ops.paged_prefill_attention(q, keys, values, step.pages, step.chunks)
+        elif plan.fused and not step.chunks:
             attended = ops.paged_attention(q, keys, values, step.pages, step.lengths, tickets=step.tickets)
+        elif step.chunks:
+            q, new_keys = q.split(self.num_heads, dim=1) if by_library else (q, keys[step.cells[0], :, step.cells[1]])
+            new = new_keys, qkv[:, -self.num_kv_heads * self.head_dim :]
+            found = [attend_to_chunk(q, new, cache, step.pages, chunk) for chunk in step.chunks]
+            attended = found[0] if len(found) == 1 else torch.cat(found)
         else:
             attended = attend_to_pages(q, keys, values, step.pages, step.lengths)
         attended = attended.reshape(step.tokens, self.num_heads * self.head_dim)
-        if len(projected) > step.tokens:
-            attended = F.pad(attended, (0, 0, 0, len(projected) - step.tokens))
+        if padding > 0:
+            attended = F.pad(attended, (0, 0, 0, padding))
         return self.o_proj(attended, plan)
 
     def _norm_rope_write(self, qkv: torch.Tensor, step: Step, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -133,6 +149,11 @@ def attend_to_pages(
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None]).reshape(
         batch, heads, head_dim
     )
+
+
+def for_the_library(chunks: Sequence[Chunk], heads: int) -> bool:
+    """Whether torch's attention takes less time than ops.paged_prefill_attention: all are new prompts, of many rows."""
+    return bool(chunks) and all(c.before == 0 and c.batch * c.length * heads >= MANY_ROWS for c in chunks)
 
 
 def attend_to_chunk(

@@ -12,6 +12,7 @@ from weft import ops
 from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows
 from weft.layers.plan import Mode, Plan, plan_alone
 from weft.layers.shard import Shard, fill_from_module
+from weft.ops.dispatch import LIBRARY_ROWS
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -57,11 +58,14 @@ class TPMLP(nn.Module):
         plan = plan or plan_alone(self.mode, self.team)
         if plan.fused and plan.mode != "ag_rs":
             return self.down_proj(ops.matmul_silu_mul(x, self.gate_up_proj.weight), plan)
-        gate_up = self.gate_up_proj(x, plan)
+        # In between all tokens are treated alike, so in mode ag_rs they may come in the order in which they arrive. Few, which
+        # are gathered before the product, would have to be turned to it.
+        own_first = len(x) * self.team.size > LIBRARY_ROWS
+        gate_up = self.gate_up_proj(x, plan, own_first=own_first)
         if plan.fused:
-            return self.down_proj(ops.silu_mul(gate_up), plan)
+            return self.down_proj(ops.silu_mul(gate_up), plan, own_first=own_first)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up, plan)
+        return self.down_proj(F.silu(gate) * up, plan, own_first=own_first)
 
 
 def _check_silu(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from weft import ops
 from weft.layers.parallel import empty_parameter
 from weft.layers.plan import Plan
 from weft.layers.shard import Shard, whole
+from weft.ops.factored_norm import FactoredNorm
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -32,12 +33,14 @@ class ResidualRMSNorm(nn.Module):
     def shards(self) -> dict[str, Shard]:
         return {"weight": whole(self.weight)}
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, plan: Plan
+    ) -> tuple[torch.Tensor | FactoredNorm, torch.Tensor]:
         """(normed, hidden)"""
         if plan.fused or plan.deferred:
             residual = torch.zeros_like(x) if residual is None else residual
         if plan.deferred:
-            return ops.all_reduce_rms_norm(x, residual, self.weight, self.eps, self.team)
+            return ops.all_reduce_rms_norm(x, residual, self.weight, self.eps, self.team, factored=plan.factored)
         if plan.fused:
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         hidden = x if residual is None else x + residual

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from weft import ops
 from weft.layers.plan import Mode, Plan, check_mode, plan_alone
 from weft.layers.shard import Shard
+from weft.ops.factored_norm import FactoredNorm
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -47,7 +48,7 @@ def all_gather(x: torch.Tensor, team: Team, mode: Mode) -> torch.Tensor:
     return team.library.all_gather(x) if mode == "torch" else ops.all_gather(x, team)
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
+def matmul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
     """x[M, K] @ weight[N, K].T, of this rank alone."""
     return ops.matmul(x, weight) if plan.fused else F.linear(x, weight)
 
@@ -85,10 +86,21 @@ class ColumnParallelLinear(nn.Module):
             for (name, rows), target in zip(self.parts.items(), targets, strict=True)
         }
 
-    def forward(self, x: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor | FactoredNorm,
+        plan: Plan | None = None,
+        *,
+        in_parts: bool = False,
+        own_first: bool = False,
+    ) -> torch.Tensor:
+        """in_parts: what adds up to y will do, fp32 [parts, M, N_local], where that is sooner (ops.matmul_parts).
+        own_first: in mode ag_rs the tokens of ranks r, r + 1, … (mod W) come in this order at rank r."""
         plan = plan or plan_alone(self.mode, self.team)
         if plan.mode == "ag_rs":
-            return ops.all_gather_matmul(x, self.weight, self.team)
+            return ops.all_gather_matmul(x, self.weight, self.team, own_first=own_first)
+        if in_parts and plan.fused:
+            return ops.matmul_parts(x, self.weight)
         return matmul(x, self.weight, plan)
 
 
@@ -112,10 +124,11 @@ class RowParallelLinear(nn.Module):
         shape = (out_features, self.in_features)
         return {f"{self.name}.weight": Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * local)}
 
-    def forward(self, x: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, plan: Plan | None = None, *, own_first: bool = False) -> torch.Tensor:
+        """own_first: in mode ag_rs the tokens come in the order of a column-parallel layer's own_first."""
         plan = plan or plan_alone(self.mode, self.team)
         if plan.mode == "torch":
             return self.team.library.all_reduce(F.linear(x, self.weight))
         if plan.mode == "ag_rs":
-            return ops.matmul_reduce_scatter(x, self.weight, self.team)
+            return ops.matmul_reduce_scatter(x, self.weight, self.team, own_first=own_first)
         return matmul(x, self.weight, plan) if plan.deferred else ops.matmul_all_reduce(x, self.weight, self.team)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from weft.ops import skinny
 from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
 
 if TYPE_CHECKING:
@@ -32,27 +33,31 @@ class Plan:
     fused     local work between GEMMs in weft.ops' kernels; else in torch operations
     deferred  of "gemm_ar": a row-parallel layer leaves this rank's partial sums, and the norm after it adds them up over
               the ranks (all_reduce_rms_norm); else its result is whole (matmul_all_reduce)
+    factored  of deferred: the product after that norm divides by the rows' root mean squares (weft.ops.factored_norm)
     reason    why, for a person
     """
 
     mode: Literal["torch", "ag_rs", "gemm_ar"]
     fused: bool = False
     deferred: bool = False
+    factored: bool = False
     reason: str = "asked for"
 
     def __str__(self) -> str:
         kernels = "fused" if self.fused else "unfused"
         norm = ", all-reduce with the next norm" if self.deferred else ""
-        return f"{self.mode}, {kernels}{norm}: {self.reason}"
+        return f"{self.mode}, {kernels}{norm}{', factored' if self.factored else ''}: {self.reason}"
 
 
 def choose_plan(
-    mode: Mode, tokens: int, *, hidden_size: int, dtype: torch.dtype, team: Team, fused: bool | None = None
-) -> Plan:
+    mode: Mode, tokens: int, *, hidden_size: int, dtype: torch.dtype, team: Team, fused: bool | None = None,
+    factored: bool | None = None,
+) -> Plan:  # fmt: skip
     """The plan for a forward pass of `tokens` tokens, all sequences together.
 
     mode   what was asked for; "auto" is one of the others
     fused  None: where the team is on GPUs. Mode "torch" never is
+    factored  None: in bf16, where the products after the norms are those of few rows. Deferred plans alone are
     """
     check_mode(mode)
     if mode == "torch":
@@ -71,7 +76,10 @@ def choose_plan(
         mode == "gemm_ar" and fused and team.size > 1 and tokens <= DEFERRED_TOKENS
         and row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
     )  # fmt: skip
-    return Plan(mode=mode, fused=fused, deferred=deferred, reason=reason)
+    if factored is None:
+        config, _ = skinny.configured("matmul", tokens, hidden_size, hidden_size, dtype, team.caps, factored=True)
+        factored = dtype == torch.bfloat16 and config is not None
+    return Plan(mode=mode, fused=fused, deferred=deferred, factored=deferred and factored, reason=reason)
 
 
 def plan_alone(mode: Mode, team: Team) -> Plan:

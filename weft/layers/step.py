@@ -61,7 +61,7 @@ class Step:
 
     positions  [T] int64
     slots      [T] int64: page * page_size + offset, where a token's key and value go; -1: nowhere (padding)
-    cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None where fused decoding has no use for them
+    cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None in a fused pass, which has no use for them
     pages      [B, max_pages] int32: the page table; a page with nothing in it yet may have any number that exists
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
@@ -142,7 +142,7 @@ class Step:
         return cls(
             positions=positions,
             slots=slots,
-            cells=cells_of(slots, page_size),
+            cells=None if plan.fused else cells_of(slots, page_size),
             pages=pages,
             angles=angles,
             plan=plan,

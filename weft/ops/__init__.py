@@ -11,19 +11,22 @@ from weft.ops.best_words import best_words, join_words
 from weft.ops.decode_places import decode_places
 from weft.ops.embed_rows import embed_rows
 from weft.ops.explain import Explanation, explain
+from weft.ops.factored_norm import FactoredNorm
 from weft.ops.likelihood_above import likelihood_above
 from weft.ops.matmul import matmul
 from weft.ops.matmul_all_reduce import matmul_all_reduce
+from weft.ops.matmul_parts import matmul_parts
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.matmul_silu_mul import matmul_silu_mul
 from weft.ops.paged_attention import paged_attention
+from weft.ops.paged_prefill_attention import paged_prefill_attention
 from weft.ops.qk_norm_rope import qk_norm_rope
 from weft.ops.reduce_scatter import reduce_scatter
 from weft.ops.silu_mul import silu_mul
 
 __all__ = [
-    "Explanation", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all",
-    "barrier", "best_words", "decode_places", "embed_rows", "explain", "join_words", "likelihood_above", "matmul",
-    "matmul_all_reduce", "matmul_reduce_scatter", "matmul_silu_mul", "paged_attention", "qk_norm_rope",
-    "reduce_scatter", "silu_mul",
+    "Explanation", "FactoredNorm", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
+    "all_reduce_rms_norm", "all_to_all", "barrier", "best_words", "decode_places", "embed_rows", "explain",
+    "join_words", "likelihood_above", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter",
+    "matmul_silu_mul", "paged_attention", "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "silu_mul",
 ]  # fmt: skip

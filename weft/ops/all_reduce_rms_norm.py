@@ -2,12 +2,15 @@
 
 hidden[t, :] = round(sum over s of x_s[t, :] + residual[t, :])                  summed in fp32, rounded once to x.dtype
 normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)  from the rounded hidden, in fp32
+factored:    round(hidden[t, :] * weight) and the parts' sums of squares, for the product behind (weft.ops.factored_norm)
 one_shot   a row --to all--> sum, norm                          1 crossing
 two_shot   W rows --one to each--> sum --to all--> W norms      2 crossings, fewer bytes
 
 A row is cut into parts of about 512 bytes, a program each, because one program is slow to push much to three peers: at W=4
 a row of 5,120 bf16 takes 6.2 us in two parts and 4.1 in twenty (benchmarks/lab/h200-x4-collectives.json). What a norm needs
-of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory.
+of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory; where the norm is
+factored they need not: 1 / 8 / 16 / 32 / 64 such rows at W=4, one call after another in a CUDA graph, 4.2 / 5.0 / 5.7 / 7.6 /
+9.0 us, factored 2.8 / 3.5 / 4.2 / 5.4 / 7.0 (H200, one run).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from weft.ops.exchange import (
     slots_of,
     sum_of_ranks,
 )
+from weft.ops.factored_norm import FactoredNorm
 from weft.ops.registration import FLOATS, check_choice, check_has_rows, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -90,25 +94,28 @@ def all_reduce_rms_norm_kernel(
     residual,  # [n, WIDTH]
     weight,  # [WIDTH]
     eps,
-    sums,  # sum_over_parts
-    counts,  # [programs]
+    sums,  # sum_over_parts; FACTORED: [n, parts], written
+    counts,  # [programs]; FACTORED: unused
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     TWO_SHOT: tl.constexpr,
+    FACTORED: tl.constexpr,
 ):
-    """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight.
+    """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight; FACTORED: normed = hidden * weight, and
+    sums[t, p] = sum(hidden[t, part p]^2).
     grid: (groups * parts,), parts = WIDTH / PART rounded up; group g has every groups-th tile, its program p the columns
     from p * PART on
 
     one-shot   a tile is a row; one exchange a tile
     two-shot   a tile is W rows, row s summed by rank s; two exchanges a tile
     signals, order, reuse: weft.ops.exchange (in turns), between the programs of a row sum_over_parts. Rows beyond n and
-    columns beyond WIDTH are sent as zeros.
+    columns beyond WIDTH are sent as zeros. FACTORED: nothing between the programs of a row.
 
     every rank   | load | push | receive, sum, residual | (push sum, receive) | sum of squares over the parts | store both |
+    FACTORED     | load | push | receive, sum, residual | (push sum, receive) | store all |
     """
     world: tl.constexpr = wl.num_ranks(team)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -121,7 +128,9 @@ def all_reduce_rms_norm_kernel(
     scale = tl.load(weight + columns, mask=inside, other=0)
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
-    count = wl.next_epoch(counts + program)
+    count = 0
+    if not FACTORED:
+        count = wl.next_epoch(counts + program)
     if TWO_SHOT:
         ranks = tl.arange(0, ROWS)[:, None]
         for tile in range(group, tl.cdiv(n, world), groups):
@@ -139,11 +148,17 @@ def all_reduce_rms_norm_kernel(
             part = (sum_of_ranks(received) + before).to(dtype)
             send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, PART)
             whole = receive(part, slot, epoch + 1, epoch, team, ROWS, TRANSPORT, PART)
-            squares = sum_over_parts(squares_of(whole), sums, count, parts, team, ROWS)
             place = (first + ranks) * WIDTH + columns[None, :]
-            there = is_rank(team, ROWS) & (ranks < rest) & inside[None, :]
-            tl.store(hidden + place, whole, mask=there)
-            tl.store(normed + place, norm(whole, squares, scale, eps, WIDTH).to(dtype), mask=there)
+            here = is_rank(team, ROWS) & (ranks < rest)
+            if FACTORED:
+                at = (first + ranks) * parts + program % parts
+                tl.store(sums + at, squares_of(whole)[:, None], mask=here)
+                result = whole.to(tl.float32) * scale.to(tl.float32)[None, :]
+            else:
+                squares = sum_over_parts(squares_of(whole), sums, count, parts, team, ROWS)
+                result = norm(whole, squares, scale, eps, WIDTH)
+            tl.store(hidden + place, whole, mask=here & inside[None, :])
+            tl.store(normed + place, result.to(dtype), mask=here & inside[None, :])
             epoch += 2
             count += 1
     else:
@@ -154,35 +169,48 @@ def all_reduce_rms_norm_kernel(
             before = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, PART)
             total = (sum_of_ranks(received) + before).to(dtype)[None, :]
-            squares = sum_over_parts(squares_of(total), sums, count, parts, team, 1)
+            if FACTORED:
+                at = tl.cast(row, tl.int64) * parts + program % parts
+                tl.store(sums + at + tl.arange(0, 1), squares_of(total))
+                result = total.to(tl.float32) * scale.to(tl.float32)[None, :]
+            else:
+                squares = sum_over_parts(squares_of(total), sums, count, parts, team, 1)
+                result = norm(total, squares, scale, eps, WIDTH)
             here = place[None, :]
             tl.store(hidden + here, total, mask=inside[None, :])
-            tl.store(normed + here, norm(total, squares, scale, eps, WIDTH).to(dtype), mask=inside[None, :])
+            tl.store(normed + here, result.to(dtype), mask=inside[None, :])
             epoch += 1
             count += 1
     keep_epoch(epochs, epoch - 1)
-    keep_epoch(counts, count - 1)
+    if not FACTORED:
+        keep_epoch(counts, count - 1)
 
 
 def run(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str, plan: Plan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All checked, any strides. ``plan.row_bytes``: of a part. Returns new contiguous tensors."""
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str, plan: Plan,
+    factored: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(normed, hidden), or if ``factored`` (scaled, hidden, squares), as new contiguous tensors. All checked, any strides.
+    ``plan.row_bytes``: of a part."""
     normed, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     width = x.shape[-1]
     rows = x.numel() // max(1, width)
+    parts = cdiv(width * x.itemsize, plan.row_bytes)
+    squares = x.new_empty((*x.shape[:-1], parts), dtype=torch.float32) if factored else None
     if rows > 0:
         two_shot = algorithm == "two_shot"
-        parts = cdiv(width * x.itemsize, plan.row_bytes)
         tiles = cdiv(rows, team.size) if two_shot else rows
         programs = slots_of(team, plan, x.itemsize).programs // parts * parts
-        sums, counts = _sums(team, plan, x.itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
+        if factored:
+            sums = counts = squares
+        else:
+            sums, counts = _sums(team, plan, x.itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
         launch(
             all_reduce_rms_norm_kernel, x.contiguous(), normed, rows, min(tiles * parts, programs), team, plan,
             hidden, residual.contiguous(), weight.contiguous(), eps, sums, counts, WIDTH=width,
-            PART=plan.row_bytes // x.itemsize, TWO_SHOT=two_shot,
+            PART=plan.row_bytes // x.itemsize, TWO_SHOT=two_shot, FACTORED=factored,
         )  # fmt: skip
-    return normed, hidden
+    return (normed, hidden) if squares is None else (normed, hidden, squares)
 
 
 def _sums(team: Team, plan: Plan, itemsize: int, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,9 +239,13 @@ def _all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     members = find_team(team)
-    algorithm = choose("all_reduce", x.nbytes, x.dtype, members.size, members.caps, algorithm=algorithm).algorithm
-    plan = plan_for_rows(x.shape[-1], x.itemsize, members.caps.sms)
-    return run(x, residual, weight, eps, members, algorithm, plan)
+    return run(x, residual, weight, eps, members, *_chosen(x, members, algorithm))
+
+
+def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
+    """The algorithm, if it is "auto", and how tiles travel."""
+    algorithm = choose("all_reduce", x.nbytes, x.dtype, team.size, team.caps, algorithm=algorithm).algorithm
+    return algorithm, plan_for_rows(x.shape[-1], x.itemsize, team.caps.sms)
 
 
 @_all_reduce_rms_norm.register_fake
@@ -221,15 +253,34 @@ def _(x, residual, weight, eps, team, algorithm):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
 
 
+@custom_op("all_reduce_factored_norm", backward=False)
+def _all_reduce_factored_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    members = find_team(team)
+    return run(x, residual, weight, 0.0, members, *_chosen(x, members, algorithm), factored=True)
+
+
+@_all_reduce_factored_norm.register_fake
+def _(x, residual, weight, team, algorithm):
+    scaled, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    plan = plan_for_rows(x.shape[-1], x.itemsize, find_team(team).caps.sms)
+    parts = cdiv(x.shape[-1] * x.itemsize, plan.row_bytes)
+    return scaled, hidden, x.new_empty((*x.shape[:-1], parts), dtype=torch.float32)
+
+
 def all_reduce_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str = "auto"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str = "auto",
+    *, factored: bool = False,
+) -> tuple[torch.Tensor | FactoredNorm, torch.Tensor]:  # fmt: skip
     """``(normed, hidden)``: hidden = the sum of all ranks' ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
     x          [..., H], any strides, fp16, bf16 or fp32, on ``team.device``, H a multiple of 16 bytes and at most 64 KiB
     residual   the same on all ranks, of x's shape and dtype
     weight     [H] of x's dtype
     algorithm  "auto", "one_shot" or "two_shot", as of ``all_reduce``
+    factored   ``normed`` is a FactoredNorm, for ``matmul`` and ``matmul_silu_mul``: sooner, since no part of a row waits for
+               the others. Of fp16 it may overflow: hidden * weight is kept before it is divided
 
     New contiguous tensors of x's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. ValueError for wrong arguments. No backward.
@@ -250,4 +301,9 @@ def all_reduce_rms_norm(
             f"all_reduce_rms_norm: rows of {x.shape[-1]} elements have {row_bytes} bytes, not a multiple of 16 from 16 to "
             f"{MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
         )
+    if factored:
+        scaled, hidden, squares = torch.ops.weft.all_reduce_factored_norm.default(
+            x, residual, weight, team.name, algorithm
+        )
+        return FactoredNorm(scaled, squares, eps), hidden
     return torch.ops.weft.all_reduce_rms_norm.default(x, residual, weight, eps, team.name, algorithm)

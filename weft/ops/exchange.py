@@ -12,9 +12,9 @@ a rank exchanges only with the programs p of the others, and all ranks make the 
 epoch e of slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses
 fewer slots, and the epochs of the others stand still.
 
-    slot     stages[e % 6] is [W, WIDTH + KEY]: row s is written by rank s
+    slot     stages[e % 6] is [W, WIDTH]: row s is written by rank s
     lamport  numbers are their own flag (weft.language.lamport): one link crossing, no fence; -0.0 arrives as +0.0
-    keyed    the same for any bits: words XOR a key that makes none of the tile "unwritten"; the key follows each row
+    keyed    the same for any bits: words XOR a key that makes none of the tile "unwritten"; W keys follow the rows
 
 Flags after the data (``notify``, ``wait``) would cost a fence and a second crossing: at W=2 they took 142 us for an
 all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
@@ -35,9 +35,9 @@ A launch begins with at most two sends; its first one comes after the last recei
 last epoch in all three orders. Whole rows are written in every epoch (beyond ragged edges with zeros) and whole rows
 are cleared, so no size leaves a rest behind.
 
-Progress. All programs of a grid are resident (cooperative launch), a send waits for nobody, and each program makes its
-exchanges in order without waiting for another program of its rank. Kernels that share the slots are ordered by one
-stream.
+Progress. All programs of a grid are resident: there are no more than fit, and where an SM has several the launch is
+cooperative. A send waits for nobody, and each program makes its exchanges in order without waiting for another program of
+its rank. Kernels that share the slots are ordered by one stream.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ from weft.ops.dispatch import Plan
 from weft.runtime.team import Team
 
 STAGES: tl.constexpr = tl.constexpr(6)
-KEY_BYTES: tl.constexpr = tl.constexpr(16)  # so that the next row starts at a multiple of 16 bytes too
+KEY_BYTES: tl.constexpr = tl.constexpr(16)
+# Keys take whole lines of memory, as the rows of all plans do: so every row of every stage begins on a line, and what a
+# warp stores at a peer travels in whole packets.
+LINE_BYTES: tl.constexpr = tl.constexpr(128)
 UNWRITTEN = {2: (torch.int16, -(2**15)), 4: (torch.int32, -(2**31))}  # the bits of -0.0 by item size
 
 
@@ -90,16 +93,29 @@ def tile_rest(length, start, TILE: tl.constexpr):
 
 
 @triton.constexpr_function
-def key_words(dtype, transport):
-    """What follows each row, in elements."""
-    return KEY_BYTES.value // (dtype.primitive_bitwidth // 8) if transport == "keyed" else 0
+def key_bytes(transport, world_size):
+    """What follows the rows of a stage. For the host too."""
+    line = LINE_BYTES.value
+    return -(-world_size * KEY_BYTES.value // line) * line if transport == "keyed" else 0
+
+
+@triton.constexpr_function
+def stage_words(dtype, width, transport, world_size):
+    """Elements of a stage."""
+    return world_size * width + key_bytes(transport, world_size) // (dtype.primitive_bitwidth // 8)
+
+
+@triton.constexpr_function
+def key_words(dtype):
+    """Elements from one key to the next."""
+    return KEY_BYTES.value // (dtype.primitive_bitwidth // 8)
 
 
 @triton.jit
 def my_slot(buffer, WIDTH: tl.constexpr, TRANSPORT: tl.constexpr, team):
-    """This program's slot of ``buffer``: pointer to [STAGES, W, WIDTH + KEY]."""
-    STRIDE: tl.constexpr = WIDTH + key_words(buffer.dtype.element_ty, TRANSPORT)
-    return buffer + tl.program_id(0) * (STAGES * STRIDE * wl.num_ranks(team))
+    """This program's slot of ``buffer``: pointer to its stages."""
+    STAGE: tl.constexpr = stage_words(buffer.dtype.element_ty, WIDTH, TRANSPORT, wl.num_ranks(team))
+    return buffer + tl.program_id(0) * (STAGES * STAGE)
 
 
 @triton.jit
@@ -124,19 +140,21 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCK: tl.constexpr = rows.shape[1]
-    STRIDE: tl.constexpr = WIDTH + key_words(rows.dtype, TRANSPORT)
     world: tl.constexpr = wl.num_ranks(team)
-    ranks, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    STAGE: tl.constexpr = stage_words(rows.dtype, WIDTH, TRANSPORT, world)
+    KEY: tl.constexpr = key_words(rows.dtype)
+    columns = tl.arange(0, BLOCK)
     inside = is_sent(team, ROWS) & (columns < WIDTH)[None, :]
-    stage = slot + (epoch % STAGES) * (world * STRIDE)
-    row = wl.symm_at(stage + wl.rank(team) * STRIDE, send_order(team, ROWS), team)
+    stage = wl.symm_at(slot + (epoch % STAGES) * STAGE, send_order(team, ROWS), team)[:, None]
+    row = stage + wl.rank(team) * WIDTH + columns[None, :]
     if TRANSPORT == "keyed":
         key = find_key(rows)
-        wl.lamport_store(row[:, None] + columns[None, :], rows ^ key, inside)
-        wl.lamport_store(row + WIDTH, key + tl.zeros([ROWS], rows.dtype), ranks < world - 1)
+        wl.lamport_store(row, rows ^ key, inside)
+        place = stage + (world * WIDTH + wl.rank(team) * KEY)
+        wl.lamport_store(place, key + tl.zeros([ROWS, 1], rows.dtype), is_sent(team, ROWS))
     else:
         tl.static_assert(TRANSPORT == "lamport", "send: TRANSPORT must be 'lamport' or 'keyed'")
-        wl.lamport_store(row[:, None] + columns[None, :], rows, inside)
+        wl.lamport_store(row, rows, inside)
 
 
 @triton.jit
@@ -166,19 +184,23 @@ def receive(own, slot, epoch, before, team, ROWS: tl.constexpr, TRANSPORT: tl.co
     ``epoch`` as of its ``send``; ``before``: the epoch that this program received before it, cleared when this returns.
     """
     BLOCK: tl.constexpr = own.shape[0]
-    STRIDE: tl.constexpr = WIDTH + key_words(own.dtype, TRANSPORT)
     world: tl.constexpr = wl.num_ranks(team)
+    STAGE: tl.constexpr = stage_words(own.dtype, WIDTH, TRANSPORT, world)
     me = wl.rank(team)
     ranks, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     from_others = (ranks < world) & (ranks != me)
     there = from_others[:, None] & (columns < WIDTH)[None, :]
-    here = (ranks * STRIDE)[:, None] + columns[None, :]
-    stage = slot + (epoch % STAGES) * (world * STRIDE)
-    old = slot + ((before + STAGES) % STAGES) * (world * STRIDE)
-    received = wl.lamport_receive(stage + here, old + here, there, team)
+    here = (ranks * WIDTH)[:, None] + columns[None, :]
+    stage = slot + (epoch % STAGES) * STAGE
+    old = slot + ((before + STAGES) % STAGES) * STAGE
     if TRANSPORT == "keyed":
-        keys = ranks * STRIDE + WIDTH
-        received ^= wl.lamport_receive(stage + keys, old + keys, from_others, team)[:, None]
+        keys = world * WIDTH + ranks * key_words(own.dtype)
+        received, key = wl.lamport_receive_keyed(
+            stage + here, old + here, there, stage + keys, old + keys, from_others, team
+        )
+        received ^= key[:, None]
+    else:
+        received = wl.lamport_receive(stage + here, old + here, there, team)
     return tl.where((ranks == me)[:, None], own[None, :], received)
 
 
@@ -200,7 +222,7 @@ def sum_of_ranks(received):
 class Slots:
     """The workspace of one plan and item size, shared by all collectives of a team that use it.
 
-    buffer     uint8 [programs * STAGES * W * (row_bytes + key)], symmetric
+    buffer     uint8 [programs * STAGES * (W * row_bytes + keys)], symmetric
     epochs     int32 [programs]: how many tiles each has sent, modulo STAGES
     registers  of a thread at most, so that so many programs are resident
     """
@@ -218,8 +240,8 @@ def slots_of(team: Team, plan: Plan, itemsize: int) -> Slots:
         registers = registers_of(plan, team.size)
         resident = min(team.max_programs(plan.num_warps, registers), plan.programs_per_sm * team.caps.sms)
         programs = min(team.exchange(resident))
-        row = plan.row_bytes + (KEY_BYTES.value if plan.transport == "keyed" else 0)
-        buffer = team.empty((programs * STAGES.value * team.size * row,), torch.uint8)
+        stage = team.size * plan.row_bytes + key_bytes(plan.transport, team.size)
+        buffer = team.empty((programs * STAGES.value * stage,), torch.uint8)
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)
         epochs = team.local((programs,), torch.int32)
@@ -243,15 +265,21 @@ def launch(
     *arguments: Any, **constants: Any,
 ) -> None:  # fmt: skip
     """Run ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)`` with a program for each
-    of ``tiles``, or as many as can be resident."""
+    of ``tiles``, or as many as can be resident.
+
+    A cooperative launch costs 1.1 us of a single call in a CUDA graph (H200, W=4, all-reduce of 4 KiB: 7.6 and 6.6), so it is
+    left out where every program has an SM to itself and none can be kept from starting by its own kind.
+    """
     itemsize = max(2, x.itemsize)  # bytes travel as words of two
     slots = slots_of(team, plan, itemsize)
     buffer = slots.buffer.view(x.dtype if x.itemsize == itemsize else torch.int16)
-    kernel[(min(tiles, slots.programs),)](
+    programs = min(tiles, slots.programs)
+    kernel[(programs,)](
         x, out, n, buffer, slots.epochs, team.view, *arguments,
         BLOCK=next_power_of_2(plan.row_bytes // itemsize), ROWS=next_power_of_2(team.size),
         TRANSPORT=plan.transport, **constants,
-        num_warps=plan.num_warps, launch_cooperative_grid=True, **target_options(team, slots.registers),
+        num_warps=plan.num_warps, launch_cooperative_grid=programs > team.caps.sms,
+        **target_options(team, slots.registers),
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops import gemm, skinny
+from weft.ops import factored_norm, gemm, skinny
 from weft.ops.custom_op import custom_op
+from weft.ops.factored_norm import FactoredNorm
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.local import capabilities_of
@@ -42,12 +43,17 @@ def matmul_kernel(
                 store_tile(out, x, row + at, column, 0, M, N, ROWS, BLOCK_N)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def matmul(a: torch.Tensor | FactoredNorm, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
     Rows may be strided; anything else is copied first. The same bits from run to run; a row's bits may change with the
-    design and config that M decides (``weft.ops.explain``). ValueError for shapes, dtypes or devices that do not fit.
+    design and config that M decides (``weft.ops.explain``). ``a`` may be a factored norm: its rows' factors are applied
+    to the product, in fp32, where ``weft.ops.skinny`` has a config, else to ``a`` before; then there is no backward.
+    ValueError for shapes, dtypes or devices that do not fit.
     """
+    if isinstance(a, FactoredNorm):
+        gemm.check_operands("matmul", a.scaled, b, a.scaled.device)
+        return factored_norm.product("matmul", a, b)
     gemm.check_operands("matmul", a, b, a.device)
     return torch.ops.weft.matmul.default(a, b)
 

@@ -25,6 +25,7 @@ from weft.ops.tiles import (
     locate,
     make_tiles,
     owner_of,
+    place_of,
     slot_of,
     work_at,
     work_steps,
@@ -40,9 +41,11 @@ def matmul_reduce_scatter_kernel(
     a, a_stride, b, b_stride, out, outbox, slots, arrived, epoch, slot_size, flags, scratch, tickets,
     M, rows, N, K, tiles, start, whole, team,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, PIECE: tl.constexpr,
+    ROWS: tl.constexpr, PIECE: tl.constexpr, OWN_FIRST: tl.constexpr,
 ):  # fmt: skip
     """out[rows, N] = sum over ranks of a[M, K] @ b[N, K].T, rows me * rows ..      grid: (programs,), own rows last
+
+    OWN_FIRST: a has the rows of ranks me, me + 1, … (mod W) in this order, and else as the ranks come.
 
     slots    [2, W - 1, slot_size]  symmetric: whole tiles; slot d holds what rank me + 1 + d computed of my rows
     arrived  [W - 1, flags]         symmetric: arrived[d, t] = epoch, once tile t of my rows lies in slot d
@@ -77,13 +80,14 @@ def matmul_reduce_scatter_kernel(
         number = at_place(place, start, tiles)
         owner, chunk, tile_row, tile_column = locate(number, tiles)
         row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        first_row = place_of(owner, me, world, OWN_FIRST) * rows
         receiver = owner_of(tl.maximum(sending, 0), tiles, world)
         sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
         slot = slot_of(me, receiver, world)
         there = wl.symm_at(half + slot * slot_size + sent.to(tl.int64) * TILE, receiver, team)
         left = tl.where(sending < 0, 0, TILE)
         acc = gemm_tile(
-            a, a_stride, M, b, b_stride, N, owner * rows + row, column, K, first, last, outbox, there, left,
+            a, a_stride, M, b, b_stride, N, first_row + row, column, K, first, last, outbox, there, left,
             BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, PIECE,
         )  # fmt: skip
         if sending >= 0:
@@ -151,12 +155,15 @@ class Workspace:
     epoch: torch.Tensor
 
 
-def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Tensor:
+def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_first: bool = False) -> torch.Tensor:
     """Rows rank * M/W .. of the sum over ranks of a[M, K] @ b[N, K].T -> [M/W, N].
 
-    a and b hold this rank's share of K; M and N are the same on all ranks. Partial results travel in the dtype of a and
-    b (fp16, bf16, fp32) and are summed in fp32, in an order that depends on the row only. Collective: all ranks call
-    it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit; HeapExhausted.
+    own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, that of ``all_gather_matmul`` with own_first
+
+    a and b hold this rank's share of K; M, N and own_first are the same on all ranks. Partial results travel in the
+    dtype of a and b (fp16, bf16, fp32) and are summed in fp32, in an order that depends on the row only. Collective:
+    all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit;
+    HeapExhausted.
     """
     gemm.check_operands("matmul_reduce_scatter", a, b, team.device)
     M, world = a.shape[0], team.size
@@ -164,10 +171,12 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch
         raise ValueError(
             f"matmul_reduce_scatter: M={M} is not divisible by world_size={world}; pad M to {-(-M // world) * world}"
         )
-    return torch.ops.weft.matmul_reduce_scatter.default(a, b, team.name)
+    return torch.ops.weft.matmul_reduce_scatter.default(a, b, team.name, own_first)
 
 
-def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
+def run(
+    a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None, own_first: bool = False
+) -> torch.Tensor:
     """``matmul_reduce_scatter`` of checked arguments, with a chosen config, the same on all ranks."""
     if team.size == 1:
         return run_matmul(a, b, config)
@@ -183,16 +192,20 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     if config.design == "library":
         partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
         library_matmul(a, b, partial)
+        if own_first:
+            partial = partial.roll(team.rank * rows, 0)
         return torch.ops.weft.reduce_scatter.default(partial, team.name)
     out = torch.empty((rows, N), dtype=a.dtype, device=a.device)
     if config.design == "segments":
-        _run_segments(a, b, out, team, config)
+        _run_segments(a, b, out, team, config, own_first)
     else:
-        _run_fused(a, b, out, team, config)
+        _run_fused(a, b, out, team, config, own_first)
     return out
 
 
-def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+def _run_fused(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, own_first: bool
+) -> None:
     world, (M, K), (rows, N) = team.size, a.shape, out.shape
     tiles = make_tiles(rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group)
     space = _workspace(team, a.dtype, tiles.count // world * config.block_m * config.block_n)
@@ -203,11 +216,13 @@ def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, 
         out, parts.outbox, space.slots, space.arrived, space.epoch, space.slots.shape[2], space.arrived.shape[1],
         parts.scratch, parts.tickets, M, rows, N, K, as_argument(tiles),
         first_tile.fn((team.rank + 1) % world, tiles, world), gemm.whole_for(tiles, programs, config), team.view,
-        launch_cooperative_grid=True, **gemm.constants(config, descriptors),
+        launch_cooperative_grid=True, OWN_FIRST=own_first, **gemm.constants(config, descriptors),
     )  # fmt: skip
 
 
-def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+def _run_segments(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, own_first: bool
+) -> None:
     """A library GEMM for each piece of each peer's rows (or one for several peers'), which the copy engine carries to their
     owner; then the own rows'. They take turns on the lanes.
 
@@ -230,7 +245,7 @@ def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Tea
         slots, begun = space.begin(team), lanes.mark()
         team.copy_engine.fork()
     turn = 0
-    for number, piece, computed in send_partials(a, b, partial, slots, space, team, lanes, config, begun):
+    for number, piece, computed in send_partials(a, b, partial, slots, space, team, lanes, config, begun, own_first):
         turn += 1
         if config.accumulate:
             # The peer is about as far: what it sends is awaited under the next GEMM, and not from the beginning on.
@@ -239,7 +254,8 @@ def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Tea
                 await_flags(space.flags[:, number:], space.epoch, team)
                 out[piece].copy_(slots[0, piece.start * N : piece.stop * N].view(-1, N))
                 arrived.append(lanes.mark())
-    own, mine = a[rows_of(me, team.size * rows, team.size)], partial[rows_of(me, team.size * rows, team.size)]
+    of_own = rows_of(place_of.fn(me, me, team.size, own_first), team.size * rows, team.size)
+    own, mine = a[of_own], partial[of_own]
     for number, piece in pieces_of(rows, config.chunks):
         with lanes.turn(turn):
             if config.accumulate:
@@ -274,17 +290,17 @@ def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
 
 
 @custom_op("matmul_reduce_scatter")
-def _matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
-    return run(a, b, find_team(team))
+def _matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
+    return run(a, b, find_team(team), own_first=own_first)
 
 
 @_matmul_reduce_scatter.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
+def _(a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
     return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))
 
 
 def _remember(ctx, inputs, output):
-    a, b, ctx.team = inputs
+    a, b, ctx.team, ctx.own_first = inputs
     ctx.save_for_backward(a, b)
 
 
@@ -292,9 +308,12 @@ def _backward(ctx, grad):
     # Every rank used my rows of the output once, and all of the output came from my share of K.
     a, b = ctx.saved_tensors
     everywhere = torch.ops.weft.all_gather.default(grad, ctx.team)
+    if ctx.own_first:
+        everywhere = everywhere.roll(-find_team(ctx.team).rank * grad.shape[0], 0)
     return (
-        torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team),
-        torch.ops.weft.matmul(everywhere.t(), a.t()),
+        torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team, ctx.own_first),
+        torch.ops.weft.matmul.default(everywhere.t(), a.t()),
+        None,
         None,
     )
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from weft.ops import skinny
+from weft.ops import factored_norm, skinny
 from weft.ops.custom_op import custom_op
+from weft.ops.factored_norm import FactoredNorm
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.registration import FLOATS
 
 
-def matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def matmul_silu_mul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
 
-    x       [M, K], fp16, bf16 or fp32
+    x       [M, K], fp16, bf16 or fp32; or a factored norm, whose rows' factors are applied to the products (``matmul``)
     weight  [2 N, K] of x's dtype: gate's N rows, then up's
 
     Rows may be strided; anything else is copied first. With one kernel (few rows, where ``weft.ops.skinny`` has a config)
@@ -22,20 +23,23 @@ def matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     bits from run to run; a row's bits may change with the design and config that M decides. No backward. ValueError for
     shapes, dtypes or devices that do not fit.
     """
-    for name, matrix, dtypes in (("x", x, FLOATS), ("weight", weight, (x.dtype,))):
-        check_like("matmul_silu_mul", name, matrix, x.device, dtypes)
+    rows = x.scaled if isinstance(x, FactoredNorm) else x
+    for name, matrix, dtypes in (("x", rows, FLOATS), ("weight", weight, (rows.dtype,))):
+        check_like("matmul_silu_mul", name, matrix, rows.device, dtypes)
         if matrix.dim() != 2 or 0 in matrix.shape:
             raise ValueError(
                 f"matmul_silu_mul: {name} has shape {tuple(matrix.shape)}; pass a matrix with at least one row and column"
             )
-    if x.shape[1] != weight.shape[1]:
+    if rows.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"matmul_silu_mul: x has K={x.shape[1]} columns and weight has {weight.shape[1]}; weight is [2 N, K]"
+            f"matmul_silu_mul: x has K={rows.shape[1]} columns and weight has {weight.shape[1]}; weight is [2 N, K]"
         )
     if weight.shape[0] % 2 != 0:
         raise ValueError(
             f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
         )
+    if isinstance(x, FactoredNorm):
+        return factored_norm.product("matmul_silu_mul", x, weight)
     return torch.ops.weft.matmul_silu_mul.default(x, weight)
 
 

@@ -141,18 +141,10 @@ def paged_attention(
     op = "paged_attention"
     check_like(op, "q", q, q.device, FLOATS)
     check_cache(op, keys, values, q)
-    _, heads, page, D = keys.shape
+    heads, D = keys.shape[1], keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
     B = q.shape[0]
-    if page not in PAGE_SIZES:
-        raise ValueError(
-            f"{op}: keys has shape {tuple(keys.shape)}; page_size={page} is not one of {', '.join(map(str, PAGE_SIZES))}"
-        )
-    if q.shape[1] % heads != 0 or not 1 <= q.shape[1] // heads <= MAX_GROUP:
-        raise ValueError(
-            f"{op}: q has {q.shape[1]} heads and keys {heads}; each KV head must have the same number of query heads, 1 to "
-            f"{MAX_GROUP}"
-        )
+    check_heads(op, q, keys)
     for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
@@ -165,6 +157,21 @@ def paged_attention(
     return torch.ops.weft.paged_attention.default(
         q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets
     )
+
+
+def check_heads(op: str, q: torch.Tensor, keys: torch.Tensor) -> None:
+    """ValueError unless the query heads of q [_, Hq, D] share the KV heads of a cache evenly, and its pages have a size that
+    kernels read."""
+    heads, page = keys.shape[1:3]
+    if page not in PAGE_SIZES:
+        raise ValueError(
+            f"{op}: keys has shape {tuple(keys.shape)}; page_size={page} is not one of {', '.join(map(str, PAGE_SIZES))}"
+        )
+    if q.shape[1] % heads != 0 or not 1 <= q.shape[1] // heads <= MAX_GROUP:
+        raise ValueError(
+            f"{op}: q has {q.shape[1]} heads and keys {heads}; each KV head must have the same number of query heads, 1 to "
+            f"{MAX_GROUP}"
+        )
 
 
 def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:

@@ -24,15 +24,17 @@ TILE = 2048
 
 @triton.jit(do_not_specialize=["rows"])
 def qk_norm_rope_kernel(
-    qkv, stride, q_weight, k_weight, eps, angles, positions, slots, q, keys, values, rows,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    qkv, stride, part_stride, q_weight, k_weight, eps, angles, positions, slots, q, keys, values, rows,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """Head h of token t is row t * (Q_HEADS + 2 KV_HEADS) + h of the work.        grid: (cdiv(rows, ROWS),)
 
-    qkv[t, h, :]  "stride" elements from token to token; first Q_HEADS query heads, then keys, then values
-    queries       q[t, h, :] = rotated(n) by positions[t], with q_weight
+    qkv[t, h, :]  "stride" elements from token to token; first Q_HEADS query heads, then keys, then values. Of PARTS
+                  summands, fp32 where there are several, part_stride elements apart
+    queries       q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or the keys behind them too
     keys          keys[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * PAGE + offset
-    values        values[page, h, offset, :] = as they come
+    values        values[page, h, offset, :] = as they come, rounded
     slots[t] = -1: neither key nor value is written. No two tokens of a call share a slot.
     """
     HALF: tl.constexpr = D // 2
@@ -49,6 +51,10 @@ def qk_norm_rope_kernel(
     source = qkv + (token.to(tl.int64) * stride + head * D)[:, None] + column
     low = tl.load(source, mask=exists[:, None], other=0.0)
     high = tl.load(source + HALF, mask=exists[:, None], other=0.0)
+    for part in tl.static_range(1, PARTS):
+        summand = source + part * tl.cast(part_stride, tl.int64)
+        low += tl.load(summand, mask=exists[:, None], other=0.0)
+        high += tl.load(summand + HALF, mask=exists[:, None], other=0.0)
     low_scale = tl.where(is_query[:, None], tl.load(q_weight + column), tl.load(k_weight + column)).to(tl.float32)
     high_scale = tl.where(
         is_query[:, None], tl.load(q_weight + HALF + column), tl.load(k_weight + HALF + column)
@@ -62,8 +68,8 @@ def qk_norm_rope_kernel(
     dtype: tl.constexpr = q.dtype.element_ty
     turned_low, turned_high = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
 
-    target = q + ((token * Q_HEADS + head).to(tl.int64) * D)[:, None] + column
-    mask = (exists & is_query)[:, None]
+    target = q + ((token * KEPT + head).to(tl.int64) * D)[:, None] + column
+    mask = (exists & (head < KEPT))[:, None]
     tl.store(target, turned_low, mask=mask)
     tl.store(target + HALF, turned_high, mask=mask)
     kv_head = (head - Q_HEADS) % KV_HEADS
@@ -74,45 +80,51 @@ def qk_norm_rope_kernel(
     tl.store(target + HALF, turned_high, mask=mask)
     target = values + cell[:, None] + column
     mask = (exists & is_value & (slot >= 0))[:, None]
-    tl.store(target, low, mask=mask)
-    tl.store(target + HALF, high, mask=mask)
+    tl.store(target, low.to(dtype), mask=mask)
+    tl.store(target + HALF, high.to(dtype), mask=mask)
 
 
 def qk_norm_rope(
     qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
-    positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, with_keys: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """q [T, Hq, D]: the queries normed and rotated; the new keys (likewise) and values go into the paged cache.
 
-    qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided
+    qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
+                        Or fp32 [parts, T, (Hq + 2 Hkv) * D], contiguous: what is to be added up to them
     q_weight, k_weight  [D], of the RMSNorm of each head
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     positions           [T] int32 or int64, each 0 .. max_positions - 1
     slots               [T] int64: page * S + offset in the page, no two alike; -1: written nowhere
-    keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype; written in place
+    keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or of parts any of the three; written in place
+    with_keys           the result is [T, Hq + Hkv, D]: the new keys behind the queries
 
     D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. No host reads a position or slot: those
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("qk_norm_rope", "qkv", qkv, qkv.device, FLOATS)
-    check_cache("qk_norm_rope", keys, values, qkv)
+    in_parts = qkv.dim() == 3
+    check_like("qk_norm_rope", "qkv", qkv, qkv.device, (torch.float32,) if in_parts else FLOATS)
+    check_like("qk_norm_rope", "keys", keys, qkv.device, FLOATS)
+    check_cache("qk_norm_rope", keys, values, keys if in_parts else qkv)
     _, kv_heads, _, D = keys.shape
-    tokens, width = qkv.shape if qkv.dim() == 2 else (-1, -1)
-    if width % D != 0 or width <= 2 * kv_heads * D:
+    tokens, width = qkv.shape[-2:] if qkv.dim() in (2, 3) else (-1, -1)
+    if width % D != 0 or width <= 2 * kv_heads * D or 0 in qkv.shape[:-2]:
         raise ValueError(
             f"qk_norm_rope: qkv has shape {tuple(qkv.shape)}; with keys of {tuple(keys.shape)} it must be "
-            f"[T, (Hq + {2 * kv_heads}) * {D}]"
+            f"[T, (Hq + {2 * kv_heads}) * {D}], or 1 or more parts of that"
         )
     for name, x, shape, dtypes in (
-        ("q_weight", q_weight, (D,), (qkv.dtype,)),
-        ("k_weight", k_weight, (D,), (qkv.dtype,)),
+        ("q_weight", q_weight, (D,), (keys.dtype,)),
+        ("k_weight", k_weight, (D,), (keys.dtype,)),
         ("angles", angles, ("max_positions", D), (torch.float32,)),
         ("positions", positions, (tokens,), (torch.int32, torch.int64)),
         ("slots", slots, (tokens,), (torch.int64,)),
     ):
         check_like("qk_norm_rope", name, x, qkv.device, dtypes)
         check_shape("qk_norm_rope", name, x, shape)
-    return torch.ops.weft.qk_norm_rope.default(qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values)
+    return torch.ops.weft.qk_norm_rope.default(
+        qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys
+    )
 
 
 def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
@@ -134,24 +146,26 @@ def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.T
 @custom_op("qk_norm_rope", mutates_args=("keys", "values"), backward=False)
 def _qk_norm_rope(
     qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
-    positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, with_keys: bool,
 ) -> torch.Tensor:  # fmt: skip
     _, kv_heads, page, D = keys.shape
-    tokens, heads = qkv.shape[0], qkv.shape[1] // D
-    q = torch.empty((tokens, heads - 2 * kv_heads, D), dtype=qkv.dtype, device=qkv.device)
+    tokens, heads = qkv.shape[-2], qkv.shape[-1] // D
+    kept = heads - (1 if with_keys else 2) * kv_heads
+    q = torch.empty((tokens, kept, D), dtype=keys.dtype, device=qkv.device)
     if tokens > 0:
-        qkv = rows_contiguous(qkv)
+        parts = qkv.shape[0] if qkv.dim() == 3 else 1
+        qkv = qkv.contiguous() if qkv.dim() == 3 else rows_contiguous(qkv)
         rows = TILE // D
         qk_norm_rope_kernel[(cdiv(tokens * heads, rows),)](
-            qkv, qkv.stride(0), q_weight.contiguous(), k_weight.contiguous(), eps, angles.contiguous(),
-            positions.contiguous(), slots.contiguous(), q, keys, values, tokens * heads,
-            Q_HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads, PAGE=page, D=D, ROWS=rows,
+            qkv, qkv.stride(-2), tokens * heads * D, q_weight.contiguous(), k_weight.contiguous(), eps,
+            angles.contiguous(), positions.contiguous(), slots.contiguous(), q, keys, values, tokens * heads,
+            Q_HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads, PAGE=page, D=D, ROWS=rows, PARTS=parts, KEPT=kept,
             **launch_options(capabilities_of(q.device)),
         )  # fmt: skip
     return q
 
 
 @_qk_norm_rope.register_fake
-def _(qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values):
+def _(qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys):
     _, kv_heads, _, D = keys.shape
-    return qkv.new_empty((qkv.shape[0], qkv.shape[1] // D - 2 * kv_heads, D))
+    return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - (1 if with_keys else 2) * kv_heads, D))

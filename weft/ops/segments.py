@@ -22,7 +22,7 @@ from weft.ops.arithmetic import cdiv
 from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig
 from weft.ops.lanes import Lanes
 from weft.ops.local import launch_options
-from weft.ops.tiles import slot_of
+from weft.ops.tiles import place_of, slot_of
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -205,17 +205,18 @@ def rows_of(rank: int, M: int, world: int) -> slice:
 
 def send_partials(
     a: torch.Tensor, b: torch.Tensor, partial: torch.Tensor, slots: torch.Tensor, space: Segments, team: Team,
-    lanes: Lanes, config: GemmConfig, begun: Any,
+    lanes: Lanes, config: GemmConfig, begun: Any, own_first: bool = False,
 ) -> Iterator[tuple[int, slice, Any]]:  # fmt: skip
     """partial = a[M, K] @ b[N, K].T in every peer's rows, by pieces, each sent to its owner's slot for this rank.
 
-    begun   a mark: ``slots`` are free from there on
-    yields  after each piece: its number, its rows within one rank's, and a mark of its GEMM
+    begun      a mark: ``slots`` are free from there on
+    own_first  the order of the ranks' rows in a and partial (place_of), W times as many as one's
+    yields     after each piece: its number, its rows within one rank's, and a mark of its GEMM
     """
     world, me, (M, N) = team.size, team.rank, partial.shape
     turn = 0
-    for owners in runs_of((me + 1) % world, world, config.span):
-        first, last = rows_of(owners.start, M, world).start, rows_of(owners.stop - 1, M, world).stop
+    for places in runs_of(place_of.fn((me + 1) % world, me, world, own_first), world, config.span):
+        first, last = rows_of(places.start, M, world).start, rows_of(places.stop - 1, M, world).stop
         for number, piece in pieces_of(last - first, config.chunks):
             with lanes.turn(turn):
                 if turn % config.lanes:
@@ -225,9 +226,10 @@ def send_partials(
                 team.copy_engine.fork()
                 computed = lanes.mark()
             turn += 1
-            for owner in owners:
+            for place in places:
+                owner = (me + place) % world if own_first else place
                 # Of one rank's rows the piece, of several ranks' all.
-                mine = partial[rows_of(owner, M, world)][piece]
+                mine = partial[rows_of(place, M, world)][piece]
                 slot, at = slot_of.fn(me, owner, world), piece.start * N
                 space.send(team, slots[slot, at : at + mine.numel()], mine.view(-1), slot, number, owner)
             yield number, piece, computed

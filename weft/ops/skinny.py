@@ -2,6 +2,7 @@
 
     out[M, N] = x[M, K] @ weight[N, K].T
     gated:  out[M, N] = silu(x @ gate.T) * (x @ up.T), weight[2 N, K]: gate's rows, then up's
+    of a factored norm (weft.ops.factored_norm): each row of the products times 1 / sqrt(mean square + eps), in fp32
 
 A kernel of its own, since its schedule is the opposite of the persistent one of weft.ops.tiles: all programs are
 resident at once with an equal share of the weight each, so that the memory is busy from the first microsecond to the
@@ -125,13 +126,15 @@ def silu_of(gate, up):
 
 @triton.jit(do_not_specialize=["M", "parts", "ahead"])
 def skinny_kernel(
-    x, weight, rows_of_weight, stride, out, M, N, K, parts, ahead,
+    x, weight, rows_of_weight, stride, out, M, N, K, parts, ahead, squares, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TURNED: tl.constexpr, GATED: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x @ weight.T, gated as above        grid: (tiles * parts,), the parts of a tile side by side
 
     x, weight       descriptors; rows_of_weight, stride: the same weight, for the prefetch
     out             [M, N] if parts is 1; else fp32 [parts, 1 or 2 if GATED, M, N]: what sum_parts_kernel adds up
+    squares         fp32 [M, SQUARES]: row m's products times 1 / sqrt(sum(squares[m]) / K + eps). SQUARES 0: as they are
     signals, waits  none but the kernel before
     """
     if GATED:
@@ -150,6 +153,12 @@ def skinny_kernel(
             of_half = rows_of_weight + half * tl.cast(N, tl.int64) * stride
             prefetch_columns(of_half, stride, column, N, start, columns, BLOCK_N)
     wl.wait_for_previous_kernel()
+    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    if SQUARES > 0:
+        # Asked for now, added up behind the product: they are under way meanwhile.
+        of_row = tl.arange(0, triton.next_power_of_2(SQUARES))
+        asked = squares + m[:, None] * SQUARES + of_row[None, :]
+        of_rows = tl.load(asked, mask=(m < M)[:, None] & (of_row < SQUARES)[None, :], other=0.0)
     if GATED:
         acc, up = gated_tile(x, weight, N, row, column, first, last, BLOCK_M, BLOCK_N, BLOCK_K, TURNED)
     elif TURNED:
@@ -163,7 +172,15 @@ def skinny_kernel(
     # Not before: the next product's programs would take turns with these for the memory. 33.0 us, at the start 36.9
     # (one after the other, 16 x 12800 x 5120 gated).
     wl.let_next_kernel_start()
-    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    if SQUARES > 0:
+        factor = tl.rsqrt(tl.sum(of_rows, axis=1) / K + eps)
+        if TURNED:
+            factor = factor[None, :]
+        else:
+            factor = factor[:, None]
+        acc *= factor
+        if GATED:
+            up *= factor
     if TURNED:
         at = m[None, :].to(tl.int64) * N + n[:, None]
         mask = (m < M)[None, :] & (n < N)[:, None]
@@ -215,43 +232,59 @@ def chosen_for(op: str, x: torch.Tensor, weight: torch.Tensor, caps: Capabilitie
     return config if config is not None and can_describe(x, weight) else None
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, config: SkinnyConfig, gated: bool) -> torch.Tensor:
-    """out[M, N] of operands whose rows are dense, each on 16 bytes."""
+def run(
+    x: torch.Tensor, weight: torch.Tensor, config: SkinnyConfig, gated: bool, *,
+    squares: torch.Tensor | None = None, eps: float = 0.0, summed: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """out[M, N] of operands whose rows are dense, each on 16 bytes; or, not ``summed`` (nor gated), fp32 [parts, M, N].
+
+    squares, eps  of a FactoredNorm; contiguous
+    """
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
-    parts = min(config.parts, cdiv(K, config.block_k))
-    out = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    sums = out
-    if parts > 1:
+    parts = parts_of(config, K)
+    if parts == 1:
+        out = sums = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    else:
         sums = torch.empty((parts, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)
     skinny_kernel[(tiles * parts,)](
         operand(x, config.block_m, config.block_k, True), operand(weight, config.block_n, config.block_k, True),
-        weight, row_stride(weight), sums, M, N, K, parts, config.ahead,
-        **constants(config, gated), **options,
+        weight, row_stride(weight), sums, M, N, K, parts, config.ahead, sums if squares is None else squares, eps,
+        SQUARES=0 if squares is None else squares.shape[1], **constants(config, gated), **options,
     )  # fmt: skip
     if parts > 1:
+        if not summed:
+            return sums.squeeze(1)
+        out = torch.empty((M, N), dtype=x.dtype, device=x.device)
         sum_parts_kernel[(cdiv(M * N, SUM_BLOCK),)](
             sums, out, M * N, parts, GATED=gated, BLOCK=SUM_BLOCK, num_warps=4, **options
         )
     return out
 
 
+def parts_of(config: SkinnyConfig, K: int) -> int:
+    """Programs that share a tile: no more than there are steps along K."""
+    return min(config.parts, cdiv(K, config.block_k))
+
+
 def configured(
-    op: str, M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities, *, factored: bool = False
 ) -> tuple[SkinnyConfig | None, str]:
     """The config of a call of ``op``, "matmul" or "matmul_silu_mul", with ``out`` [M, N], and the reason as a sentence;
-    None: the library, or the persistent kernel. Operands that no descriptor reaches get another design all the same."""
+    None: the library, or the persistent kernel. Operands that no descriptor reaches get another design all the same.
+    factored: of a FactoredNorm, which with another design costs a norm of several kernels."""
     gated = op == "matmul_silu_mul"
     if dtype not in HALVES:
         return None, f"{dtype}: a product of few rows is for fp16 and bf16"
     if caps.is_simulated:
-        return config_for(M, N, K, caps, gated) if gated else None, "simulated: the kernel is what is to be seen"
+        wanted = gated or factored
+        return config_for(M, N, K, caps, gated) if wanted else None, "simulated: the kernel is what is to be seen"
     if caps.arch != "sm_90":
         return None, f"{caps.arch}: not measured"
     if M > MAX_ROWS:
         return None, f"M={M} > {MAX_ROWS}: x and the weight weigh the same, and cuBLAS shares x between SMs"
-    if K * N * (2 if gated else 1) < LEAST_WEIGHT:
+    if K * N * (2 if gated else 1) < LEAST_WEIGHT and not factored:
         return None, f"N={N} K={K}: a weight too small to be what takes the time"
     reason = f"M={M} <= {MAX_ROWS}: all programs at once, each reading its share of the weight"
     return config_for(M, N, K, caps, gated), reason

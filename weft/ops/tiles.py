@@ -140,6 +140,13 @@ def slot_of(source, owner, world):
     return (source + world - owner - 1) % world
 
 
+@triton.jit
+def place_of(owner, rank, world, own_first: tl.constexpr):
+    """Where the rows of ``owner`` come among those of all ranks at ``rank``: as the ranks do, or those of rank, rank + 1, …
+    (mod W) in this order."""
+    return (owner + world - rank) % world if own_first else owner
+
+
 def whole_places(count: int, programs: int, least: int = 0) -> int:
     """How many of ``count`` places are computed whole, at least ``least`` of them; the rest is split.
 

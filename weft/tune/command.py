@@ -35,6 +35,7 @@ class TuneOptions:
     dtype: str = "bf16"
     quick: bool = False
     out: Path | None = None
+    json: Path | None = None
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -48,11 +49,12 @@ class TuneOptions:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
-        if self.out is not None and len(self.world_sizes) > 1:
-            raise ValueError(
-                f"--out {self.out}: a file holds one world size, not {', '.join(map(str, self.world_sizes))}; "
-                f"run weft tune once for each"
-            )
+        for flag, file in (("--out", self.out), ("--json", self.json)):
+            if file is not None and len(self.world_sizes) > 1:
+                raise ValueError(
+                    f"{flag} {file}: a file holds one world size, not {', '.join(map(str, self.world_sizes))}; "
+                    f"run weft tune once for each"
+                )
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}
@@ -80,6 +82,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="The file to write [default: weft's own, which the ops read]")
     ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the times of all candidates there")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
@@ -95,6 +98,7 @@ def tune(
             dtype=dtype,
             quick=quick,
             out=out,
+            json=json,
             device=device,
         )
         plans = plan(options)
@@ -114,6 +118,7 @@ class Run:
     world_size: int
     device: str
     plans: tuple[TunePlan, ...]
+    json: Path | None = None
 
 
 def plan(options: TuneOptions) -> list[Run]:
@@ -132,6 +137,8 @@ def plan(options: TuneOptions) -> list[Run]:
     sizes = options.world_sizes or (own_ranks or (bench_command.SIMULATED_RANKS if simulated else gpus),)
     if not simulated and own_ranks is None and max(sizes) > gpus:
         raise NotEnoughGPUs(max(sizes), gpus)
+    if options.json is not None:
+        _check_new(options.json, "--json")
     runs = []
     for size in sizes:
         plans = []
@@ -148,7 +155,8 @@ def plan(options: TuneOptions) -> list[Run]:
                 f"--out {options.out}: a file holds one world size, and gemm's rows are of 1, the others' of {max(worlds)}; "
                 f"run weft tune once for each"
             )
-        runs.append(Run(world_size=size, device="sim" if simulated else "cuda", plans=tuple(plans)))
+        device = "sim" if simulated else "cuda"
+        runs.append(Run(world_size=size, device=device, plans=tuple(plans), json=options.json))
     return runs
 
 
@@ -157,9 +165,7 @@ def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -
     from weft.ops import tuned
 
     if not file.is_file():
-        parent = next(folder for folder in file.absolute().parents if folder.exists())
-        if file.exists() or not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ValueError(f"--out {file}: no file can be written there; name another")
+        _check_new(file, "--out")
         return
     if not os.access(file, os.W_OK):
         raise ValueError(f"{file} cannot be written; name another with --out")
@@ -171,6 +177,13 @@ def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -
         )
 
 
+def _check_new(file: Path, flag: str) -> None:
+    """ValueError unless a file can be written there."""
+    parent = next(folder for folder in file.absolute().parents if folder.exists())
+    if (file.exists() and not file.is_file()) or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{flag} {file}: no file can be written there; name another")
+
+
 def _tune(runs: list[Run], traceback: bool) -> Exception | None:
     """Run them one after the other; the error that ended them early, if one did."""
     from weft.bench.plan import Plan, heap_bytes
@@ -180,7 +193,7 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
         harness = [Plan(op=one.op, shapes=one.shapes, dtype=one.dtype, providers=("weft",)) for one in run.plans]
         heap = heap_bytes(harness) if run.device == "cuda" else None
         try:
-            outcomes = launch(on_rank, run.world_size, run.device, args=(run.plans,), heap_bytes=heap)[0]
+            outcomes = launch(on_rank, run.world_size, run.device, args=(run.plans, run.json), heap_bytes=heap)[0]
         except (WeftError, OSError) as error:  # OSError: the file cannot be written any more
             if traceback:
                 raise
@@ -194,12 +207,12 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
     return None
 
 
-def on_rank(team: Team, plans: tuple[TunePlan, ...]) -> list[list[Outcome]]:
+def on_rank(team: Team, plans: tuple[TunePlan, ...], tried: Path | None) -> list[list[Outcome]]:
     """What each rank runs. Rank 0 says how far it is."""
     from weft.tune.search import search
 
     with progress(team.rank == 0) as say:
-        return search(team, plans, say)
+        return search(team, plans, say, tried)
 
 
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:

@@ -7,6 +7,7 @@ anywhere is dropped everywhere:
     run       one call; an answer within the tolerance of fp32 on every rank
     capture   in a CUDA graph, and the same answer from it
     time      in turn with the others of its round; the maximum over the ranks of the median
+    confirm   the fastest ones once more, beside the default alone: of many, the one that was lucky reads fastest
 
 Nothing hangs: every wait of the host is bounded. Where a kernel does not end, or a rank is lost, the search ends, and what
 was found for earlier shapes is in the file already.
@@ -16,10 +17,10 @@ from __future__ import annotations
 
 import datetime
 import gc
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,26 +29,24 @@ import triton
 
 import weft
 from weft.bench import machine, measure
-from weft.bench.baselines import close_quietly
 from weft.bench.plan import Plan
 from weft.bench.problem import Problem
-from weft.bench.providers import WEFT, Attempt, Provider
-from weft.bench.runner import Bench, Entrant
+from weft.bench.providers import WEFT
+from weft.bench.report import put
+from weft.bench.runner import Bench
 from weft.bench.shapes import Shape
 from weft.errors import WeftError
 from weft.ops import barrier, tuned
-from weft.tune import compiling, spaces
+from weft.tune import spaces, timing
 from weft.tune.spaces import Config
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 # Less is noise: the default stays.
-LEAST_GAIN = 0.01
-# Rounds after the first one, each around the best of the one before.
-MOVES = 3
-# Candidates timed together: each holds its CUDA graph's memory.
-TOGETHER = 12
+LEAST_GAIN = 0.02
+# Rounds after the first one, each around the best of the one before; if quick, unless neighbours take long to compile.
+MOVES, QUICK_MOVES = 3, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +84,13 @@ class Broken(WeftError):
         self.rank, self.what, self.reason = rank, what, reason
 
 
-def search(team: Team, plans: Sequence[TunePlan], say: Callable[[str], None]) -> list[list[Outcome]]:
-    """Tune every shape of every plan; the same outcomes, by plan, on all ranks. ``say``: called by rank 0 with a line for
-    each shape.
+def search(
+    team: Team, plans: Sequence[TunePlan], say: Callable[[str], None], tried: Path | None = None
+) -> list[list[Outcome]]:
+    """Tune every shape of every plan; the same outcomes, by plan, on all ranks.
+
+    say    called by rank 0 with a line for each shape
+    tried  where rank 0 writes the times of all candidates, after every shape
 
     Any WeftError ends the search: a kernel that does not end (Stuck), ranks that came apart (OutOfStep, PeerFailed).
     """
@@ -96,10 +99,20 @@ def search(team: Team, plans: Sequence[TunePlan], say: Callable[[str], None]) ->
         measure.finish(team, "the first barrier")
     empty_us = measure.events_in_graphs(team)
     empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
-    return [search_one(team, plan, empty_us, say) for plan in plans]
+    found: list[list[Outcome]] = []
+    for plan in plans:
+        found.append([])
+        for outcomes in search_one(team, plan, empty_us, say):
+            found[-1] = outcomes
+            if tried is not None and team.rank == 0:
+                write_tried(tried, team, list(zip(plans, found, strict=False)))
+    return found
 
 
-def search_one(team: Team, plan: TunePlan, empty_us: float | None, say: Callable[[str], None]) -> list[Outcome]:
+def search_one(
+    team: Team, plan: TunePlan, empty_us: float | None, say: Callable[[str], None]
+) -> Iterator[list[Outcome]]:
+    """The outcomes so far, after every shape; the last ones are `reconciled`."""
     harness = Plan(op=plan.op, shapes=plan.shapes, dtype=plan.dtype, providers=("weft",), quick=plan.quick)
     bench, versions = Bench(team, harness, empty_us), versions_of()
     outcomes: list[Outcome] = []
@@ -117,12 +130,13 @@ def search_one(team: Team, plan: TunePlan, empty_us: float | None, say: Callable
                 save(plan.out, team, plan.op, outcome.row)
             seconds = time.perf_counter() - started
             say(f"{plan.op} {told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
+        yield outcomes
     outcomes = reconciled(outcomes)
     if team.rank == 0 and plan.out is not None:
         for outcome in outcomes:
             if outcome.row is not None:
                 save(plan.out, team, plan.op, outcome.row)
-    return outcomes
+    yield outcomes
 
 
 def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -158,29 +172,31 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcom
     problem, reason = bench.together(lambda: Problem(op, shape, bench.plan.dtype, team))
     if problem is None or reason:
         return Outcome(label=shape.label, row=None, reason=reason or "")
+    if reason := spaces.decided(problem):
+        return Outcome(label=shape.label, row=None, reason=reason)
     default = spaces.default(problem)
     candidates: list[Config] = team.exchange(spaces.first(problem, quick))[0]
     seen: set[Config] = set()
     dropped: list[tuple[str, str]] = []
     best, us, default_us = default, None, None
     known: dict[Config, float] = {}
-    moves = 0 if quick else 1 if team.is_simulated else MOVES
+    moves = QUICK_MOVES if quick or team.is_simulated else MOVES
     for _ in range(1 + moves):
         fresh = [config for config in candidates if config not in seen]
         seen.update(fresh)
         if not fresh:
             break
         # With those that it must beat, under the same clocks.
-        times, failed = timed(bench, problem, list(dict.fromkeys([default, best, *fresh])))
+        times, failed = timing.timed(bench, problem, list(dict.fromkeys([default, best, *fresh])), default_us)
         dropped += [(name, why) for name, why in failed if (name, why) not in dropped]
         if not times:
             break
         known |= times
         before, (best, us) = best, agreed(team, times, default)
-        default_us = times.get(default)
-        if best == before and best != default:
+        default_us = times.get(default, default_us)
+        if (best == before and best != default) or (quick and spaces.is_compiled(best)):
             break
-        candidates = team.exchange(spaces.around(op, best))[0]
+        candidates = team.exchange(spaces.around(op, best, team.size))[0]
     problem.forget()
     if team.device.type == "cuda":
         del problem
@@ -195,54 +211,6 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcom
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(), versions=versions,
     )  # fmt: skip
     return Outcome(row=row, winner=spaces.label(best), times=known, **found)
-
-
-def timed(
-    bench: Bench, problem: Problem, configs: Sequence[Config]
-) -> tuple[dict[Config, float], list[tuple[str, str]]]:
-    """({config: µs, the maximum over the ranks of the median}, [(candidate, why it was dropped)]). Collective.
-
-    More than TOGETHER are timed in groups, the first two configs in each of them; theirs are the last group's times.
-    """
-    times: dict[Config, float] = {}
-    failed: list[tuple[str, str]] = []
-    made = [partial(spaces.attempt(problem, config).run, 0) for config in configs]
-    compiling.compile_shares(made, bench.team)
-    anchors, rest = list(configs[:2]), list(configs[2:])
-    groups = [rest[at : at + TOGETHER] for at in range(0, len(rest), TOGETHER)] or [[]]
-    for group in groups:
-        entrants: dict[Config, Entrant] = {}
-        for config in [*anchors, *group]:
-            entrant = enter(bench, problem, config)
-            if entrant.single is not None:
-                entrants[config] = entrant
-            else:
-                failed.append((spaces.label(config), entrant.row.reason or "it has no time"))
-                close_quietly(entrant.attempt)
-        for config, row in zip(entrants, bench.time(list(entrants.values())), strict=True):
-            assert row.median_us is not None
-            times[config] = row.median_us
-        for entrant in entrants.values():
-            entrant.single = entrant.chain = entrant.eager = None
-            close_quietly(entrant.attempt)
-    return times, list(dict.fromkeys(failed))
-
-
-def enter(bench: Bench, problem: Problem, config: Config) -> Entrant:
-    """A candidate through all steps but the last; no ``single`` where it fell out. Collective."""
-
-    def make(problem: Problem) -> Attempt:
-        made = spaces.attempt(problem, config)
-        # All ranks exchange how this went before any of them launches.
-        compiling.compile_only(lambda: made.run(0), problem.team)
-        return made
-
-    provider = Provider(name=spaces.label(config), ops=(problem.op,), role="weft", make=make)
-    entrant = bench.enter(problem, provider)
-    if entrant.row.reason is None:
-        bench.set_up(problem, entrant)
-        entrant.chain = None  # calls in a row would double the time for a number that decides nothing
-    return entrant
 
 
 def agreed(team: Team, times: dict[Config, float], default: Config) -> tuple[Config, float]:
@@ -270,6 +238,26 @@ def save(path: Path, team: Team, op: str, row: tuned.Row) -> None:
     if path.is_file():
         table = tuned.read(path)
     tuned.write(path, table.with_rows([row]))
+
+
+def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence[Outcome]]]) -> None:
+    """All candidates at each shape by their labels: the times that they were compared by, why others were dropped."""
+    shapes = [
+        {
+            "op": plan.op, "shape": shape.size, "label": shape.label, "dtype": plan.dtype, "chosen": outcome.winner,
+            "default": outcome.default, "us": {spaces.label(config): round(us, 2) for config, us in outcome.times.items()},
+            "dropped": dict(outcome.dropped),
+        }
+        for plan, outcomes in found
+        for shape, outcome in zip(plan.shapes, outcomes, strict=False)
+    ]  # fmt: skip
+    head = {
+        "gpu": team.caps.device_name,
+        "world_size": team.size,
+        "simulated": team.is_simulated,
+        "versions": versions_of(),
+    }
+    put(path, json.dumps(head | {"shapes": shapes}, indent=1, ensure_ascii=False) + "\n")
 
 
 def world_of(op: str, world_size: int) -> int:

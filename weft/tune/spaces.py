@@ -17,7 +17,7 @@ import torch
 from weft.bench.problem import Inputs, Problem
 from weft.bench.providers import WEFT, Attempt, copy_into
 from weft.bench.shapes import COLLECTIVES
-from weft.ops import dispatch, gemm_config
+from weft.ops import dispatch, gemm_config, skinny
 from weft.ops.gemm_config import GemmConfig
 
 if TYPE_CHECKING:
@@ -53,14 +53,18 @@ DESIGNS = {
     "gemm-rs": ("fused", "segments", "library"),
     "gemm-ar": ("fused", "segments", "library"),
 }
+# What a label says in other words, and what means nothing without segments.
+IN_TILE = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+OF_SEGMENTS = ("lanes", "span", "begin_first", "accumulate")
 # chunks, lanes, span of segments.
-SEGMENTS = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1), (1, 1, 2), (1, 2, 2), (1, 2, 3))
-# row_bytes, num_warps, programs_per_sm of the collectives.
+SEGMENTS = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 2), (1, 2, 2), (1, 2, 3))
+# row_bytes, num_warps, programs_per_sm of the collectives: many small programs, which start soonest, to few large ones,
+# which poll least.
 PLANS = (
     (512, 1, 32), (1024, 1, 32), (1024, 2, 32), (2048, 2, 32), (2048, 2, 4), (2048, 4, 8), (2048, 4, 4), (4096, 4, 4),
-    (4096, 8, 4),
+    (4096, 4, 2), (4096, 8, 4), (4096, 8, 2), (8192, 8, 2), (8192, 16, 2),
 )  # fmt: skip
-QUICK_PLANS = ((512, 1, 32), (1024, 2, 32), (2048, 4, 4))
+QUICK_PLANS = ((512, 1, 32), (1024, 2, 32), (2048, 4, 4), (4096, 4, 4), (4096, 8, 2), (4096, 8, 4), (8192, 16, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +104,7 @@ def label(config: Config) -> str:
     rest = [
         f"{field.name}={getattr(config, field.name)}"
         for field in dataclasses.fields(config)
-        if field.name in ("group", "chunks", "split", "flatten", "piece")
-        and getattr(config, field.name) != field.default
+        if field.name not in (*IN_TILE, *OF_SEGMENTS, "design") and getattr(config, field.name) != field.default
     ]
     return " ".join([config.design, tile, *rest])
 
@@ -126,6 +129,14 @@ def call(op: str, config: Config, inputs: Inputs, team: Team) -> torch.Tensor:
     return run(*inputs, config) if op == "gemm" else run(*inputs, team, config)
 
 
+def decided(problem: Problem) -> str:
+    """Why no row would be looked up for this problem: a rule that comes before it; "" if one is."""
+    if problem.op != "gemm" or problem.team.is_simulated:
+        return ""
+    config, reason = skinny.configured("matmul", *problem.shape.size, problem.dtype, problem.team.caps)
+    return "" if config is None else f"weft.ops.skinny has its own rule ({reason})"
+
+
 def default(problem: Problem) -> Config:
     """What the op takes where nothing was tuned."""
     op, team, size = problem.op, problem.team, problem.shape.size
@@ -144,13 +155,19 @@ def first(problem: Problem, quick: bool) -> list[Config]:
     return _unique([base, *_gemms(problem, base, quick)])
 
 
-def around(op: str, best: Config) -> list[Config]:
-    """``best`` with one field moved."""
+def around(op: str, best: Config, world_size: int) -> list[Config]:
+    """``best`` with one field moved, as far as so many ranks have a use for it."""
     if isinstance(best, CollectiveConfig):
         moves = [("row_bytes", 2), ("num_warps", 2), ("programs_per_sm", 2)]
         found = [replace(best, **{name: value}) for name, by in moves for value in _scaled(getattr(best, name), by)]
         return [config for config in found if config.row_bytes >= 128 and config.num_warps <= 16]
-    return _unique(_moved(op, best))
+    found = _unique(_moved(op, best))
+    return [c for c in found if c.span < max(2, world_size) and (world_size == 2 or not c.accumulate)]
+
+
+def is_compiled(config: Config) -> bool:
+    """Whether a neighbour of ``config`` is a kernel of its own that takes a second or more to compile."""
+    return isinstance(config, GemmConfig) and config.design not in ("segments", "library")
 
 
 def _collectives(problem: Problem, base: CollectiveConfig, quick: bool) -> Iterator[CollectiveConfig]:
@@ -187,6 +204,7 @@ def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConf
             flatten=False,
         )  # fmt: skip
         yield from (tile, replace(tile, split=not tile.split)) if op != "ag-gemm" else (tile,)
+        # The next tile's loads under the epilogue take a stage's worth of shared memory.
         if op == "ag-gemm" and (block_n, num_stages) == (256, 3):
             yield replace(tile, flatten=True)
 
@@ -196,10 +214,10 @@ def _segments(op: str, base: GemmConfig, world_size: int) -> Iterator[GemmConfig
         if span < world_size:
             config = replace(base, chunks=chunks, lanes=lanes, span=span)
             yield config
-            if op == "ag-gemm" and lanes > 1:
+            if op == "ag-gemm":
                 yield replace(config, begin_first=True)
     if op == "gemm-rs" and world_size == 2:
-        yield from (replace(base, chunks=chunks, lanes=1, accumulate=True) for chunks in (2, 4))
+        yield from (replace(base, chunks=c, lanes=lanes, accumulate=True) for c, lanes in ((2, 1), (2, 2), (4, 1)))
 
 
 def _tiles(rows: int, quick: bool) -> Iterable[tuple[int, int, int, int, int]]:

@@ -22,12 +22,13 @@ KINDS = ("attention", "gemm", "gemm+communication", "communication", "pointwise"
 NAMES = (
     ("gemm+communication", r"all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce"),
     ("attention", r"attention|flash|fmha|\bsdpa|cudnn_generated"),
-    ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|all_to_all|PtoP|^(begin|wait|sum)_kernel"),
+    ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|all_to_all|PtoP|^(begin|wait|sum|share)_kernel"),
     ("pointwise", r"rms_norm|qk_norm_rope|silu_mul_kernel|^triton_(poi|red|per)_(?!.*_(mm|addmm|linear)(_|$))"),
     ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|matmul_kernel|skinny|sum_parts|splitk|cublas|dot_kernel|_(mm|addmm|linear)(_|$)"),
     ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),
 )  # fmt: skip
 RULES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES)
+WAITING = "wait_kernel"  # of weft.ops.segments: waits for a peer's copies beside the GEMMs of other lanes
 START = "barrier_kernel"  # the harness's, right before each step
 
 
@@ -47,19 +48,36 @@ def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Microseconds of one step by kind, of several steps the mean; {} where no step is in ``kernels``.
 
     A step is what runs after a barrier of the harness. Where kernels overlap the time is that of the one that began
-    first: a later one waits for it, or hides behind it. The sum is the time from the barrier's end to that of the last kernel.
+    first: a later one waits for it, or hides behind it. Kernels that do nothing but wait have what the others leave. The sum is
+    the time from the barrier's end to that of the last kernel.
     """
-    ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    found = dict.fromkeys(KINDS, 0.0)
-    steps, reached = 0, None
-    for kernel in ordered:
+    steps: list[tuple[float, list[Kernel]]] = []
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if kernel.name == START:
-            steps, reached = steps + 1, kernel.end
-        elif reached is not None:
-            found["gap"] += max(0.0, kernel.start - reached)
-            found[kind_of(kernel.name)] += max(0.0, kernel.end - max(reached, kernel.start))
-            reached = max(reached, kernel.end)
-    return {kind: time / steps for kind, time in found.items()} if steps else {}
+            steps.append((kernel.end, []))
+        elif steps:
+            steps[-1][1].append(kernel)
+    found = dict.fromkeys(KINDS, 0.0)
+    for reached, step in steps:
+        waits = [kernel for kernel in step if kernel.name == WAITING]
+        for kernel in step:
+            if kernel.name != WAITING:
+                _leave(found, reached, kernel.start, waits)
+                found[kind_of(kernel.name)] += max(0.0, kernel.end - max(reached, kernel.start))
+                reached = max(reached, kernel.end)
+        _leave(found, reached, max((kernel.end for kernel in waits), default=reached), waits)
+    return {kind: time / len(steps) for kind, time in found.items()} if steps else {}
+
+
+def _leave(found: dict[str, float], start: float, end: float, waits: Sequence[Kernel]) -> None:
+    """What no other kernel has, start .. end, to kernels that wait and to the gap. ``waits``: by their start."""
+    for kernel in waits:
+        begin, last = max(start, kernel.start), min(end, kernel.end)
+        if begin < last:
+            found["gap"] += begin - start
+            found[kind_of(kernel.name)] += last - begin
+            start = last
+    found["gap"] += max(0.0, end - start)
 
 
 def profile(team: Team, meter: Meter) -> dict[str, float] | None:

@@ -59,6 +59,11 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
     return interp.block(bits.view(interp.numpy_dtype(dtype)), dtype)
 
 
+@simulated(lamport.lamport_load_keyed)
+def _lamport_load_keyed(machine: Any, ptr: Any, mask: Any, key: Any, key_mask: Any, team: Any) -> tuple[Any, Any]:
+    return _lamport_load(machine, ptr, mask, team), _lamport_load(machine, key, key_mask, team)
+
+
 @simulated(stock.store_flagged)
 def _store_flagged(machine: Any, ptr: Any, x: Any, mask: Any) -> None:
     from weft.simulator import interpreter as interp

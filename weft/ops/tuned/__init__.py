@@ -44,7 +44,8 @@ class Row:
 
     shape       (M, N, K) of one rank's GEMM with the M of the whole product, or (bytes,) of the whole tensor
     config      the fields of the op's config
-    us          its time, the maximum over the ranks of the median; default_us: of what the op takes without this row
+    us          its time, the maximum over the ranks of the median (of a collective the geometric mean of a call alone and of
+                one in a row); default_us: of what the op takes without this row
     candidates  how many were timed
     versions    of weft, torch and Triton
     """

@@ -1,0 +1,237 @@
+"""Norms whose rows are divided only after the product behind them: against plain PyTorch, and no worse than the others."""
+
+import pytest
+import torch
+
+import weft
+from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
+from weft import ops
+from weft.ops import skinny
+from weft.ops.factored_norm import FactoredNorm
+
+EPS = 1e-6
+# (M, N, K): rows of K elements start on 16 bytes, but for the last, which no descriptor reaches.
+SHAPES = ((1, 48, 96), (5, 40, 72), (33, 80, 200), (64, 16, 640), (70, 32, 64), (3, 34, 21))
+
+
+def rms_factor(hidden):
+    return (hidden.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+
+
+def norm_of(hidden, weight):
+    """In fp64."""
+    return hidden.double() * rms_factor(hidden) * weight.double()
+
+
+def factored(hidden, weight, parts):
+    """As the kernel leaves it: ``hidden`` in so many ragged parts."""
+    scaled = (hidden.float() * weight.float()).to(hidden.dtype)
+    squares = torch.stack([part.float().square().sum(-1) for part in hidden.tensor_split(parts, dim=-1)], dim=-1)
+    return FactoredNorm(scaled, squares, EPS)
+
+
+def rows(M, K, dtype, seed=0, device="cpu"):
+    """Hidden states of which some are far from the others, and a norm's weight."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn((M, K), generator=generator) * torch.logspace(-1, 1, M)[:, None]
+    hidden[:, K // 3] *= 30
+    weight = 1 + torch.randn(K, generator=generator) / 8
+    return hidden.to(device, dtype), weight.to(device, dtype)
+
+
+def matrix(N, K, dtype, seed=0, device="cpu"):
+    return (torch.randn((N, K), generator=torch.Generator().manual_seed(seed)) / K**0.5).to(device, dtype)
+
+
+@pytest.mark.parametrize("op", [ops.matmul, ops.matmul_silu_mul])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_what_an_op_is_called_with(op, dtype):
+    """Whatever the design: few rows and many, rows that no descriptor reaches, strided ones, fp32."""
+    gated = op is ops.matmul_silu_mul
+
+    def main():
+        for call, (M, N, K) in enumerate(SHAPES):
+            hidden, weight = rows(M, K, dtype, call)
+            b = matrix((2 if gated else 1) * N, K, dtype, call)
+            norm = factored(hidden, weight, 1 + call)
+            wide = torch.zeros(M, K + 8, dtype=dtype)
+            wide[:, :K] = norm.scaled
+            # The product's own rounding, and where the rows are divided before it, theirs.
+            config, _ = skinny.configured(op.__name__, M, N, K, dtype, capabilities_of("sim"), factored=True)
+            divided = config is None or K % 8 != 0
+            x = norm.normed() if divided else norm.scaled.double() * rms_factor(hidden)
+            for given in (norm, FactoredNorm(wide[:, :K], norm.squares, EPS)):
+                out = op(given, b)
+                assert out.dtype == dtype and out.is_contiguous()
+                assert_close(out, reference(x, b, gated), K, partials=int(divided and gated), what=f"{M}x{N}x{K}")
+
+    alone(main)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
+@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+def test_every_config_divides_its_rows(config, gated):
+    """Turned, split along K, and with parts of a row that are no power of two: bit for bit what an eighth would give."""
+
+    def main():
+        for M, N, K in SHAPES[:4]:
+            x, b = rows(M, K, BF16)[0], matrix((2 if gated else 1) * N, K, BF16)
+            eighth = torch.full((M, 5), 64 * K / 5)
+            out = skinny.run(x, b, config, gated, squares=eighth, eps=0.0)
+            assert_close(out, reference(x.double() / 8, b, gated), K, what=f"{M}x{N}x{K}")
+            each = torch.arange(1, M + 1)[:, None].float().square() * K
+            out = skinny.run(x, b, config, gated, squares=each, eps=0.0)
+            expected = reference(x.double() / torch.arange(1, M + 1)[:, None], b, gated)
+            assert_close(out, expected, K, what=f"{M}x{N}x{K}")
+
+    alone(main)
+
+
+def test_no_worse_than_the_norm_before_the_product():
+    """Relative RMS errors against fp64, with outliers in the hidden states."""
+
+    def main():
+        hidden, weight = rows(48, 640, BF16)
+        b = matrix(96, 640, BF16)
+        exact = norm_of(hidden, weight)
+        for op, gated in ((ops.matmul, False), (ops.matmul_silu_mul, True)):
+            expected = reference(exact, b, gated)
+            before, after = (
+                ((op(x, b).double() - expected).norm() / expected.norm()).item()
+                for x in (exact.to(BF16), factored(hidden, weight, 3))
+            )
+            assert after < 1.1 * before < 4e-3
+
+    alone(main)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_parts_add_up_to_the_product(dtype):
+    """Bit for bit, whether K is split (K > 128 here) or not, and of operands that no descriptor reaches as they lie."""
+
+    def main():
+        for call, (M, N, K) in enumerate((*SHAPES, (6, 24, 264))):
+            norm, b = factored(*rows(M, K, dtype, call), 1 + call), matrix(N, K, dtype, call)
+            odd = torch.zeros(N * K + 1, dtype=dtype)[1:].view(N, K).copy_(b)
+            every_other = torch.zeros(N, 2 * K, dtype=dtype)[:, ::2].copy_(b)
+            for weight in (b, odd, every_other, b.t().contiguous().t()):
+                parts = ops.matmul_parts(norm, weight)
+                split = dtype != FP32 and K > 128 and K % 8 == 0
+                assert parts.shape == ((2, M, N) if split else (M, N))
+                assert parts.dtype == (FP32 if split else dtype) and parts.is_contiguous()
+                total = (parts[0] + parts[1]).to(dtype) if split else parts
+                assert_identical(total, ops.matmul(norm, b if split else weight), what=f"{M}x{N}x{K}")
+            assert_identical(ops.matmul_parts(norm.scaled, b), ops.matmul(norm.scaled, b), what=f"{M}x{N}x{K} plain")
+
+    alone(main)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_an_all_reduce_and_the_product_behind_it(world_size):
+    """Ranks get the same bits, call after call, on the workspace that other norms use."""
+    shapes = [("one_shot", 5), ("two_shot", 7), ("auto", 1), ("two_shot", 3), ("one_shot", 2)]
+    K = 640  # three parts
+
+    def inputs(rank, call, M):
+        return rows(M, K, BF16, 10 * call + rank)[0]
+
+    def main(team):
+        _, weight = rows(1, K, BF16)
+        found = []
+        for call, (algorithm, M) in enumerate(shapes):
+            residual = inputs(99, call, M)
+            arguments = (inputs(team.rank, call, M), residual, weight, EPS, team, algorithm)
+            if call % 2:
+                ops.all_reduce_rms_norm(*arguments)
+            normed, hidden = ops.all_reduce_rms_norm(*arguments, factored=True)
+            found.append((ops.matmul(normed, matrix(48, K, BF16)), hidden))
+        return found
+
+    results = weft.simulate(main, world_size)
+    for call, (_, M) in enumerate(shapes):
+        total = sum(inputs(rank, call, M).double() for rank in range(world_size)) + inputs(99, call, M).double()
+        for out, hidden in (result[call] for result in results):
+            assert_identical(out, results[0][call][0])
+            assert_close(hidden, total, world_size + 1, what=f"call {call}")
+            expected = norm_of(hidden, rows(1, K, BF16)[1]) @ matrix(48, K, BF16).double().T
+            assert_close(out, expected, K, partials=1, what=f"call {call}")
+
+
+def test_a_graph_of_a_norm_and_its_products_compiles_without_a_break():
+    def layer(x, residual, weight, b, team):
+        normed, hidden = ops.all_reduce_rms_norm(x, residual, weight, EPS, team, factored=True)
+        return ops.matmul(normed, b), ops.matmul_silu_mul(normed, b), hidden
+
+    def main(team):
+        (x, weight), b = rows(3, 128, BF16), matrix(32, 128, BF16)
+        compiled = torch.compile(lambda x: layer(x, x, weight, b, team), fullgraph=True, backend="aot_eager")
+        for found, expected in zip(compiled(x), layer(x, x, weight, b, team), strict=True):
+            assert_identical(found, expected)
+
+    weft.simulate(main, 2)
+    torch._dynamo.reset()
+
+
+def test_the_schemas_and_fakes_tell_the_truth():
+    def main(team):
+        (x, weight), b = rows(5, 640, BF16), matrix(32, 640, BF16)
+        norm = factored(x, weight, 3)
+        calls = {
+            torch.ops.weft.all_reduce_factored_norm.default: (x, x, weight, team.name, "auto"),
+            torch.ops.weft.product_of_norm.default: (norm.scaled, norm.squares, EPS, b, True),
+            torch.ops.weft.matmul_parts.default: (norm.scaled, b, norm.squares, EPS),
+        }
+        for op, arguments in calls.items():
+            torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+    weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("squares", "message"),
+    [
+        (torch.ones(3, 2), r"squares is torch.float32 \(3, 2\) on cpu; .*float32 \[2, parts\]"),
+        (torch.ones(2), r"squares is torch.float32 \(2,\)"),
+        (torch.ones(2, 1).double(), r"squares is torch.float64"),
+    ],
+)
+def test_squares_of_other_rows_are_refused(squares, message):
+    norm = FactoredNorm(torch.ones(2, 8), squares, EPS)
+    for op in (ops.matmul, ops.matmul_silu_mul, ops.matmul_parts):
+        with pytest.raises(ValueError, match=f"{op.__name__}: {message}"):
+            op(norm, torch.ones(4, 8))
+
+
+def test_the_product_has_no_backward():
+    norm = factored(*rows(2, 16, BF16), 1)
+    with pytest.raises(RuntimeError, match="no backward"):
+        alone(lambda: ops.matmul(norm, torch.ones(4, 16, dtype=BF16, requires_grad=True)).sum().backward())
+
+
+def test_which_products_take_the_factor():
+    caps = capabilities_of("sm_90")
+    for M, dtype, taken in ((1, BF16, True), (64, BF16, True), (65, BF16, False), (1, FP32, False)):
+        config, reason = skinny.configured("matmul", M, 64, 64, dtype, caps, factored=True)
+        assert (config is not None) == taken and reason
+    assert skinny.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("op", [ops.matmul, ops.matmul_silu_mul])
+def test_on_a_gpu(op):
+    gated = op is ops.matmul_silu_mul
+    for M in (1, 5, 16, 33, 64, 100):
+        for N, K in ((2560, 5120), (1000, 5008), (48, 512), (5120, 2048)):
+            hidden, weight = rows(M, K, BF16, device="cuda")
+            b = matrix((2 if gated else 1) * N, K, BF16, device="cuda")
+            norm, what = factored(hidden, weight, 20), f"{M}x{N}x{K}"
+            out = op(norm, b)
+            assert_close(out, reference(norm_of(hidden, weight), b, gated), K, partials=1, what=what)
+            assert_identical(op(norm, b), out, what=what)
+            parts = ops.matmul_parts(norm, b)
+            if not gated and parts.dim() == 3:
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                assert_identical(total.to(BF16), out, what=what)

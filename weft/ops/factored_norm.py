@@ -1,0 +1,78 @@
+"""A norm whose rows are divided by their root mean square only in the product that follows.
+
+normed[t, :] = hidden[t, :] * weight / sqrt(mean(hidden[t, :]^2) + eps)
+normed @ w.T = ((hidden * weight) @ w.T)[t, :] / sqrt(mean(hidden[t, :]^2) + eps)
+
+The factor of a row is the same for all its columns, so it may come after the product, in fp32, where it costs nothing;
+then nobody has to have seen a whole row before the product can begin, and the programs that add up a row over the ranks
+(weft.ops.all_reduce_rms_norm) need not wait for each other. One rounding as before, of hidden * weight in the place of
+normed. Those may be larger than what fp16 holds; bf16 and fp32 have the exponents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.ops import skinny
+from weft.ops.custom_op import custom_op
+from weft.ops.gemm import can_describe, rows_contiguous
+from weft.ops.local import capabilities_of
+
+
+@dataclass(frozen=True, slots=True)
+class FactoredNorm:
+    """What ``matmul`` and ``matmul_silu_mul`` take in the place of the normed rows.
+
+    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype
+    squares  fp32 [..., parts]: the sums of hidden^2 over the parts of each row
+    eps      of the norm
+    """
+
+    scaled: torch.Tensor
+    squares: torch.Tensor
+    eps: float
+
+    def normed(self) -> torch.Tensor:
+        """The normed rows after all, of the shape and dtype of ``scaled``: rounded twice."""
+        return normed(self.scaled, self.squares, self.eps)
+
+
+def normed(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
+    factor = torch.rsqrt(squares.sum(dim=-1, keepdim=True) / scaled.shape[-1] + eps)
+    return (scaled.float() * factor).to(scaled.dtype)
+
+
+def product(op: str, x: FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
+    """``op``, "matmul" or "matmul_silu_mul", of arguments of which all but ``squares`` are checked."""
+    check_squares(op, x, weight)
+    return torch.ops.weft.product_of_norm.default(x.scaled, x.squares, x.eps, weight, op == "matmul_silu_mul")
+
+
+def check_squares(op: str, x: FactoredNorm, weight: torch.Tensor) -> None:
+    rows, given = x.scaled.shape[0], x.squares
+    if given.dtype != torch.float32 or given.dim() != 2 or given.shape[0] != rows or given.device != weight.device:
+        raise ValueError(
+            f"{op}: squares is {given.dtype} {tuple(given.shape)} on {given.device}; pass what all_reduce_rms_norm "
+            f"returned, float32 [{rows}, parts] on {weight.device}"
+        )
+
+
+@custom_op("product_of_norm", backward=False)
+def _product_of_norm(
+    scaled: torch.Tensor, squares: torch.Tensor, eps: float, weight: torch.Tensor, gated: bool
+) -> torch.Tensor:
+    scaled, weight = rows_contiguous(scaled), rows_contiguous(weight)
+    (M, K), N = scaled.shape, weight.shape[0] // (2 if gated else 1)
+    op, caps = "matmul_silu_mul" if gated else "matmul", capabilities_of(scaled.device)
+    config, _ = skinny.configured(op, M, N, K, scaled.dtype, caps, factored=True)
+    if config is not None and can_describe(scaled, weight):
+        return skinny.run(scaled, weight, config, gated, squares=squares.contiguous(), eps=eps)
+    x = normed(scaled, squares, eps)
+    return torch.ops.weft.matmul_silu_mul.default(x, weight) if gated else torch.ops.weft.matmul.default(x, weight)
+
+
+@_product_of_norm.register_fake
+def _(scaled, squares, eps, weight, gated):
+    return scaled.new_empty((scaled.shape[0], weight.shape[0] // (2 if gated else 1)))

@@ -1,0 +1,67 @@
+"""matmul_parts: a product whose split sums are left to the kernel that reads them.
+
+Where few rows meet a weight of few rows, ``weft.ops.skinny`` splits K, so that all SMs read the weight, and a kernel of its
+own adds the parts up: 1.3 us a call and its start, for a few KiB (H200). A kernel that reads them anyway may do it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.ops import gemm, skinny
+from weft.ops.custom_op import custom_op
+from weft.ops.factored_norm import FactoredNorm, check_squares
+from weft.ops.local import capabilities_of
+
+
+def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
+    """What adds up to ``matmul(x, weight)``: fp32 [parts, M, N] where K is split, to be added up in this order and rounded;
+    else that product itself, [M, N] in x's dtype.
+
+    x       [M, K], fp16, bf16 or fp32, or a factored norm, whose rows' factors are in the parts
+    weight  [N, K] of x's dtype
+
+    Which of the two depends on shapes, dtype and device alone. No backward. ValueError as of ``matmul``.
+    """
+    if not isinstance(x, FactoredNorm):
+        gemm.check_operands("matmul_parts", x, weight, x.device)
+        return torch.ops.weft.matmul_parts.default(x, weight, None, 0.0)
+    gemm.check_operands("matmul_parts", x.scaled, weight, x.scaled.device)
+    check_squares("matmul_parts", x, weight)
+    return torch.ops.weft.matmul_parts.default(x.scaled, weight, x.squares, x.eps)
+
+
+def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinny.SkinnyConfig | None:
+    """The config of a product that leaves parts; None: it does not."""
+    (M, K), N = x.shape, weight.shape[0]
+    if K * x.element_size() % 16 != 0:
+        return None
+    config, _ = skinny.configured("matmul", M, N, K, x.dtype, capabilities_of(x.device), factored=factored)
+    return config if config is not None and skinny.parts_of(config, K) > 1 else None
+
+
+def _described(matrix: torch.Tensor) -> torch.Tensor:
+    """Where a descriptor reaches it, copied if need be, so that the result's shape does not depend on where it lies."""
+    matrix = gemm.rows_contiguous(matrix)
+    return matrix if gemm.can_describe(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+
+
+@custom_op("matmul_parts", backward=False)
+def _matmul_parts(x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
+    config = split_config(x, weight, squares is not None)
+    if config is not None:
+        x, weight = map(_described, (x, weight))
+        squares = None if squares is None else squares.contiguous()
+        return skinny.run(x, weight, config, False, squares=squares, eps=eps, summed=False)
+    if squares is None:
+        return torch.ops.weft.matmul.default(x, weight)
+    return torch.ops.weft.product_of_norm.default(x, squares, eps, weight, False)
+
+
+@_matmul_parts.register_fake
+def _(x, weight, squares, eps):
+    (M, K), N = x.shape, weight.shape[0]
+    config = split_config(x, weight, squares is not None)
+    if config is None:
+        return x.new_empty((M, N))
+    return x.new_empty((skinny.parts_of(config, K), M, N), dtype=torch.float32)

@@ -30,7 +30,7 @@ import triton.language as tl
 import weft.language as wl
 from weft import ops
 from weft.language.lowering import ptx
-from weft.ops import skinny
+from weft.ops import skinny, skinny_config
 from weft.ops.local import capabilities_of
 
 BF16 = torch.bfloat16
@@ -139,7 +139,7 @@ def rows_of(bench: Bench, world_size: int, rows: list[int]):
         outputs = N // 2 if gated else N
         for M in rows:
             x = torch.randn((M, K), dtype=BF16, device=bench.device)
-            config = skinny.config_for(M, outputs, K, caps, gated)
+            config = skinny_config.config_for(M, outputs, K, caps, gated)
             providers = {"cublas": library(gated), "skinny": lambda x, w, c=config, g=gated: skinny.run(x, w, c, g)}
             found = {}
             for provider, product in providers.items():

@@ -7,7 +7,7 @@ import weft
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
 from weft import ops
-from weft.ops import skinny
+from weft.ops import skinny, skinny_config
 from weft.ops.factored_norm import FactoredNorm
 
 EPS = 1e-6
@@ -44,6 +44,16 @@ def matrix(N, K, dtype, seed=0, device="cpu"):
     return (torch.randn((N, K), generator=torch.Generator().manual_seed(seed)) / K**0.5).to(device, dtype)
 
 
+def multiplied(norm, hidden, op, N):
+    """(what meets the weight, in fp64 but for roundings on the way; whether it was divided before): rows that were rounded
+    once and are divided behind the product, or where that has another design divided before it and rounded twice."""
+    M, K = hidden.shape
+    caps = capabilities_of("sim" if hidden.device.type == "cpu" else "sm_90")
+    config, _ = skinny_config.configured(op, M, N, K, hidden.dtype, caps, factored=True)
+    divided = config is None or K * hidden.element_size() % 16 != 0
+    return (norm.normed() if divided else norm.scaled.double() * rms_factor(hidden)), divided
+
+
 @pytest.mark.parametrize("op", [ops.matmul, ops.matmul_silu_mul])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_what_an_op_is_called_with(op, dtype):
@@ -57,10 +67,7 @@ def test_what_an_op_is_called_with(op, dtype):
             norm = factored(hidden, weight, 1 + call)
             wide = torch.zeros(M, K + 8, dtype=dtype)
             wide[:, :K] = norm.scaled
-            # The product's own rounding, and where the rows are divided before it, theirs.
-            config, _ = skinny.configured(op.__name__, M, N, K, dtype, capabilities_of("sim"), factored=True)
-            divided = config is None or K % 8 != 0
-            x = norm.normed() if divided else norm.scaled.double() * rms_factor(hidden)
+            x, divided = multiplied(norm, hidden, op.__name__, N)
             for given in (norm, FactoredNorm(wide[:, :K], norm.squares, EPS)):
                 out = op(given, b)
                 assert out.dtype == dtype and out.is_contiguous()
@@ -212,9 +219,9 @@ def test_the_product_has_no_backward():
 def test_which_products_take_the_factor():
     caps = capabilities_of("sm_90")
     for M, dtype, taken in ((1, BF16, True), (64, BF16, True), (65, BF16, False), (1, FP32, False)):
-        config, reason = skinny.configured("matmul", M, 64, 64, dtype, caps, factored=True)
+        config, reason = skinny_config.configured("matmul", M, 64, 64, dtype, caps, factored=True)
         assert (config is not None) == taken and reason
-    assert skinny.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
+    assert skinny_config.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
 
 
 @pytest.mark.gpu(1)
@@ -224,10 +231,11 @@ def test_on_a_gpu(op):
     for M in (1, 5, 16, 33, 64, 100):
         for N, K in ((2560, 5120), (1000, 5008), (48, 512), (5120, 2048)):
             hidden, weight = rows(M, K, BF16, device="cuda")
-            b = matrix((2 if gated else 1) * N, K, BF16, device="cuda")
+            b = matrix((2 if gated else 1) * N, K, BF16, seed=1, device="cuda")
             norm, what = factored(hidden, weight, 20), f"{M}x{N}x{K}"
             out = op(norm, b)
-            assert_close(out, reference(norm_of(hidden, weight), b, gated), K, partials=1, what=what)
+            x, divided = multiplied(norm, hidden, op.__name__, N)
+            assert_close(out, reference(x, b, gated), K, partials=int(divided and gated), what=what)
             assert_identical(op(norm, b), out, what=what)
             parts = ops.matmul_parts(norm, b)
             if not gated and parts.dim() == 3:

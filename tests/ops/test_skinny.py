@@ -11,10 +11,10 @@ from tests.compiling import TARGETS, compiled
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft import ops
-from weft.ops import local, skinny
+from weft.ops import local, skinny, skinny_config
 from weft.ops.gemm import operand
 from weft.ops.local import launch_options
-from weft.ops.skinny import SkinnyConfig
+from weft.ops.skinny_config import SkinnyConfig
 from weft.runtime.capabilities import Capabilities
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -154,7 +154,7 @@ PROJECTIONS = ((2560, 5120), (5120, 2048), (5120, 6400), (12800, 5120), (640, 51
 def built(arch, M, N, K, gated, dtype=BF16, squares=0):
     """The kernel that a product of these sizes gets on ``arch``, and its config. squares: of a norm in so many parts."""
     caps = capabilities_of(arch)
-    config = skinny.config_for(M, N, K, caps, gated)
+    config = skinny_config.config_for(M, N, K, caps, gated)
     x = torch.zeros((64, 64), dtype=dtype)
     rows, weight = (operand(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
     out = torch.zeros(8) if config.parts > 1 else x
@@ -215,7 +215,7 @@ def test_every_size_has_a_config(arch):
     for M in (1, 7, 16, 17, 64, 100, 128):
         for N, K in (*PROJECTIONS, (8, 16), (151936, 5120), (64, 100000)):
             for gated in (False, True):
-                config = skinny.config_for(M, N, K, caps, gated)
+                config = skinny_config.config_for(M, N, K, caps, gated)
                 assert config.block_m < max(32, 2 * M)
                 assert config.parts <= max(1, K // config.block_k)
 
@@ -235,8 +235,8 @@ def test_explain_says_which_design_and_why(capsys):
 
 def test_other_targets_and_dtypes_get_another_design():
     for arch, dtype, N in (("sm_80", BF16, 5120), ("gfx942", BF16, 5120), ("sm_90", FP32, 5120), ("sm_90", BF16, 64)):
-        for op in skinny.OPS:
-            config, reason = skinny.configured(op, 16, N, 5120, dtype, capabilities_of(arch))
+        for op in skinny_config.OPS:
+            config, reason = skinny_config.configured(op, 16, N, 5120, dtype, capabilities_of(arch))
             assert config is None and reason
 
 
@@ -261,7 +261,7 @@ def test_the_same_bits_with_and_without_programmatic_dependent_launch(gated, mon
         ]
         x = torch.randn((M, H), generator=generator, device="cuda").bfloat16()
         split = SkinnyConfig(block_m=16, block_n=64, block_k=128, parts=3, ahead=512)
-        for config in (skinny.config_for(M, H, H, caps, gated), split):
+        for config in (skinny_config.config_for(M, H, H, caps, gated), split):
             results = []
             for options in ({}, launch_options(caps)):
                 monkeypatch.setattr(skinny, "launch_options", lambda caps, options=options: options)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from weft.ops import skinny
+from weft.ops import skinny_config
 from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def choose_plan(
         and row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
     )  # fmt: skip
     if factored is None:
-        config, _ = skinny.configured("matmul", tokens, hidden_size, hidden_size, dtype, team.caps, factored=True)
+        config, _ = skinny_config.configured(
+            "matmul", tokens, hidden_size, hidden_size, dtype, team.caps, factored=True
+        )
         factored = dtype == torch.bfloat16 and config is not None
     return Plan(mode=mode, fused=fused, deferred=deferred, factored=deferred and factored, reason=reason)
 

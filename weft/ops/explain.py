@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops import skinny, tuned
+from weft.ops import skinny_config, tuned
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
 from weft.runtime import capabilities
@@ -40,7 +40,7 @@ class Explanation:
     call: str
     algorithm: str
     transport: str | None
-    plan: Plan | GemmConfig | skinny.SkinnyConfig | None
+    plan: Plan | GemmConfig | skinny_config.SkinnyConfig | None
     row: tuned.Row | None
     reason: str
 
@@ -77,7 +77,7 @@ def explain(
     """
     name = op.replace("-", "_")
     name = SHORT.get(name, name)
-    names = tuple(dict.fromkeys((*COLLECTIVES, *MATMULS, *skinny.OPS)))
+    names = tuple(dict.fromkeys((*COLLECTIVES, *MATMULS, *skinny_config.OPS)))
     if name not in names:
         known = ", ".join(map(repr, (*names, *SHORT)))
         raise ValueError(f"explain: op={op!r} is not one of {known}")
@@ -111,8 +111,8 @@ def _collective(
 
 def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> Explanation:
     call = f"{op} M={size[0]} N={size[1]} K={size[2]} {_on(dtype, world_size, caps)}"
-    if op in skinny.OPS:
-        few_rows, reason = skinny.configured(op, *size, dtype, caps)
+    if op in skinny_config.OPS:
+        few_rows, reason = skinny_config.configured(op, *size, dtype, caps)
         if few_rows is not None or op not in MATMULS:
             design = "library" if few_rows is None else "skinny"
             return Explanation(

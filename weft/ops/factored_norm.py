@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.ops import skinny
+from weft.ops import skinny, skinny_config
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import can_describe, rows_contiguous
 from weft.ops.local import capabilities_of
@@ -66,7 +66,7 @@ def _product_of_norm(
     scaled, weight = rows_contiguous(scaled), rows_contiguous(weight)
     (M, K), N = scaled.shape, weight.shape[0] // (2 if gated else 1)
     op, caps = "matmul_silu_mul" if gated else "matmul", capabilities_of(scaled.device)
-    config, _ = skinny.configured(op, M, N, K, scaled.dtype, caps, factored=True)
+    config, _ = skinny_config.configured(op, M, N, K, scaled.dtype, caps, factored=True)
     if config is not None and can_describe(scaled, weight):
         return skinny.run(scaled, weight, config, gated, squares=squares.contiguous(), eps=eps)
     x = normed(scaled, squares, eps)

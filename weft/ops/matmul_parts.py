@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.ops import gemm, skinny
+from weft.ops import gemm, skinny, skinny_config
 from weft.ops.custom_op import custom_op
 from weft.ops.factored_norm import FactoredNorm, check_squares
 from weft.ops.local import capabilities_of
@@ -31,13 +31,13 @@ def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.
     return torch.ops.weft.matmul_parts.default(x.scaled, weight, x.squares, x.eps)
 
 
-def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinny.SkinnyConfig | None:
+def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinny_config.SkinnyConfig | None:
     """The config of a product that leaves parts; None: it does not."""
     (M, K), N = x.shape, weight.shape[0]
     if K * x.element_size() % 16 != 0:
         return None
-    config, _ = skinny.configured("matmul", M, N, K, x.dtype, capabilities_of(x.device), factored=factored)
-    return config if config is not None and skinny.parts_of(config, K) > 1 else None
+    config, _ = skinny_config.configured("matmul", M, N, K, x.dtype, capabilities_of(x.device), factored=factored)
+    return config if config is not None and skinny_config.parts_of(config, K) > 1 else None
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
@@ -64,4 +64,4 @@ def _(x, weight, squares, eps):
     config = split_config(x, weight, squares is not None)
     if config is None:
         return x.new_empty((M, N))
-    return x.new_empty((skinny.parts_of(config, K), M, N), dtype=torch.float32)
+    return x.new_empty((skinny_config.parts_of(config, K), M, N), dtype=torch.float32)

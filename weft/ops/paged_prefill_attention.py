@@ -200,7 +200,7 @@ def config_for(
 
     H200, bf16, D=128, 16 heads on 2, with the norms before it in a CUDA graph, in microseconds, 3 stages (two programs an SM)
     / 4 (one): 1 prompt of 128 tokens 7.6 / 6.8, 1 of 512 14.2 / 12.6, 4 of 512 24.7 / 34.3. 128 rows with 8 warps take as
-    long as 64 with 4, 16 rows up to three times as long.
+    long as 64 with 4, 16 rows up to three times as long (benchmarks/lab/h200-prefill-attention.json).
     """
     batch, length, _, _, _ = chunk
     if dtype == torch.float32:

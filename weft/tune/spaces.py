@@ -17,7 +17,7 @@ import torch
 from weft.bench.problem import Inputs, Problem
 from weft.bench.providers import WEFT, Attempt, copy_into
 from weft.bench.shapes import COLLECTIVES
-from weft.ops import dispatch, gemm_config, skinny
+from weft.ops import dispatch, gemm_config, skinny_config
 from weft.ops.gemm_config import GemmConfig
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def decided(problem: Problem) -> str:
     """Why no row would be looked up for this problem: a rule that comes before it; "" if one is."""
     if problem.op != "gemm" or problem.team.is_simulated:
         return ""
-    config, reason = skinny.configured("matmul", *problem.shape.size, problem.dtype, problem.team.caps)
+    config, reason = skinny_config.configured("matmul", *problem.shape.size, problem.dtype, problem.team.caps)
     return "" if config is None else f"weft.ops.skinny has its own rule ({reason})"
 
 

@@ -1,0 +1,122 @@
+"""How a product of few rows is computed (weft.ops.skinny): the configs, and which call gets which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.ops.arithmetic import cdiv, next_power_of_2
+from weft.ops.registration import HALVES
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+OPS = ("matmul", "matmul_silu_mul")
+MAX_PARTS = 16
+# Rows up to which it beats cuBLAS: 64x5120x6400 19.2 / 19.5 us, 128x5120x6400 25.3 / 21.0.
+MAX_ROWS = 64
+# Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
+LEAST_WEIGHT = 4 << 20
+# Columns that a program prefetches. Behind a norm of 4 us, which stands for an all-reduce: 16x5120x6400 23.4 us with none,
+# 22.5 with 256, 22.3 with 1024; behind one that does not wait 20.1, 19.9, 20.3, and behind a product 1024 cost 1 us (of the
+# search; no file keeps it).
+AHEAD = 256
+# Steps along K that make a part worth its sum.
+LEAST_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkinnyConfig:
+    """How a product of few rows is computed.
+
+    block_m, block_n, block_k  of a tile of ``out`` and a step along K: powers of two, at least 16
+    parts       programs that share a tile, each with its part of K: 1 .. MAX_PARTS
+    ahead       columns of its part of the weight that a program prefetches before the kernel before it has ended:
+                a multiple of 64
+    turned      out.T = weight @ x.T: the weight's rows take the place that tensor instructions have 64 or more of
+    num_warps, num_stages      of the compiler
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    parts: int = 1
+    ahead: int = 0
+    turned: bool = False
+    num_warps: int = 4
+    num_stages: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if not 1 <= self.parts <= MAX_PARTS:
+            raise ValueError(f"parts={self.parts} is not in 1 .. {MAX_PARTS}")
+        if self.ahead < 0 or self.ahead % 64 != 0:
+            raise ValueError(f"ahead={self.ahead} is not a multiple of 64 columns, or 0")
+
+
+def parts_of(config: SkinnyConfig, K: int) -> int:
+    """Programs that share a tile: no more than there are steps along K."""
+    return min(config.parts, cdiv(K, config.block_k))
+
+
+def configured(
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities, *, factored: bool = False
+) -> tuple[SkinnyConfig | None, str]:
+    """The config of a call of ``op``, "matmul" or "matmul_silu_mul", with ``out`` [M, N], and the reason as a sentence;
+    None: the library, or the persistent kernel. Operands that no descriptor reaches get another design all the same.
+    factored: of a FactoredNorm, which with another design costs a norm of several kernels."""
+    gated = op == "matmul_silu_mul"
+    if dtype not in HALVES:
+        return None, f"{dtype}: a product of few rows is for fp16 and bf16"
+    if caps.is_simulated:
+        wanted = gated or factored
+        return config_for(M, N, K, caps, gated) if wanted else None, "simulated: the kernel is what is to be seen"
+    if caps.arch != "sm_90":
+        return None, f"{caps.arch}: not measured"
+    if M > MAX_ROWS:
+        return None, f"M={M} > {MAX_ROWS}: x and the weight weigh the same, and cuBLAS shares x between SMs"
+    if K * N * (2 if gated else 1) < LEAST_WEIGHT and not factored:
+        return None, f"N={N} K={K}: a weight too small to be what takes the time"
+    reason = f"M={M} <= {MAX_ROWS}: all programs at once, each reading its share of the weight"
+    return config_for(M, N, K, caps, gated), reason
+
+
+def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> SkinnyConfig:
+    """The config for ``out`` [M, N]: of any sizes on any target, though ``configured`` asks for few of them.
+
+    Medians in CUDA graphs on H200, one product after the other, with cuBLAS in brackets (benchmarks/lab/h200-skinny.json).
+    """
+    block_m = max(16, min(128, next_power_of_2(M)))
+    if caps.is_simulated:
+        return SkinnyConfig(block_m=16, block_n=32, block_k=64, parts=2 if K > 128 else 1)
+    if caps.arch not in ("sm_90", "sm_100", "sm_103"):
+        # 64 KiB of shared memory suffice for all of these. gfx9 has 64 KiB, sm_12x 99.
+        return SkinnyConfig(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)
+    tiles = cdiv(N, 64)
+    if block_m == 16 or (block_m == 32 and (gated or tiles <= caps.sms)):
+        # 16x2560x5120 9.5 (10.9), 16x5120x6400 19.2 (18.8), 16x12800x5120 33.4 (35.8); 32: 9.5 (11.1), 19.6 (19.1).
+        block_n, block_k, stages, turned = 64, 128, 5, True
+    elif block_m == 32:
+        # More tiles than SMs, so two programs an SM. 32x12800x5120 35.4 (36.4).
+        block_n, block_k, stages, turned = 64, 128, 4, False
+    elif block_m == 64 and not gated and tiles <= caps.sms:
+        # One program an SM, with all of its memory. 64x5120x6400 19.2 (19.5).
+        block_n, block_k, stages, turned = 64, 128, 6, True
+    elif block_m == 64:
+        # 64x12800x5120 34.9 (36.5), gated 36.0 (37.9 with its silu).
+        block_n, block_k, stages, turned = 64 if gated else 128, 64, 6, True
+    else:
+        # 128x5120x6400 25.3 (21.0), gated 128x12800x5120 40.7 (38.6 with its silu): the library gets these.
+        block_n, block_k, stages, turned = 64, 64 if gated else 128, 5 if gated else 4, True
+    programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
+    steps = cdiv(K, block_k)
+    return SkinnyConfig(
+        block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=AHEAD,
+        num_warps=8 if block_m == 128 and gated else 4,
+        parts=max(1, min(programs // cdiv(N, block_n), steps // LEAST_STEPS, MAX_PARTS)),
+    )  # fmt: skip

@@ -1,8 +1,14 @@
-"""How rows are cut and joined for library GEMMs."""
+"""How rows are cut and joined for library GEMMs, and calls that follow each other with rows in either order."""
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import weft.check
+from tests.ops.closeness import assert_close
+from weft.ops.all_gather_matmul import run as all_gather_matmul
+from weft.ops.gemm_config import GemmConfig
 from weft.ops.segments import pieces_of, runs_of
 
 
@@ -21,3 +27,21 @@ def test_pieces_hold_every_row_once_and_none_is_empty(rows, count):
     assert [row for _, piece in pieces for row in range(piece.start, piece.stop)] == list(range(rows))
     assert len(pieces) <= count
     assert all(piece.start < piece.stop for _, piece in pieces)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_calls_of_both_orders_of_rows_may_follow_each_other(world_size):
+    """Without a barrier: a rank may be a call ahead, and what it then sends lies where another's of this call goes."""
+
+    def main(team):
+        config = GemmConfig(block_m=16, block_n=16, block_k=32, design="segments")
+        for call in range(6):
+            generator = torch.Generator().manual_seed(call)
+            a, b = (torch.randn(rows, 32, generator=generator).bfloat16() for rows in (4 * team.size, 16))
+            own_first = call % 2 == 1
+            out = all_gather_matmul(a.chunk(team.size)[team.rank], b, team, config, own_first)
+            a = a.roll(-4 * team.rank, 0) if own_first else a
+            assert_close(out, a.double() @ b.double().T, 32, what=f"call {call}")
+
+    report = weft.check.check(main, world_size, schedules=20)
+    assert report.ok, str(report)

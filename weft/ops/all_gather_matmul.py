@@ -202,8 +202,9 @@ def _run_segments(
     """A library GEMM for the own shard, then one for each chunk of each peer's (or one for several peers') as it lands; they
     take turns on the lanes.
 
-    signals  copy engine of rank s, behind each chunk: flags[place of s, c] = epoch
-    waits    wait_kernel, in the chunk's lane: flags[place of s, c] >= epoch. It holds a warp of one SM, no more; GEMMs end
+    signals  copy engine of rank s, behind each chunk: flags[place of s, c] = epoch, with own_first flags[W + place of s, c]: in
+             either order a row has one writer, so its epochs grow, whichever order the calls before had
+    waits    wait_kernel, in the chunk's lane: the same flag >= epoch. It holds a warp of one SM, no more; GEMMs end
              whatever the peers do, and so begin_kernel runs at last even where GEMMs got all SMs first
     reuse    of a half of A_full: Segments
 
@@ -222,7 +223,7 @@ def _run_segments(
     _push(team, shard, gathered, [piece for _, piece in pieces], space, own_first)
     if config.begin_first:
         lanes.after(begun)
-    own = place_of.fn(me, me, world, own_first)
+    own, flags = place_of.fn(me, me, world, own_first), space.flags[world:] if own_first else space.flags
     library_matmul(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
     for places in runs_of((own + 1) % world, world, config.span):
@@ -230,7 +231,7 @@ def _run_segments(
             first, last = places.start * rows + piece.start, (places.stop - 1) * rows + piece.stop
             with lanes.turn(turn):
                 lanes.after(begun)
-                await_flags(space.flags[places.start : places.stop, number:], space.epoch, team)
+                await_flags(flags[places.start : places.stop, number:], space.epoch, team)
                 library_matmul(gathered[first:last], b, out[first:last])
             turn += 1
     lanes.join()
@@ -250,13 +251,15 @@ def _push(
         peer = (team.rank - step) % team.size
         place = place_of.fn(team.rank, peer, team.size, own_first)
         for number, chunk in enumerate(chunks):
-            space.send(team, shards[place][chunk], shard[chunk], place, number, peer)
+            row = team.size + place if own_first else place
+            space.send(team, shards[place][chunk], shard[chunk], row, number, peer)
 
 
 def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:
     def make(capacity: int) -> Segments:
         # Zeros: the rows that pad a shard to whole tiles are read, though nothing comes of them.
-        return Segments.make(team, team.zeros((2, capacity), dtype=dtype), team.size)
+        # Flags of both orders of rows: _run_segments.
+        return Segments.make(team, team.zeros((2, capacity), dtype=dtype), 2 * team.size)
 
     return gemm.grown_workspace(team, ("all_gather_matmul", dtype), size, make)
 

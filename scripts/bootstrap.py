@@ -41,7 +41,9 @@ except ImportError:
     found["venv"] = False
 try:
     import torch, triton
-    found.update(torch=torch.__version__, triton=triton.__version__)
+    from importlib.metadata import version
+    # Not torch.__version__: PyPI's wheel calls itself 2.13.0+cu130 there and 2.13.0 to pip, which is told this one.
+    found.update(torch=version("torch"), triton=version("triton"))
 except Exception:
     pass
 found["sites"] = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]

@@ -80,7 +80,7 @@ class Plan:
             "timing": AROUND if empty_us is None else EVENTS,
             "in a row": "[prepare all, barrier, event, op, op, …, event] in one CUDA graph, over the number of ops",
             "empty_us": empty_us,
-            "alternation": "all providers of a shape in turn in one process, every round starting with another",
+            "alternation": "all providers of a shape in one process, every round in another order",
             "rounds": "quick" if self.quick else "full",
             "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one",
             "input of a collective": "written on the same stream just before the barrier, not timed",

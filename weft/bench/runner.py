@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import gc
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -238,9 +239,8 @@ class Bench:
         rounds = 2 if self.team.is_simulated else measure.rounds_for(seconds, self.plan.quick)
         samples: list[list[float]] = [[] for _ in meters]
         for number in range(rounds):
-            # Not always after the same neighbour: what ran before decides clocks and caches.
-            turn = number % len(meters)
-            self.round(meters[turn:] + meters[:turn])
+            # Not after the same neighbour again and again: what ran before decides clocks and caches. The same on all ranks.
+            self.round(random.Random(number).sample(meters, len(meters)))
             for meter, found in zip(meters, samples, strict=True):
                 found += meter.samples()
         mine = {id(meter): measure.spread(found) for meter, found in zip(meters, samples, strict=True)}

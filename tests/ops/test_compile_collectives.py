@@ -1,5 +1,6 @@
 """Every collective kernel compiles for every target without a GPU, and the PTX shows what it promises."""
 
+import json
 import re
 import subprocess
 import tempfile
@@ -10,6 +11,7 @@ import torch
 import triton
 
 from tests.compiling import TARGETS, a_view, compiled
+from weft.ops import tuned
 from weft.ops.all_gather import all_gather_kernel
 from weft.ops.all_reduce import all_reduce_kernel
 from weft.ops.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_rows
@@ -18,6 +20,7 @@ from weft.ops.barrier import barrier_kernel
 from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, Plan, of_world
 from weft.ops.exchange import registers_of
 from weft.ops.reduce_scatter import reduce_scatter_kernel
+from weft.runtime.cuda import resident_programs
 
 WIDTH = 6144
 # name -> (kernel, transport, constants of its own)
@@ -37,14 +40,23 @@ KERNELS = {
 
 
 def plans(name, world_size):
-    """Every plan that dispatch may choose for this kernel."""
+    """Every plan that dispatch may choose for this kernel: of its rules, then of the rows that are shipped."""
     if name.startswith("norm"):
         return [plan_for_rows(WIDTH, 2, 132)]
     table = of_world(TWO_SHOT if name == "two_shot" else ONE_CROSSING, world_size)
-    return [
+    ruled = [
         Plan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
         for _, row, warps, per_sm in table
     ]
+    return list(dict.fromkeys([*ruled, *shipped(name, world_size)]))
+
+
+def shipped(name, world_size):
+    for file in Path(tuned.__file__).parent.glob(f"*.w{world_size}.json"):
+        for row in json.loads(file.read_text())["rows"]:
+            fields = dict(row["config"])
+            if name in (row["op"], fields.pop("algorithm", None)):
+                yield Plan(**fields)
 
 
 def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan=None):
@@ -73,7 +85,7 @@ def test_compiles(arch, name):
         assert re.search(r"st\.global\.v4\.b32", ptx), ptx
         assert not re.search(r"(st|ld)(\.volatile)?\.global(\.\w+)*\.b16", ptx), ptx
         assert ".local" not in ptx
-        # What team.max_programs() was told, so that the cooperative launch fits.
+        # What team.max_programs() was told, so that all programs are resident.
         assert f".maxnreg {registers_of(plans(name, 4)[0], 4)}" in ptx
         # Nothing is read before what the kernel before has written is there.
         assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global", ptx.index("griddepcontrol.wait"))
@@ -111,6 +123,21 @@ def test_plans_need_no_more_registers_than_they_are_given(world_size):
                 command = [str(cuobjdump), "--dump-resource-usage", file.name]
                 usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16, f"{name} {plan}: {usage}"
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize(("arch", "shared"), [("sm_80", 163 << 10), ("sm_90", 227 << 10)])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_all_programs_of_a_plan_are_resident(world_size, arch, shared):
+    """They wait for one another, and no cooperative launch refuses what does not fit."""
+    for name in KERNELS:
+        for plan in plans(name, world_size):
+            registers = registers_of(plan, world_size)
+            made = compiled_for(arch, name, world_size, plan=plan)
+            assert f".maxnreg {registers}" in made.asm["ptx"]
+            resident = min(plan.programs_per_sm, resident_programs(plan.num_warps, registers))
+            # The driver keeps 1 KiB for each program.
+            assert resident * (made.metadata.shared + 1024) <= shared, f"{name} {plan}: {made.metadata.shared} bytes"
 
 
 def test_lamport_stages_are_cleared_to_minus_zero():

@@ -125,10 +125,7 @@ class CudaPlatform:
         return f"{address:#x}"
 
     def max_programs(self, num_warps: int, registers: int) -> int:
-        # 65,536 registers in four quarters, each of whole warps, and 32 programs an SM, on NVIDIA from sm_80 on and not
-        # less on CDNA3. The launch itself is cooperative, so the driver refuses what does not fit after all.
-        warps = 4 * (16384 // (32 * registers))
-        return self.caps.sms * max(1, min(32, warps // num_warps))
+        return self.caps.sms * resident_programs(num_warps, registers)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -164,6 +161,13 @@ class CudaPlatform:
     def close(self) -> None:
         self._peers.clear()
         self._handle = None
+
+
+def resident_programs(num_warps: int, registers: int) -> int:
+    """Programs an SM of so many warps, with so many registers a thread and little shared memory: 65,536 registers in four
+    quarters, each of whole warps, and 32 programs, on NVIDIA from sm_80 on and not less on CDNA3."""
+    warps = 4 * (16384 // (32 * registers))
+    return max(1, min(32, warps // num_warps))
 
 
 class CudaCopyEngine:

@@ -82,11 +82,8 @@ def test_all_ranks_try_the_same_the_same_number_of_times(calls):
     assert by_rank[0] == by_rank[1] == by_rank[2]
     for outcome in found[0]:
         first = 2 * len(spaces.QUICK_PLANS)  # the default is one of them
-        assert (
-            first
-            < outcome.tried
-            <= first + len(spaces.around("all-reduce", spaces.CollectiveConfig(**outcome.row.config), 3))
-        )
+        # Then three fields of the best so far, up and down. It need not be the one that is chosen at last.
+        assert first < outcome.tried <= first + 6
         assert outcome.row.config["algorithm"] in ("one_shot", "two_shot")
         assert 0 < outcome.row.us <= outcome.row.default_us
         assert outcome.dropped == ()

@@ -179,6 +179,16 @@ def test_compiles_and_fits(arch, gated, tmp_path):
                     assert stack_bytes(kernel, tmp_path) == 0, config
 
 
+@pytest.mark.triton_internals
+def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms():
+    for M in (16, 32):
+        for N, K, programs in ((12800, 5120, 2), (25600, 5120, 2), (5120, 6400, 1), (5120, 2048, 1)):
+            kernel, config = built("sm_90", M, N, K, False)
+            # 228 KiB an SM, of which the system keeps 1 a program.
+            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, config)
+            assert config.parts == 1 and config.turned
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
 def test_on_sm_90_the_weight_is_fetched_before_the_kernel_before_has_ended_and_x_after(gated):
     kernel, config = built("sm_90", 16, 2560, 5120, gated)

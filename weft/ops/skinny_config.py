@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 OPS = ("matmul", "matmul_silu_mul")
 MAX_PARTS = 16
-# Rows up to which it beats cuBLAS: 64x5120x6400 19.2 / 19.5 us, 128x5120x6400 25.3 / 21.0.
+# Rows up to which it beats cuBLAS: 64x5120x6400 19.2 / 19.5 us, 128x5120x6400 25.3 / 21.0. Idle SMs are not why: 128x12800x5120
+# took 37.1 in 100 whole tiles and 44.7 in equal shares for all 132, the cut tiles put together by one program (36.3); and rows
+# that are not there make it slower: 96x12800x5120 40.8 (35.4), 65x 48.7 (35.5). Of a search that no file keeps.
 MAX_ROWS = 64
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
@@ -98,12 +100,16 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> Skinn
         # 64 KiB of shared memory suffice for all of these. gfx9 has 64 KiB, sm_12x 99.
         return SkinnyConfig(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)
     tiles = cdiv(N, 64)
-    if block_m == 16 or (block_m == 32 and (gated or tiles <= caps.sms)):
-        # 16x2560x5120 9.5 (10.9), 16x5120x6400 19.2 (18.8), 16x12800x5120 33.4 (35.8); 32: 9.5 (11.1), 19.6 (19.1).
+    programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
+    if block_m <= 32:
+        # 16x2560x5120 9.5 (10.9), 16x12800x5120 33.4 (35.8), gated 34.9 (36.8); 32: 9.5 (11.1), gated 35.3 (37.5). Stages in
+        # a search that no file keeps: 32x25600x5120 64.6 with 4, 73.8 with 5 (66.3), 32x12800x5120 33.7, 36.9 (35.5);
+        # 16x5120x6400 18.4 with 7, 19.1 with 5 (18.8), 32x5120x6400 18.7, 19.5 (19.1).
         block_n, block_k, stages, turned = 64, 128, 5, True
-    elif block_m == 32:
-        # More tiles than SMs, so two programs an SM. 32x12800x5120 35.4 (36.4).
-        block_n, block_k, stages, turned = 64, 128, 4, False
+        if not gated and block_m == 32 and tiles > caps.sms:
+            stages = 4  # two programs an SM: with one at a time, 400 tiles would be four rounds of 132
+        elif not gated and programs // 2 < tiles <= caps.sms:
+            stages = 7  # a program a tile and one an SM, with all of its memory
     elif block_m == 64 and not gated and tiles <= caps.sms:
         # One program an SM, with all of its memory. 64x5120x6400 19.2 (19.5).
         block_n, block_k, stages, turned = 64, 128, 6, True
@@ -113,7 +119,6 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> Skinn
     else:
         # 128x5120x6400 25.3 (21.0), gated 128x12800x5120 40.7 (38.6 with its silu): the library gets these.
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 5 if gated else 4, True
-    programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
     steps = cdiv(K, block_k)
     return SkinnyConfig(
         block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=AHEAD,

@@ -1,7 +1,7 @@
 """Every GEMM kernel compiles for every target without a GPU, in the configs it gets there, and fits the target.
 
-On sm_90 the machine code shows what the design counts on: TMA and wgmma, tiles stored 16 bytes a thread, nothing spilled
-in the loop along K.
+On sm_90 the machine code shows what the design counts on: TMA and wgmma, tiles stored 16 bytes a thread, and no local
+memory: nothing is spilled, along K or around a tile, in any config that a call may get.
 """
 
 import re
@@ -13,9 +13,9 @@ import torch
 import triton
 
 from tests.compiling import TARGETS, a_view, compiled
-from weft.ops import gemm
+from weft.ops import gemm, tuned
 from weft.ops.all_gather_matmul import all_gather_matmul_kernel
-from weft.ops.gemm_config import MAX_CHUNKS, configured
+from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
 from weft.ops.matmul import matmul_kernel
 from weft.ops.matmul_all_reduce import matmul_all_reduce_kernel
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
@@ -29,8 +29,6 @@ KERNELS = {
     "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
     "matmul_all_reduce": matmul_all_reduce_kernel,
 }
-# Bytes of local memory a thread that may hold what is not needed along K: the accumulator has half of all registers.
-AROUND_A_TILE = 192
 # Bytes of shared memory that one program may have.
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 N, WORDS = 12800, torch.zeros(4, dtype=torch.int32)
@@ -41,9 +39,22 @@ def config(arch, rows, dtype=torch.bfloat16, op="matmul_reduce_scatter"):
     return configured(op, 4 * rows if op != "matmul" else rows, N, 5120, dtype, 4, caps)
 
 
-def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, own_first=False):
+def tuned_tiles(op):
+    """(world size, config) of every kernel of ``op`` that a shipped row asks for."""
+    found = {}
+    for world_size in (2, 4):
+        for row in tuned.read(tuned.file_for("NVIDIA H200", world_size)).rows:
+            chosen = row.as_config(GemmConfig) if row.op == op else None
+            if chosen and chosen.design == "fused":
+                # Once for each that differs to a compiler.
+                constants = (*gemm.constants(chosen, True, "sm_90").values(), chosen.flatten)
+                found[world_size, constants] = world_size, chosen
+    return list(found.values())
+
+
+def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, own_first=False, chosen=None):
     """The kernel of ``op`` with what its host function would give it for panels of ``rows`` rows."""
-    chosen = config(arch, rows, dtype, op)
+    chosen = chosen or config(arch, rows, dtype, op)
     K, x = 5120 if descriptors else 5001, torch.zeros((64, 64), dtype=dtype)
     a = gemm.operand(x, chosen.block_m, chosen.block_k, descriptors)
     b = gemm.operand(x, chosen.block_n, chosen.block_k, descriptors)
@@ -64,7 +75,7 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
             a, K, b, K, x, *slots, x, WORDS, WORDS, 1 << 20, 1 << 12, *parts, rows, *sizes, *end,
         ),
     }[op]  # fmt: skip
-    options = gemm.constants(chosen, descriptors)
+    options = gemm.constants(chosen, descriptors, arch)
     if op not in ("matmul_reduce_scatter", "matmul_all_reduce"):
         del options["PIECE"]
     if op == "all_gather_matmul":
@@ -72,23 +83,6 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
     if op in ("all_gather_matmul", "matmul_reduce_scatter"):
         options["OWN_FIRST"] = own_first
     return compiled(KERNELS[op], *args, arch=arch, launch_cooperative_grid=op != "matmul", **options)
-
-
-def looped_spills(kernel, directory):
-    """Lines of machine code that touch local memory between the tensor instructions of a step along K."""
-    listed = machine_code(kernel, directory)
-    at = [line for line, text in enumerate(listed) if "HGMMA" in text]
-    steps = [(a, b) for a, b in zip(at, at[1:], strict=False) if b - a < 100]
-    return [text for a, b in steps for text in listed[a:b] if re.search(r"\b(LDL|STL)\b", text)]
-
-
-def machine_code(kernel, directory):
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        pytest.skip(f"{tool} is not part of this Triton")
-    cubin = directory / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    return subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def stack_bytes(kernel, directory):
@@ -119,30 +113,36 @@ def test_machine_code_on_sm_90(rows, op, tmp_path):
     assert "cp.async.bulk.tensor.2d.shared" in ptx
     assert ("wgmma" in ptx) == (rows >= 64)
     assert "st.global.v4" in ptx and not re.search(r"st\.global(\.\w+)*\.b16", ptx)
-    assert stack_bytes(kernel, tmp_path) <= AROUND_A_TILE
-    assert not looped_spills(kernel, tmp_path)
+    assert stack_bytes(kernel, tmp_path) == 0
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_own_rows_first_on_sm_90(op, tmp_path):
-    kernel = built(op, "sm_90", 2048, own_first=True)
-    assert stack_bytes(kernel, tmp_path) <= AROUND_A_TILE
-    assert not looped_spills(kernel, tmp_path)
+    assert stack_bytes(built(op, "sm_90", 2048, own_first=True), tmp_path) == 0
 
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_pointer_loads_on_sm_90_keep_the_accumulator_in_registers(op, tmp_path):
-    for rows in (16, 128):
-        assert stack_bytes(built(op, "sm_90", rows, descriptors=False), tmp_path) <= AROUND_A_TILE, rows
-    kernel = built(op, "sm_90", 4096, descriptors=False)
-    assert stack_bytes(kernel, tmp_path) <= AROUND_A_TILE
-    assert not looped_spills(kernel, tmp_path)
+    for rows in (16, 128, 4096):
+        assert stack_bytes(built(op, "sm_90", rows, descriptors=False), tmp_path) == 0, rows
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_nothing_is_spilled_where_rows_were_tuned(op, tmp_path):
+    for world_size, chosen in tuned_tiles(op):
+        for descriptors in (True, False):
+            kernel = built(op, "sm_90", 2048, descriptors, world_size=world_size, chosen=chosen)
+            assert stack_bytes(kernel, tmp_path) == 0, (world_size, chosen, descriptors)
 
 
 @pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize(("dtype", "world_size"), [(torch.float32, 2), (torch.float16, 3), (torch.bfloat16, 8)])
 def test_other_dtypes_and_world_sizes_compile(dtype, world_size, op, tmp_path):
-    assert stack_bytes(built(op, "sm_90", 200, dtype=dtype, world_size=world_size), tmp_path) <= AROUND_A_TILE
+    # Two scalars that tiles need, of three ranks with few tiles, under Triton 3.6; with eight warps there is room.
+    allowed = 8 if (op, world_size) == ("matmul_all_reduce", 3) else 0
+    for rows in (32, 200):
+        kernel = built(op, "sm_90", rows, dtype=dtype, world_size=world_size)
+        assert stack_bytes(kernel, tmp_path) <= allowed, rows
 
 
 def test_kernels_between_segments_compile():

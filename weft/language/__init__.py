@@ -25,6 +25,7 @@ from weft.language.ordering import (
     quiet,
     wait_for_previous_kernel,
 )
+from weft.language.placing import zero_here
 from weft.language.prefetching import prefetch
 from weft.language.signals import barrier, consume_token, notify, wait
 
@@ -33,5 +34,5 @@ __all__ = [
     "lamport_load", "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store",
     "let_next_kernel_start", "multimem_load_reduce", "multimem_store", "next_epoch", "notify", "num_ranks", "prefetch",
     "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
-    "wait_for_previous_kernel",
+    "wait_for_previous_kernel", "zero_here",
 ]  # fmt: skip

@@ -183,7 +183,7 @@ def _run_fused(
     _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], space)
     descriptors = gemm.can_describe(shard, gathered, b)
     parts, programs = gemm.parts_for(team, config, shard.dtype), gemm.programs(team, tiles, config)
-    options = gemm.constants(config, descriptors)
+    options = gemm.constants(config, descriptors, team.caps.arch)
     del options["PIECE"]
     all_gather_matmul_kernel[(programs,)](
         gemm.operand(shard, config.block_m, config.block_k, descriptors), gemm.row_stride(shard),

@@ -3,6 +3,9 @@
 ``C[M, N] = A[M, K] @ B[N, K].T``, accumulated in fp32. Operands are read through tensor descriptors (TMA on NVIDIA from
 sm_90 on, ordinary loads elsewhere); where a row does not start on 16 bytes, through masked pointer loads, chosen by a
 constexpr.
+
+Along K the accumulator has half of all registers, and what is computed before it for use behind it would be spilled. So
+addresses are computed where they are used (``wl.zero_here``), and a large tile is finished in ``halves``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import weft.language as wl
 from weft.ops.arithmetic import next_power_of_2
 from weft.ops.gemm_config import GemmConfig
 from weft.ops.registration import FLOATS
@@ -59,6 +63,8 @@ def gemm_tile(
                 piece = tl.load(source + moved + lanes, mask=lanes < left - moved, other=0.0)
     else:
         m, n, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        a_stride += 16 * wl.zero_here()
+        b_stride += 16 * wl.zero_here()
         # 64-bit to the tile, 32-bit in it: half the registers of a pointer for each element.
         a_tile = a + tl.cast(row, tl.int64) * a_stride
         b_tile = b + tl.cast(column, tl.int64) * b_stride
@@ -72,6 +78,7 @@ def gemm_tile(
     if PIECE > 0:
         # All at once as far as registers go: each round is a trip to the L2 and back.
         REST: tl.constexpr = min(BLOCK_M * BLOCK_N, 8192)
+        source += 16 * wl.zero_here()
         while moved < left:
             at = moved + tl.arange(0, REST)
             tl.store(target + at, tl.load(source + at, mask=at < left, other=0.0), mask=at < left)
@@ -90,8 +97,9 @@ def leave_part(
     tickets  [split tiles], 0: how many parts are there. Left as 0 for the next kernel of this stream
     """
     low, end = contributors(place, tiles, whole, depth)
+    scratch += 16 * wl.zero_here()
     mine = scratch + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N)
-    tl.store(mine + packed(BLOCK_M, BLOCK_N), acc)
+    tl.store(mine + packed(BLOCK_M, BLOCK_N, BLOCK_N), acc)
     tl.debug_barrier()
     ticket = tl.atomic_add(tickets + (place - whole), 1, sem="acq_rel", scope="gpu")
     is_last = ticket == end - low - 1
@@ -108,9 +116,9 @@ def join_parts(
     """Rows row .. row + ROWS - 1 of the split tile, fp32: its parts added up by program, for the last program only."""
     low, end = contributors(place, tiles, whole, depth)
     scratch += row * BLOCK_N
-    x = tl.load(scratch + low.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
+    x = tl.load(scratch + low.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N, BLOCK_N))
     for other in tl.range(low + 1, end, num_stages=1):
-        x += tl.load(scratch + other.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N))
+        x += tl.load(scratch + other.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N, BLOCK_N))
     return x
 
 
@@ -120,6 +128,7 @@ def store_tile(out, x, row, column, first_row, rows, N, BLOCK_M: tl.constexpr, B
 
     ``out``: rows of N elements, one after the other.
     """
+    N += 16 * wl.zero_here()
     m = row + tl.arange(0, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     at = out + (first_row + m).to(tl.int64)[:, None] * N + n[None, :]
@@ -127,9 +136,16 @@ def store_tile(out, x, row, column, first_row, rows, N, BLOCK_M: tl.constexpr, B
 
 
 @triton.jit
-def packed(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets of a tile's elements where tiles lie whole, one behind the other: no masks, every row on 16 bytes."""
-    return tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+def packed(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets of the first ROWS rows and COLUMNS columns of a tile of BLOCK_N columns where tiles lie whole, one behind the
+    other: no masks, every row on 16 bytes."""
+    return tl.arange(0, ROWS)[:, None] * BLOCK_N + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def halves(x):
+    """The left and the right columns of a tile. A thread has some of both, so that nothing is moved."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device, name: str = "a") -> None:
@@ -235,8 +251,8 @@ def whole_for(tiles: Tiles, programs: int, config: GemmConfig, least: int = 0) -
     return whole_places(tiles.count, programs, least) if config.split else tiles.count
 
 
-def constants(config: GemmConfig, descriptors: bool) -> dict[str, Any]:
-    """The keyword arguments of every GEMM kernel that come from its config."""
+def constants(config: GemmConfig, descriptors: bool, arch: str) -> dict[str, Any]:
+    """The keyword arguments of every GEMM kernel that come from its config, on a GPU of ``arch``."""
     block_k, num_warps = config.block_k, config.num_warps
     if not descriptors:
         # Single elements are loaded through registers, which the accumulator fills: a thin slice, over more threads.
@@ -252,4 +268,6 @@ def constants(config: GemmConfig, descriptors: bool) -> dict[str, Any]:
         "PIECE": min(config.piece, config.block_m * config.block_n),
         "num_warps": num_warps,
         "num_stages": config.num_stages,
+        # One program an SM: ptxas need not spill for room for more, as it does with small tiles where not told.
+        **({"maxnreg": 255} if arch.startswith("sm_") else {}),
     }

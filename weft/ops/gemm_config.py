@@ -84,8 +84,10 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
         block_n = _fit(cdiv(N, max(1, 4 // panels)), 16, 256)
         return GemmConfig(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128, group=2)
     if dtype == torch.float32:
-        # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands.
-        return GemmConfig(block_m=_fit(rows, 16, 64), block_n=64, block_k=16, num_stages=2)
+        # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands, of which 64 x 64 on
+        # four warps takes all and spills.
+        block_m = _fit(rows, 16, 64)
+        return GemmConfig(block_m=block_m, block_n=64, block_k=16, num_warps=8 if block_m == 64 else 4, num_stages=2)
     if caps.arch.startswith("gfx"):
         # 64 KiB of LDS for both operands; one stage waits in registers.
         block_m = _fit(rows, 16, 128)

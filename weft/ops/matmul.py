@@ -74,7 +74,7 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> t
     whole = gemm.whole_for(tiles, programs, config)
     scratch, tickets = _parts(a.device, tiles.count - whole, programs, config)
     descriptors = gemm.can_describe(a, b)
-    options = gemm.constants(config, descriptors)
+    options = gemm.constants(config, descriptors, caps.arch)
     del options["PIECE"]
     matmul_kernel[(programs,)](
         gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),

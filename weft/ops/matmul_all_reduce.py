@@ -13,7 +13,7 @@ import weft.language as wl
 from weft.ops import gemm, skinny
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
+from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
@@ -74,6 +74,9 @@ def matmul_all_reduce_kernel(
     """
     world: tl.constexpr = wl.num_ranks(team)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    # In pieces, so that a slot's elements fit beside the accumulator: whole tiles spill up to 168 bytes a thread.
+    HALVES: tl.constexpr = 2 if TILE > 8192 else 1
+    COLUMNS: tl.constexpr = BLOCK_N // HALVES
     me = wl.rank(team)
     tiles = from_argument(tiles)
     now = wl.next_epoch(epoch)
@@ -118,16 +121,18 @@ def matmul_all_reduce_kernel(
                 there = wl.symm_at(here + slot * slot_size, owner, team)
                 tl.debug_barrier()  # all threads have sent what the outbox held
             if last - first == depth:
-                deliver(
-                    acc, 0, owner == me, last_step, out, here, slot_size, there, result, outbox, row, column, M, N, team,
-                    BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                pieces = halves(acc) if HALVES > 1 else (acc,)
+                for part in tl.static_range(HALVES):
+                    deliver(
+                        pieces[part], 0, part * COLUMNS, owner == me, last_step, out, here, slot_size, there, result, outbox,
+                        row, column, M, N, team, BLOCK_M, COLUMNS, BLOCK_N,
+                    )  # fmt: skip
             else:
                 for at in range(0, BLOCK_M, ROWS):
                     x = join_parts(scratch, place, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
                     deliver(
-                        x, at, owner == me, last_step, out, here, slot_size, there, result, outbox, row, column, M, N,
-                        team, ROWS, BLOCK_N,
+                        x, at, 0, owner == me, last_step, out, here, slot_size, there, result, outbox,
+                        row, column, M, N, team, ROWS, BLOCK_N, BLOCK_N,
                     )  # fmt: skip
             if owner == me:
                 for peer in tl.static_range(1, world):
@@ -143,30 +148,31 @@ def matmul_all_reduce_kernel(
         number = at_place(place, start, tiles)
         panel, chunk, tile_row, tile_column = locate(number, tiles)
         wl.wait(ready + number, now, team)
-        total = tl.load(results + number.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(BLOCK_M, BLOCK_N))
+        total = tl.load(results + number.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(BLOCK_M, BLOCK_N, BLOCK_N))
         store_tile(out, total, tile_row * BLOCK_M, tile_column * BLOCK_N, 0, M, N, BLOCK_M, BLOCK_N)
     wl.advance_epoch(epoch, now)
 
 
 @triton.jit
 def deliver(
-    x, at, is_own, is_last, out, here, slot_size, there, result, outbox, row, column, M, N, team,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, at, skip, is_own, is_last, out, here, slot_size, there, result, outbox, row, column, M, N, team,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``at`` .. at + ROWS - 1 of a finished tile, ``x``: with the slots' (``here``) to ``out`` and to ``result`` of
-    every peer, or to the outbox, or to the owner (``there``)."""
+    """The piece of a finished tile from row ``at`` and column ``skip`` on, ``x``: with the slots' (``here``) to
+    ``out`` and to ``result`` of every peer, or to the outbox, or to the owner (``there``)."""
     world: tl.constexpr = wl.num_ranks(team)
-    offsets = at * BLOCK_N + packed(ROWS, BLOCK_N)
+    offsets = at * BLOCK_N + skip + packed(ROWS, COLUMNS, BLOCK_N)
     if is_own:
         for slot in tl.range(0, world - 1, num_stages=1):
             x += tl.load(here + slot * slot_size + offsets).to(tl.float32)
         total = x.to(out.dtype.element_ty)
-        for peer in tl.range(1, world, num_stages=1):
+        for peer in tl.range(1, world + wl.zero_here(), num_stages=1):
             tl.store(wl.symm_at(result, (wl.rank(team) + peer) % world, team) + offsets, total)
-        store_tile(out, total, row + at, column, 0, M, N, ROWS, BLOCK_N)
+        store_tile(out, total, row + at, column + skip, 0, M, N, ROWS, COLUMNS)
     elif is_last:
         tl.store(there + offsets, x.to(out.dtype.element_ty))
     else:
+        outbox += 16 * wl.zero_here()
         tl.store(outbox + offsets, x.to(out.dtype.element_ty))
 
 
@@ -224,7 +230,7 @@ def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, 
         out, parts.outbox, space.slots, space.arrived, space.results, space.ready, space.epoch,
         space.slots.shape[1], space.arrived.shape[1], parts.scratch, parts.tickets,
         M, N, K, as_argument(tiles), gemm.whole_for(tiles, programs, config), team.view,
-        launch_cooperative_grid=True, **gemm.constants(config, descriptors),
+        launch_cooperative_grid=True, **gemm.constants(config, descriptors, team.caps.arch),
     )  # fmt: skip
 
 

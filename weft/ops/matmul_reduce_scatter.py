@@ -12,7 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops import gemm
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm import gemm_tile, join_parts, leave_part, packed, store_tile
+from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
@@ -67,6 +67,9 @@ def matmul_reduce_scatter_kernel(
     """
     world: tl.constexpr = wl.num_ranks(team)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    # In pieces, so that a slot's elements fit beside the accumulator: whole tiles spill up to 168 bytes a thread.
+    HALVES: tl.constexpr = 2 if TILE > 8192 else 1
+    COLUMNS: tl.constexpr = BLOCK_N // HALVES
     me = wl.rank(team)
     tiles = from_argument(tiles)
     now = wl.next_epoch(epoch)
@@ -110,16 +113,18 @@ def matmul_reduce_scatter_kernel(
                 there = wl.symm_at(here + slot * slot_size, owner, team)
                 tl.debug_barrier()  # all threads have sent what the outbox held
             if last - first == depth:
-                deliver(
-                    acc, 0, owner == me, last_step, out, here, slot_size, there, outbox, row, column, rows, N, team,
-                    BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                pieces = halves(acc) if HALVES > 1 else (acc,)
+                for part in tl.static_range(HALVES):
+                    deliver(
+                        pieces[part], 0, part * COLUMNS, owner == me, last_step, out, here, slot_size, there, outbox,
+                        row, column, rows, N, team, BLOCK_M, COLUMNS, BLOCK_N,
+                    )  # fmt: skip
             else:
                 for at in range(0, BLOCK_M, ROWS):
                     x = join_parts(scratch, place, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
                     deliver(
-                        x, at, owner == me, last_step, out, here, slot_size, there, outbox, row, column, rows, N, team,
-                        ROWS, BLOCK_N,
+                        x, at, 0, owner == me, last_step, out, here, slot_size, there, outbox,
+                        row, column, rows, N, team, ROWS, BLOCK_N, BLOCK_N,
                     )  # fmt: skip
             if owner != me:
                 if last_step:
@@ -132,19 +137,20 @@ def matmul_reduce_scatter_kernel(
 
 @triton.jit
 def deliver(
-    x, at, is_own, is_last, out, here, slot_size, there, outbox, row, column, rows, N, team,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, at, skip, is_own, is_last, out, here, slot_size, there, outbox, row, column, rows, N, team,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``at`` .. at + ROWS - 1 of a finished tile, ``x``: with the slots' (``here``) to ``out``, or to the outbox, or
-    to the owner (``there``)."""
-    offsets = at * BLOCK_N + packed(ROWS, BLOCK_N)
+    """The piece of a finished tile from row ``at`` and column ``skip`` on, ``x``: with the slots' (``here``) to
+    ``out``, or to the outbox, or to the owner (``there``)."""
+    offsets = at * BLOCK_N + skip + packed(ROWS, COLUMNS, BLOCK_N)
     if is_own:
         for slot in tl.range(0, wl.num_ranks(team) - 1, num_stages=1):
             x += tl.load(here + slot * slot_size + offsets).to(tl.float32)
-        store_tile(out, x, row + at, column, 0, rows, N, ROWS, BLOCK_N)
+        store_tile(out, x, row + at, column + skip, 0, rows, N, ROWS, COLUMNS)
     elif is_last:
         tl.store(there + offsets, x.to(out.dtype.element_ty))
     else:
+        outbox += 16 * wl.zero_here()
         tl.store(outbox + offsets, x.to(out.dtype.element_ty))
 
 
@@ -216,7 +222,7 @@ def _run_fused(
         out, parts.outbox, space.slots, space.arrived, space.epoch, space.slots.shape[2], space.arrived.shape[1],
         parts.scratch, parts.tickets, M, rows, N, K, as_argument(tiles),
         first_tile.fn((team.rank + 1) % world, tiles, world), gemm.whole_for(tiles, programs, config), team.view,
-        launch_cooperative_grid=True, OWN_FIRST=own_first, **gemm.constants(config, descriptors),
+        launch_cooperative_grid=True, OWN_FIRST=own_first, **gemm.constants(config, descriptors, team.caps.arch),
     )  # fmt: skip
 
 

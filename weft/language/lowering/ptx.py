@@ -60,6 +60,12 @@ def prefetch_bulk_l2(ptr, nbytes):
 
 
 @triton.jit
+def zero():
+    """0 by a ``mov`` that is volatile: what depends on it is computed behind it, and not moved out of a loop around it."""
+    return tl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def globaltimer_us():
     """Microseconds of the GPU's global clock, int64."""
     ns = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

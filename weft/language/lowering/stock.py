@@ -73,6 +73,15 @@ def let_next_kernel_start():
 
 
 @triton.jit
+def zero_here():
+    """An opaque 0 where registers are worth it, elsewhere just 0."""
+    if target_info.is_cuda():
+        return ptx.zero()
+    else:
+        return tl.full((), 0, tl.int32)
+
+
+@triton.jit
 def is_unwritten(x):
     """Which elements of ``x`` have the bit pattern of -0.0 (lamport.py)."""
     if x.dtype.primitive_bitwidth == 32:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.runtime.streams import own_stream
+
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
@@ -23,13 +25,15 @@ class Lanes:
     def __init__(self, device: torch.device, count: int) -> None:
         self._count, self._on_gpu = count, device.type == "cuda"
         if self._on_gpu:
-            self._side = [torch.cuda.Stream(device) for _ in range(count - 1)]
-            self._urgent = torch.cuda.Stream(device, priority=-1)
+            # One more than are used: the caller's may be one of them.
+            self._streams = [own_stream(device) for _ in range(count)]
+            self._urgent = own_stream(device, priority=-1)
 
     def fork(self) -> None:
         """Every lane waits for all that the current stream, lane 0 from here on, has been given so far."""
         if self._on_gpu:
             self._main = torch.cuda.current_stream()
+            self._side = [stream for stream in self._streams if stream != self._main][: self._count - 1]
             for stream in (*self._side, self._urgent):
                 stream.wait_stream(self._main)
 

@@ -15,6 +15,7 @@ from weft.runtime import capabilities
 from weft.runtime.copying import at_peer, check_copy
 from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
+from weft.runtime.streams import own_stream
 from weft.runtime.view import RECORD_WORDS
 
 DEFAULT_HEAP_BYTES = 2 << 30
@@ -180,7 +181,7 @@ class CudaCopyEngine:
 
     def __init__(self, platform: CudaPlatform) -> None:
         self._platform = platform
-        self._stream = torch.cuda.Stream(platform.device, priority=-1)
+        self._stream = own_stream(platform.device, priority=-1)
         # Sources may be freed by their owner while the engine still reads them: held until the next join.
         self._held: list[torch.Tensor] = []
 

@@ -1,0 +1,63 @@
+"""Lanes are streams that differ from each other and from the caller's, whichever of torch's few streams that is."""
+
+import itertools
+
+import pytest
+import torch
+
+from weft.ops.lanes import Lanes
+from weft.runtime import streams
+from weft.runtime.streams import IN_POOL, own_stream
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Stream:
+    """One of IN_POOL streams of a priority, handed out in turn, as torch does; equal where it is the same one."""
+
+    turns: dict[int, itertools.count] = {}
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.handle = priority, next(self.turns.setdefault(priority, itertools.count())) % IN_POOL
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.handle == other.handle
+
+    def __hash__(self) -> int:
+        return hash(self.handle)
+
+    def wait_stream(self, other: "Stream") -> None:
+        assert other != self
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    monkeypatch.setattr(Stream, "turns", {})
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(streams, "_taken", type(streams._taken)())
+
+
+def test_streams_of_weft_are_distinct_while_there_are_enough(pool):
+    held = [own_stream(DEVICE) for _ in range(20)]
+    for _ in range(IN_POOL - 20):
+        Stream(DEVICE)  # somebody else's
+    held += [own_stream(DEVICE) for _ in range(12)]
+    assert len(set(held)) == IN_POOL
+    held.append(own_stream(DEVICE))  # none is left: one of them again, and no endless search
+    assert len(set(held)) == IN_POOL
+    first = held[0].handle
+    held.clear()
+    assert first in {own_stream(DEVICE).handle for _ in range(IN_POOL)}  # given back with their owners
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_lane_is_the_callers_stream(pool, monkeypatch, count):
+    lanes = Lanes(DEVICE, count)
+    for _ in range(2 * IN_POOL):
+        callers = Stream(DEVICE)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda callers=callers: callers)
+        lanes.fork()
+        assert len({lanes.turn(number) for number in range(count)}) == count
+        assert lanes.turn(0) == lanes.turn(count) == callers
+        assert lanes.urgent() not in {lanes.turn(number) for number in range(count)}

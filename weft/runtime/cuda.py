@@ -174,9 +174,8 @@ def resident_programs(num_warps: int, registers: int) -> int:
 class CudaCopyEngine:
     """Copies and flags on one side stream: ``cudaMemcpyAsync`` between mapped addresses, so the copy engines carry them.
 
-    A flag keeps the next copy waiting for 4 µs (in a graph on H200). Elsewhere it is worse off: on a stream of its own it came
-    when all copies had ended, and a kernel that signals found no room beside programs that were set up on all SMs and
-    waited for what it was to signal.
+    A flag keeps the next copy waiting for 4 µs (in a graph on H200). On a stream of its own it came when all copies had ended.
+    With a kernel that signals in its place a GEMM-RS stopped: programs that wait for it on all SMs may leave it no room.
     """
 
     def __init__(self, platform: CudaPlatform) -> None:

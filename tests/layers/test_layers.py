@@ -237,10 +237,16 @@ def test_norms_are_factored_for_few_tokens_in_bf16_on_sm_90():
         return choose_plan(mode, tokens, hidden_size=5120, dtype=dtype, team=team, **asked)
 
     assert plan().factored and ", factored" in str(plan())
-    others = [{"tokens": 65}, {"dtype": torch.float32}, {"dtype": torch.float16}, {"mode": "ag_rs"}, {"arch": "sm_100"}]
+    others = [
+        {"tokens": 513},
+        {"dtype": torch.float32},
+        {"dtype": torch.float16},
+        {"mode": "ag_rs"},
+        {"arch": "sm_100"},
+    ]
     for asked in [*others, {"factored": False}, {"tokens": 513, "factored": True}]:
         assert not plan(**asked).factored and "factored" not in str(plan(**asked)), asked
-    assert plan(65, factored=True).factored
+    assert plan(512).factored and plan(arch="sm_100", factored=True).factored
 
 
 def test_modules_that_are_not_what_the_layer_computes_are_refused(config):

@@ -33,20 +33,21 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     options = launch_options(caps)
     if name == "silu_mul":
-        return compiled(silu_mul_kernel, x, 12800, x, 128, 6400, ROWS=4, BLOCK=256, arch=arch, **options)
+        constexprs = {"ROWS": 4, "BLOCK": 256, "SQUARES": 20}
+        return compiled(silu_mul_kernel, x, 12800, FP32, 1e-6, x, 128, 6400, arch=arch, **constexprs, **options)
     if name == "add_rms_norm":
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
         return compiled(add_rms_norm_kernel, x, x, x, x, x, 1e-6, arch=arch, **constexprs, **options)
     if name == "qk_norm_rope_of_parts":
         return compiled(
-            qk_norm_rope_kernel, FP32, 20 * D, 64 * D, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
-            PAGE=page, D=D, ROWS=TILE // D, PARTS=3, KEPT=18, arch=arch, **options,
+            qk_norm_rope_kernel, FP32, 20 * D, 64 * D, FP32, 0.0, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16,
+            KV_HEADS=2, PAGE=page, D=D, ROWS=TILE // D, PARTS=3, KEPT=18, SQUARES=0, arch=arch, **options,
         )  # fmt: skip
     if name == "qk_norm_rope":
         return compiled(
-            qk_norm_rope_kernel, x, 20 * D, 0, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
-            PAGE=page, D=D, ROWS=TILE // D, PARTS=1, KEPT=16, arch=arch, **options,
+            qk_norm_rope_kernel, x, 20 * D, 0, FP32, 1e-6, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
+            PAGE=page, D=D, ROWS=TILE // D, PARTS=1, KEPT=16, SQUARES=20, arch=arch, **options,
         )  # fmt: skip
     if name == "paged_prefill_attention":
         config = prefill.config_for((1, 128, 0, 0, 0), 2, group, D, dtype, caps)

@@ -27,8 +27,9 @@ def norm_of(hidden, weight):
 def factored(hidden, weight, parts):
     """As the kernel leaves it: ``hidden`` in so many ragged parts."""
     scaled = (hidden.float() * weight.float()).to(hidden.dtype)
-    squares = torch.stack([part.float().square().sum(-1) for part in hidden.tensor_split(parts, dim=-1)], dim=-1)
-    return FactoredNorm(scaled, squares, EPS)
+    width = hidden.shape[-1]
+    shares = [part.float().square().sum(-1) / width for part in hidden.tensor_split(parts, dim=-1)]
+    return FactoredNorm(scaled, torch.stack(shares, dim=-1), EPS)
 
 
 def rows(M, K, dtype, seed=0, device="cpu"):
@@ -45,13 +46,15 @@ def matrix(N, K, dtype, seed=0, device="cpu"):
 
 
 def multiplied(norm, hidden, op, N):
-    """(what meets the weight, in fp64 but for roundings on the way; whether it was divided before): rows that were rounded
-    once and are divided behind the product, or where that has another design divided before it and rounded twice."""
+    """(what meets the weight, in fp64 but for roundings on the way; whether the library multiplies): rows that were rounded
+    once and are divided behind the product, or where that is the library's and nobody reads it here divided before it and
+    rounded twice."""
     M, K = hidden.shape
     caps = capabilities_of("sim" if hidden.device.type == "cpu" else "sm_90")
     config, _ = skinny_config.configured(op, M, N, K, hidden.dtype, caps, factored=True)
-    divided = config is None or K * hidden.element_size() % 16 != 0
-    return (norm.normed() if divided else norm.scaled.double() * rms_factor(hidden)), divided
+    by_library = config is None or K * hidden.element_size() % 16 != 0
+    twice = by_library and op == "matmul"
+    return (norm.normed() if twice else norm.scaled.double() * rms_factor(hidden)), by_library
 
 
 @pytest.mark.parametrize("op", [ops.matmul, ops.matmul_silu_mul])
@@ -67,11 +70,11 @@ def test_what_an_op_is_called_with(op, dtype):
             norm = factored(hidden, weight, 1 + call)
             wide = torch.zeros(M, K + 8, dtype=dtype)
             wide[:, :K] = norm.scaled
-            x, divided = multiplied(norm, hidden, op.__name__, N)
+            x, by_library = multiplied(norm, hidden, op.__name__, N)
             for given in (norm, FactoredNorm(wide[:, :K], norm.squares, EPS)):
                 out = op(given, b)
                 assert out.dtype == dtype and out.is_contiguous()
-                assert_close(out, reference(x, b, gated), K, partials=int(divided and gated), what=f"{M}x{N}x{K}")
+                assert_close(out, reference(x, b, gated), K, partials=int(by_library and gated), what=f"{M}x{N}x{K}")
 
     alone(main)
 
@@ -84,10 +87,10 @@ def test_every_config_divides_its_rows(config, gated):
     def main():
         for M, N, K in SHAPES[:4]:
             x, b = rows(M, K, BF16)[0], matrix((2 if gated else 1) * N, K, BF16)
-            eighth = torch.full((M, 5), 64 * K / 5)
+            eighth = torch.full((M, 5), 64 / 5)
             out = skinny.run(x, b, config, gated, squares=eighth, eps=0.0)
             assert_close(out, reference(x.double() / 8, b, gated), K, what=f"{M}x{N}x{K}")
-            each = torch.arange(1, M + 1)[:, None].float().square() * K
+            each = torch.arange(1, M + 1)[:, None].float().square()
             out = skinny.run(x, b, config, gated, squares=each, eps=0.0)
             expected = reference(x.double() / torch.arange(1, M + 1)[:, None], b, gated)
             assert_close(out, expected, K, what=f"{M}x{N}x{K}")
@@ -113,7 +116,7 @@ def test_no_worse_than_the_norm_before_the_product():
     alone(main)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_parts_add_up_to_the_product(dtype):
     """Bit for bit, whether K is split (K > 128 here) or not, and of operands that no descriptor reaches as they lie."""
 
@@ -124,7 +127,7 @@ def test_parts_add_up_to_the_product(dtype):
             every_other = torch.zeros(N, 2 * K, dtype=dtype)[:, ::2].copy_(b)
             for weight in (b, odd, every_other, b.t().contiguous().t()):
                 parts = ops.matmul_parts(norm, weight)
-                split = dtype != FP32 and K > 128 and K % 8 == 0
+                split = K > 128 and K % 8 == 0
                 assert parts.shape == ((2, M, N) if split else (M, N))
                 assert parts.dtype == (FP32 if split else dtype) and parts.is_contiguous()
                 total = (parts[0] + parts[1]).to(dtype) if split else parts
@@ -222,6 +225,29 @@ def test_which_products_take_the_factor():
         config, reason = skinny_config.configured("matmul", M, 64, 64, dtype, caps, factored=True)
         assert (config is not None) == taken and reason
     assert skinny_config.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
+    for M, N, taken in ((128, 2560, True), (65, 2560, True), (129, 2560, False), (128, 12800, False)):
+        config, reason = skinny_config.configured("matmul", M, N, 5120, BF16, caps, factored=True, in_parts=True)
+        assert (config is not None) == taken and reason
+        assert config is None or skinny_config.parts_of(config, 5120) > 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_a_library_product_is_divided_by_who_reads_it(dtype, monkeypatch):
+    monkeypatch.setattr(skinny_config, "configured", lambda *_, **__: (None, "the library"))
+
+    def main():
+        for call, (M, N, K) in enumerate(SHAPES[:4]):
+            (hidden, weight), b = rows(M, K, dtype, call), matrix(2 * N, K, dtype, call)
+            norm = factored(hidden, weight, 1 + call)
+            product = ops.matmul_parts(norm, b)
+            assert product.squares is norm.squares and product.eps == EPS and product.scaled.dtype == dtype
+            exact = norm.scaled.double() * rms_factor(hidden)
+            assert_close(product.scaled, norm.scaled.double() @ b.double().T, K, what=f"{M}x{N}x{K}")
+            assert_close(product.normed(), exact @ b.double().T, K, partials=1, what=f"{M}x{N}x{K}")
+            for out in (ops.silu_mul(product), ops.matmul_silu_mul(norm, b)):
+                assert_close(out, reference(exact, b, True), K, partials=1, what=f"{M}x{N}x{K} gated")
+
+    alone(main)
 
 
 @pytest.mark.gpu(1)
@@ -234,11 +260,15 @@ def test_on_a_gpu(op):
             b = matrix((2 if gated else 1) * N, K, BF16, seed=1, device="cuda")
             norm, what = factored(hidden, weight, 20), f"{M}x{N}x{K}"
             out = op(norm, b)
-            x, divided = multiplied(norm, hidden, op.__name__, N)
-            assert_close(out, reference(x, b, gated), K, partials=int(divided and gated), what=what)
+            x, by_library = multiplied(norm, hidden, op.__name__, N)
+            assert_close(out, reference(x, b, gated), K, partials=int(by_library and gated), what=what)
             assert_identical(op(norm, b), out, what=what)
             parts = ops.matmul_parts(norm, b)
-            if not gated and parts.dim() == 3:
+            assert isinstance(parts, FactoredNorm) == (M > 64 and not (M <= 128 and b.shape[0] <= 2560))
+            if isinstance(parts, FactoredNorm):
+                exact = norm.scaled.double() * rms_factor(hidden)
+                assert_close(parts.normed(), exact @ b.double().T, K, partials=1, what=what)
+            elif not gated and M <= 64 and parts.dim() == 3:
                 total = parts[0]
                 for part in parts[1:]:
                     total = total + part

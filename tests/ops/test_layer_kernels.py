@@ -14,6 +14,7 @@ from tests.ops.cases import BF16, FP16, FP32
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, everywhere, random
 from weft import ops
+from weft.ops.factored_norm import FactoredNorm
 
 attention = importlib.import_module("weft.ops.paged_attention")
 
@@ -40,6 +41,34 @@ def test_silu_mul(dtype, device):
                 actual = ops.silu_mul(x)
                 assert actual.is_contiguous() and actual.dtype == dtype
                 assert_close(actual, expected, 4, what=f"silu_mul {shape}")
+
+    everywhere(check, device)
+
+
+def undivided(x, parts):
+    """``x`` as a product of a factored norm, in so many parts; and what its rows are to be multiplied by, in fp64."""
+    generator = torch.Generator().manual_seed(parts)
+    squares = (10 ** (2 * torch.rand((x.shape[0], parts), generator=generator))).to(x.device)
+    return FactoredNorm(x, squares, EPS), (squares.double().sum(-1, keepdim=True) + EPS).rsqrt()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_silu_mul_divides_a_product_of_a_factored_norm(dtype, device):
+    def check(device):
+        for M, N, parts in ((1, 1, 1), (5, 513, 20), (130, 257, 3), (0, 8, 2)):
+            gate_up = 3 * random((M, 2 * N), dtype, device)
+            norm, factor = undivided(gate_up, parts)
+            gate, up = (gate_up.double() * factor).chunk(2, dim=1)
+            expected = gate * torch.sigmoid(gate) * up
+            wide = torch.cat((gate_up, gate_up), dim=1)[:, : 2 * N]
+            strided = torch.cat((norm.squares, norm.squares), dim=1)[:, :parts]
+            for x, squares in ((gate_up, norm.squares), (wide, strided)):
+                actual = ops.silu_mul(FactoredNorm(x, squares, EPS))
+                assert actual.is_contiguous() and actual.dtype == dtype
+                # Factor, product and exponential are rounded one after the other.
+                rtol = max(torch.finfo(dtype).eps, 8 * torch.finfo(FP32).eps)
+                torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=1e-7)
 
     everywhere(check, device)
 
@@ -90,7 +119,7 @@ def rotate(x, cos, sin):
 
 
 def check_qk_norm_rope(
-    device, heads, tokens, position_dtype=torch.int32, padded=(), strided=False, parts=0, kept=False
+    device, heads, tokens, position_dtype=torch.int32, padded=(), strided=False, parts=0, kept=False, squares=0
 ):
     D, pages, before = heads.D, tokens // heads.page_size + 3, 50
     all_heads = heads.q_heads + 2 * heads.kv_heads
@@ -108,16 +137,20 @@ def check_qk_norm_rope(
     if parts:
         source = random((parts, *qkv.shape), FP32, device, 6)
         qkv = sum(source.unbind())
+    factor = torch.ones((tokens, 1), dtype=torch.float64, device=device)
+    if squares:
+        source, factor = undivided(source, squares)
     q = ops.qk_norm_rope(source, q_weight, k_weight, EPS, angles, positions, slots, keys, values, kept)
 
+    qkv = qkv.double() * factor if squares else qkv
     x = qkv.double().view(tokens, all_heads, D)
     cos, sin = angles.double()[positions.long()].chunk(2, dim=-1)
     new_q = rotate(rms_norm(x[:, : heads.q_heads], q_weight.double()), cos, sin)
     new_keys = rotate(rms_norm(x[:, heads.q_heads : -heads.kv_heads], k_weight.double()), cos, sin)
     assert q.shape == (tokens, heads.q_heads + (heads.kv_heads if kept else 0), D) and q.is_contiguous()
     assert_close(q, torch.cat((new_q, new_keys), dim=1) if kept else new_q, D, what="q")
-    new_values = qkv.view(tokens, all_heads, D)[:, -heads.kv_heads :].to(heads.dtype)
-    expected_keys, expected_values = old_keys.double(), old_values
+    new_values = qkv.view(tokens, all_heads, D)[:, -heads.kv_heads :]
+    expected_keys, expected_values = old_keys.double(), old_values.double()
     written = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool, device=device)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -128,7 +161,11 @@ def check_qk_norm_rope(
     assert_close(keys, expected_keys, D, what="keys")
     elsewhere = ~written[:, None, :, None].expand_as(keys)
     assert_identical(keys[elsewhere], old_keys[elsewhere], what="keys that nobody writes")
-    assert_identical(values, expected_values, what="values")
+    assert_identical(values[elsewhere], old_values[elsewhere], what="values that nobody writes")
+    if squares:
+        assert_close(values, expected_values, D, what="values")
+    else:
+        assert_identical(values, expected_values.to(heads.dtype), what="values")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -148,6 +185,16 @@ def test_qk_norm_rope_of_parts(heads, device):
     def check(device):
         for tokens, parts in ((1, 1), (5, 2), (33, 7)):
             check_qk_norm_rope(device, heads, tokens, padded=(0,), parts=parts)
+
+    everywhere(check, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_qk_norm_rope_divides_a_product_of_a_factored_norm(heads, device):
+    def check(device):
+        for tokens, squares in ((1, 1), (5, 20), (33, 3)):
+            check_qk_norm_rope(device, heads, tokens, padded=(0,), squares=squares, kept=tokens == 5)
 
     everywhere(check, device)
 
@@ -203,9 +250,9 @@ def test_schemas_and_fakes_tell_the_truth():
         new, attended = arguments()
         x = random((3, 40), FP32, "cpu")
         calls = {
-            torch.ops.weft.silu_mul.default: (x,),
+            torch.ops.weft.silu_mul.default: (x, torch.ones(3, 2), EPS),
             torch.ops.weft.add_rms_norm.default: (x.t(), x.t(), torch.ones(3), EPS),
-            torch.ops.weft.qk_norm_rope.default: (*new, True),
+            torch.ops.weft.qk_norm_rope.default: (new[0], torch.ones(3, 2), EPS, *new[1:], True),
             torch.ops.weft.paged_attention.default: tuple(attended),
         }
         for op, args in calls.items():

@@ -16,9 +16,9 @@ from weft.layers.plan import Mode
 from weft.layers.rotary import apply_rotary
 from weft.layers.shard import Shard, fill_from_module, whole
 from weft.layers.step import Chunk, Step
+from weft.ops.factored_norm import FactoredNorm
 
 if TYPE_CHECKING:
-    from weft.ops.factored_norm import FactoredNorm
     from weft.runtime.team import Team
 
 # Rows, heads times tokens, of new prompts of one length from which the library attends to them: cuDNN on an H200. Ours / cuDNN
@@ -95,9 +95,10 @@ class TPAttention(nn.Module):
         plan, (keys, values) = step.plan, cache
         by_library = plan.fused and for_the_library(step.chunks, self.num_heads)
         projected = self.qkv_proj(x, plan, in_parts=plan.fused and not by_library)
-        # [parts, T, ...], or [rows, ...] with rows >= T: ag_rs pads.
-        qkv = projected if projected.dim() == 3 else projected[: step.tokens]
-        padding = projected.shape[-2] - step.tokens
+        if isinstance(projected, FactoredNorm) or projected.dim() == 3:  # fp32 [parts, T, ...]
+            qkv, padding = projected, 0
+        else:  # [rows, ...] with rows >= T: ag_rs pads
+            qkv, padding = projected[: step.tokens], projected.shape[0] - step.tokens
         if plan.fused:
             weights, places = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps), (step.positions, step.slots)
             q = ops.qk_norm_rope(qkv, *weights, step.angles, *places, keys, values, with_keys=by_library)

@@ -93,8 +93,8 @@ class ColumnParallelLinear(nn.Module):
         *,
         in_parts: bool = False,
         own_first: bool = False,
-    ) -> torch.Tensor:
-        """in_parts: what adds up to y will do, fp32 [parts, M, N_local], where that is sooner (ops.matmul_parts).
+    ) -> torch.Tensor | FactoredNorm:
+        """in_parts: what becomes y in the kernel behind will do, where that is sooner (ops.matmul_parts).
         own_first: in mode ag_rs the tokens of ranks r, r + 1, … (mod W) come in this order at rank r."""
         plan = plan or plan_alone(self.mode, self.team)
         if plan.mode == "ag_rs":

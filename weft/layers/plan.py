@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from weft.ops import skinny_config
 from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class Plan:
     fused     local work between GEMMs in weft.ops' kernels; else in torch operations
     deferred  of "gemm_ar": a row-parallel layer leaves this rank's partial sums, and the norm after it adds them up over
               the ranks (all_reduce_rms_norm); else its result is whole (matmul_all_reduce)
-    factored  of deferred: the product after that norm divides by the rows' root mean squares (weft.ops.factored_norm)
+    factored  of deferred: the rows' root mean squares are divided out in or behind the product (weft.ops.factored_norm)
     reason    why, for a person
     """
 
@@ -57,7 +56,7 @@ def choose_plan(
 
     mode   what was asked for; "auto" is one of the others
     fused  None: where the team is on GPUs. Mode "torch" never is
-    factored  None: in bf16, where the products after the norms are those of few rows. Deferred plans alone are
+    factored  None: in bf16 on sm_90, where it was measured. Deferred plans alone are
     """
     check_mode(mode)
     if mode == "torch":
@@ -77,10 +76,7 @@ def choose_plan(
         and row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
     )  # fmt: skip
     if factored is None:
-        config, _ = skinny_config.configured(
-            "matmul", tokens, hidden_size, hidden_size, dtype, team.caps, factored=True
-        )
-        factored = dtype == torch.bfloat16 and config is not None
+        factored = dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
     return Plan(mode=mode, fused=fused, deferred=deferred, factored=deferred and factored, reason=reason)
 
 

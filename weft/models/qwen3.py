@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from weft.layers.parallel import all_gather, all_reduce
 from weft.layers.shard import Shard, under
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, Qwen3Config
+from weft.ops.skinny_config import MAX_ROWS
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -219,7 +221,9 @@ class Qwen3ForCausalLM(nn.Module):
         if step.plan.mode != "ag_rs":
             if rows is not None:
                 x, hidden = x[rows], hidden[rows]
-            return self.norm(x, hidden, step.plan)[0]
+            # The library's product of many rows would leave them to be divided, and nobody behind it does.
+            factored = step.plan.factored and len(x) <= MAX_ROWS
+            return self.norm(x, hidden, replace(step.plan, factored=factored))[0]
         if rows is None:
             return all_gather(self.norm(x, hidden, step.plan)[0], self.team, self.mode)[: step.tokens]
         # Few rows of many: each comes from one rank and is zero on the others, so their sum is exact.

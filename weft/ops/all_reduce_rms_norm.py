@@ -2,7 +2,7 @@
 
 hidden[t, :] = round(sum over s of x_s[t, :] + residual[t, :])                  summed in fp32, rounded once to x.dtype
 normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)  from the rounded hidden, in fp32
-factored:    round(hidden[t, :] * weight) and the parts' sums of squares, for the product behind (weft.ops.factored_norm)
+factored:    round(hidden[t, :] * weight) and the parts' shares of mean(hidden[t, :]^2), for the product behind
 one_shot   a row --to all--> sum, norm                          1 crossing
 two_shot   W rows --one to each--> sum --to all--> W norms      2 crossings, fewer bytes
 
@@ -105,7 +105,7 @@ def all_reduce_rms_norm_kernel(
     FACTORED: tl.constexpr,
 ):
     """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight; FACTORED: normed = hidden * weight, and
-    sums[t, p] = sum(hidden[t, part p]^2).
+    sums[t, p] = sum(hidden[t, part p]^2) / WIDTH.
     grid: (groups * parts,), parts = WIDTH / PART rounded up; group g has every groups-th tile, its program p the columns
     from p * PART on
 
@@ -152,7 +152,7 @@ def all_reduce_rms_norm_kernel(
             here = is_rank(team, ROWS) & (ranks < rest)
             if FACTORED:
                 at = (first + ranks) * parts + program % parts
-                tl.store(sums + at, squares_of(whole)[:, None], mask=here)
+                tl.store(sums + at, (squares_of(whole) / WIDTH)[:, None], mask=here)
                 result = whole.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
                 squares = sum_over_parts(squares_of(whole), sums, count, parts, team, ROWS)
@@ -171,7 +171,7 @@ def all_reduce_rms_norm_kernel(
             total = (sum_of_ranks(received) + before).to(dtype)[None, :]
             if FACTORED:
                 at = tl.cast(row, tl.int64) * parts + program % parts
-                tl.store(sums + at + tl.arange(0, 1), squares_of(total))
+                tl.store(sums + at + tl.arange(0, 1), squares_of(total) / WIDTH)
                 result = total.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
                 squares = sum_over_parts(squares_of(total), sums, count, parts, team, 1)
@@ -279,8 +279,8 @@ def all_reduce_rms_norm(
     residual   the same on all ranks, of x's shape and dtype
     weight     [H] of x's dtype
     algorithm  "auto", "one_shot" or "two_shot", as of ``all_reduce``
-    factored   ``normed`` is a FactoredNorm, for ``matmul`` and ``matmul_silu_mul``: sooner, since no part of a row waits for
-               the others. Of fp16 it may overflow: hidden * weight is kept before it is divided
+    factored   ``normed`` is a FactoredNorm, for the products behind it: sooner, since no part of a row waits for the others.
+               Of fp16 it may overflow: hidden * weight is kept before it is divided
 
     New contiguous tensors of x's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. ValueError for wrong arguments. No backward.

@@ -1,12 +1,13 @@
-"""A norm whose rows are divided by their root mean square only in the product that follows.
+"""A norm whose rows are divided by their root mean square only in, or behind, the product that follows.
 
 normed[t, :] = hidden[t, :] * weight / sqrt(mean(hidden[t, :]^2) + eps)
 normed @ w.T = ((hidden * weight) @ w.T)[t, :] / sqrt(mean(hidden[t, :]^2) + eps)
 
 The factor of a row is the same for all its columns, so it may come after the product, in fp32, where it costs nothing;
 then nobody has to have seen a whole row before the product can begin, and the programs that add up a row over the ranks
-(weft.ops.all_reduce_rms_norm) need not wait for each other. One rounding as before, of hidden * weight in the place of
-normed. Those may be larger than what fp16 holds; bf16 and fp32 have the exponents.
+(weft.ops.all_reduce_rms_norm) need not wait for each other. The kernel of products of few rows divides its sums; the
+library's product is divided by the kernel that reads it (silu_mul, qk_norm_rope). One rounding as before, of
+hidden * weight in the place of normed. Those may be larger than what fp16 holds; bf16 and fp32 have the exponents.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
 from weft.ops import skinny, skinny_config
 from weft.ops.custom_op import custom_op
@@ -23,10 +26,11 @@ from weft.ops.local import capabilities_of
 
 @dataclass(frozen=True, slots=True)
 class FactoredNorm:
-    """What ``matmul`` and ``matmul_silu_mul`` take in the place of the normed rows.
+    """What ``matmul``, ``matmul_parts`` and ``matmul_silu_mul`` take in the place of the normed rows, and ``silu_mul`` and
+    ``qk_norm_rope`` in the place of a product of them.
 
-    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype
-    squares  fp32 [..., parts]: the sums of hidden^2 over the parts of each row
+    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype; or a product of that
+    squares  fp32 [..., parts]: what adds up to the mean of each row's hidden^2
     eps      of the norm
     """
 
@@ -40,8 +44,17 @@ class FactoredNorm:
 
 
 def normed(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
-    factor = torch.rsqrt(squares.sum(dim=-1, keepdim=True) / scaled.shape[-1] + eps)
+    factor = torch.rsqrt(squares.sum(dim=-1, keepdim=True) + eps)
     return (scaled.float() * factor).to(scaled.dtype)
+
+
+@triton.jit
+def factors(squares, rows, there, eps, SQUARES: tl.constexpr):
+    """[n] fp32: what the ``rows`` [n] are to be multiplied by, of squares [M, SQUARES]; any number where not ``there``."""
+    part = tl.arange(0, triton.next_power_of_2(SQUARES))
+    at = squares + (rows.to(tl.int64) * SQUARES)[:, None] + part[None, :]
+    shares = tl.load(at, mask=there[:, None] & (part < SQUARES)[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(shares, axis=1) + eps)
 
 
 def product(op: str, x: FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
@@ -69,8 +82,9 @@ def _product_of_norm(
     config, _ = skinny_config.configured(op, M, N, K, scaled.dtype, caps, factored=True)
     if config is not None and can_describe(scaled, weight):
         return skinny.run(scaled, weight, config, gated, squares=squares.contiguous(), eps=eps)
-    x = normed(scaled, squares, eps)
-    return torch.ops.weft.matmul_silu_mul.default(x, weight) if gated else torch.ops.weft.matmul.default(x, weight)
+    if gated:
+        return torch.ops.weft.silu_mul.default(scaled @ weight.T, squares, eps)
+    return torch.ops.weft.matmul.default(normed(scaled, squares, eps), weight)
 
 
 @_product_of_norm.register_fake

@@ -14,30 +14,39 @@ from weft.ops.factored_norm import FactoredNorm, check_squares
 from weft.ops.local import capabilities_of
 
 
-def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
-    """What adds up to ``matmul(x, weight)``: fp32 [parts, M, N] where K is split, to be added up in this order and rounded;
-    else that product itself, [M, N] in x's dtype.
+def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor | FactoredNorm:
+    """What becomes ``matmul(x, weight)`` in the kernel that reads it: fp32 [parts, M, N] where K is split, to be added up in
+    this order and rounded; else that product itself, [M, N] in x's dtype; or of a factored norm where the library multiplies,
+    ``x.scaled`` times the weight, whose rows' factors are still to be applied.
 
-    x       [M, K], fp16, bf16 or fp32, or a factored norm, whose rows' factors are in the parts
+    x       [M, K], fp16, bf16 or fp32, or a factored norm
     weight  [N, K] of x's dtype
 
-    Which of the two depends on shapes, dtype and device alone. No backward. ValueError as of ``matmul``.
+    Which of the three depends on shapes, dtype and device alone. No backward. ValueError as of ``matmul``.
     """
     if not isinstance(x, FactoredNorm):
         gemm.check_operands("matmul_parts", x, weight, x.device)
         return torch.ops.weft.matmul_parts.default(x, weight, None, 0.0)
     gemm.check_operands("matmul_parts", x.scaled, weight, x.scaled.device)
     check_squares("matmul_parts", x, weight)
+    if config_of(x.scaled, weight, factored=True) is None:
+        return FactoredNorm(torch.ops.weft.matmul.default(x.scaled, weight), x.squares, x.eps)
     return torch.ops.weft.matmul_parts.default(x.scaled, weight, x.squares, x.eps)
+
+
+def config_of(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinny_config.SkinnyConfig | None:
+    """The config of a product of few rows; None: another design."""
+    caps = capabilities_of(x.device)
+    words = {"factored": factored, "in_parts": True}
+    return skinny_config.configured("matmul", x.shape[0], *weight.shape, x.dtype, caps, **words)[0]
 
 
 def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinny_config.SkinnyConfig | None:
     """The config of a product that leaves parts; None: it does not."""
-    (M, K), N = x.shape, weight.shape[0]
-    if K * x.element_size() % 16 != 0:
+    if x.shape[1] * x.element_size() % 16 != 0:
         return None
-    config, _ = skinny_config.configured("matmul", M, N, K, x.dtype, capabilities_of(x.device), factored=factored)
-    return config if config is not None and skinny_config.parts_of(config, K) > 1 else None
+    config = config_of(x, weight, factored)
+    return config if config is not None and skinny_config.parts_of(config, x.shape[1]) > 1 else None
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:

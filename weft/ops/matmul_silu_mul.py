@@ -49,7 +49,7 @@ def _matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     config = skinny.chosen_for("matmul_silu_mul", x, weight, capabilities_of(x.device))
     if config is not None:
         return skinny.run(x, weight, config, True)
-    return torch.ops.weft.silu_mul.default(x @ weight.T)
+    return torch.ops.weft.silu_mul.default(x @ weight.T, None, 0.0)
 
 
 @_matmul_silu_mul.register_fake

@@ -13,6 +13,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
+from weft.ops.factored_norm import FactoredNorm, check_squares, factors
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.registration import FLOATS
@@ -24,14 +25,15 @@ TILE = 2048
 
 @triton.jit(do_not_specialize=["rows"])
 def qk_norm_rope_kernel(
-    qkv, stride, part_stride, q_weight, k_weight, eps, angles, positions, slots, q, keys, values, rows,
+    qkv, stride, part_stride, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, q, keys, values, rows,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    KEPT: tl.constexpr,
+    KEPT: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Head h of token t is row t * (Q_HEADS + 2 KV_HEADS) + h of the work.        grid: (cdiv(rows, ROWS),)
 
     qkv[t, h, :]  "stride" elements from token to token; first Q_HEADS query heads, then keys, then values. Of PARTS
                   summands, fp32 where there are several, part_stride elements apart
+    squares       fp32 [T, SQUARES]: of qkv[t] times 1 / sqrt(sum(squares[t]) + norm_eps). SQUARES 0: as it is
     queries       q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or the keys behind them too
     keys          keys[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * PAGE + offset
     values        values[page, h, offset, :] = as they come, rounded
@@ -63,6 +65,10 @@ def qk_norm_rope_kernel(
     cos = tl.load(angle, mask=turns[:, None], other=0.0)
     sin = tl.load(angle + HALF, mask=turns[:, None], other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
+    if SQUARES > 0:
+        factor = factors(squares, token, exists, norm_eps, SQUARES)[:, None]
+        a, b = a * factor, b * factor
+        low, high = a, b
     scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
     a, b = a * scale * low_scale, b * scale * high_scale
     dtype: tl.constexpr = q.dtype.element_ty
@@ -85,13 +91,14 @@ def qk_norm_rope_kernel(
 
 
 def qk_norm_rope(
-    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
+    qkv: torch.Tensor | FactoredNorm, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
     positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, with_keys: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """q [T, Hq, D]: the queries normed and rotated; the new keys (likewise) and values go into the paged cache.
 
     qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
-                        Or fp32 [parts, T, (Hq + 2 Hkv) * D], contiguous: what is to be added up to them
+                        Or fp32 [parts, T, (Hq + 2 Hkv) * D], contiguous: what is to be added up to them. Or a product of a
+                        factored norm, whose rows' factors are still to be applied
     q_weight, k_weight  [D], of the RMSNorm of each head
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     positions           [T] int32 or int64, each 0 .. max_positions - 1
@@ -102,6 +109,8 @@ def qk_norm_rope(
     D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. No host reads a position or slot: those
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
+    norm = qkv if isinstance(qkv, FactoredNorm) else None
+    qkv = norm.scaled if norm else qkv
     in_parts = qkv.dim() == 3
     check_like("qk_norm_rope", "qkv", qkv, qkv.device, (torch.float32,) if in_parts else FLOATS)
     check_like("qk_norm_rope", "keys", keys, qkv.device, FLOATS)
@@ -122,8 +131,12 @@ def qk_norm_rope(
     ):
         check_like("qk_norm_rope", name, x, qkv.device, dtypes)
         check_shape("qk_norm_rope", name, x, shape)
+    squares, norm_eps = None, 0.0
+    if norm is not None:
+        check_squares("qk_norm_rope", norm, qkv)
+        squares, norm_eps = norm.squares, norm.eps
     return torch.ops.weft.qk_norm_rope.default(
-        qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys
+        qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys
     )
 
 
@@ -145,8 +158,9 @@ def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.T
 
 @custom_op("qk_norm_rope", mutates_args=("keys", "values"), backward=False)
 def _qk_norm_rope(
-    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
-    positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, with_keys: bool,
+    qkv: torch.Tensor, squares: torch.Tensor | None, norm_eps: float, q_weight: torch.Tensor, k_weight: torch.Tensor,
+    eps: float, angles: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor,
+    values: torch.Tensor, with_keys: bool,
 ) -> torch.Tensor:  # fmt: skip
     _, kv_heads, page, D = keys.shape
     tokens, heads = qkv.shape[-2], qkv.shape[-1] // D
@@ -157,15 +171,17 @@ def _qk_norm_rope(
         qkv = qkv.contiguous() if qkv.dim() == 3 else rows_contiguous(qkv)
         rows = TILE // D
         qk_norm_rope_kernel[(cdiv(tokens * heads, rows),)](
-            qkv, qkv.stride(-2), tokens * heads * D, q_weight.contiguous(), k_weight.contiguous(), eps,
+            qkv, qkv.stride(-2), tokens * heads * D, qkv if squares is None else squares.contiguous(), norm_eps,
+            q_weight.contiguous(), k_weight.contiguous(), eps,
             angles.contiguous(), positions.contiguous(), slots.contiguous(), q, keys, values, tokens * heads,
             Q_HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads, PAGE=page, D=D, ROWS=rows, PARTS=parts, KEPT=kept,
+            SQUARES=0 if squares is None else squares.shape[1],
             **launch_options(capabilities_of(q.device)),
         )  # fmt: skip
     return q
 
 
 @_qk_norm_rope.register_fake
-def _(qkv, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys):
+def _(qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys):
     _, kv_heads, _, D = keys.shape
     return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - (1 if with_keys else 2) * kv_heads, D))

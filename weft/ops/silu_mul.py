@@ -9,6 +9,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
+from weft.ops.factored_norm import FactoredNorm, check_squares, factors
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, launch_options
 from weft.ops.registration import FLOATS
@@ -19,10 +20,13 @@ MAX_ROWS = 4
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, stride, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    gate_up, stride, squares, eps, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr
+):
     """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles along N, tiles along M)
 
-    gate_up  [M, 2 N], rows ``stride`` apart. In fp32, rounded once.
+    gate_up  [M, 2 N], rows ``stride`` apart. In fp32, rounded once
+    squares  fp32 [M, SQUARES]: of gate_up's rows times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: as they are
     """
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -31,27 +35,37 @@ def silu_mul_kernel(gate_up, stride, out, M, N, ROWS: tl.constexpr, BLOCK: tl.co
     wl.follow_previous_kernel()
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + N, mask=inside, other=0.0).to(tl.float32)
+    if SQUARES > 0:
+        factor = factors(squares, rows, rows < M, eps, SQUARES)[:, None]
+        gate *= factor
+        up *= factor
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor | FactoredNorm) -> torch.Tensor:
     """silu(gate) * up -> [M, N], contiguous, in the dtype of ``gate_up``: computed in fp32 and rounded once.
 
-    gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; anything else is copied first
+    gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; anything else is copied first. Or a product of
+             a factored norm, whose rows' factors are still to be applied
 
     No backward. ValueError for another shape or dtype.
     """
+    norm = gate_up if isinstance(gate_up, FactoredNorm) else None
+    gate_up = norm.scaled if norm else gate_up
     check_like("silu_mul", "gate_up", gate_up, gate_up.device, FLOATS)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 != 0:
         raise ValueError(
             f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"
         )
-    return torch.ops.weft.silu_mul.default(gate_up)
+    if norm is None:
+        return torch.ops.weft.silu_mul.default(gate_up, None, 0.0)
+    check_squares("silu_mul", norm, gate_up)
+    return torch.ops.weft.silu_mul.default(gate_up, norm.squares, norm.eps)
 
 
 @custom_op("silu_mul", backward=False)
-def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def _silu_mul(gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
     M, N = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((M, N), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() > 0:
@@ -59,12 +73,13 @@ def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         rows = min(MAX_ROWS, next_power_of_2(M))
         block = TILE // rows
         silu_mul_kernel[(cdiv(N, block), cdiv(M, rows))](
-            gate_up, gate_up.stride(0), out, M, N, ROWS=rows, BLOCK=block,
+            gate_up, gate_up.stride(0), gate_up if squares is None else squares.contiguous(), eps, out, M, N,
+            ROWS=rows, BLOCK=block, SQUARES=0 if squares is None else squares.shape[1],
             **launch_options(capabilities_of(out.device)),
         )  # fmt: skip
     return out
 
 
 @_silu_mul.register_fake
-def _(gate_up: torch.Tensor) -> torch.Tensor:
+def _(gate_up, squares, eps):
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))

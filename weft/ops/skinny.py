@@ -89,7 +89,7 @@ def skinny_kernel(
 
     x, weight       descriptors; rows_of_weight, stride: the same weight, for the prefetch
     out             [M, N] if parts is 1; else fp32 [parts, 1 or 2 if GATED, M, N]: what sum_parts_kernel adds up
-    squares         fp32 [M, SQUARES]: row m's products times 1 / sqrt(sum(squares[m]) / K + eps). SQUARES 0: as they are
+    squares         fp32 [M, SQUARES]: row m's products times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: as they are
     signals, waits  none but the kernel before
     """
     if GATED:
@@ -128,7 +128,7 @@ def skinny_kernel(
     # (one after the other, 16 x 12800 x 5120 gated).
     wl.let_next_kernel_start()
     if SQUARES > 0:
-        factor = tl.rsqrt(tl.sum(of_rows, axis=1) / K + eps)
+        factor = tl.rsqrt(tl.sum(of_rows, axis=1) + eps)
         if TURNED:
             factor = factor[None, :]
         else:

@@ -19,6 +19,9 @@ MAX_PARTS = 16
 # took 37.1 in 100 whole tiles and 44.7 in equal shares for all 132, the cut tiles put together by one program (36.3); and rows
 # that are not there make it slower: 96x12800x5120 40.8 (35.4), 65x 48.7 (35.5). Of a search that no file keeps.
 MAX_ROWS = 64
+# The same where the kernel behind adds the parts up (matmul_parts) and there are some, which cuBLAS adds up by itself:
+# 128x2560x5120 9.9 without its sum, 11.7 with it (11.5; of the search).
+MAX_ROWS_IN_PARTS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches. Behind a norm of 4 us, which stands for an all-reduce: 16x5120x6400 23.4 us with none,
@@ -67,11 +70,12 @@ def parts_of(config: SkinnyConfig, K: int) -> int:
 
 
 def configured(
-    op: str, M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities, *, factored: bool = False
-) -> tuple[SkinnyConfig | None, str]:
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities, *, factored: bool = False,
+    in_parts: bool = False,
+) -> tuple[SkinnyConfig | None, str]:  # fmt: skip
     """The config of a call of ``op``, "matmul" or "matmul_silu_mul", with ``out`` [M, N], and the reason as a sentence;
     None: the library, or the persistent kernel. Operands that no descriptor reaches get another design all the same.
-    factored: of a FactoredNorm, which with another design costs a norm of several kernels."""
+    factored: of a FactoredNorm, which with another design costs a norm of several kernels. in_parts: left in parts."""
     gated = op == "matmul_silu_mul"
     if dtype not in HALVES:
         return None, f"{dtype}: a product of few rows is for fp16 and bf16"
@@ -80,12 +84,15 @@ def configured(
         return config_for(M, N, K, caps, gated) if wanted else None, "simulated: the kernel is what is to be seen"
     if caps.arch != "sm_90":
         return None, f"{caps.arch}: not measured"
+    config = config_for(M, N, K, caps, gated)
+    if in_parts and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
+        return config, f"M={M} <= {MAX_ROWS_IN_PARTS}, in parts: nobody has to add them up for it"
     if M > MAX_ROWS:
         return None, f"M={M} > {MAX_ROWS}: x and the weight weigh the same, and cuBLAS shares x between SMs"
     if K * N * (2 if gated else 1) < LEAST_WEIGHT and not factored:
         return None, f"N={N} K={K}: a weight too small to be what takes the time"
     reason = f"M={M} <= {MAX_ROWS}: all programs at once, each reading its share of the weight"
-    return config_for(M, N, K, caps, gated), reason
+    return config, reason
 
 
 def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> SkinnyConfig:

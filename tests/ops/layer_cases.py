@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 import weft
 from tests.ops.cases import BF16, FP16, FP32
+from weft.ops.factored_norm import FactoredNorm
 
+NORM_EPS = 1e-6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
 
 
@@ -23,6 +28,13 @@ def everywhere(check, device, *args):
 
 def random(shape, dtype, device, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def undivided(x, parts):
+    """``x`` as a product of a factored norm, in so many parts; and what its rows are to be multiplied by, in fp64."""
+    generator = torch.Generator().manual_seed(parts)
+    squares = (10 ** (2 * torch.rand((x.shape[0], parts), generator=generator))).to(x.device)
+    return FactoredNorm(x, squares, NORM_EPS), (squares.double().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +66,15 @@ HEADS = [
     Heads(q_heads=3, kv_heads=1, D=256, page_size=128, dtype=FP16),
 ]
 SMALL = Heads(q_heads=4, kv_heads=1, D=64, page_size=16, dtype=FP32)
+
+
+def mutated(module, old, new, name, directory):
+    """``module`` with ``old`` replaced in its source, under another name; as it is where ``old`` is empty."""
+    source = Path(module.__file__).read_text()
+    assert old in source
+    file = directory / f"{name}.py"
+    file.write_text(source.replace(old, new or old).replace('custom_op("', f'custom_op("{name}_'))
+    spec = importlib.util.spec_from_file_location(name, file)
+    mutant = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    return mutant

@@ -9,6 +9,7 @@ import torch
 from tests.compiling import TARGETS, compiled
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft.ops.add_rms_norm import add_rms_norm_kernel, warps_of
+from weft.ops.decode_attention import decode_attention_kernel
 from weft.ops.local import launch_options
 from weft.ops.paged_attention import config_for, constants, paged_attention_kernel
 from weft.ops.paged_prefill_attention import paged_prefill_attention_kernel
@@ -20,6 +21,7 @@ prefill = importlib.import_module("weft.ops.paged_prefill_attention")
 
 KERNELS = (
     "silu_mul", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention", "paged_attention_whole",
+    "decode_attention", "decode_attention_of_parts",
     "paged_prefill_attention",
 )  # fmt: skip
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
@@ -54,6 +56,14 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         constexprs = prefill.constants(config, heads=2, group=group, page=page, D=D)
         kernel = paged_prefill_attention_kernel
         return compiled(kernel, x, x, x, INTS, x, 40, 128, 0, 0, 0, 0.1, arch=arch, **constexprs, **options)
+    if name.startswith("decode_attention"):
+        in_parts = name == "decode_attention_of_parts"
+        constexprs = constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=True)
+        return compiled(
+            decode_attention_kernel, FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, x, x, 1e-6, FP32,
+            x, x, INTS, INTS, x, FP32, FP32, INTS, 40, 0.1, PARTS=3 if in_parts else 1, SQUARES=0 if in_parts else 20,
+            EARLY=True, arch=arch, **constexprs, **options,
+        )  # fmt: skip
     return compiled(
         paged_attention_kernel, x, x, x, INTS, INTS, x, FP32, FP32, INTS, 40, 0.1, arch=arch,
         **constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=name == "paged_attention"),
@@ -76,7 +86,7 @@ def test_compiles_and_fits(arch, name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_heads_compile_and_fit(dtype, D, group, page, tmp_path):
     for arch in ("sm_90", "gfx942"):
-        for name in ("qk_norm_rope", "paged_attention", "paged_prefill_attention"):
+        for name in ("qk_norm_rope", "paged_attention", "paged_prefill_attention", "decode_attention"):
             assert built(name, arch, dtype, D, group, page).metadata.shared <= SHARED[arch], (arch, name)
 
 
@@ -89,17 +99,22 @@ def test_machine_code_on_sm_90(name, tmp_path):
     assert "ld.global" not in before and "cp.async.cg" not in before
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", ptx)
-    assert not re.search(r"(st|ld)\.global(\.\w+)*\.b16", ptx), "an element moves alone"
+    if name.startswith("decode"):
+        # But for single heads of 128, for which there are 128 threads: queries and their partners.
+        assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", ptx)) >= (12 if "parts" in name else 4)
+    else:
+        assert not re.search(r"(st|ld)\.global(\.\w+)*\.b16", ptx), "an element moves alone"
     assert stack_bytes(kernel, tmp_path) == 0
-    if name.startswith("paged"):
+    if name.startswith(("paged", "decode")):
         instruction = "wgmma.mma_async" if "prefill" in name else "mma.sync"
         assert "cp.async.cg.shared.global" in ptx and instruction in ptx
 
 
+@pytest.mark.parametrize("name", ["paged_attention", "decode_attention"])
 @pytest.mark.parametrize("pairs", [2, 64, 132, 256])
-def test_as_many_programs_of_attention_fit_an_sm_90_as_are_counted_on(pairs):
+def test_as_many_programs_of_attention_fit_an_sm_90_as_are_counted_on(pairs, name):
     """228 KiB, of which 1 a program is the system's, and 65,536 registers."""
-    kernel = built("paged_attention", "sm_90", pairs=pairs)
+    kernel = built(name, "sm_90", pairs=pairs)
     config = config_for(pairs, 128, torch.bfloat16, caps_of("sm_90"))
     assert config.per_sm == (1 if 33 < pairs <= 132 else 2)
     assert config.per_sm * (kernel.metadata.shared + 1024) <= 228 << 10

@@ -264,7 +264,9 @@ def test_on_a_gpu(op):
             assert_close(out, reference(x, b, gated), K, partials=int(by_library and gated), what=what)
             assert_identical(op(norm, b), out, what=what)
             parts = ops.matmul_parts(norm, b)
-            assert isinstance(parts, FactoredNorm) == (M > 64 and not (M <= 128 and b.shape[0] <= 2560))
+            few = {"factored": True, "in_parts": True}
+            config, _ = skinny_config.configured("matmul", M, b.shape[0], K, BF16, capabilities_of("sm_90"), **few)
+            assert isinstance(parts, FactoredNorm) == (config is None)
             if isinstance(parts, FactoredNorm):
                 exact = norm.scaled.double() * rms_factor(hidden)
                 assert_close(parts.normed(), exact @ b.double().T, K, partials=1, what=what)

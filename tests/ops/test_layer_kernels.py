@@ -12,7 +12,7 @@ import weft
 import weft.check
 from tests.ops.cases import BF16, FP16, FP32
 from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.layer_cases import DEVICES, HEADS, SMALL, everywhere, random
+from tests.ops.layer_cases import DEVICES, HEADS, SMALL, everywhere, random, undivided
 from weft import ops
 from weft.ops.factored_norm import FactoredNorm
 
@@ -43,13 +43,6 @@ def test_silu_mul(dtype, device):
                 assert_close(actual, expected, 4, what=f"silu_mul {shape}")
 
     everywhere(check, device)
-
-
-def undivided(x, parts):
-    """``x`` as a product of a factored norm, in so many parts; and what its rows are to be multiplied by, in fp64."""
-    generator = torch.Generator().manual_seed(parts)
-    squares = (10 ** (2 * torch.rand((x.shape[0], parts), generator=generator))).to(x.device)
-    return FactoredNorm(x, squares, EPS), (squares.double().sum(-1, keepdim=True) + EPS).rsqrt()
 
 
 @pytest.mark.parametrize("device", DEVICES)

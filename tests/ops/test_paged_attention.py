@@ -1,9 +1,7 @@
 """paged_attention against plain PyTorch in double, on a virtual rank and on a GPU; what orders its parts is needed."""
 
 import importlib
-import sys
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import weft
 import weft.check
 from tests.ops.cases import FP32
 from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, random
+from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, mutated, random
 from weft import ops
 
 attention = importlib.import_module("weft.ops.paged_attention")
@@ -167,14 +165,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_what_orders_the_parts_is_needed(mutation, tmp_path):
     old, new, finding = MUTATIONS[mutation]
-    source = Path(attention.__file__).read_text()
-    assert old in source
-    name = f"mutant_{list(MUTATIONS).index(mutation)}"
-    file = tmp_path / f"{name}.py"
-    file.write_text(source.replace(old, new or old).replace('custom_op("', f'custom_op("{name}_'))
-    spec = importlib.util.spec_from_file_location(name, file)
-    mutant = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
+    mutant = mutated(attention, old, new, f"mutant_{list(MUTATIONS).index(mutation)}", tmp_path)
 
     def main(team):
         keys, values = SMALL.cache(20, "cpu")

@@ -8,6 +8,7 @@ from weft.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from weft.ops.all_to_all import all_to_all
 from weft.ops.barrier import barrier
 from weft.ops.best_words import best_words, join_words
+from weft.ops.decode_attention import decode_attention
 from weft.ops.decode_places import decode_places
 from weft.ops.embed_rows import embed_rows
 from weft.ops.explain import Explanation, explain
@@ -26,7 +27,8 @@ from weft.ops.silu_mul import silu_mul
 
 __all__ = [
     "Explanation", "FactoredNorm", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
-    "all_reduce_rms_norm", "all_to_all", "barrier", "best_words", "decode_places", "embed_rows", "explain",
-    "join_words", "likelihood_above", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter",
-    "matmul_silu_mul", "paged_attention", "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "silu_mul",
+    "all_reduce_rms_norm", "all_to_all", "barrier", "best_words", "decode_attention", "decode_places",
+    "embed_rows", "explain", "join_words", "likelihood_above", "matmul", "matmul_all_reduce", "matmul_parts",
+    "matmul_reduce_scatter", "matmul_silu_mul", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
+    "reduce_scatter", "silu_mul",
 ]  # fmt: skip

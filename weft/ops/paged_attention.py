@@ -65,6 +65,44 @@ class AttentionConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive; pass 1 or more")
 
 
+@triton.jit
+def attend_and_join(
+    x, keys, values, table, page, head, first, length, count, scale, out, parts, weights, tickets,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Part program_id(1) of ``count`` of pair program_id(0), into ``out``, or where there are several into ``parts``, which
+    the program that comes last joins. Arguments as of ``attend`` and ``paged_attention_kernel``; out: of all pairs."""
+    pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    ROWS: tl.constexpr = x.shape[0]
+    KEPT: tl.constexpr = ROWS // 2 if GROUP * 2 <= ROWS else ROWS
+    row, kept, column = tl.arange(0, ROWS), tl.arange(0, KEPT)[:, None], tl.arange(0, D)[None, :]
+    mine = pair.to(tl.int64) * (GROUP * D)
+    mean, weight = attend(
+        x, keys, values, table, page, head, first, length, count * BLOCK_N, scale, HEADS, PAGE, D, BLOCK_N, WAYS, KEPT
+    )
+    alone = True
+    if SPLIT:
+        alone = count == 1
+        if count > 1:
+            part = (pair.to(tl.int64) * splits + split) * GROUP
+            tl.store(parts + part * D + kept * D + column, mean, mask=kept < GROUP)
+            tl.store(weights + part + row, weight, mask=row < GROUP)
+            tl.debug_barrier()  # all threads' stores come before the ticket
+            if tl.atomic_add(tickets + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
+                tl.store(tickets + pair, 0)
+                first_part = pair.to(tl.int64) * splits * GROUP
+                join_parts(parts + first_part * D, weights + first_part, out + mine, count, GROUP, D, JOINED)
+    if alone:
+        tl.store(out + mine + kept * D + column, mean.to(out.dtype.element_ty), mask=kept < GROUP)
+
+
+@triton.jit
+def parts_of(length, splits, LEAST: tl.constexpr):
+    """Into how many parts a sequence of ``length`` tokens is cut."""
+    return tl.minimum(tl.maximum(tl.cdiv(length, LEAST), 1), splits)
+
+
 @triton.jit(do_not_specialize=["max_pages"])
 def paged_attention_kernel(
     q, keys, values, pages, lengths, out, parts, weights, tickets, max_pages, scale,
@@ -86,8 +124,7 @@ def paged_attention_kernel(
     """
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     sequence, head = pair // HEADS, pair % HEADS
-    KEPT: tl.constexpr = ROWS // 2 if GROUP * 2 <= ROWS else ROWS
-    row, kept, column = tl.arange(0, ROWS), tl.arange(0, KEPT)[:, None], tl.arange(0, D)[None, :]
+    row, column = tl.arange(0, ROWS), tl.arange(0, D)[None, :]
     mine = pair.to(tl.int64) * (GROUP * D)
     table = pages + sequence.to(tl.int64) * max_pages
     first = split * BLOCK_N
@@ -97,26 +134,12 @@ def paged_attention_kernel(
     page = pages_at(table, first, max_pages * PAGE, BLOCK_N, WAYS, PAGE)
     x = tl.load(q + mine + row[:, None] * D + column, mask=(row < GROUP)[:, None], other=0.0)
     length = tl.minimum(length, max_pages * PAGE)
-    count = tl.minimum(tl.maximum(tl.cdiv(length, LEAST), 1), splits)
+    count = parts_of(length, splits, LEAST)
     if split < count:
-        mean, weight = attend(
-            x, keys, values, table, page, head, first, length, count * BLOCK_N, scale,
-            HEADS, PAGE, D, BLOCK_N, WAYS, KEPT,
+        attend_and_join(
+            x, keys, values, table, page, head, first, length, count, scale, out, parts, weights, tickets,
+            HEADS, GROUP, PAGE, D, BLOCK_N, WAYS, SPLIT, JOINED,
         )  # fmt: skip
-        alone = True
-        if SPLIT:
-            alone = count == 1
-            if count > 1:
-                part = (pair.to(tl.int64) * splits + split) * GROUP
-                tl.store(parts + part * D + kept * D + column, mean, mask=kept < GROUP)
-                tl.store(weights + part + row, weight, mask=row < GROUP)
-                tl.debug_barrier()  # all threads' stores come before the ticket
-                if tl.atomic_add(tickets + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
-                    tl.store(tickets + pair, 0)
-                    first_part = pair.to(tl.int64) * splits * GROUP
-                    join_parts(parts + first_part * D, weights + first_part, out + mine, count, GROUP, D, JOINED)
-        if alone:
-            tl.store(out + mine + kept * D + column, mean.to(out.dtype.element_ty), mask=kept < GROUP)
 
 
 def paged_attention(
@@ -144,32 +167,38 @@ def paged_attention(
     heads, D = keys.shape[1], keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
     B = q.shape[0]
-    check_heads(op, q, keys)
+    check_heads(op, q.shape[1], keys)
     for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
-    if tickets is not None:
-        check_like(op, "tickets", tickets, q.device, (torch.int32,))
-        if tickets.dim() != 1 or not tickets.is_contiguous() or tickets.shape[0] < B * heads:
-            raise ValueError(
-                f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of B * Hkv={B * heads} or more"
-            )
+    check_tickets(op, tickets, B * heads, q.device)
     return torch.ops.weft.paged_attention.default(
         q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets
     )
 
 
-def check_heads(op: str, q: torch.Tensor, keys: torch.Tensor) -> None:
-    """ValueError unless the query heads of q [_, Hq, D] share the KV heads of a cache evenly, and its pages have a size that
-    kernels read."""
+def check_tickets(op: str, tickets: torch.Tensor | None, pairs: int, device: torch.device) -> None:
+    """ValueError unless there are none or one for each of ``pairs`` of sequence and KV head."""
+    if tickets is None:
+        return
+    check_like(op, "tickets", tickets, device, (torch.int32,))
+    if tickets.dim() != 1 or not tickets.is_contiguous() or tickets.shape[0] < pairs:
+        raise ValueError(
+            f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of B * Hkv={pairs} or more"
+        )
+
+
+def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
+    """ValueError unless so many query heads share the KV heads of a cache evenly, and its pages have a size that kernels
+    read."""
     heads, page = keys.shape[1:3]
     if page not in PAGE_SIZES:
         raise ValueError(
             f"{op}: keys has shape {tuple(keys.shape)}; page_size={page} is not one of {', '.join(map(str, PAGE_SIZES))}"
         )
-    if q.shape[1] % heads != 0 or not 1 <= q.shape[1] // heads <= MAX_GROUP:
+    if q_heads % heads != 0 or not 1 <= q_heads // heads <= MAX_GROUP:
         raise ValueError(
-            f"{op}: q has {q.shape[1]} heads and keys {heads}; each KV head must have the same number of query heads, 1 to "
+            f"{op}: q has {q_heads} heads and keys {heads}; each KV head must have the same number of query heads, 1 to "
             f"{MAX_GROUP}"
         )
 
@@ -206,20 +235,29 @@ def run(
     if out.numel() == 0:
         return out
     caps = capabilities_of(q.device)
-    pairs, group, max_pages = B * heads, q_heads // heads, pages.shape[1]
+    pairs, max_pages = B * heads, pages.shape[1]
     config = config or config_for(pairs, D, q.dtype, caps)
     splits = splits_for(pairs, max_pages * page, config, caps.sms)
-    parts = weights = out
-    if splits > 1:
-        parts = torch.empty((pairs, splits, group, D), dtype=torch.float32, device=q.device)
-        weights = torch.empty((pairs, splits, group), dtype=torch.float32, device=q.device)
-        tickets = torch.zeros(pairs, dtype=torch.int32, device=q.device) if tickets is None else tickets
     paged_attention_kernel[(pairs, splits)](
-        q.contiguous(), keys, values, pages.contiguous(), lengths.contiguous(), out, parts, weights,
-        lengths if splits == 1 else tickets, max_pages, scale * LOG2_E,
-        **constants(config, heads=heads, group=group, page=page, D=D, split=splits > 1), **launch_options(caps),
+        q.contiguous(), keys, values, pages.contiguous(), lengths.contiguous(), out, *scratch_of(out, pairs, splits, tickets),
+        max_pages, scale * LOG2_E,
+        **constants(config, heads=heads, group=q_heads // heads, page=page, D=D, split=splits > 1), **launch_options(caps),
     )  # fmt: skip
     return out
+
+
+def scratch_of(
+    out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """parts, weights and tickets of one call with ``out`` [B, Hq, D]; anything where nothing is split."""
+    if splits == 1:
+        return out, out, out
+    B, q_heads, D = out.shape
+    group = q_heads * B // pairs
+    parts = torch.empty((pairs, splits, group, D), dtype=torch.float32, device=out.device)
+    weights = torch.empty((pairs, splits, group), dtype=torch.float32, device=out.device)
+    tickets = torch.zeros(pairs, dtype=torch.int32, device=out.device) if tickets is None else tickets
+    return parts, weights, tickets
 
 
 def constants(

@@ -164,7 +164,7 @@ def paged_prefill_attention(
     check_cache(op, keys, values, q)
     page, D = keys.shape[2:]
     check_shape(op, "q", q, ("T", "Hq", D))
-    check_heads(op, q, keys)
+    check_heads(op, q.shape[1], keys)
     check_like(op, "pages", pages, q.device, (torch.int32,))
     check_shape(op, "pages", pages, ("B", "max_pages"))
     for chunk in chunks:

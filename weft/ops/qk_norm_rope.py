@@ -111,21 +111,9 @@ def qk_norm_rope(
     """
     norm = qkv if isinstance(qkv, FactoredNorm) else None
     qkv = norm.scaled if norm else qkv
-    in_parts = qkv.dim() == 3
-    check_like("qk_norm_rope", "qkv", qkv, qkv.device, (torch.float32,) if in_parts else FLOATS)
-    check_like("qk_norm_rope", "keys", keys, qkv.device, FLOATS)
-    check_cache("qk_norm_rope", keys, values, keys if in_parts else qkv)
-    _, kv_heads, _, D = keys.shape
-    tokens, width = qkv.shape[-2:] if qkv.dim() in (2, 3) else (-1, -1)
-    if width % D != 0 or width <= 2 * kv_heads * D or 0 in qkv.shape[:-2]:
-        raise ValueError(
-            f"qk_norm_rope: qkv has shape {tuple(qkv.shape)}; with keys of {tuple(keys.shape)} it must be "
-            f"[T, (Hq + {2 * kv_heads}) * {D}], or 1 or more parts of that"
-        )
+    check_projected("qk_norm_rope", qkv, q_weight, k_weight, angles, keys, values, tokens="T")
+    tokens = qkv.shape[-2]
     for name, x, shape, dtypes in (
-        ("q_weight", q_weight, (D,), (keys.dtype,)),
-        ("k_weight", k_weight, (D,), (keys.dtype,)),
-        ("angles", angles, ("max_positions", D), (torch.float32,)),
         ("positions", positions, (tokens,), (torch.int32, torch.int64)),
         ("slots", slots, (tokens,), (torch.int64,)),
     ):
@@ -138,6 +126,31 @@ def qk_norm_rope(
     return torch.ops.weft.qk_norm_rope.default(
         qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys
     )
+
+
+def check_projected(
+    op: str, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, angles: torch.Tensor,
+    keys: torch.Tensor, values: torch.Tensor, *, tokens: str,
+) -> None:  # fmt: skip
+    """ValueError unless qkv [``tokens``, ...] is of the heads of that cache, whole or in parts, and the others fit them."""
+    in_parts = qkv.dim() == 3
+    check_like(op, "qkv", qkv, qkv.device, (torch.float32,) if in_parts else FLOATS)
+    check_like(op, "keys", keys, qkv.device, FLOATS)
+    check_cache(op, keys, values, keys if in_parts else qkv)
+    _, kv_heads, _, D = keys.shape
+    width = qkv.shape[-1] if qkv.dim() in (2, 3) else -1
+    if width % D != 0 or width <= 2 * kv_heads * D or 0 in qkv.shape[:-2]:
+        raise ValueError(
+            f"{op}: qkv has shape {tuple(qkv.shape)}; with keys of {tuple(keys.shape)} it must be "
+            f"[{tokens}, (Hq + {2 * kv_heads}) * {D}], or 1 or more parts of that"
+        )
+    for name, x, shape, dtypes in (
+        ("q_weight", q_weight, (D,), (keys.dtype,)),
+        ("k_weight", k_weight, (D,), (keys.dtype,)),
+        ("angles", angles, ("max_positions", D), (torch.float32,)),
+    ):
+        check_like(op, name, x, qkv.device, dtypes)
+        check_shape(op, name, x, shape)
 
 
 def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:

@@ -239,6 +239,8 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
         ("all_reduce_rms_norm_kernel", "communication"),
         ("sum_kernel", "communication"),
         ("share_kernel", "communication"),
+        ("copy_kernel", "communication"),
+        ("add_kernel", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
         ("paged_attention_kernel", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>(...)", "attention"),

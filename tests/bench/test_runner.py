@@ -237,7 +237,9 @@ def test_a_wrong_element_is_seen(op):
 
 
 def test_providers_are_chosen_by_name_and_family():
-    assert [p.name for p in choose("all-reduce", ["weft"])] == ["weft.auto", "weft.one_shot", "weft.two_shot"]
+    assert [p.name for p in choose("all-reduce", ["weft"])] == [
+        f"weft.{name}" for name in ("auto", "one_shot", "two_shot", "copy_engine")
+    ]
     assert [p.name for p in choose("all-reduce", ["nccl", "torch.two_shot"])] == [
         "nccl",
         "nccl.window",

@@ -84,6 +84,13 @@ def rows_of_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tenso
     )
 
 
+def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """All ops share the slots: of other sizes and for other peers, and a rank may be a call ahead."""
+    w, by = team.size, "copy_engine"
+    out = [ops.all_reduce(x(w * 40), team, by), ops.all_gather(x(3, 24), team, by)]
+    return [*out, ops.reduce_scatter(x(w, 64), team, by), ops.all_to_all(x(w, 40), team, by)]
+
+
 # A program has several tiles, and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -105,6 +112,11 @@ OPS = [
     Call("all_gather bytes", lambda team, x: ops.all_gather(x(77).to(torch.int8), team)),
     Call("reduce_scatter", lambda team, x: ops.reduce_scatter(x(team.size * 2, 300), team)),
     Call("all_to_all", lambda team, x: ops.all_to_all(x(team.size * 2, 200), team)),
+    Call("all_reduce copy_engine", lambda team, x: ops.all_reduce(x(team.size * 40 + 3), team, "copy_engine"), 3),
+    Call("all_gather copy_engine", lambda team, x: ops.all_gather(x(3, 24), team, "copy_engine"), 3),
+    Call("reduce_scatter copy_engine", lambda team, x: ops.reduce_scatter(x(team.size, 64), team, "copy_engine"), 3),
+    Call("all_to_all copy_engine", lambda team, x: ops.all_to_all(x(team.size, 40), team, "copy_engine"), 3),
+    Call("mixed copy_engine", copied, 2),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),

@@ -282,7 +282,7 @@ def long_runs(team: Any, elements: int = 128 << 20, calls: int = 40):
 
         return f"all_reduce {algorithm} of {elements} elements, {calls} calls", launch, verify
 
-    return map(attempt, ("one_shot", "two_shot"))
+    return map(attempt, ("one_shot", "two_shot", "copy_engine"))
 
 
 def several(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, team: Any) -> torch.Tensor:
@@ -336,6 +336,10 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
         Case(op="all_reduce_factored_norm", world_size=w, dtype=BF16, shape=(50, 1024), algorithm="two_shot"),
         Case(op="all_gather", world_size=w, dtype=BF16, shape=(5, 1001)),
         Case(op="all_to_all", world_size=w, dtype=FP32, shape=(w * 3, 800)),
+        Case(op="all_reduce", world_size=w, dtype=BF16, shape=(70001,), algorithm="copy_engine"),
+        Case(op="reduce_scatter", world_size=w, dtype=BF16, shape=(w * 8, 1000), algorithm="copy_engine"),
+        Case(op="all_gather", world_size=w, dtype=BF16, shape=(5, 1001), algorithm="copy_engine"),
+        Case(op="all_to_all", world_size=w, dtype=FP32, shape=(w * 3, 800), algorithm="copy_engine"),
         *matmuls.values(),
     ]
 

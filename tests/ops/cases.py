@@ -15,7 +15,7 @@ import torch
 
 from tests.ops.closeness import assert_close, assert_identical
 from weft import ops
-from weft.ops.dispatch import Plan
+from weft.ops.dispatch import CopyPlan, Plan
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -141,8 +141,8 @@ def part_of(x: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return x[rank * rows : (rank + 1) * rows]
 
 
-def plan_of(case: Case) -> Plan:
-    return Plan(**dict(case.config))
+def plan_of(case: Case) -> Plan | CopyPlan:
+    return (CopyPlan if case.algorithm == "copy_engine" else Plan)(**dict(case.config))
 
 
 def run_all_reduce(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def run_reduce_scatter(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
         from weft.ops.reduce_scatter import run
 
         return run(x, team, plan_of(case))
-    return ops.reduce_scatter(x, team)
+    return ops.reduce_scatter(x, team, case.algorithm)
 
 
 def run_all_gather(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def run_all_gather(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
         from weft.ops.all_gather import run
 
         return run(x, team, plan_of(case))
-    return ops.all_gather(x, team)
+    return ops.all_gather(x, team, case.algorithm)
 
 
 def run_all_to_all(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def run_all_to_all(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
         from weft.ops.all_to_all import run
 
         return run(x, team, plan_of(case))
-    return ops.all_to_all(x, team)
+    return ops.all_to_all(x, team, case.algorithm)
 
 
 def inputs_of_norm(case: Case, rank: int, generator: torch.Generator) -> Inputs:
@@ -264,6 +264,15 @@ LARGE: list[Case] = [
         ("reduce_scatter", (w, 16 << 20)),
         ("all_to_all", (w, 8 << 20)),
     )
+] + [
+    Case(op=op, world_size=w, dtype=BF16, shape=shape, algorithm="copy_engine")
+    for w in (2, 4)
+    for op, shape in (
+        ("all_reduce", ((160 << 20) + 5,)),
+        ("all_gather", (40 << 20,)),
+        ("reduce_scatter", (w, (160 << 20) // w)),
+        ("all_to_all", (w, (160 << 20) // w)),
+    )
 ]
 
 
@@ -321,6 +330,23 @@ def _collectives() -> None:
         for op in ("all_reduce_rms_norm", "all_reduce_factored_norm"):
             add(Case(op=op, world_size=w, dtype=BF16, shape=(5, 72)))
             add(Case(op=op, world_size=w, dtype=FP16, shape=(5, 72), algorithm="two_shot"))
+    copies = {"algorithm": "copy_engine"}
+    for w in (1, 2, 3, 4, 8):
+        for op in ("all_gather", "all_to_all", "reduce_scatter"):
+            add(Case(op=op, world_size=w, dtype=BF16, shape=(w * 2, 1600), **copies))
+            add(Case(op=op, world_size=w, dtype=FP32, shape=(w * 3, 77), **copies))
+        add(Case(op="all_reduce", world_size=w, dtype=BF16, shape=(w * 700 + 1,), **copies))
+    for w in (2, 4):
+        for op in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce"):
+            add(Case(op=op, world_size=w, dtype=FP16, shape=(w, 3, 100), data="special", **copies))
+            add(Case(op=op, world_size=w, dtype=FP32, shape=(w, 1), **copies))
+            add(Case(op=op, world_size=w, dtype=BF16, shape=(w, 0), **copies))
+            add(Case(op=op, world_size=w, dtype=BF16, shape=(w * 4, 130), layout="transposed", **copies))
+            add(Case(op=op, world_size=w, dtype=BF16, shape=(w * 3, 50), layout="offset", **copies))
+            for pieces in ((1,), (5, 1, 1), (1,) * 8):
+                add(Case(op=op, world_size=w, dtype=BF16, shape=(w, 500), config=(("pieces", pieces),), **copies))
+        for dtype in (torch.int64, torch.int8, torch.bool):
+            add(Case(op="all_gather", world_size=w, dtype=dtype, shape=(5, 3), **copies))
     add(Case(op="all_gather", world_size=2, dtype=BF16, shape=(20000,)))
     add(Case(op="all_to_all", world_size=4, dtype=BF16, shape=(40000,)))
 

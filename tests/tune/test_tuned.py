@@ -10,7 +10,7 @@ import torch
 from weft.ops import tuned
 from weft.ops.gemm_config import GemmConfig
 from weft.runtime import capabilities
-from weft.tune.spaces import CollectiveConfig
+from weft.tune.spaces import CollectiveConfig, CopyConfig
 
 H200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="NVIDIA H200", arch="sm_90")
 SHIPPED = sorted(Path(tuned.__file__).parent.glob("*.json"))
@@ -110,4 +110,7 @@ def test_what_is_shipped_fits_the_ops(file):
     assert file == tuned.file_for(table.gpu, table.world_size)
     assert not table.simulated
     for one in table.rows:
-        one.as_config(CollectiveConfig if len(one.shape) == 1 else GemmConfig)
+        if one.config.get("algorithm") == "copy_engine":
+            one.as_config(CopyConfig)
+        else:
+            one.as_config(CollectiveConfig if len(one.shape) == 1 else GemmConfig)

@@ -12,7 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Plan, choose, word_of
+from weft.ops.dispatch import CopyPlan, Plan, word_of
 from weft.ops.exchange import (
     count_tiles,
     is_rank,
@@ -23,8 +23,11 @@ from weft.ops.exchange import (
     send_copies,
     tile_rest,
 )
-from weft.ops.registration import as_words, check_has_rows, check_tensor
+from weft.ops.registration import as_words, check_choice, check_has_rows, check_tensor
+from weft.ops.staging import chosen, exchange, on_lines
 from weft.runtime.team import Team, find_team
+
+ALGORITHMS = ("auto", "push", "copy_engine")
 
 
 @triton.jit
@@ -67,26 +70,30 @@ def all_gather_kernel(
     keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, plan: Plan | CopyPlan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of shape [W * x.shape[0], ...]."""
     out = x.new_empty((team.size * x.shape[0], *x.shape[1:]))
     if team.size == 1:
         return out.copy_(x)
     if x.numel() > 0:
-        words = as_words(x, word_of(x.nbytes))
+        words = as_words(x.detach(), word_of(x.nbytes))
+        if isinstance(plan, CopyPlan):
+            outs = as_words(out, words.dtype).view(team.size, -1)
+            exchange([on_lines(words)] * team.size, outs.unbind(), team, plan)
+            return out
         tiles = cdiv(words.numel() * max(2, words.itemsize), plan.row_bytes)
         launch(all_gather_kernel, words, as_words(out, words.dtype), words.numel(), tiles, team, plan)
     return out
 
 
 @custom_op("all_gather")
-def _all_gather(x: torch.Tensor, team: str) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
     members = find_team(team)
-    return run(x, members, choose("all_gather", x.nbytes, x.dtype, members.size, members.caps).plan)
+    return run(x, members, chosen("all_gather", x, members, algorithm).plan)
 
 
 @_all_gather.register_fake
-def _(x, team):
+def _(x, team, algorithm="auto"):
     return x.new_empty((find_team(team).size * x.shape[0], *x.shape[1:]))
 
 
@@ -96,19 +103,22 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     # Rank s used my x in its part of out: the sum over ranks of what they ask of my part.
-    return torch.ops.weft.reduce_scatter.default(grad, ctx.team), None
+    return torch.ops.weft.reduce_scatter.default(grad, ctx.team), None, None
 
 
 _all_gather.register_autograd(_backward, setup_context=_remember)
 
 
-def all_gather(x: torch.Tensor, team: Team) -> torch.Tensor:
+def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
     """All ranks' ``x`` along dimension 0, on every rank: a new contiguous tensor [W * x.shape[0], ...].
 
     ``x``: at least one dimension, any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on
     ``team.device``; the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it
     replays correctly, after one call outside. ValueError for wrong arguments. The backward is a reduce-scatter.
+
+    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.staging).
     """
     check_tensor("all_gather", "x", x, team)
     check_has_rows("all_gather", "x", x)
-    return torch.ops.weft.all_gather.default(x, team.name)
+    check_choice("all_gather", "algorithm", algorithm, ALGORITHMS)
+    return torch.ops.weft.all_gather.default(x, team.name, algorithm)

@@ -3,6 +3,7 @@
 out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once to x.dtype
 one_shot   x tile --to all--> sum                           1 crossing, W - 1 times the bytes out of each rank
 two_shot   W tiles --one to each--> sum --to all--> out     2 crossings, 2 (W - 1) / W times the bytes
+copy_engine  the same with whole parts, which copy engines carry (weft.ops.staging)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Plan, choose
+from weft.ops.dispatch import CopyPlan, Plan
 from weft.ops.exchange import (
     count_tiles,
     is_rank,
@@ -30,9 +31,10 @@ from weft.ops.exchange import (
     tile_rest,
 )
 from weft.ops.registration import FLOATS, check_choice, check_tensor
+from weft.ops.staging import add_and_share, chosen, on_lines, split
 from weft.runtime.team import Team, find_team
 
-ALGORITHMS = ("auto", "one_shot", "two_shot")
+ALGORITHMS = ("auto", "one_shot", "two_shot", "copy_engine")
 
 
 @triton.jit
@@ -128,12 +130,16 @@ def send_parts(x, end, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.co
     send(tl.load(x + start + part, mask=mask, other=0), slot, epoch, team, TRANSPORT, BLOCK)
 
 
-def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if team.size == 1:
         return out.copy_(x)
     if x.numel() > 0:
+        if isinstance(plan, CopyPlan):
+            sources = split(on_lines(x.detach().contiguous().view(-1)), team.size)
+            add_and_share(sources, split(out.view(-1), team.size), team, plan)
+            return out
         two_shot = algorithm == "two_shot"
         tiles = cdiv(x.nbytes, plan.row_bytes * (team.size if two_shot else 1))
         launch(all_reduce_kernel, x.contiguous(), out, x.numel(), tiles, team, plan, TWO_SHOT=two_shot)
@@ -143,7 +149,7 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan) -> torch.Tensor
 @custom_op("all_reduce")
 def _all_reduce(x: torch.Tensor, team: str, algorithm: str) -> torch.Tensor:
     members = find_team(team)
-    decision = choose("all_reduce", x.nbytes, x.dtype, members.size, members.caps, algorithm=algorithm)
+    decision = chosen("all_reduce", x, members, algorithm)
     return run(x, members, decision.algorithm, decision.plan)
 
 
@@ -168,7 +174,7 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """The sum of all ranks' ``x``, on every rank: a new contiguous tensor of ``x``'s shape and dtype.
 
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
-    algorithm  "auto" (weft.ops.explain says what and why), "one_shot" or "two_shot"
+    algorithm  "auto" (weft.ops.explain says what and why), "one_shot", "two_shot" or "copy_engine"
 
     Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. A team's collectives share workspaces, so
     one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside (which makes the

@@ -245,6 +245,8 @@ def _all_reduce_rms_norm(
 def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
     """The algorithm, if it is "auto", and how tiles travel."""
     algorithm = choose("all_reduce", x.nbytes, x.dtype, team.size, team.caps, algorithm=algorithm).algorithm
+    if algorithm == "copy_engine":
+        algorithm = "two_shot"  # the norm is in the kernel of tiles
     return algorithm, plan_for_rows(x.shape[-1], x.itemsize, team.caps.sms)
 
 

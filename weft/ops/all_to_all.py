@@ -12,7 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Plan, choose, word_of
+from weft.ops.dispatch import CopyPlan, Plan, word_of
 from weft.ops.exchange import (
     count_tiles,
     is_rank,
@@ -23,8 +23,11 @@ from weft.ops.exchange import (
     send_columns,
     tile_rest,
 )
-from weft.ops.registration import as_words, check_even, check_tensor
+from weft.ops.registration import as_words, check_choice, check_even, check_tensor
+from weft.ops.staging import chosen, exchange, on_lines
 from weft.runtime.team import Team, find_team
+
+ALGORITHMS = ("auto", "push", "copy_engine")
 
 
 @triton.jit
@@ -68,13 +71,17 @@ def all_to_all_kernel(
     keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, plan: Plan | CopyPlan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
     out = x.new_empty(x.shape)
     if team.size == 1:
         return out.copy_(x)
     if x.numel() > 0:
-        words = as_words(x, word_of(x.nbytes // team.size))
+        words = as_words(x.detach(), word_of(x.nbytes // team.size))
+        if isinstance(plan, CopyPlan):
+            sources, outs = (t.view(team.size, -1).unbind() for t in (on_lines(words), as_words(out, words.dtype)))
+            exchange(sources, outs, team, plan)
+            return out
         n = words.numel() // team.size
         tiles = cdiv(n * max(2, words.itemsize), plan.row_bytes)
         launch(all_to_all_kernel, words, as_words(out, words.dtype), n, tiles, team, plan)
@@ -82,35 +89,38 @@ def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
 
 
 @custom_op("all_to_all")
-def _all_to_all(x: torch.Tensor, team: str) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
     members = find_team(team)
-    return run(x, members, choose("all_to_all", x.nbytes, x.dtype, members.size, members.caps).plan)
+    return run(x, members, chosen("all_to_all", x, members, algorithm).plan)
 
 
 @_all_to_all.register_fake
-def _(x, team):
+def _(x, team, algorithm="auto"):
     return x.new_empty(x.shape)
 
 
 def _remember(ctx, inputs, output):
-    ctx.team = inputs[1]
+    ctx.team, ctx.algorithm = inputs[1:]
 
 
 def _backward(ctx, grad):
     # The parts go back where they came from.
-    return torch.ops.weft.all_to_all.default(grad, ctx.team), None
+    return torch.ops.weft.all_to_all.default(grad, ctx.team, ctx.algorithm), None, None
 
 
 _all_to_all.register_autograd(_backward, setup_context=_remember)
 
 
-def all_to_all(x: torch.Tensor, team: Team) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
     """Part s of ``x`` goes to rank s; part s of the result came from rank s: a new contiguous tensor of ``x``'s shape.
 
     ``x``: [W * m, ...], any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on ``team.device``;
     the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it replays
     correctly, after one call outside. ValueError for wrong arguments. The backward is an all-to-all.
+
+    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.staging).
     """
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)
-    return torch.ops.weft.all_to_all.default(x, team.name)
+    check_choice("all_to_all", "algorithm", algorithm, ALGORITHMS)
+    return torch.ops.weft.all_to_all.default(x, team.name, algorithm)

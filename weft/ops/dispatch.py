@@ -37,6 +37,30 @@ ONE_CROSSING = {
     8: ((1 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 4)),
 }
 
+# Copy engines (weft.ops.staging) from so many bytes of all parts together on, by world size. One call alone, bf16, in us,
+# copy engines / tiles of the same session (benchmarks/lab/h200-x2-copy-engine.json and h200-x4-copy-engine.json):
+#   W=4, 256 MiB: all-gather 561 / 589, all-to-all 589 / 609, reduce-scatter 592 / 614, all-reduce 1132 / 1198
+#   W=4, 128 MiB: all-gather 300 / 313, all-reduce 604 / 608; 64 MiB: all-gather 172 / 165
+#   W=2, 256 MiB: all-gather 398 / 402, all-to-all 391 / 400, reduce-scatter 398 / 405, all-reduce 759 / 764
+#   W=2, 128 MiB: all-gather 214 / 207, all-reduce 408 / 403
+# W=3 is taken to be like W=4; W=8 is not measured.
+COPY_ENGINE = {
+    "all_gather": {2: 256 << 20, 4: 128 << 20, 8: ENDLESS},
+    "all_to_all": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
+    "reduce_scatter": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
+    "all_reduce": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
+}
+# The pieces, and the programs beside copy engines (CopyPlan), by what is done with the parts. A smaller last piece is copied
+# out sooner, one more piece is one more flag: all-reduce of 256 MiB at W=2, (1,) 871, (1, 1) 787, (3, 1) 762, (7, 1) 796.
+# Programs 16 / 32 / 64 / 132: all-reduce of 256 MiB, W=4 1447 / 1235 / 1132 / 1181, W=2 1220 / 927 / 802 / 759, where two
+# ranks' parts are long and the engines wait for their sum; all-gather, W=4 624 / 585 / 573 / 581.
+COPY_PLANS = {
+    "exchange": {2: {"pieces": (3, 1), "programs": 64}},
+    "add": {2: {"pieces": (3, 1), "programs": 132}, 8: {"pieces": (3, 1), "programs": 64}},
+}
+# Pieces and slots begin on as many bytes.
+LINE_BYTES = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -55,6 +79,18 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """How copy engines carry parts (weft.ops.staging).
+
+    pieces    at most MAX_CHUNKS of weft.ops.gemm_config: the sizes, in proportion, of the pieces that parts are cut into
+    programs  of a kernel that copies or adds up while copy engines are busy
+    """
+
+    pieces: tuple[int, ...]
+    programs: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What a call of ``op`` gets. ``reason`` is a sentence for a person, ``row`` what it was taken from, if from a row."""
 
@@ -62,7 +98,7 @@ class Decision:
     algorithm: str
     transport: str
     reason: str
-    plan: Plan | None = None
+    plan: Plan | CopyPlan | None = None
     row: tuned.Row | None = None
 
 
@@ -75,16 +111,23 @@ def choose(
     an unknown op.
     """
     decision = choose_by_rule(op, nbytes, world_size, algorithm=algorithm)
-    found = tuned.find(op, (whole_of(op, nbytes, world_size),), dtype, world_size, caps)
+    whole = whole_of(op, nbytes, world_size)
+    found = tuned.find(op, (whole,), dtype, world_size, caps)
     if found is None or world_size == 1:
         return decision
     fields = dict(found.row.config)
     chosen = fields.pop("algorithm")
-    # The transport follows from the alignment of this very message; an algorithm that was asked for runs.
-    if fields["transport"] != decision.transport or (op == "all_reduce" and algorithm not in ("auto", chosen)):
+    # What fits the alignment of this very message; an algorithm that was asked for runs.
+    transport = transport_of(op, whole, world_size, chosen)
+    fits = fields["transport"] == transport and (transport != "flags" or has_even_lines(whole, world_size))
+    if not fits or algorithm not in ("auto", chosen):
         return decision
-    plan = Plan(**fields)
-    return Decision(op=op, algorithm=chosen, transport=plan.transport, reason=found.reason, plan=plan, row=found.row)
+    plan: Plan | CopyPlan
+    if chosen == "copy_engine":
+        plan = CopyPlan(pieces=tuple(fields["pieces"]), programs=fields["programs"])
+    else:
+        plan = Plan(**fields)
+    return Decision(op=op, algorithm=chosen, transport=transport, reason=found.reason, plan=plan, row=found.row)
 
 
 def choose_by_rule(op: str, nbytes: int, world_size: int, *, algorithm: str = "auto") -> Decision:
@@ -94,22 +137,46 @@ def choose_by_rule(op: str, nbytes: int, world_size: int, *, algorithm: str = "a
     if world_size == 1:
         nothing = Plan(transport="none", row_bytes=0, num_warps=0)
         return Decision(op=op, algorithm="copy", transport="none", reason="one rank: nothing to send", plan=nothing)
-    transport, whole = "lamport", whole_of(op, nbytes, world_size)
-    if op != "all_reduce":
-        if op != "reduce_scatter" and word_of(whole // world_size).itemsize > 1:
-            transport = "keyed"
-        algorithm, reason = "push", "one crossing, no flags"
-    elif algorithm != "auto":
-        reason = f"asked for algorithm={algorithm!r}"
-    elif nbytes <= of_world(ONE_SHOT_LIMIT, world_size):
-        algorithm, reason = "one_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, "one crossing beats two")
+    whole = whole_of(op, nbytes, world_size)
+    if algorithm == "auto":
+        algorithm, reason = fastest(op, whole, world_size)
     else:
-        why = f"fewer bytes beat fewer crossings at world_size={world_size}"
-        algorithm, reason = "two_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, why)
+        reason = f"asked for algorithm={algorithm!r}"
+    transport = transport_of(op, whole, world_size, algorithm)
+    if algorithm == "copy_engine":
+        copies = CopyPlan(**of_world(COPY_PLANS["add" if "reduce" in op else "exchange"], world_size))
+        return Decision(op=op, algorithm=algorithm, transport=transport, reason=reason, plan=copies)
     table = of_world(TWO_SHOT if algorithm == "two_shot" else ONE_CROSSING, world_size)
     _, row_bytes, num_warps, per_sm = next(row for row in table if whole <= row[0])
     plan = Plan(transport=transport, row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
     return Decision(op=op, algorithm=algorithm, transport=transport, reason=reason, plan=plan)
+
+
+def fastest(op: str, whole: int, world_size: int) -> tuple[str, str]:
+    """The algorithm for ``whole`` bytes, and why."""
+    if whole >= of_world(COPY_ENGINE[op], world_size) and has_even_lines(whole, world_size):
+        why = "copy engines fill the links, one peer at a time"
+        return "copy_engine", compare(whole, COPY_ENGINE[op], world_size, why, ">=")
+    if op != "all_reduce":
+        return "push", "one crossing, no flags"
+    if whole <= of_world(ONE_SHOT_LIMIT, world_size):
+        return "one_shot", compare(whole, ONE_SHOT_LIMIT, world_size, "one crossing beats two", "<=")
+    why = f"fewer bytes beat fewer crossings at world_size={world_size}"
+    return "two_shot", compare(whole, ONE_SHOT_LIMIT, world_size, why, ">")
+
+
+def transport_of(op: str, whole: int, world_size: int, algorithm: str) -> str:
+    """How the peers learn what has come: "flags" behind it, or the data themselves, as numbers or as any bits."""
+    if algorithm == "copy_engine":
+        return "flags"
+    if op in ("all_reduce", "reduce_scatter") or word_of(whole // world_size).itemsize == 1:
+        return "lamport"
+    return "keyed"
+
+
+def has_even_lines(whole: int, world_size: int) -> bool:
+    """Every rank's part is of whole lines, so that kernels copy 16 bytes a thread."""
+    return whole % (LINE_BYTES * world_size) == 0
 
 
 def whole_of(op: str, nbytes: int, world_size: int) -> int:
@@ -128,9 +195,8 @@ def of_world(table: dict[int, Any], world_size: int) -> Any:
     return next((entry for size, entry in table.items() if size >= world_size), table[max(table)])
 
 
-def compare(nbytes: int, limits: dict[int, int], world_size: int, why: str) -> str:
-    limit = of_world(limits, world_size)
-    return f"{nbytes:,} bytes {'<=' if nbytes <= limit else '>'} {limit:,}: {why}"
+def compare(nbytes: int, limits: dict[int, int], world_size: int, why: str, sign: str) -> str:
+    return f"{nbytes:,} bytes {sign} {of_world(limits, world_size):,}: {why}"
 
 
 MATMULS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -211,9 +211,14 @@ def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], 
     by_capacity = team.workspace(key, dict)
     capacity = max(by_capacity, default=0)
     if capacity < size:
-        capacity = max(1 << 16, next_power_of_2(size))
+        capacity = capacity_for(size)
         by_capacity[capacity] = make(capacity)
     return by_capacity[capacity]
+
+
+def capacity_for(size: int) -> int:
+    """Of a workspace that is made for ``size`` elements."""
+    return max(1 << 16, next_power_of_2(size))
 
 
 def programs(team: Team, tiles: Tiles, config: GemmConfig) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Plan, choose
+from weft.ops.dispatch import CopyPlan, Plan
 from weft.ops.exchange import (
     count_tiles,
     keep_epoch,
@@ -23,8 +23,11 @@ from weft.ops.exchange import (
     sum_of_ranks,
     tile_rest,
 )
-from weft.ops.registration import FLOATS, check_even, check_tensor
+from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
+from weft.ops.staging import add, chosen, on_lines
 from weft.runtime.team import Team, find_team
+
+ALGORITHMS = ("auto", "push", "copy_engine")
 
 
 @triton.jit
@@ -66,25 +69,28 @@ def reduce_scatter_kernel(
     keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team, plan: Plan) -> torch.Tensor:
+def run(x: torch.Tensor, team: Team, plan: Plan | CopyPlan) -> torch.Tensor:
     """``x`` checked, any strides. Returns a new contiguous tensor of shape [x.shape[0] / W, ...]."""
     out = x.new_empty((x.shape[0] // team.size, *x.shape[1:]))
     if team.size == 1:
         return out.copy_(x)
     if out.numel() > 0:
+        if isinstance(plan, CopyPlan):
+            sources = on_lines(x.detach().contiguous().view(-1)).view(team.size, -1).unbind()
+            add(sources, out.view(-1), team, plan)
+            return out
         launch(reduce_scatter_kernel, x.contiguous(), out, out.numel(), cdiv(out.nbytes, plan.row_bytes), team, plan)
     return out
 
 
 @custom_op("reduce_scatter")
-def _reduce_scatter(x: torch.Tensor, team: str) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
     members = find_team(team)
-    decision = choose("reduce_scatter", x.nbytes, x.dtype, members.size, members.caps)
-    return run(x, members, decision.plan)
+    return run(x, members, chosen("reduce_scatter", x, members, algorithm).plan)
 
 
 @_reduce_scatter.register_fake
-def _(x, team):
+def _(x, team, algorithm="auto"):
     return x.new_empty((x.shape[0] // find_team(team).size, *x.shape[1:]))
 
 
@@ -94,19 +100,22 @@ def _remember(ctx, inputs, output):
 
 def _backward(ctx, grad):
     # My x reached every rank's out, each with one part.
-    return torch.ops.weft.all_gather.default(grad, ctx.team), None
+    return torch.ops.weft.all_gather.default(grad, ctx.team), None, None
 
 
 _reduce_scatter.register_autograd(_backward, setup_context=_remember)
 
 
-def reduce_scatter(x: torch.Tensor, team: Team) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
     """Part r of the sum of all ranks' ``x`` on rank r: a new contiguous tensor [x.shape[0] / W, ...] of ``x``'s dtype.
 
     ``x``: [W * m, ...], any strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks.
     The same bits from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays correctly, after one
     call outside. ValueError for wrong arguments. The backward is an all-gather.
+
+    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.staging).
     """
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)
-    return torch.ops.weft.reduce_scatter.default(x, team.name)
+    check_choice("reduce_scatter", "algorithm", algorithm, ALGORITHMS)
+    return torch.ops.weft.reduce_scatter.default(x, team.name, algorithm)

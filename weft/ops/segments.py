@@ -139,13 +139,13 @@ def part_of(rank, M, N, BLOCK: tl.constexpr, world: tl.constexpr):
 class Segments:
     """The buffers of calls whose data copy engines carry: what arrives, its flags, and what begin_kernel keeps.
 
-    buffers  [2, …]  symmetric: a half for every other call
+    buffers  [halves, …]  symmetric: two, for every other call, or one for all
     flags    [rows, MAX_CHUNKS]  symmetric: a row for each place in ``buffers`` that a peer fills, by chunk
     ready    [W, programs]  symmetric: of share_kernel
     calls    made by the host. All ranks make the same ones, so they agree on the half; that it is free, the device proves:
              a half is written again only after every rank has ended the call that read it (begin_kernel). Halves
              alternate, so that wait is over before it begins; in a CUDA graph with an odd number of calls, whose
-             replays use the same half twice running, it is for the peer to end its last call.
+             replays use the same half twice running, and where there is one half, it is for the peer to end its last call.
     """
 
     buffers: torch.Tensor
@@ -164,14 +164,14 @@ class Segments:
             flags=team.signals((flags, MAX_CHUNKS)),
             entered=team.signals((team.size,)),
             # Rows of a multiple of 16 bytes, so that the words of either half are aligned alike.
-            filled=team.local((2, -(-(team.size - 1) // 4) * 4), torch.int32),
+            filled=team.local((len(buffers), -(-(team.size - 1) // 4) * 4), torch.int32),
             epoch=team.local((2,), torch.int32),
             ready=team.signals((team.size, max(programs, 1))),
         )
 
     def begin(self, team: Team) -> torch.Tensor:
         """The next call's half of ``buffers``, free for every rank to write behind this in the current stream."""
-        half = self.calls % 2
+        half = self.calls % len(self.buffers)
         self.calls += 1
         begin_kernel[(team.size - 1,)](self.epoch, self.filled[half], self.entered, team.view, num_warps=1)
         return self.buffers[half]

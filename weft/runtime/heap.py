@@ -33,6 +33,10 @@ class HeapLayout:
     def free_bytes(self) -> int:
         return sum(block.size for block in self._free)
 
+    @property
+    def largest_free_bytes(self) -> int:
+        return max((block.size for block in self._free), default=0)
+
     def take(self, nbytes: int, name: str) -> int:
         """Offset of ``nbytes`` fresh bytes. HeapExhausted names what fills the heap."""
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -106,6 +106,11 @@ class Team:
         self._platform.released(tensor)
         self._layout.give_back(offset)
 
+    def largest_free_bytes(self) -> int:
+        """Of the heap: what the largest tensor may take that ``empty`` would still find room for. The same on all ranks."""
+        self._check_open("largest_free_bytes()")
+        return self._layout.largest_free_bytes
+
     def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric if it is none."""
         self._check_open("at_peer()")

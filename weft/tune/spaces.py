@@ -64,6 +64,10 @@ PLANS = (
     (512, 1, 32), (1024, 1, 32), (1024, 2, 32), (2048, 2, 32), (2048, 2, 4), (2048, 4, 8), (2048, 4, 4), (4096, 4, 4),
     (4096, 4, 2), (4096, 8, 4), (4096, 8, 2), (8192, 8, 2), (8192, 16, 2),
 )  # fmt: skip
+# The pieces that copy engines cut, the programs that copy them out, and the bytes from which on they are tried.
+PIECES = ((1,), (1, 1), (3, 1), (7, 1), (12, 3, 1))
+COPY_PROGRAMS = (64, 132)
+COPIED_BYTES = 16 << 20
 QUICK_PLANS = ((512, 1, 32), (1024, 2, 32), (2048, 4, 4), (4096, 4, 4), (4096, 8, 2), (4096, 8, 4), (8192, 16, 2))
 
 
@@ -83,11 +87,26 @@ class CollectiveConfig:
         return dispatch.Plan(**fields)
 
 
-Config = GemmConfig | CollectiveConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyConfig:
+    """Copy engines, and the fields of their CopyPlan."""
+
+    pieces: tuple[int, ...]
+    programs: int
+    algorithm: str = "copy_engine"
+    transport: str = "flags"
+
+    def plan(self) -> dispatch.CopyPlan:
+        return dispatch.CopyPlan(pieces=tuple(self.pieces), programs=self.programs)
+
+
+Config = GemmConfig | CollectiveConfig | CopyConfig
 
 
 def label(config: Config) -> str:
     """What differs from candidate to candidate, short: fused 128x256x64 w8 s3 group=4."""
+    if isinstance(config, CopyConfig):
+        return f"{config.algorithm} {':'.join(map(str, config.pieces))} {config.programs} programs"
     if isinstance(config, CollectiveConfig):
         return (
             f"{config.algorithm} {config.transport} {config.row_bytes} B w{config.num_warps} "
@@ -123,7 +142,7 @@ def attempt(problem: Problem, config: Config) -> Attempt:
 
 def call(op: str, config: Config, inputs: Inputs, team: Team) -> torch.Tensor:
     run = importlib.import_module(f"weft.ops.{WEFT[op]}").run
-    if isinstance(config, CollectiveConfig):
+    if not isinstance(config, GemmConfig):
         algorithm = (config.algorithm,) if op == "all-reduce" else ()
         return run(*inputs, team, *algorithm, config.plan())
     return run(*inputs, config) if op == "gemm" else run(*inputs, team, config)
@@ -143,6 +162,8 @@ def default(problem: Problem) -> Config:
     if op in COLLECTIVES:
         nbytes = problem.sets[0][0].nbytes
         decision = dispatch.choose_by_rule(WEFT[op], nbytes, team.size)
+        if isinstance(decision.plan, dispatch.CopyPlan):
+            return CopyConfig(pieces=decision.plan.pieces, programs=decision.plan.programs)
         return CollectiveConfig(algorithm=decision.algorithm, **dataclasses.asdict(decision.plan))
     return gemm_config.default_config(WEFT[op], *size, problem.dtype, team.size, team.caps)
 
@@ -150,13 +171,15 @@ def default(problem: Problem) -> Config:
 def first(problem: Problem, quick: bool) -> list[Config]:
     """The op's default, then candidates far apart, none twice."""
     base = default(problem)
-    if isinstance(base, CollectiveConfig):
-        return _unique([base, *_collectives(problem, base, quick)])
-    return _unique([base, *_gemms(problem, base, quick)])
+    if isinstance(base, GemmConfig):
+        return _unique([base, *_gemms(problem, base, quick)])
+    return _unique([base, *_collectives(problem, base, quick)])
 
 
 def around(op: str, best: Config, world_size: int) -> list[Config]:
     """``best`` with one field moved, as far as so many ranks have a use for it."""
+    if isinstance(best, CopyConfig):
+        return []
     if isinstance(best, CollectiveConfig):
         moves = [("row_bytes", 2), ("num_warps", 2), ("programs_per_sm", 2)]
         found = [replace(best, **{name: value}) for name, by in moves for value in _scaled(getattr(best, name), by)]
@@ -170,15 +193,25 @@ def is_compiled(config: Config) -> bool:
     return isinstance(config, GemmConfig) and config.design not in ("segments", "library")
 
 
-def _collectives(problem: Problem, base: CollectiveConfig, quick: bool) -> Iterator[CollectiveConfig]:
+def _collectives(
+    problem: Problem, base: CollectiveConfig | CopyConfig, quick: bool
+) -> Iterator[CollectiveConfig | CopyConfig]:
     if base.algorithm == "copy":
         return
-    module = importlib.import_module(f"weft.ops.{WEFT[problem.op]}")
-    algorithms = [name for name in getattr(module, "ALGORITHMS", (base.algorithm,)) if name != "auto"]
+    op, whole, world_size = WEFT[problem.op], problem.shape.size[0], problem.team.size
+    algorithms = getattr(importlib.import_module(f"weft.ops.{op}"), "ALGORITHMS", ("push",))
     plans = QUICK_PLANS if quick or problem.team.is_simulated else PLANS
     for algorithm in algorithms:
-        for row_bytes, num_warps, per_sm in plans:
-            yield replace(base, algorithm=algorithm, row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
+        if algorithm == "copy_engine":
+            if whole >= COPIED_BYTES and dispatch.has_even_lines(whole, world_size):
+                yield from (CopyConfig(pieces=pieces, programs=n) for pieces in PIECES for n in COPY_PROGRAMS)
+        elif algorithm != "auto":
+            transport = dispatch.transport_of(op, whole, world_size, algorithm)
+            for row_bytes, num_warps, per_sm in plans:
+                yield CollectiveConfig(
+                    algorithm=algorithm, transport=transport, row_bytes=row_bytes, num_warps=num_warps,
+                    programs_per_sm=per_sm,
+                )  # fmt: skip
 
 
 def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConfig]:

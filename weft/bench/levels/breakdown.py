@@ -22,7 +22,7 @@ KINDS = ("attention", "gemm", "gemm+communication", "communication", "pointwise"
 NAMES = (
     ("gemm+communication", r"all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce"),
     ("attention", r"attention|flash|fmha|\bsdpa|cudnn_generated"),
-    ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|all_to_all|PtoP|^(begin|wait|sum|share)_kernel"),
+    ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|all_to_all|PtoP|^(begin|wait|sum|share|copy|add)_kernel"),
     ("pointwise", r"rms_norm|qk_norm_rope|silu_mul_kernel|^triton_(poi|red|per)_(?!.*_(mm|addmm|linear)(_|$))"),
     ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|matmul_kernel|skinny|sum_parts|splitk|cublas|dot_kernel|_(mm|addmm|linear)(_|$)"),
     ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),

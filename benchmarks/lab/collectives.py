@@ -24,7 +24,7 @@ import triton
 
 import weft
 from weft.ops import barrier
-from weft.ops.dispatch import Plan, choose
+from weft.ops.dispatch import CopyPlan, Plan, transport_of
 from weft.tune.compiling import compile_only
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -44,26 +44,32 @@ LARGE = (
 HIDDEN = 5120
 ROWS = (1, 7, 32, 128)
 PARTS = ((512, 1), (1024, 1), (1024, 2), (2048, 2), (2048, 4), (5120, 8))
+# The pieces of copy engines, the programs beside them, and the bytes from which on they are tried.
+PIECES = ((1,), (1, 1), (3, 1), (7, 1), (12, 3, 1), (1, 1, 1, 1))
+COPY_PROGRAMS = (64, 132)
+COPIED = 16 * MIB
 INPUTS = 4
 REPLAYS = 5
 
 
-def candidates(op: str, nbytes: int, world_size: int) -> list[tuple[str, Plan]]:
-    default = choose(op, nbytes // (world_size if op == "all_gather" else 1), torch.bfloat16, world_size)
+def candidates(op: str, nbytes: int, world_size: int) -> list[tuple[str, Plan | CopyPlan]]:
+    transport = transport_of(op, nbytes, world_size, "push")
     shapes = SMALL if nbytes <= 256 * KIB else LARGE
     algorithms = ("push",)
     if op == "all_reduce":
         algorithms = ("one_shot",) if nbytes < 64 * KIB else ("one_shot", "two_shot")
         if nbytes > 4 * MIB and world_size > 2:
             algorithms = ("two_shot",)
-    return [
-        (algorithm, Plan(transport=default.transport, row_bytes=row, num_warps=warps, programs_per_sm=per_sm))
+    copies = PIECES if nbytes >= COPIED else ()
+    found = [("copy_engine", CopyPlan(pieces=pieces, programs=n)) for pieces in copies for n in COPY_PROGRAMS]
+    return found + [
+        (algorithm, Plan(transport=transport, row_bytes=row, num_warps=warps, programs_per_sm=per_sm))
         for algorithm in algorithms
         for row, warps, per_sm in shapes
     ]
 
 
-def call(op: str, team: Any, algorithm: str, plan: Plan, x: torch.Tensor) -> torch.Tensor:
+def call(op: str, team: Any, algorithm: str, plan: Plan | CopyPlan, x: torch.Tensor) -> torch.Tensor:
     run = importlib.import_module(f"weft.ops.{op}").run
     return run(x, team, algorithm, plan) if op == "all_reduce" else run(x, team, plan)
 
@@ -138,7 +144,10 @@ def main(team: Any, ops: list[str], share: tuple[int, int] | None) -> list[dict[
             calls = int(max(8, min(100, 1500 / guess)))
             for algorithm, plan in candidates(op, nbytes, team.size):
                 number += 1
-                shape = [plan.row_bytes, plan.num_warps, plan.programs_per_sm]
+                copied = isinstance(plan, CopyPlan)
+                shape = (
+                    [*plan.pieces, plan.programs] if copied else [plan.row_bytes, plan.num_warps, plan.programs_per_sm]
+                )
                 if share is not None:
                     if number % share[1] == share[0]:
                         compile_only(functools.partial(call, op, team, algorithm, plan, xs[0]), team)

@@ -31,10 +31,11 @@ from weft.ops.paged_attention import (
 )
 from weft.ops.qk_norm_rope import check_projected
 
-# With so many SMs for each pair of sequence and KV head, or more, programs ask for their first keys and values early: H200,
-# 16 query heads on 2, behind and before a product, in microseconds (benchmarks/lab/h200-decode-attention.json; in brackets
-# qk_norm_rope and paged_attention): 1 x 128 tokens 3.2, not early 3.7 (4.0), 8 x 128 3.8, 4.3 (4.5), but 32 x 1024 14.5, 14.1
-# (15.0), 16 x 4000 22.7, 21.9 (24.5), 128 x 128 10.0, 9.5 (9.7). Asking for 4 or 16 blocks made all slower, 32 x 1024 23.0.
+# With so many SMs for each pair of sequence and KV head, or more, programs ask for their first keys and values early. H200,
+# 16 query heads on 2, behind and before a product, early / not / qk_norm_rope and paged_attention, in microseconds
+# (benchmarks/lab/h200-decode-attention.json): 1 x 128 tokens 3.3 / 3.7 / 3.9, 8 x 128 3.6 / 4.4 / 4.6, 1 x 4000
+# 8.4 / 9.1 / 9.8; but 16 x 4000 22.9 / 21.8 / 24.4, 128 x 128 10.3 / 10.0 / 10.2, and 32 x 1024 within the noise of the two.
+# Asking for 4 or 16 blocks made all but the smallest slower, 32 x 1024 23 (of a search that no file keeps).
 EARLY_PAIRS = 8
 
 

@@ -243,6 +243,7 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
         ("add_kernel", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
         ("paged_attention_kernel", "attention"),
+        ("decode_attention_kernel", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>(...)", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::Params)", "attention"),
         ("qk_norm_rope_kernel", "pointwise"),

@@ -65,7 +65,7 @@ class Step:
     pages      [B, max_pages] int32: the page table; a page with nothing in it yet may have any number that exists
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
-    tickets    [B * kv_heads_local] int32 zeros: fused decode, scratch of ops.paged_attention that all layers share
+    tickets    [B * kv_heads_local] int32 zeros: fused decode, scratch of ops.decode_attention that all layers share
     chunks     prefill: the sequences, in runs of equal length
     plan       how it is computed
     """

@@ -144,19 +144,8 @@ def decode_attention_kernel(
             cell = ((tl.load(table + last // PAGE).to(tl.int64) * HEADS + head) * PAGE + last % PAGE) * D
             mine = token + (HEADS * GROUP + head) * D
             keep_new(
-                mine,
-                mine + HEADS * D,
-                keys + cell,
-                values + cell,
-                factor,
-                k_weight,
-                cos,
-                sin,
-                eps,
-                part_stride,
-                D,
-                PARTS,
-            )
+                mine, mine + HEADS * D, keys + cell, values + cell, factor, k_weight, cos, sin, eps, part_stride, D, PARTS,
+            )  # fmt: skip
             tl.debug_barrier()  # other threads of this program read them
         attend_and_join(
             x, keys, values, table, page, head, first, length, count, scale, out, parts, weights, tickets,

@@ -42,9 +42,10 @@ def decode_places(
 
     positions  [B] int64, of the new tokens, each below max_pages * page_size; -1: padding
     pages      [B, max_pages] int32, contiguous
-    tickets    how many int32 zeros paged_attention wants: B * kv_heads
+    tickets    how many int32 zeros decode_attention wants: B * kv_heads
 
-    at, slots [B] int64 and lengths [B] int32, for qk_norm_rope and paged_attention. Padding has at 0, slot -1 and length 0.
+    lengths [B] int32 are for decode_attention; at and slots [B] int64 for qk_norm_rope before paged_attention. Padding has
+    at 0, slot -1 and length 0.
     ValueError for shapes, dtypes or devices that do not fit.
     """
     check_like("decode_places", "positions", positions, positions.device, (torch.int64,))

@@ -75,7 +75,8 @@ def configured(
 ) -> tuple[SkinnyConfig | None, str]:  # fmt: skip
     """The config of a call of ``op``, "matmul" or "matmul_silu_mul", with ``out`` [M, N], and the reason as a sentence;
     None: the library, or the persistent kernel. Operands that no descriptor reaches get another design all the same.
-    factored: of a FactoredNorm, which with another design costs a norm of several kernels. in_parts: left in parts."""
+    factored: of a FactoredNorm, which with another design whoever reads the product must divide, or a norm of several kernels
+    before it. in_parts: of ``matmul_parts``."""
     gated = op == "matmul_silu_mul"
     if dtype not in HALVES:
         return None, f"{dtype}: a product of few rows is for fp16 and bf16"

@@ -146,6 +146,17 @@ class Unsupported(WeftError):
     """A word of the language that this machine or this build has no lowering for."""
 
 
+class CublasError(WeftError):
+    """cuBLASLt refused what it had agreed to before."""
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(
+            f"cublasLt{call} failed with status {status} (cublasStatus_t of cublas_api.h); where another error came before "
+            f"it on this GPU, that one is the cause"
+        )
+        self.call, self.status = call, status
+
+
 class CheckpointError(WeftError, ValueError):
     """A checkpoint directory that cannot be loaded, with the reason in one line."""
 

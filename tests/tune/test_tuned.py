@@ -10,6 +10,7 @@ import torch
 from weft.ops import tuned
 from weft.ops.gemm_config import GemmConfig
 from weft.runtime import capabilities
+from weft.runtime.cublaslt import Algorithm
 from weft.tune.spaces import CollectiveConfig, CopyConfig
 
 H200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="NVIDIA H200", arch="sm_90")
@@ -112,5 +113,25 @@ def test_what_is_shipped_fits_the_ops(file):
     for one in table.rows:
         if one.config.get("algorithm") == "copy_engine":
             one.as_config(CopyConfig)
+        elif one.is_algorithm:
+            one.as_config(Algorithm)
         else:
             one.as_config(CollectiveConfig if len(one.shape) == 1 else GemmConfig)
+
+
+def test_an_algorithm_of_the_library_stands_for_its_shape_alone():
+    rows = [
+        row("matmul", 1024, 8, 8, tile=29, cluster=3, custom=1),
+        row("matmul", 1100, 8, 8, tile=30, cluster=3, custom=1),
+    ]
+    table = tuned.Table(gpu="x", world_size=1).with_rows(rows)
+    assert [one.shape for one in table.rows] == [
+        (1024, 8, 8),
+        (1100, 8, 8),
+    ]  # in one bucket, and neither takes the other's place
+    assert nearest(rows, "matmul", 1100, 8, 8) == ((1100, 8, 8), True)
+    for other in ((1101, 8, 8), (1024, 16, 8), (1024, 8, 9)):
+        assert nearest(rows, "matmul", *other) is None
+    table = table.with_rows([row("matmul", 1024, 8, 8, block_m=64)])
+    assert [one.is_algorithm for one in table.rows] == [False, True]
+    assert nearest(table.rows, "matmul", 1101, 8, 8) == ((1024, 8, 8), True)

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm
+from weft.ops import gemm, library
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
-from weft.ops.segments import Segments, await_flags, library_matmul, pieces_of, runs_of
+from weft.ops.segments import Segments, await_flags, pieces_of, runs_of
 from weft.ops.tiles import (
     as_argument,
     at_place,
@@ -146,7 +146,7 @@ def run(
     out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
     if config.design == "library":
         gathered = torch.ops.weft.all_gather.default(shard, team.name)
-        library_matmul(gathered.roll(-team.rank * rows, 0) if own_first else gathered, b, out)
+        library.matmul(gathered.roll(-team.rank * rows, 0) if own_first else gathered, b, out)
     elif config.design == "segments":
         _run_segments(shard, b, out, team, config, own_first)
     else:
@@ -224,7 +224,7 @@ def _run_segments(
     if config.begin_first:
         lanes.after(begun)
     own, flags = place_of.fn(me, me, world, own_first), space.flags[world:] if own_first else space.flags
-    library_matmul(shard, b, out[own * rows : (own + 1) * rows])
+    library.matmul(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
     for places in runs_of((own + 1) % world, world, config.span):
         for number, piece in pieces:
@@ -232,7 +232,7 @@ def _run_segments(
             with lanes.turn(turn):
                 lanes.after(begun)
                 await_flags(flags[places.start : places.stop, number:], space.epoch, team)
-                library_matmul(gathered[first:last], b, out[first:last])
+                library.matmul(gathered[first:last], b, out[first:last])
             turn += 1
     lanes.join()
     team.copy_engine.join()

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops import skinny_config, tuned
+from weft.ops import library, skinny_config, tuned
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
 from weft.runtime import capabilities
+from weft.runtime.cublaslt import Algorithm
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -30,7 +31,7 @@ class Explanation:
 
     algorithm  of a collective ("one_shot", …), or the design of a matrix product ("fused", "segments", "library", "skinny")
     transport  of a collective
-    plan       all that was chosen: a collective's tiles or a GEMM's
+    plan       all that was chosen: a collective's tiles, a GEMM's, or the library's algorithm
     row        the row of ``weft tune`` that it was taken from; None: the op's own rule
     reason     a sentence: the row's file, key and microseconds, or the rule
     call       what was asked about, for a person
@@ -40,7 +41,7 @@ class Explanation:
     call: str
     algorithm: str
     transport: str | None
-    plan: Plan | GemmConfig | skinny_config.SkinnyConfig | None
+    plan: Plan | GemmConfig | skinny_config.SkinnyConfig | Algorithm | None
     row: tuned.Row | None
     reason: str
 
@@ -49,7 +50,7 @@ class Explanation:
         return f"{self.call}\n  gets  {self._chosen()}\n  {source:4}  {self.reason}"
 
     def _chosen(self) -> str:
-        if self.plan is None or self.algorithm in ("library", "copy"):
+        if self.plan is None or (self.algorithm in ("library", "copy") and not isinstance(self.plan, Algorithm)):
             return self.algorithm
         fields = dataclasses.asdict(self.plan)
         shown = ", ".join(f"{name}={value}" for name, value in fields.items() if name != "design")
@@ -119,6 +120,11 @@ def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Cap
                 op=op, call=call, algorithm=design, transport=None, plan=few_rows, row=None, reason=reason
             )
     kept = 1 if op == "matmul" else world_size  # a plain GEMM knows of no other ranks
+    if kept == 1 and (found := library.row_for(*size, dtype, caps)) is not None:
+        return Explanation(
+            op=op, call=call, algorithm="library", transport=None, plan=found.row.as_config(Algorithm), row=found.row,
+            reason=found.reason,
+        )  # fmt: skip
     config = configured(op, *size, dtype, kept, caps)
     found = row_for(op, *size, dtype, kept, caps)
     reason = found.reason if found else choose_matmul(op, *size, dtype, kept, caps).reason

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops import skinny, skinny_config
+from weft.ops import library, skinny, skinny_config
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import can_describe, rows_contiguous
 from weft.ops.local import capabilities_of
@@ -83,7 +83,7 @@ def _product_of_norm(
     if config is not None and can_describe(scaled, weight):
         return skinny.run(scaled, weight, config, gated, squares=squares.contiguous(), eps=eps)
     if gated:
-        return torch.ops.weft.silu_mul.default(scaled @ weight.T, squares, eps)
+        return torch.ops.weft.silu_mul.default(library.matmul(scaled, weight), squares, eps)
     return torch.ops.weft.matmul.default(normed(scaled, squares, eps), weight)
 
 

@@ -123,9 +123,12 @@ def configured(
 def row_for(
     op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities
 ) -> tuned.Found | None:
-    """The row that decides one call, if one does. Rows above LIBRARY_ROWS say nothing of an overlapped product below it."""
+    """The row that decides one call, if one does. Rows above LIBRARY_ROWS say nothing of an overlapped product below it, and
+    an algorithm of the library is no config."""
     found = tuned.find(op, (M, N, K), dtype, world_size, caps)
-    return None if found and op != "matmul" and M <= LIBRARY_ROWS < found.row.shape[0] else found
+    if found is None or found.row.is_algorithm:
+        return None
+    return None if op != "matmul" and M <= LIBRARY_ROWS < found.row.shape[0] else found
 
 
 def default_config(

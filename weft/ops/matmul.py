@@ -7,13 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops import factored_norm, gemm, skinny
+from weft.ops import factored_norm, gemm, library, skinny
 from weft.ops.custom_op import custom_op
 from weft.ops.factored_norm import FactoredNorm
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.local import capabilities_of
 from weft.ops.tiles import MAX_PARTS, locate, make_tiles, work_at, work_steps
+from weft.runtime.cublaslt import Algorithm
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "whole"])
@@ -58,16 +59,21 @@ def matmul(a: torch.Tensor | FactoredNorm, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.weft.matmul.default(a, b)
 
 
-def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | None = None) -> torch.Tensor:
-    """``matmul`` of checked arguments, with a chosen config, or a fused op's where there is one rank."""
+def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | Algorithm | None = None) -> torch.Tensor:
+    """``matmul`` of checked arguments, with a chosen config or algorithm of the library, or a fused op's config where there is
+    one rank. A config of design "library" is as torch calls it."""
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     caps = capabilities_of(a.device)
+    if isinstance(config, Algorithm):
+        return library.by(config, a, b)
     if config is None and (few_rows := skinny.chosen_for("matmul", a, b, caps)) is not None:
         return skinny.run(a, b, few_rows, gated=False)
+    if config is not None and config.design == "library":
+        return a @ b.T
     config = config or configured("matmul", M, N, K, a.dtype, 1, caps)
     if config.design == "library":
-        return a @ b.T
+        return library.matmul(a, b)
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     programs = min(caps.sms, tiles.count * (MAX_PARTS.value if config.split else 1))

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm, skinny
+from weft.ops import gemm, library, skinny
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
-from weft.ops.segments import SUM_WARPS, Segments, await_flags, library_matmul, pieces_of, rows_of, send_partials, share
+from weft.ops.segments import SUM_WARPS, Segments, await_flags, pieces_of, rows_of, send_partials, share
 from weft.ops.tiles import (
     as_argument,
     at_place,
@@ -208,8 +208,7 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
         if (few_rows := skinny.chosen_for("matmul", a, b, team.caps)) is not None:
             partial = skinny.run(a, b, few_rows, gated=False)
         else:
-            partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
-            library_matmul(a, b, partial)
+            partial = library.matmul(a, b)
         return torch.ops.weft.all_reduce.default(partial, team.name, "auto")
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     if config.design == "segments":
@@ -259,7 +258,7 @@ def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Tea
     slots, results = half[: world - 1], half[world - 1 :]
     turns = sum(1 for _ in send_partials(a, b, partial, slots, space, team, lanes, config, begun))
     with lanes.turn(turns):
-        library_matmul(a[own], b, partial[own])
+        library.matmul(a[own], b, partial[own])
         lanes.after(begun)
         for number, _ in pieces_of(own.stop - own.start, config.chunks):
             await_flags(space.flags[:, number:], space.epoch, team)

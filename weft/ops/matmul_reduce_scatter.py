@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm
+from weft.ops import gemm, library
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
-from weft.ops.segments import Segments, add_up, await_flags, library_matmul, pieces_of, rows_of, send_partials
+from weft.ops.segments import Segments, add_up, await_flags, pieces_of, rows_of, send_partials
 from weft.ops.tiles import (
     as_argument,
     at_place,
@@ -196,8 +196,7 @@ def run(
             f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={world}; leave it out"
         )
     if config.design == "library":
-        partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
-        library_matmul(a, b, partial)
+        partial = library.matmul(a, b)
         if own_first:
             partial = partial.roll(team.rank * rows, 0)
         return torch.ops.weft.reduce_scatter.default(partial, team.name)
@@ -266,9 +265,9 @@ def _run_segments(
         with lanes.turn(turn):
             if config.accumulate:
                 lanes.after(arrived[number])
-                library_matmul(own[piece], b, out[piece], add=True)
+                library.matmul(own[piece], b, out[piece], add=True)
             else:
-                library_matmul(own[piece], b, mine[piece])
+                library.matmul(own[piece], b, mine[piece])
                 lanes.after(begun)
                 await_flags(space.flags[:, number:], space.epoch, team)
                 add_up(mine[piece], slots[:, piece.start * N :], out[piece], team)

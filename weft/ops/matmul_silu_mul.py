@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.ops import factored_norm, skinny
+from weft.ops import factored_norm, library, skinny
 from weft.ops.custom_op import custom_op
 from weft.ops.factored_norm import FactoredNorm
 from weft.ops.gemm import rows_contiguous
@@ -49,7 +49,7 @@ def _matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     config = skinny.chosen_for("matmul_silu_mul", x, weight, capabilities_of(x.device))
     if config is not None:
         return skinny.run(x, weight, config, True)
-    return torch.ops.weft.silu_mul.default(x @ weight.T, None, 0.0)
+    return torch.ops.weft.silu_mul.default(library.matmul(x, weight), None, 0.0)
 
 
 @_matmul_silu_mul.register_fake

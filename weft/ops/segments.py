@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops import library
 from weft.ops.arithmetic import cdiv
 from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig
 from weft.ops.lanes import Lanes
@@ -222,7 +223,7 @@ def send_partials(
                 if turn % config.lanes:
                     # Behind the first GEMM's start: one GEMM after the other gets the SMs, not two at once.
                     lanes.after(begun)
-                library_matmul(a[first:last][piece], b, partial[first:last][piece])
+                library.matmul(a[first:last][piece], b, partial[first:last][piece])
                 team.copy_engine.fork()
                 computed = lanes.mark()
             turn += 1
@@ -259,16 +260,3 @@ def share(
         out, own, slots, slots.stride(0), results, ready, ready.stride(0), epoch, *out.shape, team.view, BLOCK=SUM_BLOCK,
         num_warps=SUM_WARPS, launch_cooperative_grid=True,
     )  # fmt: skip
-
-
-def library_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
-    """``out`` = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``; rounded once."""
-    # Detached: this runs inside a custom op, where autograd would refuse out=.
-    a, b = a.detach(), b.detach()
-    if a.device.type == "cpu":
-        product = a.float() @ b.float().T
-        out.copy_(product + out.float() if add else product)
-    elif add:
-        torch.addmm(out, a, b.T, out=out)
-    else:
-        torch.mm(a, b.T, out=out)

@@ -19,6 +19,8 @@ from weft.bench.providers import WEFT, Attempt, copy_into
 from weft.bench.shapes import COLLECTIVES
 from weft.ops import dispatch, gemm_config, skinny_config
 from weft.ops.gemm_config import GemmConfig
+from weft.runtime import cublaslt
+from weft.runtime.cublaslt import Algorithm
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -68,6 +70,18 @@ PLANS = (
 PIECES = ((1,), (1, 1), (3, 1), (7, 1), (12, 3, 1))
 COPY_PROGRAMS = (64, 132)
 COPIED_BYTES = 16 << 20
+# Algorithms of cuBLAS that its heuristics name for one shape or another, or that were found around those, from which large
+# products on H200 took theirs: (tile, cluster, custom, swizzle).
+KNOWN_ALGORITHMS = tuple(
+    Algorithm(tile=tile, cluster=cluster, custom=custom, swizzle=swizzle)
+    for tile, cluster, custom, swizzle in (
+        (20, 3, 1, 0), (20, 5, 4, 1), (23, 3, 4, 0), (24, 5, 7, 0), (29, 3, 1, 0), (29, 2, 9, 0), (30, 2, 2, 1),
+        (30, 3, 8, 1), (30, 5, 2, 0), (30, 5, 4, 0), (30, 5, 8, 0), (30, 3, 4, 0), (135, 3, 0, 0), (165, 5, 2, 0),
+        (184, 5, 2, 0), (184, 5, 2, 1), (197, 5, 2, 0), (201, 3, 2, 1), (201, 5, 2, 0), (247, 2, 4, 1), (247, 5, 8, 0),
+        (248, 5, 7, 0),
+    )
+)  # fmt: skip
+CLUSTERS, CUSTOMS = (2, 3, 4, 5, 6, 8), range(10)
 QUICK_PLANS = ((512, 1, 32), (1024, 2, 32), (2048, 4, 4), (4096, 4, 4), (4096, 8, 2), (4096, 8, 4), (8192, 16, 2))
 
 
@@ -100,11 +114,13 @@ class CopyConfig:
         return dispatch.CopyPlan(pieces=tuple(self.pieces), programs=self.programs)
 
 
-Config = GemmConfig | CollectiveConfig | CopyConfig
+Config = GemmConfig | CollectiveConfig | CopyConfig | Algorithm
 
 
 def label(config: Config) -> str:
     """What differs from candidate to candidate, short: fused 128x256x64 w8 s3 group=4."""
+    if isinstance(config, Algorithm):
+        return f"cuBLAS tile={config.tile} cluster={config.cluster} custom={config.custom} swizzle={config.swizzle}"
     if isinstance(config, CopyConfig):
         return f"{config.algorithm} {':'.join(map(str, config.pieces))} {config.programs} programs"
     if isinstance(config, CollectiveConfig):
@@ -142,7 +158,7 @@ def attempt(problem: Problem, config: Config) -> Attempt:
 
 def call(op: str, config: Config, inputs: Inputs, team: Team) -> torch.Tensor:
     run = importlib.import_module(f"weft.ops.{WEFT[op]}").run
-    if not isinstance(config, GemmConfig):
+    if op in COLLECTIVES:
         algorithm = (config.algorithm,) if op == "all-reduce" else ()
         return run(*inputs, team, *algorithm, config.plan())
     return run(*inputs, config) if op == "gemm" else run(*inputs, team, config)
@@ -180,6 +196,9 @@ def around(op: str, best: Config, world_size: int) -> list[Config]:
     """``best`` with one field moved, as far as so many ranks have a use for it."""
     if isinstance(best, CopyConfig):
         return []
+    if isinstance(best, Algorithm):
+        moves = {"cluster": CLUSTERS, "custom": CUSTOMS, "swizzle": (0, 1)}
+        return _unique(replace(best, **{name: value}) for name, values in moves.items() for value in values)
     if isinstance(best, CollectiveConfig):
         moves = [("row_bytes", 2), ("num_warps", 2), ("programs_per_sm", 2)]
         found = [replace(best, **{name: value}) for name, by in moves for value in _scaled(getattr(best, name), by)]
@@ -214,8 +233,12 @@ def _collectives(
                 )  # fmt: skip
 
 
-def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConfig]:
+def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConfig | Algorithm]:
     op, team, m = problem.op, problem.team, problem.shape.size[0]
+    if op == "gemm" and not team.is_simulated:
+        named = cublaslt.algorithms(*problem.shape.size, problem.dtype)
+        yield from named
+        yield from KNOWN_ALGORITHMS if named and not quick else ()
     for design in DESIGNS[op]:
         if design == "segments" and team.size > 1:
             yield from _segments(op, replace(base, design=design), team.size)

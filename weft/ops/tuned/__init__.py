@@ -6,7 +6,8 @@
 
 A row was measured at ``shape`` and stands for its bucket: N and K as they are and M, or the bytes of a collective, to the
 nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
-every one of them; there is none for unknown GPUs, and the ops fall back to their own defaults.
+every one of them; there is none for unknown GPUs, and the ops fall back to their own defaults. A row that holds an algorithm
+of the library (weft.ops.library) stands for its shape alone.
 """
 
 from __future__ import annotations
@@ -61,9 +62,15 @@ class Row:
     versions: str = ""
 
     @property
+    def is_algorithm(self) -> bool:
+        """Of the library, for this shape alone, where other rows of "matmul" hold a GemmConfig of weft's own kernel."""
+        return "tile" in self.config
+
+    @property
     def key(self) -> str:
         """all_gather_matmul bfloat16 2048x2560x5120: what it stands for."""
-        return f"{self.op} {self.dtype} {'x'.join(map(str, bucket(self.shape)))}"
+        shape = self.shape if self.is_algorithm else bucket(self.shape)
+        return f"{self.op} {self.dtype} {'x'.join(map(str, shape))}"
 
     def as_config(self, kind: type[T]) -> T:
         """The op's config dataclass. ValueError where its fields have changed since this row was written."""
@@ -131,6 +138,7 @@ def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], fi
         (far, tuple(-size for size in row.shape[deciding:]), row.shape, row)
         for row in rows
         if (row.op, row.dtype, len(row.shape)) == (op, dtype, len(shape))
+        and (row.shape == shape or not row.is_algorithm)
         and (far := distance(row.shape[:deciding], shape[:deciding])) is not None
     ]
     if not near:

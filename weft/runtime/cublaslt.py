@@ -1,0 +1,239 @@
+"""cuBLASLt, which torch brings along, called by ctypes: a matrix product by an algorithm that the caller chooses.
+
+torch.mm takes what cuBLAS's heuristics name first. They know neither the power that an algorithm draws nor, often, the
+fastest tile, and torch has no way to say which. Names and numbers are those of cublasLt.h (CUDA 13.1); nothing here needs
+a compiler, and without the library or on ROCm nothing here runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.errors import CublasError
+
+# cudaDataType_t, cublasComputeType_t, cublasOperation_t
+_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+_FLOAT, _COMPUTE_32F, _TRANSPOSE = 0, 68, 1
+# cublasLtMatmulDescAttributes_t, cublasLtMatmulPreferenceAttributes_t
+_TRANSA, _SM_COUNT_TARGET = 3, 15
+_MAX_WORKSPACE_BYTES, _MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
+# cublasLtMatmulAlgoConfigAttributes_t: field of Algorithm -> its number and type. The id is set by init.
+_ID = 0
+_FIELDS: dict[str, tuple[int, Any]] = {
+    "tile": (1, c_uint32), "swizzle": (4, c_uint32), "custom": (5, c_uint32), "stages": (6, c_uint32),
+    "cluster": (8, ctypes.c_uint16),
+}  # fmt: skip
+_SPLIT_K = 2
+# What torch gives cuBLAS on Hopper (CUBLAS_WORKSPACE_CONFIG).
+_WORKSPACE_BYTES = 32 << 20
+# Of operands: what tensor-memory accesses of the algorithms need, and what the heuristics are told.
+_ALIGNMENT = 16
+# How many SMs the heuristics are told that there are, 0: all of them; each count brings other algorithms.
+_SM_COUNTS = (0, 64, 96, 120)
+_MOST = 64
+_STAGES_64_AUTO, _FIRST_OF_SM90 = 35, 66
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """A cublasLtMatmulAlgo_t that sums all of K in one place, by its attributes.
+
+    id       66: the kernels for sm_90's halves
+    tile     cublasLtMatmulTile_t, columns x rows of the product (out is out.T to cuBLAS): 20 is 128x128, 23 128x256,
+             24 256x128, 29 128x160, 30 160x128, 184 144x128, 197 168x128, 201 176x128, 247 320x64, 248 320x128
+    cluster  cublasLtClusterShape_t: 2 is 1x1, 3 2x1, 4 4x1, 5 1x2, 6 2x2
+    custom   the kernel's own variants, which nobody has documented
+    swizzle  1: tiles in an order that is kinder to the L2
+    stages   cublasLtMatmulStages_t: 35 is 64 of K, as many as fit
+    """
+
+    tile: int
+    cluster: int
+    custom: int
+    swizzle: int = 0
+    stages: int = _STAGES_64_AUTO
+    id: int = _FIRST_OF_SM90
+
+
+class _Algo(ctypes.Structure):
+    _fields_ = [("data", c_uint64 * 8)]
+
+
+class _Result(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = [
+        ("algo", _Algo), ("workspace_bytes", c_size_t), ("status", c_int), ("waves", c_float), ("reserved", c_int * 4),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The copy that torch has loaded; None without one."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+    library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+    return library
+
+
+def version() -> str:
+    """13.1.1, as the loaded library says it; "" without one."""
+    library = _library()
+    if library is None:
+        return ""
+    library.cublasLtGetVersion.restype = c_size_t
+    number = library.cublasLtGetVersion()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_library(), f"cublasLt{name}")(*arguments)
+    if status:
+        raise CublasError(name, status)
+
+
+def _handle() -> c_void_p:
+    """torch's own of this thread and device: a cublasHandle_t is a cublasLtHandle_t as well (cublasLt.h)."""
+    return c_void_p(torch.cuda.current_blas_handle())
+
+
+class _Product:
+    """out[M, N] = a[M, K] @ b[N, K].T, rows so many elements apart: to cuBLAS, which counts by columns, out.T = b @ a.T."""
+
+    def __init__(self, size: tuple[int, int, int], strides: tuple[int, int, int], dtype: torch.dtype) -> None:
+        M, N, K = size
+        self.description, self.a, self.b, self.out = c_void_p(), c_void_p(), c_void_p(), c_void_p()
+        _call("MatmulDescCreate", byref(self.description), _COMPUTE_32F, _FLOAT)
+        self._describe(_TRANSA, c_int32(_TRANSPOSE))
+        for layout, rows, columns, stride in zip(
+            (self.a, self.b, self.out), (K, K, N), (M, N, M), strides, strict=True
+        ):
+            _call(
+                "MatrixLayoutCreate", byref(layout), _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride)
+            )
+        self._dtype = dtype
+
+    def __del__(self) -> None:
+        if library := _library():
+            library.cublasLtMatmulDescDestroy(self.description)
+            for layout in (self.a, self.b, self.out):
+                library.cublasLtMatrixLayoutDestroy(layout)
+
+    def named(self, sms: int) -> list[_Algo]:
+        """What the heuristics name, best first, for a GPU of so many SMs."""
+        self._describe(_SM_COUNT_TARGET, c_int32(sms))
+        preference, found, count = c_void_p(), (_Result * _MOST)(), c_int()
+        _call("MatmulPreferenceCreate", byref(preference))
+        try:
+            most = c_uint64(_WORKSPACE_BYTES)
+            _call("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE_BYTES, byref(most), c_size_t(8))
+            for attribute in _MIN_ALIGNMENTS:
+                value = c_uint32(_ALIGNMENT)
+                _call("MatmulPreferenceSetAttribute", preference, attribute, byref(value), c_size_t(4))
+            _call(
+                "MatmulAlgoGetHeuristic", _handle(), *self._operands(), preference, _MOST, found, byref(count)
+            )  # fmt: skip
+        finally:
+            _call("MatmulPreferenceDestroy", preference)
+            self._describe(_SM_COUNT_TARGET, c_int32(0))
+        return [result.algo for result in found[: count.value] if result.status == 0]
+
+    def find(self, algorithm: Algorithm) -> tuple[_Algo, int] | None:
+        """It and the bytes of scratch memory that it needs; None where this GPU or this version of the library lacks it."""
+        algo, types = _Algo(), [_TYPES[self._dtype]] * 4
+        library, result = _library(), _Result()
+        assert library is not None
+        if library.cublasLtMatmulAlgoInit(_handle(), _COMPUTE_32F, _FLOAT, *types, algorithm.id, byref(algo)):
+            return None
+        for name, (attribute, kind) in _FIELDS.items():
+            value = kind(getattr(algorithm, name))
+            size = c_size_t(ctypes.sizeof(kind))
+            if library.cublasLtMatmulAlgoConfigSetAttribute(byref(algo), attribute, byref(value), size):
+                return None
+        refused = library.cublasLtMatmulAlgoCheck(_handle(), *self._operands(), byref(algo), byref(result))
+        usable = not refused and not result.status and result.workspace_bytes <= _WORKSPACE_BYTES
+        return (algo, result.workspace_bytes) if usable else None
+
+    def _describe(self, attribute: int, value: c_int32) -> None:
+        _call("MatmulDescSetAttribute", self.description, attribute, byref(value), c_size_t(4))
+
+    def _operands(self) -> tuple[c_void_p, ...]:
+        return self.description, self.b, self.a, self.out, self.out
+
+
+_ONE, _ZERO = c_float(1), c_float(0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    device: int, size: tuple[int, int, int], strides: tuple[int, int, int], dtype: torch.dtype, algorithm: Algorithm
+) -> tuple[_Product, _Algo, int] | None:
+    """``device``: what one GPU has another may not."""
+    product = _Product(size, strides, dtype)
+    found = product.find(algorithm)
+    return None if found is None else (product, *found)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algorithm, *, add: bool = False) -> bool:
+    """``out`` = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``, on the current stream; False, and nothing done, where
+    ``algorithm`` does not exist here or the operands' dtype, strides or alignment are none of its.
+
+    Rows may be strided. fp16 and bf16, fp32 sums, rounded once; the same bits from call to call.
+    """
+    if _library() is None or a.dtype not in _TYPES or not all(map(_fits, (a, b, out))):
+        return False
+    size, strides = (*a.shape, b.shape[0]), (a.stride(0), b.stride(0), out.stride(0))
+    prepared = _prepared(a.device.index, (size[0], size[2], size[1]), strides, a.dtype, algorithm)
+    if prepared is None:
+        return False
+    product, algo, workspace_bytes = prepared
+    # A call's own, since calls may run on several streams at once.
+    scratch = a.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
+    alpha, beta, there = ctypes.addressof(_ONE), ctypes.addressof(_ONE if add else _ZERO), out.data_ptr()
+    with torch.cuda.device(a.device):
+        _call(
+            "Matmul", _handle(), product.description, alpha, b.data_ptr(), product.b, a.data_ptr(), product.a, beta,
+            there, product.out, there, product.out, ctypes.addressof(algo), None if scratch is None else scratch.data_ptr(),
+            workspace_bytes, torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+    return True
+
+
+def algorithms(M: int, N: int, K: int, dtype: torch.dtype) -> list[Algorithm]:
+    """What cuBLAS's heuristics name for the current GPU, best first, as far as ``Algorithm`` can say it."""
+    if _library() is None or dtype not in _TYPES:
+        return []
+    product = _Product((M, N, K), (K, K, N), dtype)
+    named = [_read(algo) for sms in _SM_COUNTS for algo in product.named(sms)]
+    return [one for one in dict.fromkeys(named) if one is not None and product.find(one) is not None]
+
+
+def _read(algo: _Algo) -> Algorithm | None:
+    """None of one that splits K."""
+    if _attribute(algo, _SPLIT_K, c_int32) > 1:
+        return None
+    fields = {name: _attribute(algo, number, kind) for name, (number, kind) in _FIELDS.items()}
+    return Algorithm(id=_attribute(algo, _ID, c_int32), **fields)
+
+
+def _attribute(algo: _Algo, number: int, kind: Any) -> int:
+    value, written = kind(), c_size_t()
+    _call(
+        "MatmulAlgoConfigGetAttribute", byref(algo), number, byref(value), c_size_t(ctypes.sizeof(kind)), byref(written)
+    )
+    return value.value
+
+
+def _fits(x: torch.Tensor) -> bool:
+    aligned = x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    return x.dim() == 2 and x.stride(1) == 1 and aligned and x.shape[0] > 0 and x.shape[1] > 0

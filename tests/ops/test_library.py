@@ -1,7 +1,6 @@
 """The library's GEMM by a chosen algorithm: which products get one, and on a GPU that every algorithm computes the same."""
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -115,7 +114,8 @@ def test_every_algorithm_computes_the_product(dtype):
             assert_identical(again, out[:, :N].contiguous(), what=what)
             more = torch.ones((M, N), device="cuda", dtype=dtype)
             assert cublaslt.matmul(a, b, more, algorithm, add=True)
-            assert_close(more, expected + 1, K, what=f"{what} added")
+            # cuBLAS rounds the product before it adds, whatever the algorithm, and so does torch.addmm.
+            assert_close(more, expected + 1, K, partials=1, what=f"{what} added")
     assert ran > 20 or torch.cuda.get_device_capability() != (9, 0)
 
 
@@ -176,7 +176,7 @@ def test_shapes_that_have_a_row_take_its_algorithm(monkeypatch):
     asked = []
 
     def matmul(*arguments, **options):
-        asked.append(inspect.signature(cublaslt.matmul).bind(*arguments, **options).arguments["algorithm"])
+        asked.append(arguments[3])
         return plain(*arguments, **options)
 
     plain = cublaslt.matmul

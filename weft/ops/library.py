@@ -1,9 +1,10 @@
 """The library's GEMM: cuBLAS, by the algorithm that was measured to be the fastest at the very shape, if one was, else as
 torch calls it.
 
-Of halves, from 256 rows on, cuBLAS's own choice is 1 to 14 % slower than the best that it has (Qwen3-32B's projections, median
-4 %, benchmarks/lab/h200-cublas.json); at 128 rows and fewer its choice is the best. A row stands for its own M alone: what is
-left over in the last round of tiles decides, and a row of M=2048 costs M=1800 10 % (h200-cublas-ragged.json).
+Of bf16, from 256 rows on, the best that cuBLAS has takes 2.4 % less at full clocks than what it chooses, and 3.7 % at the
+power limit, where a long prefill runs (medians over 44 of 48 products of Qwen3-32B, at most 12 and 14 %:
+benchmarks/lab/h200-cublas.json). Of 128 rows its choice is the best. A row stands for its own M alone: what is left over in
+the last round of tiles decides, and the algorithms of M=2048 cost M=1800 6 to 11 % (h200-cublas-ragged.json).
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from weft.runtime.cublaslt import Algorithm
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False) -> torch.Tensor:
-    """``out`` (None: a new one) = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``; fp32 sums, rounded once."""
+    """``out`` (None: a new one) = a[M, K] @ b[N, K].T, fp32 sums, rounded; then, if ``add``, plus what ``out`` holds, rounded
+    again, as cuBLAS does it."""
     # Detached: this runs inside a custom op, where autograd would refuse out=.
     a, b = a.detach(), b.detach()
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[0]))
     if a.device.type == "cpu":
-        product = a.float() @ b.float().T
-        return out.copy_(product + out.float() if add else product)
+        product = (a.float() @ b.float().T).to(a.dtype)
+        return out.add_(product) if add else out.copy_(product)
     found = row_for(a.shape[0], *b.shape, a.dtype, capabilities_of(a.device))
     if found is not None and cublaslt.matmul(a, b, out, found.row.as_config(Algorithm), add=add):
         return out

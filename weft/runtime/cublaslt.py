@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -122,12 +123,7 @@ class _Product:
                 "MatrixLayoutCreate", byref(layout), _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride)
             )
         self._dtype = dtype
-
-    def __del__(self) -> None:
-        if library := _library():
-            library.cublasLtMatmulDescDestroy(self.description)
-            for layout in (self.a, self.b, self.out):
-                library.cublasLtMatrixLayoutDestroy(layout)
+        weakref.finalize(self, _destroy, self.description, self.a, self.b, self.out).atexit = False
 
     def named(self, sms: int) -> list[_Algo]:
         """What the heuristics name, best first, for a GPU of so many SMs."""
@@ -171,6 +167,12 @@ class _Product:
         return self.description, self.b, self.a, self.out, self.out
 
 
+def _destroy(description: c_void_p, *layouts: c_void_p) -> None:
+    _call("MatmulDescDestroy", description)
+    for layout in layouts:
+        _call("MatrixLayoutDestroy", layout)
+
+
 _ONE, _ZERO = c_float(1), c_float(0)
 
 
@@ -188,7 +190,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algor
     """``out`` = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``, on the current stream; False, and nothing done, where
     ``algorithm`` does not exist here or the operands' dtype, strides or alignment are none of its.
 
-    Rows may be strided. fp16 and bf16, fp32 sums, rounded once; the same bits from call to call.
+    Rows may be strided. fp16 and bf16, fp32 sums, rounded, and rounded again where they are added to ``out``; the same bits
+    from call to call.
     """
     if _library() is None or a.dtype not in _TYPES or not all(map(_fits, (a, b, out))):
         return False

@@ -1,8 +1,7 @@
 """cuBLASLt, which torch brings along, called by ctypes: a matrix product by an algorithm that the caller chooses.
 
-torch.mm takes what cuBLAS's heuristics name first. They know neither the power that an algorithm draws nor, often, the
-fastest tile, and torch has no way to say which. Names and numbers are those of cublasLt.h (CUDA 13.1); nothing here needs
-a compiler, and without the library or on ROCm nothing here runs.
+torch.mm takes what cuBLAS's heuristics name first, often not the fastest that it has, and gives no say in it. Names and
+numbers are those of cublasLt.h (CUDA 13.1). Without the library, or on ROCm, ``matmul`` says so and does nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _STAGES_64_AUTO, _FIRST_OF_SM90 = 35, 66
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A cublasLtMatmulAlgo_t that sums all of K in one place, by its attributes.
+    """A cublasLtMatmulAlgo_t, by its attributes; one that does not split K.
 
     id       66: the kernels for sm_90's halves
     tile     cublasLtMatmulTile_t, columns x rows of the product (out is out.T to cuBLAS): 20 is 128x128, 23 128x256,
@@ -84,6 +83,7 @@ def _library() -> ctypes.CDLL | None:
     except OSError:
         return None
     library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+    library.cublasLtGetVersion.restype = c_size_t
     return library
 
 
@@ -92,7 +92,6 @@ def version() -> str:
     library = _library()
     if library is None:
         return ""
-    library.cublasLtGetVersion.restype = c_size_t
     number = library.cublasLtGetVersion()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
@@ -136,9 +135,7 @@ class _Product:
             for attribute in _MIN_ALIGNMENTS:
                 value = c_uint32(_ALIGNMENT)
                 _call("MatmulPreferenceSetAttribute", preference, attribute, byref(value), c_size_t(4))
-            _call(
-                "MatmulAlgoGetHeuristic", _handle(), *self._operands(), preference, _MOST, found, byref(count)
-            )  # fmt: skip
+            _call("MatmulAlgoGetHeuristic", _handle(), *self._operands(), preference, _MOST, found, byref(count))
         finally:
             _call("MatmulPreferenceDestroy", preference)
             self._describe(_SM_COUNT_TARGET, c_int32(0))
@@ -187,23 +184,24 @@ def _prepared(
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algorithm, *, add: bool = False) -> bool:
-    """``out`` = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``, on the current stream; False, and nothing done, where
-    ``algorithm`` does not exist here or the operands' dtype, strides or alignment are none of its.
+    """``out`` = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``, on the current stream. False, and nothing done, where
+    ``algorithm`` does not exist, or the operands' dtype, strides or alignment are not what it can read.
 
     Rows may be strided. fp16 and bf16, fp32 sums, rounded, and rounded again where they are added to ``out``; the same bits
     from call to call.
     """
-    if _library() is None or a.dtype not in _TYPES or not all(map(_fits, (a, b, out))):
+    if _library() is None or a.dtype not in _TYPES or not all(_fits(x, a.dtype) for x in (a, b, out)):
         return False
-    size, strides = (*a.shape, b.shape[0]), (a.stride(0), b.stride(0), out.stride(0))
-    prepared = _prepared(a.device.index, (size[0], size[2], size[1]), strides, a.dtype, algorithm)
-    if prepared is None:
-        return False
-    product, algo, workspace_bytes = prepared
-    # A call's own, since calls may run on several streams at once.
-    scratch = a.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
-    alpha, beta, there = ctypes.addressof(_ONE), ctypes.addressof(_ONE if add else _ZERO), out.data_ptr()
+    (M, K), N = a.shape, b.shape[0]
     with torch.cuda.device(a.device):
+        strides = a.stride(0), b.stride(0), out.stride(0)
+        prepared = _prepared(a.device.index, (M, N, K), strides, a.dtype, algorithm)
+        if prepared is None:
+            return False
+        product, algo, workspace_bytes = prepared
+        # A call's own, since calls may run on several streams at once.
+        scratch = a.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
+        alpha, beta, there = ctypes.addressof(_ONE), ctypes.addressof(_ONE if add else _ZERO), out.data_ptr()
         _call(
             "Matmul", _handle(), product.description, alpha, b.data_ptr(), product.b, a.data_ptr(), product.a, beta,
             there, product.out, there, product.out, ctypes.addressof(algo), None if scratch is None else scratch.data_ptr(),
@@ -237,6 +235,7 @@ def _attribute(algo: _Algo, number: int, kind: Any) -> int:
     return value.value
 
 
-def _fits(x: torch.Tensor) -> bool:
-    aligned = x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
-    return x.dim() == 2 and x.stride(1) == 1 and aligned and x.shape[0] > 0 and x.shape[1] > 0
+def _fits(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    if x.dim() != 2 or x.dtype != dtype or 0 in x.shape or x.stride(1) != 1:
+        return False
+    return x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0

@@ -1,6 +1,6 @@
 """Write docs/performance.md and its plots from the JSON files: ``python -m benchmarks.performance``.
 
-Everything in it comes from benchmarks/results/<machine>/OP.wW.json, and the table of products of few rows from
+Everything in it comes from benchmarks/results/<machine>/OP.wW.json, and the tables of a library's products from
 benchmarks/lab; nothing is typed.
 """
 
@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks import skinny
+from benchmarks import large_products, skinny
 from weft.bench.plot import svg
 from weft.bench.report import Report, read, shapes_of
 from weft.bench.shapes import ALL
@@ -118,7 +118,7 @@ def main(results: Path = ROOT / "benchmarks" / "results", page: Path = ROOT / "d
         if stale.name not in drawn:
             stale.unlink()
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
-    page.write_text(document(machines, folder.name, notes, skinny.sections()))
+    page.write_text(document(machines, folder.name, notes, [*skinny.sections(), *large_products.sections()]))
     print(f"{page}: {sum(len(joined(reports)) for reports in machines.values())} tables")
     return 0
 

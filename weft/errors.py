@@ -138,6 +138,12 @@ class Misaligned(WeftError, ValueError):
 # --- kernels and languages -------------------------------------------------------------------------------------------
 
 
+class SimulatorMissing(WeftError):
+    def __init__(self, module: str) -> None:
+        super().__init__(f"the simulator needs {module}, which is not installed: pip install greenlet ml_dtypes")
+        self.module = module
+
+
 class NotInterpretable(WeftError):
     """Kernel code that the simulator cannot run: inline assembly or a foreign function without a portable twin."""
 

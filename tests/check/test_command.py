@@ -49,12 +49,31 @@ def test_wrong_usage_exits_with_2(arguments, says):
     assert says in result.output
 
 
-def test_a_script_that_does_not_load_is_wrong_usage(tmp_path):
+@pytest.mark.parametrize("text", ["import nowhere_to_be_found\n", "import sys\nsys.exit(0)\n"])
+def test_a_script_that_does_not_load_is_wrong_usage(tmp_path, text):
     script = tmp_path / "broken.py"
-    script.write_text("import nowhere_to_be_found\n")
+    script.write_text(text)
     result = run(script)
     assert result.exit_code == 2
     assert "cannot be imported" in result.output
+
+
+def test_a_main_that_leaves_early_has_not_shown_that_it_is_right(tmp_path):
+    script = tmp_path / "leaving.py"
+    script.write_text("import sys\n\n\ndef main(team):\n    sys.exit(0)\n")
+    result = run(script, "--schedules", 2)
+    assert result.exit_code == 1
+    assert "SystemExit" in result.output
+
+
+def test_without_the_simulator_s_packages_one_line_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "weft.check.run", None)
+    result = run(examples.__file__)
+    assert result.exit_code == 2
+    assert (
+        "weft: the simulator needs weft.check.run, which is not installed: pip install greenlet ml_dtypes"
+        in result.output
+    )
 
 
 TESTS = """

@@ -701,9 +701,17 @@ def assembly(out_ptr):
     tl.store(out_ptr, x)
 
 
-def test_inline_assembly_is_refused_by_name(port):
-    with pytest.raises(NotInterpretable, match=r"inline assembly in assembly .*twin"):
-        assembly[(1,)](torch.zeros(1))
+@triton.jit
+def assembly_of_two(out_ptr):
+    at = tl.arange(0, 8)
+    x = tl.inline_asm_elementwise("add.u32 $0, $1, $2;", "=r,r,r", [at, 1], dtype=tl.int32, is_pure=True, pack=1)
+    tl.store(out_ptr + at, x)
+
+
+@pytest.mark.parametrize("kernel", [assembly, assembly_of_two])
+def test_inline_assembly_is_refused_by_name(port, kernel):
+    with pytest.raises(NotInterpretable, match=r"inline assembly in assembly.*twin"):
+        kernel[(1,)](torch.zeros(8))
 
 
 @triton.jit

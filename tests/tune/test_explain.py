@@ -121,6 +121,18 @@ def test_explain_needs_nothing_but_the_sizes(capsys):
     ("arguments", "options", "message"),
     [
         (("broadcast", (16,)), {}, "op='broadcast' is not one of"),
+        (("gemm",), {"M": -4, "N": 8, "K": 8}, "M=-4 is not positive"),
+        (
+            ("ag_gemm",),
+            {"M": 4097, "N": 8, "K": 8, "world_size": 4},
+            "M=4097 is not divisible by world_size=4; pad .* 4100",
+        ),
+        (("reduce_scatter", (15, 8)), {"world_size": 4}, r"shape\[0\]=15 is not divisible by world_size=4"),
+        (("all_reduce", 16), {}, "shape=16 is no shape"),
+        (("all_reduce", (16,)), {"world_size": 0}, "world_size=0 is not positive"),
+        (("all_reduce", (16,)), {"algorithm": "foo"}, "algorithm='foo' is not one of 'auto', 'one_shot'"),
+        (("all_gather", (16,)), {"algorithm": "two_shot"}, "algorithm='two_shot' is not one of 'auto', 'push'"),
+        (("all_reduce", (16,)), {"dtype": "bf16"}, "dtype='bf16' is no torch.dtype"),
         (("ag_gemm",), {"M": 64, "N": 8}, "all_gather_matmul needs M=, N= and K="),
         (("gemm", (16, 16)), {}, "matmul needs M=, N= and K="),
         (("all_reduce",), {"M": 64}, "all_reduce needs shape="),

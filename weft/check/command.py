@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from weft.errors import WeftError
+from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
     from weft.check.report import Report
@@ -70,7 +70,7 @@ def load(script: Path, function: str) -> Callable[..., Any]:
     sys.path.insert(0, str(script.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{script} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
@@ -81,8 +81,10 @@ def load(script: Path, function: str) -> Callable[..., Any]:
 
 
 def _checked(main: Callable[..., Any], **options: Any) -> Report:
-    from weft.check.run import check as run
-
+    try:
+        from weft.check.run import check as run
+    except ImportError as error:
+        raise SimulatorMissing(str(error.name)) from error
     console = Console(stderr=True)
     columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"))
     # Drawn between two runs only, and standard output left alone, so that a debugger in a kernel has the terminal.

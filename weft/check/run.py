@@ -130,7 +130,7 @@ class Runner:
                 args=self._args, prepare=prepare,
             )  # fmt: skip
             digest = digest_of(results)
-        except Exception as caught:
+        except (Exception, SystemExit) as caught:  # a main that leaves early has not shown that it is right
             error = caught
         if not kept:
             raise error  # it did not even begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from weft.ops import library, skinny_config, tuned
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
+from weft.ops.registration import check_choice, check_divides
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
 
@@ -67,9 +69,9 @@ def explain(
     op          a collective or matrix product of weft.ops; "gemm", "ag_gemm", "gemm_rs" and "gemm_ar" are understood
     shape       of a collective's input at each rank
     M, N, K     of a matrix product: rows of the whole product, N and K of one rank's GEMM
-    world_size  the number of GPUs here if None
+    world_size  the number of GPUs here if None; at least 1
     caps        ``team.caps``; this machine's if None
-    algorithm   what an all_reduce would be asked for
+    algorithm   what a collective would be asked for
 
         weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4)
         weft.ops.explain("all_reduce", (16, 5120), world_size=4)
@@ -82,18 +84,41 @@ def explain(
     if name not in names:
         known = ", ".join(map(repr, (*names, *SHORT)))
         raise ValueError(f"explain: op={op!r} is not one of {known}")
-    world_size = world_size or max(1, torch.cuda.device_count())
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"explain: dtype={dtype!r} is no torch.dtype; pass torch.bfloat16")
+    if world_size is None:
+        world_size = max(1, torch.cuda.device_count())
+    if world_size < 1:
+        raise ValueError(f"explain: world_size={world_size} is not positive; pass 1 or more")
     sizes = [(label, size) for label, size in (("M", M), ("N", N), ("K", K)) if size is not None]
     if name in COLLECTIVES:
         if shape is None or sizes:
             raise ValueError(f"explain: {name} needs shape=, the input of each rank, and no M, N, K")
+        _check_collective(name, shape, world_size, algorithm)
         found = _collective(name, shape, dtype, world_size, caps or _here(world_size), algorithm)
     else:
         if len(sizes) != 3 or shape is not None:
             raise ValueError(f"explain: {name} needs M=, N= and K=, and no shape")
+        _check_sizes(name, sizes, world_size)
         found = _matmul(name, (M, N, K), dtype, world_size, caps or _here(world_size))
     print(found)
     return found
+
+
+def _check_collective(op: str, shape: Sequence[int], world_size: int, algorithm: str) -> None:
+    if isinstance(shape, int) or any(size < 0 for size in shape):
+        raise ValueError(f"explain: shape={shape!r} is no shape; pass a tuple of sizes")
+    check_choice(op, "algorithm", algorithm, importlib.import_module(f"weft.ops.{op}").ALGORITHMS)
+    if op in ("reduce_scatter", "all_to_all"):
+        check_divides(op, "shape[0]", shape[0] if shape else 1, world_size)
+
+
+def _check_sizes(op: str, sizes: Sequence[tuple[str, int]], world_size: int) -> None:
+    for label, size in sizes:
+        if size < 1:
+            raise ValueError(f"explain: {label}={size} is not positive; pass 1 or more")
+    if op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        check_divides(op, "M", sizes[0][1], world_size)
 
 
 def _collective(

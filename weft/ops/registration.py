@@ -34,11 +34,14 @@ def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequen
 def check_even(op: str, name: str, x: torch.Tensor, team: Team) -> None:
     """Dimension 0 of ``x`` divides into one part for each rank, else ValueError."""
     check_has_rows(op, name, x)
-    if x.shape[0] % team.size != 0:
-        padded = -(-x.shape[0] // team.size) * team.size
+    check_divides(op, f"{name}.shape[0]", x.shape[0], team.size)
+
+
+def check_divides(op: str, name: str, size: int, world_size: int) -> None:
+    if size % world_size != 0:
+        padded = -(-size // world_size) * world_size
         raise ValueError(
-            f"{op}: {name}.shape[0]={x.shape[0]} is not divisible by world_size={team.size}; "
-            f"pad dimension 0 to {padded}"
+            f"{op}: {name}={size} is not divisible by world_size={world_size}; pad dimension 0 to {padded}"
         )
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from weft.errors import WeftError
+from weft.errors import SimulatorMissing
 from weft.runtime.team import Team
 
 # Which virtual rank a host thread is; threads of the simulator set it, nobody else has it.
@@ -43,9 +43,7 @@ def simulate(
     try:
         from weft.simulator.machine import Machine
     except ImportError as error:
-        raise WeftError(
-            f"the simulator needs {error.name}, which is not installed: pip install greenlet ml_dtypes"
-        ) from error
+        raise SimulatorMissing(str(error.name)) from error
     from weft.runtime.virtual import Cluster  # needs the simulator
 
     machine = Machine(world_size, seed, sms, slow, on_event)

@@ -127,13 +127,15 @@ class Semantic(TritonSemantic):
         self,
         x: Any,
         y: Any,
-        allow_x_ptr: bool = False,
-        allow_y_ptr: bool = False,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> tuple[tl.tensor, tl.tensor]:
         if any(isinstance(getattr(v, "dtype", None), tl.pointer_type) for v in (x, y)) or not arithmetic_check:
-            return super().binary_op_type_checking_impl(x, y, allow_x_ptr, allow_y_ptr, arithmetic_check, div_or_mod)
+            return super().binary_op_type_checking_impl(
+                x, y, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+            )
         left, right, ty, is_block = self.operands(x, y, div_or_mod)
         if is_block and left.shape != right.shape:
             shape = np.broadcast_shapes(left.shape, right.shape)

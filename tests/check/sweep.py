@@ -51,7 +51,8 @@ class Call:
         generator = torch.Generator().manual_seed(team.rank)
 
         def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
+            # One operation without operands: to the check nothing stands between two calls' kernels, which may overlap.
+            return torch.randn(shape, generator=generator, dtype=dtype)
 
         # No barrier in between: a rank may be a whole call ahead.
         return [self.run(team, tensor) for _ in range(self.calls)]

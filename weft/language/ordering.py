@@ -30,7 +30,8 @@ def wait_for_previous_kernel():
 
     A kernel launched with ``launch_pdl=True`` (programmatic dependent launch, sm_90 on) calls it before it touches memory
     that earlier kernels write, and before it writes memory that they read; memory that they leave alone, such as weights,
-    it may load or prefetch before. Every program calls it, so that a kernel's end implies the end of all before it.
+    it may load or prefetch before. Every program calls it, so that a kernel's end implies the end of all before it
+    (``weft check`` finds accesses that come too early, and programs that do not call it).
     Elsewhere a stream's kernels never overlap, and it does nothing.
     """
     stock.wait_for_previous_kernel()

@@ -52,6 +52,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.arithmetic import next_power_of_2
 from weft.ops.dispatch import Plan
+from weft.ops.local import launch_options
 from weft.runtime.team import Team
 
 STAGES: tl.constexpr = tl.constexpr(6)
@@ -286,7 +287,5 @@ def launch(
 
 def target_options(team: Team, registers: int) -> dict[str, int | bool]:
     """Launch options that only some targets know: a bound on registers, and what ``wl.follow_previous_kernel`` needs."""
-    arch = team.caps.arch
-    if not arch.startswith("sm_"):
-        return {}
-    return {"maxnreg": registers} | ({"launch_pdl": True} if int(arch[3:]) >= 90 else {})
+    bound = {"maxnreg": registers} if team.caps.arch.startswith("sm_") else {}
+    return bound | launch_options(team.caps)

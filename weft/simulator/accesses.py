@@ -140,6 +140,16 @@ class Accesses:
         if self.watcher is not None:
             self.watcher.fence_proxy()
 
+    def wait_for_previous_kernel(self) -> None:
+        """What came before the running kernel in its stream has ended: so it has anyway, and now its program knows."""
+        if self.watcher is not None:
+            self.watcher.followed()
+
+    def let_next_kernel_start(self) -> None:
+        """The next kernel's programs may start beside the running one's."""
+        if self.watcher is not None:
+            self.watcher.let_next_start()
+
     def fence(self) -> None:
         """A fence at system scope in every thread of the running program."""
         self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)

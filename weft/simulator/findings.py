@@ -14,6 +14,8 @@ REMEDIES = {
     "proxy-fence": "descriptor loads need a proxy fence after the acquire: use wl.wait, which contains it, or tl.load",
     "scope": "use scope='sys' on both sides: 'gpu' orders one GPU's programs only, 'cta' one program's threads",
     "relaxed-order": "release with sem='release' (or wl.notify) and acquire with sem='acquire' (or wl.wait) on the same word",
+    "early-access": "call wl.follow_previous_kernel() before it: with launch_pdl=True a kernel begins beside the one before",
+    "unfollowed": "call wl.follow_previous_kernel() in every program of a kernel that is launched with launch_pdl=True",
     "uninitialised": "write the memory before it is read: zero it, or wait for the peer that fills it",
     "use-after-free": "call team.free() after the last use on every rank",
     "out-of-bounds": "keep the index inside the tensor, or mask the access",
@@ -33,7 +35,17 @@ REMEDIES = {
 }  # fmt: skip
 # A race that has one of these causes is still a race: `allow(race)` covers them.
 RACES = frozenset(
-    {"race", "missing-barrier", "undrained-tma", "proxy-fence", "scope", "relaxed-order", "signal-reset", "overtaken"}
+    {
+        "race",
+        "missing-barrier",
+        "undrained-tma",
+        "proxy-fence",
+        "scope",
+        "relaxed-order",
+        "signal-reset",
+        "overtaken",
+        "early-access",
+    }
 )
 
 _MARKER = re.compile(r"#\s*weft:\s*allow\(([\w, -]+)\)\s*(.*)")

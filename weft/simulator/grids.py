@@ -33,8 +33,10 @@ class Program(GreenletTask):
 class Grid:
     """A kernel launch: its programs start in order as the rank's SMs become free, and end it together."""
 
-    def __init__(self, machine: Any, rank: int, launch: Launch, bases: list[int]) -> None:
-        """``bases``: of what memory knows for as long as it runs."""
+    def __init__(self, machine: Any, rank: int, launch: Launch, bases: list[int], overlaps: bool = False) -> None:
+        """``bases``: of what memory knows for as long as it runs. ``overlaps``: launched to begin beside the kernel before it
+        (programmatic dependent launch), which the checker alone takes into account."""
+        self.overlaps = overlaps
         self.machine, self.scheduler, self.rank, self.launch = machine, machine.scheduler, rank, launch
         x, y, z = launch.grid
         self.total = x * y * z
@@ -98,7 +100,7 @@ class Launches:
         bases = self._known
         try:
             launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
-            run = Grid(self, task.rank, launch, bases)
+            run = Grid(self, task.rank, launch, bases, overlaps=bool(kwargs.get("launch_pdl", False)))
             if bool(kwargs.get("launch_cooperative_grid", False)) and run.total > self.sms:
                 raise WeftError(
                     f"rank {task.rank}: kernel {launch.name} asks for {run.total} programs that wait for each other and this "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class HostOperations(TorchDispatchMode):
         operands = [(t, w) for value, w in _operands(func, args, kwargs) for t in _tensors(value)]
         if operands:
             self._watcher.machine.settle()
+            self._watcher.host_works(self._rank)
         for tensor, _ in operands:
             self._watcher.host_touches(self._rank, tensor, name)
         touched = [(t, w) for t, w in operands if self._concerns(t)]
@@ -117,10 +119,13 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _implementation(func: Any) -> Any:
-    """The Python function behind a custom operator; None for PyTorch's own."""
+    """What a custom operator does, made by ``torch.library.custom_op`` or by a ``Library``; None for PyTorch's own."""
     if func.namespace == "aten":
         return None
     from torch._library.custom_ops import OPDEFS
 
     found = OPDEFS.get(func._schema.name)
-    return found._init_fn if found is not None else None
+    if found is not None:
+        return found._init_fn
+    key = torch.DispatchKey.CompositeExplicitAutograd
+    return partial(func._op_dk, key) if func.has_kernel_for_dispatch_key(key) else None

@@ -35,6 +35,10 @@ class Ordering:
         self._meetings: dict[str, np.ndarray] = {}
         self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
         self._launches = [0] * machine.world_size
+        # The kernel that a rank's next one follows directly, None where host code came in between; and what the side streams
+        # told that were joined since.
+        self._previous: list[Any] = [None] * machine.world_size
+        self._since = [new_clock() for _ in range(machine.world_size)]
         self._programs: dict[tuple[int, str, int], Any] = {}  # rank, kernel, number -> the last one started
         self.launched_names: list[list[str]] = [[] for _ in range(machine.world_size)]
 
@@ -47,21 +51,52 @@ class Ordering:
         self._launches[rank] += 1
         grid.known, grid.number = main.publish(), self._launches[rank]
         grid.end = grid.known.copy()
+        previous, self._previous[rank] = self._previous[rank], grid
+        since, self._since[rank] = self._since[rank], new_clock()
+        grid.early, grid.hasty = grid.known, False
+        if grid.overlaps and previous is not None:
+            # It may begin once all programs of the one before have let it: what those knew then, they had waited for, or not.
+            before = previous.early if previous.hasty else previous.known
+            grid.early = joined(before.copy(), since)
         grid.views = [a for a in args if hasattr(a, "deltas") and hasattr(a, "barriers")]
         if grid.views:
             self.launched_names[rank].append(f"{grid.launch.name}{list(grid.launch.grid)}")
         grid.reached = {heap for t in grid.launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None}
-        if self._streams:
-            self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")  # known under a better name already
+        self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")  # known under a better name already
 
     def program_started(self, program: Any) -> None:
         grid = program.grid
-        program.trail = ProgramTrail(self.races.slots, grid.rank, program.label, program.number, grid.known.copy())
+        # Two kernels may run at once, so that those which follow each other need slots of their own.
+        place = program.number, grid.number % 2
+        trail = program.trail = ProgramTrail(self.races.slots, grid.rank, program.label, place, grid.early.copy())
+        if grid.early is not grid.known:
+            trail.ahead = grid.known
+            trail.sync = Sync(f"{trail.sync.verb}, beside the kernel before it")
         self._programs[grid.rank, grid.launch.name, program.number] = program
         program.trail.launch, program.trail.reached, program.trail.waits = grid.number, set(grid.reached), None
 
+    def followed(self) -> None:
+        """The running program has waited for the kernel before its own."""
+        trail = self.trail()
+        if trail.ahead is not None:
+            trail.follow()
+            trail.sync = Sync("waited for the kernel before", None, self.races.code())
+
+    def let_next_start(self) -> None:
+        trail = self.trail()
+        if trail.ahead is not None:
+            self.machine.scheduler.current.grid.hasty = True
+
     def program_ended(self, program: Any) -> None:
         trail = program.trail
+        if trail.ahead is not None:
+            name = program.grid.launch.name
+            access = Access(0, trail, SCALAR, 0, 0, 0, f"end of {name}", None, None, trail.sync)
+            text = (
+                f"{trail.label}, launched with launch_pdl=True, ends without having waited for the kernel before: the next "
+                f"one may begin before that has ended"
+            )
+            self.races.report("unfollowed", text, [access])
         program.grid.end = joined(program.grid.end, trail.finish())
         if trail.waits is not None and program.grid.total > self.machine.sms:
             access = Access(0, trail, SCALAR, 0, 0, 0, "wait", trail.waits[1], "sys", trail.sync)
@@ -93,6 +128,7 @@ class Ordering:
     ) -> None:
         main = self._main[rank]
         main.launch = self._launches[rank]
+        self.host_works(rank)
         main.learn(self._cpu[rank])
         main.code = host_line()
         access = self.races.access(main, "host", f"host {verb}")
@@ -111,6 +147,10 @@ class Ordering:
         if extent is None or int(addresses.max()) + itemsize > extent.base + extent.size:
             return None
         return self.memory.load(addresses, np.ones(addresses.shape, bool), itemsize, lambda: "host code")
+
+    def host_works(self, rank: int) -> None:
+        """Host code has given the main stream something else than a kernel: no kernel overlaps with it."""
+        self._previous[rank] = None
 
     def host_touches(self, rank: int, tensor: Any, verb: str) -> None:
         """Host code is about to use a tensor: is it one that was freed?"""
@@ -168,12 +208,15 @@ class Ordering:
     def joined(self, name: str) -> None:
         rank = self.machine.rank
         if (rank, name) in self._streams:
-            self._main[rank].learn(self._streams[rank, name].publish())
+            known = self._streams[rank, name].publish()
+            self._main[rank].learn(known)
+            self._since[rank] = joined(self._since[rank], known)
             self._let_go(rank)
 
     def looked(self, rank: int) -> None:
         """The host has waited for its main stream, as ``tensor.item()`` does."""
         self._cpu[rank] = joined(self._cpu[rank], self._main[rank].publish())
+        self.host_works(rank)
 
     def synchronized(self, rank: int) -> None:
         """The host has waited for all of its rank's streams."""
@@ -185,6 +228,8 @@ class Ordering:
         self._let_go(rank)
 
     def met(self, meeting: str, rank: int, streams: bool) -> None:
+        if streams:
+            self.host_works(rank)
         known = self._main[rank].publish() if streams else self._cpu[rank]
         self._meetings[meeting] = joined(known.copy(), self._meetings.get(meeting, new_clock()))
 

@@ -137,6 +137,12 @@ class Races:
             return "proxy-fence" if proxy is not None and at(proxy, earlier.slot) < earlier.time else None
         if earlier.trail is trail:
             return "undrained-tma" if access.kind is not ASYNC else None
+        if (
+            isinstance(trail, ProgramTrail)
+            and trail.ahead is not None
+            and at(trail.ahead, earlier.slot) >= earlier.time
+        ):
+            return "early-access"
         if earlier.scope and access.scope:
             wide = earlier.scope == access.scope == "sys"
             same_gpu = earlier.trail.rank == trail.rank and "cta" not in (earlier.scope, access.scope)
@@ -238,6 +244,11 @@ class Races:
         if kind == "scope" and earlier.scope and access.scope:
             one, other = f"{first} (scope {earlier.scope})", f"{second} (scope {access.scope})"
             return f"{one} and {other} are atomics whose scopes do not include each other"
+        if kind == "early-access":
+            return (
+                f"{second} comes before the program has waited for the kernel before its own (launch_pdl=True), and {first} is "
+                f"known to be over only then"
+            )
         if kind == "overtaken":
             return (
                 f"{first} may land after {second}: rank {access.trail.rank} knows of it from words that rank "

@@ -99,9 +99,11 @@ class _Threads:
 
 
 class ProgramTrail(Trail):
-    def __init__(self, slots: Slots, rank: int, label: str, index: int, clock: np.ndarray) -> None:
+    def __init__(self, slots: Slots, rank: int, label: str, index: object, clock: np.ndarray) -> None:
         super().__init__(slots, rank, label, ("program", index, SCALAR), clock)
         self._index = index
+        # What it will know once it has waited for the kernel before; None of what starts when that has ended.
+        self.ahead: np.ndarray | None = None
         self._threads: dict[str, _Threads] = {}
         self._fenced_scalars = self.slots.time[self.slot] - 1
         self.releases: list[Release] = []
@@ -109,6 +111,13 @@ class ProgramTrail(Trail):
         self.seen: np.ndarray | None = None
         self.proxy = self.clock.copy()
         self.proxy[:, self.slot] -= 1
+
+    def follow(self) -> None:
+        """The kernel before has ended, and all threads and the asynchronous proxy see what it did."""
+        assert self.ahead is not None
+        self.learn(self.ahead)
+        self.proxy = joined(self.proxy, self.ahead)
+        self.ahead = None
 
     def _of(self, kind: str) -> _Threads:
         threads = self._threads.get(kind)

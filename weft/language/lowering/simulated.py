@@ -93,6 +93,16 @@ def _fence_before_tma_loads(machine: Any) -> None:
     machine.fence_async()
 
 
+@simulated(stock.wait_for_previous_kernel)
+def _wait_for_previous_kernel(machine: Any) -> None:
+    machine.wait_for_previous_kernel()
+
+
+@simulated(stock.let_next_kernel_start)
+def _let_next_kernel_start(machine: Any) -> None:
+    machine.let_next_kernel_start()
+
+
 @simulated(stock.fence_system)
 def _fence_system(machine: Any, word: Any) -> None:
     machine.fence()

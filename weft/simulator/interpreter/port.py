@@ -36,5 +36,9 @@ class Port(Protocol):
 
     def barrier(self) -> None: ...
 
+    def wait_for_previous_kernel(self) -> None: ...
+
+    def let_next_kernel_start(self) -> None: ...
+
     def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict) -> None:
         """A launch ``kernel[grid](*args, **kwargs)`` met while the interpreter is active."""

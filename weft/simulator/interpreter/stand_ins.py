@@ -55,15 +55,18 @@ class StandIns:
 
     def elsewhere(self) -> list[tuple[Any, Callable]]:
         """(what kernels call, what stands for it) of other modules."""
-        # Programmatic dependent launch: here a kernel begins when the one before it has ended.
-        cuda = getattr(tl.extra, "cuda", None)
-        dependent = (getattr(cuda, name, None) for name in ("gdc_wait", "gdc_launch_dependents"))
+        port, cuda = self.semantic.builder.port, getattr(tl.extra, "cuda", None)
+        # Programmatic dependent launch: here a kernel begins when the one before it has ended, but the checker hears of it.
+        dependent = (
+            (getattr(cuda, "gdc_wait", None), lambda **_: port.wait_for_previous_kernel()),
+            (getattr(cuda, "gdc_launch_dependents", None), lambda **_: port.let_next_kernel_start()),
+        )
         return [
             (range, self.range),
             (min, partial(self._extreme, min, self.semantic.minimum)),
             (max, partial(self._extreme, max, self.semantic.maximum)),
             (tl.standard.zeros, lambda shape, dtype: self.full(shape, 0, dtype)),
-            *((word, lambda **_: None) for word in dependent if word is not None),
+            *((word, stand_in) for word, stand_in in dependent if word is not None),
         ]
 
     def range(self, start: Any, stop: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:

@@ -90,7 +90,8 @@ class NoPeerAccess(WeftError):
 class NotEnoughGPUs(WeftError):
     def __init__(self, world_size: int, available: int) -> None:
         super().__init__(
-            f"world_size={world_size} needs {world_size} GPUs and this machine has {available}; use "
+            f"world_size={world_size} needs {world_size} GPU{'s' if world_size > 1 else ''} and this machine has "
+            + f"{available}; use "
             + (f"--world-size {available} or " if available else "")
             + "--device sim (virtual ranks)"
         )

@@ -139,21 +139,13 @@ def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
 
     Everything that can be refused is refused before the first rank starts.
     """
-    import torch
-
     from weft.bench.measure import Stuck
     from weft.bench.plan import Plan, heap_bytes
     from weft.bench.runner import OutOfStep
     from weft.bench.shapes import LEVELS, parse_shapes
-    from weft.errors import NotEnoughGPUs
-    from weft.runtime.launch import coordinates, launch
+    from weft.runtime.launch import launch
 
-    gpus, where = torch.cuda.device_count(), coordinates()
-    simulated = options.device == "sim" or (options.device == "auto" and gpus == 0)
-    own_ranks = where.world_size if where is not None and not simulated else None
-    sizes = options.world_sizes or (own_ranks or (SIMULATED_RANKS if simulated else gpus),)
-    if not simulated and own_ranks is None and max(sizes) > gpus:
-        raise NotEnoughGPUs(max(sizes), gpus)
+    sizes, simulated = ranks(options.world_sizes, options.device)
     how: dict[str, Any] = {
         "dtype": options.dtype, "providers": options.providers, "check_only": options.check_only, "quick": options.quick,
         "eager": options.eager, "command": options.command,
@@ -177,6 +169,22 @@ def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
             reports += error.reports
             return error
     return None
+
+
+def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], bool]:
+    """The world sizes that flags mean, and whether their ranks are simulated. NotEnoughGPUs where they cannot be had."""
+    import torch
+
+    from weft.errors import NotEnoughGPUs
+    from weft.runtime.launch import coordinates
+
+    gpus, where = torch.cuda.device_count(), coordinates()
+    simulated = device == "sim" or (device == "auto" and gpus == 0)
+    own_ranks = where.world_size if where is not None and not simulated else None
+    sizes = world_sizes or (own_ranks or (SIMULATED_RANKS if simulated else max(gpus, 1)),)
+    if not simulated and own_ranks is None and max(sizes) > gpus:
+        raise NotEnoughGPUs(max(sizes), gpus)
+    return sizes, simulated
 
 
 def on_rank(team: Team, plans: tuple[Plan, ...], folder: Path | None) -> list[Report]:

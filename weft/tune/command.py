@@ -126,17 +126,10 @@ def plan(options: TuneOptions) -> list[Run]:
     import torch
 
     from weft.bench.shapes import parse_shapes
-    from weft.errors import NotEnoughGPUs
     from weft.ops import tuned
-    from weft.runtime.launch import coordinates
     from weft.tune.search import TunePlan, world_of
 
-    gpus, where = torch.cuda.device_count(), coordinates()
-    simulated = options.device == "sim" or (options.device == "auto" and gpus == 0)
-    own_ranks = where.world_size if where is not None and not simulated else None
-    sizes = options.world_sizes or (own_ranks or (bench_command.SIMULATED_RANKS if simulated else gpus),)
-    if not simulated and own_ranks is None and max(sizes) > gpus:
-        raise NotEnoughGPUs(max(sizes), gpus)
+    sizes, simulated = bench_command.ranks(options.world_sizes, options.device)
     if options.json is not None:
         _check_new(options.json, "--json")
     runs = []

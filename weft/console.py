@@ -1,10 +1,13 @@
-"""What the subcommands of `weft` share: errors as one line, a line that says how far it is, lists among flags."""
+"""What the subcommands of `weft` share: errors as one line, a line that says how far it is, lists and files among
+flags."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -42,6 +45,21 @@ def numbers(flag: str, text: str | None) -> tuple[int, ...]:
 
 def words(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+
+
+def check_output(flag: str, file: Path | None) -> None:
+    """ValueError unless a file can be written there, which is tried: root may write to /proc by its mode, and cannot."""
+    if file is None:
+        return
+    try:
+        if file.is_file() or file.is_dir():
+            file.open("ab").close()
+        elif file.exists():
+            raise ValueError(f"{flag} {file}: no file can be written there (it is a device or a pipe); name another")
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{flag} {file}: no file can be written there ({error.strerror}); name another") from error
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import typer
@@ -33,6 +34,17 @@ def test_findings_exit_with_1_and_are_written(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["findings"][0]["finding"]["kind"] == "missing-barrier"
 
 
+def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = run(examples.__file__, "--function", "racy", "--schedules", 2, "--json", tmp_path / "report.json")
+    assert result.exit_code == 2
+    assert "missing-barrier  data[0..31] of rank 1" in result.stdout
+    assert "No space left on device" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -41,6 +53,8 @@ def test_findings_exit_with_1_and_are_written(tmp_path):
         ([examples.__file__, "--world-size", "two"], "not a list of numbers"),
         ([examples.__file__, "--strategy", "wild"], "is not one of mix"),
         ([examples.__file__, "--schedules", "0"], "must be at least 1"),
+        ([examples.__file__, "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory)"),
+        ([examples.__file__, "--json", "/proc/x/y.json"], "--json /proc/x/y.json: no file can be written there"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, says):

@@ -81,18 +81,19 @@ def test_without_a_file_nothing_is_written_in_the_simulator():
     assert sorted(tuned.file_for("x", 1).parent.iterdir()) == before
 
 
-def test_ranks_that_come_apart_are_one_line_and_exit_1(monkeypatch, tmp_path):
-    call = spaces.call
+@pytest.mark.parametrize(("good", "shapes"), [(0, "96"), (1, "2048,96")])
+def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch, tmp_path):
+    call, file = spaces.call, tmp_path / "x.json"
 
     def failing(op, config, inputs, team):
-        if team.rank == 1:
+        if team.rank == 1 and file.exists() == bool(good):
             raise RuntimeError("lost")
         return call(op, config, inputs, team)
 
     monkeypatch.setattr(spaces, "call", failing)
-    result = tune("all-reduce", "--shapes", "96", "--out", str(tmp_path / "x.json"))
+    result = tune("all-reduce", "--quick", "--shapes", shapes, "--out", str(file))
     assert result.exit_code == 1
-    assert "what was found before is in" in result.stderr
+    assert (f"what was found before is in {file}" in result.stderr) == file.exists() == bool(good)
     assert "Traceback" not in result.output
 
 
@@ -112,6 +113,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(monkeypatch, tmp_path):
         (["gemm-rs@llama"], "neither a set"),
         (["gemm", "--out", f"{__file__}/x.json"], "--out .* no file can be written there"),
         (["gemm", "--json", f"{__file__}/x.json"], "--json .* no file can be written there"),
+        (["gemm", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: no file can be written there"),
         (["gemm", "--world-size", "1,2", "--json", "x.json"], "--json x.json: a file holds one world size"),
         (["gemm", "--out", __file__], "not a file of weft tune"),
     ],

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from weft.bench.levels.command import LevelFlags, level_plan
-from weft.console import numbers, one_line_errors, progress, talks, words
+from weft.console import check_output, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class BenchOptions:
         self.level.check_op(self.op, self.shapes)
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
+        check_output("--json", self.json)
+        check_output("--plot", self.plot)
         if self.plot is not None and self.plot.suffix != ".svg":
             raise ValueError(
                 f"--plot {self.plot}: plots are SVG pictures; name the file {self.plot.with_suffix('.svg')}"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from weft.console import check_output
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
@@ -41,20 +42,20 @@ def check(
     # What a replay needs besides the schedule.
     named = f"{script}" + (f" --function {function}" if function != "main" else "")
     try:
-        if json is not None and not json.parent.is_dir():
-            raise ValueError(f"--json {json}: {json.parent} is no directory")
+        check_output("--json", json)
         report = _checked(
             load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
             depth=depth, sms=sms, deterministic=not any_results, script=named,
         )  # fmt: skip
+        _show(report)
         if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)
             json.write_text(report.to_json() + "\n")
     except (ValueError, OSError, WeftError) as error:
         if traceback:
             raise
         typer.echo(f"weft: {error}", err=True)
         raise typer.Exit(2) from None
-    _show(report)
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench import command as bench_command
-from weft.console import numbers, one_line_errors, progress, talks
+from weft.console import check_output, numbers, one_line_errors, progress, talks
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ def plan(options: TuneOptions) -> list[Run]:
     from weft.tune.search import TunePlan, world_of
 
     sizes, simulated = bench_command.ranks(options.world_sizes, options.device)
-    if options.json is not None:
-        _check_new(options.json, "--json")
+    check_output("--json", options.json)
     runs = []
     for size in sizes:
         plans = []
@@ -157,24 +156,15 @@ def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -
     """ValueError unless rows of this machine may go into ``file`` as it is, or a new one may be made."""
     from weft.ops import tuned
 
+    check_output("--out", file)
     if not file.is_file():
-        _check_new(file, "--out")
         return
-    if not os.access(file, os.W_OK):
-        raise ValueError(f"{file} cannot be written; name another with --out")
     table = tuned.read(file)
     if (table.world_size, table.simulated) != (world_size, simulated) or (gpu is not None and table.gpu != gpu):
         raise ValueError(
             f"--out {file} holds rows of {table.gpu} at world size {table.world_size}, and these are of "
             f"{gpu or 'simulated'} at {world_size}; name another file"
         )
-
-
-def _check_new(file: Path, flag: str) -> None:
-    """ValueError unless a file can be written there."""
-    parent = next(folder for folder in file.absolute().parents if folder.exists())
-    if (file.exists() and not file.is_file()) or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{flag} {file}: no file can be written there; name another")
 
 
 def _tune(runs: list[Run], traceback: bool) -> Exception | None:
@@ -190,7 +180,7 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
         except (WeftError, OSError) as error:  # OSError: the file cannot be written any more
             if traceback:
                 raise
-            files = dict.fromkeys(one.out for one in run.plans if one.out is not None)
+            files = dict.fromkeys(one.out for one in run.plans if one.out is not None and one.out.is_file())
             if talks() and files:
                 typer.echo(f"what was found before is in {', '.join(map(str, files))}", err=True)
             return error

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.console import one_line_errors
+from weft.console import check_simulable, one_line_errors
 from weft.tune.command import tune
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def generate(
     """Continue prompts with a model that is spread over several ranks."""
     with one_line_errors(traceback):
         from weft.models import Qwen3Config
-        from weft.runtime.launch import DEVICES, launch
+        from weft.runtime.launch import DEVICES, is_simulated, launch
 
         _one_of("device", device, DEVICES)
         if dummy_weights and (prompt or model is None):
@@ -142,6 +142,8 @@ def generate(
             max_seq_len=max_seq_len,
             page_size=page_size,
         )
+        if options.dummy is not None and is_simulated(world_size, device):
+            check_simulable(str(model), options.dummy, "the built-in model, without --model and --dummy-weights")
         launch(generate_on_rank, world_size=world_size, device=device, args=(options,))
 
 

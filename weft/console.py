@@ -1,5 +1,5 @@
-"""What the subcommands of `weft` share: errors as one line, a line that says how far it is, lists and files among
-flags."""
+"""What the subcommands of `weft` share: errors as one line, a line that says how far it is, what simulated ranks
+can run, lists and files among flags."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.models import Qwen3Config
+
+# qwen3-0.6b takes a minute for two tokens on two ranks, and qwen3-32b 64 GB.
+SIMULATED_PARAMETERS = 100_000_000
 
 
 def talks() -> bool:
@@ -45,6 +52,15 @@ def numbers(flag: str, text: str | None) -> tuple[int, ...]:
 
 def words(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+
+
+def check_simulable(model: str, config: Qwen3Config, small: str) -> None:
+    """ValueError for a model that is too large for simulated ranks. ``small``: the flags of one that is not."""
+    if config.parameters > SIMULATED_PARAMETERS:
+        raise ValueError(
+            f"--model {model} has {config.parameters / 1e9:.2g} billion parameters, and simulated ranks take at most "
+            f"{SIMULATED_PARAMETERS / 1e9:g}; run it on a machine with GPUs, or run {small}"
+        )
 
 
 def check_output(flag: str, file: Path | None) -> None:

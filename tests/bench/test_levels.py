@@ -403,7 +403,7 @@ def test_wrong_answers_are_caught(monkeypatch):
     ("arguments", "message"),
     [
         (["model", "--model", "qwen4"], "--model qwen4 is unknown; choose one of qwen3-0.6b"),
-        (["model", "--model", "qwen3-32b"], "needs GPUs; simulated ranks run --model tiny"),
+        (["model", "--model", "qwen3-32b"], "a machine with GPUs, or run --model tiny"),
         (["model", "--layers", "3"], "--layers 3: tiny has 1 to 2"),
         (["model", "--run-type", "train"], "choose one of prefill, decode"),
         (["generate", "--run-type", "decode"], "leave it out"),

@@ -110,6 +110,7 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--max-seq-len", "1000"], "max_seq_len=1000 is not in 2 .. max_position_embeddings=64"),
         (["--dummy-weights"], "--model NAME, such as qwen3-32b"),
         (["--dummy-weights", "--model", "llama"], "choose one of qwen3-0.6b, "),
+        (["--dummy-weights", "--model", "qwen3-32b"], "or run the built-in model, without --model and --dummy-weights"),
         (["--prompt-tokens", "3"], "goes with --dummy-weights"),
     ],
     ids=lambda value: "-".join(value)[:30].strip("-") if isinstance(value, list) else None,

@@ -18,7 +18,7 @@ from weft.errors import NotEnoughGPUs, WeftError
 from weft.layers.plan import Mode
 from weft.models import Progress, Qwen3Config
 from weft.models.builtin import PATH as BUILTIN
-from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates
+from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
 
 
 class LLM:
@@ -77,8 +77,7 @@ class LLM:
             cuda_graph=cuda_graph,
         )
         gpus = torch.cuda.device_count()
-        if device == "auto":
-            device = "cuda" if gpus >= (world_size or 1) else "sim"
+        device = "sim" if is_simulated(world_size, device) else "cuda"
         world_size = world_size or (gpus if device == "cuda" else DEFAULT_VIRTUAL_RANKS)
         if device == "cuda" and not 0 < world_size <= gpus:
             raise NotEnoughGPUs(world_size or 1, gpus)

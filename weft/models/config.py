@@ -41,6 +41,14 @@ class Qwen3Config:
     tie_word_embeddings: bool
     dtype: torch.dtype
 
+    @property
+    def parameters(self) -> int:
+        """Of its matrices."""
+        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * layer
+
     @classmethod
     def named(cls, name: str) -> Qwen3Config:
         """Of a published model: "qwen3-0.6b", "-1.7b", "-4b", "-8b", "-14b" or "-32b". ValueError for another name."""

@@ -73,16 +73,21 @@ def launch(
                 f"--nproc-per-node {world_size} or leave world_size out"
             )
         return _in_place(main, args, heap_bytes, debug)
-    gpus = torch.cuda.device_count()
-    if device == "auto":
-        device = "cuda" if gpus >= (world_size or 1) else "sim"
-    if device == "sim":
+    if is_simulated(world_size, device):
         ranks = world_size or DEFAULT_VIRTUAL_RANKS
         return simulation.simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, args=args)
+    gpus = torch.cuda.device_count()
     world_size = world_size or gpus
     if world_size > gpus or gpus == 0:
         raise NotEnoughGPUs(world_size or 1, gpus)
     return _spawn(main, world_size, args, heap_bytes, debug)
+
+
+def is_simulated(world_size: int | None, device: str) -> bool:
+    """Whether `launch` makes virtual ranks of these arguments."""
+    if device != "auto" or coordinates() is not None:
+        return device == "sim"
+    return torch.cuda.device_count() < (world_size or 1)
 
 
 def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float) -> list[Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.bench.shapes import LEVELS
+from weft.console import check_simulable
 
 if TYPE_CHECKING:
     from weft.bench.levels.plan import LevelPlan
@@ -72,8 +73,8 @@ def level_plan(
 
     model = flags.model or (TINY if simulated else DEFAULT_MODEL)
     config = config_of(model, flags.layers)
-    if simulated and model != TINY:
-        raise ValueError(f"--model {model} needs GPUs; simulated ranks run --model {TINY}")
+    if simulated:
+        check_simulable(model, config, f"--model {TINY}")
     check_split(model, config, world_size)
     words = shapes
     if flags.run_type or flags.batches or flags.contexts:

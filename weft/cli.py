@@ -20,7 +20,7 @@ from rich.text import Text
 
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.console import check_simulable, one_line_errors
+from weft.console import check_simulable, check_torchrun, one_line_errors
 from weft.tune.command import tune
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def generate(
         from weft.runtime.launch import DEVICES, is_simulated, launch
 
         _one_of("device", device, DEVICES)
+        check_torchrun(device)
         if dummy_weights and (prompt or model is None):
             raise ValueError(
                 "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt"

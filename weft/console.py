@@ -63,6 +63,22 @@ def check_simulable(model: str, config: Qwen3Config, small: str) -> None:
         )
 
 
+def check_torchrun(device: str) -> None:
+    """WeftError where every process of torchrun would make all the virtual ranks, or this one has no GPU."""
+    import torch
+
+    from weft.runtime.launch import coordinates
+
+    gpus, where = torch.cuda.device_count(), coordinates()
+    if where is None or (device != "sim" and where.local_rank < gpus):
+        return
+    why = "--device sim runs all of them in one process" if device == "sim" else f"this machine has {gpus} GPUs"
+    raise WeftError(
+        f"torchrun started {where.world_size} ranks, and {why}; run the command without torchrun, with --device sim "
+        f"--world-size {where.world_size} (virtual ranks)"
+    )
+
+
 def check_output(flag: str, file: Path | None) -> None:
     """ValueError unless a file can be written there, which is tried: root may write to /proc by its mode, and cannot."""
     if file is None:

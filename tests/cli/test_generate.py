@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from weft.cli import app
@@ -118,6 +119,22 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
 def test_bad_input(arguments, says):
     ranks = [] if "--world-size" in arguments else ["--world-size", "2"]
     one_line(weft(*arguments, *ranks), says)
+
+
+@pytest.mark.parametrize("command", [["generate"], ["bench", "gemm"], ["tune", "gemm"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        ("sim", "--device sim runs all of them in one process"),
+        *((d, "this machine has 0 GPUs") for d in ("auto", "cuda")),
+    ],
+)
+def test_torchrun_starts_no_virtual_ranks(command, device, why, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, [*command, "--device", device])
+    one_line(result, f"torchrun started 2 ranks, and {why}; run the command without torchrun, with --device sim")
 
 
 def one_line(result, says):

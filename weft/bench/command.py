@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from weft.bench.levels.command import LevelFlags, level_plan
-from weft.console import check_output, numbers, one_line_errors, progress, talks, words
+from weft.console import check_output, check_torchrun, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -180,9 +180,10 @@ def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], b
     from weft.errors import NotEnoughGPUs
     from weft.runtime.launch import coordinates
 
+    check_torchrun(device)
     gpus, where = torch.cuda.device_count(), coordinates()
     simulated = device == "sim" or (device == "auto" and gpus == 0)
-    own_ranks = where.world_size if where is not None and not simulated else None
+    own_ranks = where.world_size if where is not None else None
     sizes = world_sizes or (own_ranks or (SIMULATED_RANKS if simulated else max(gpus, 1)),)
     if not simulated and own_ranks is None and max(sizes) > gpus:
         raise NotEnoughGPUs(max(sizes), gpus)

@@ -70,6 +70,10 @@ def test_the_simulator_gets_tiny_ones(op):
         ("gemm", "1,2", "not M,N,K"),
         ("gemm", "1,2,0", "not M,N,K"),
         ("gemm-rs", "33,16,16", "take 36"),
+        ("ag-gemm", "qwen3-32b:1023", "M=1023 divisible by world_size=4; take 1024"),
+        ("gemm-rs", "qwen3-32b/o:1024,6", "M=6 divisible by world_size=4; take 8"),
+        ("gemm", "qwen3-32b:0", "0 are not rows"),
+        ("gemm", "qwen3-32b:1,,2", "1,,2 are not rows"),
         ("all-reduce", "10", "take 16"),
         ("all-reduce", "qwen3-32b", "neither a set"),
         ("all-reduce", "0", "neither a set"),
@@ -82,8 +86,12 @@ def test_what_does_not_fit_is_refused_with_the_remedy(op, word, message):
 
 
 def test_projections_must_divide():
-    with pytest.raises(ValueError, match="world_size=3"):
+    with pytest.raises(
+        ValueError, match="--world-size 3: qwen3-32b has query=8192.*take 1, 2, 4 or 8, or --shapes M,N,K"
+    ):
         parse_shapes("gemm", ["qwen3-32b"], 3)
+    with pytest.raises(ValueError, match="no rows of symm-mem-recipes divide by world_size=3; .*symm-mem-recipes:384"):
+        parse_shapes("ag-gemm", ["symm-mem-recipes"], 3)
 
 
 def test_the_wire_carries_the_fewest_bytes():

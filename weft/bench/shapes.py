@@ -14,6 +14,7 @@ from dataclasses import dataclass
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 NORMED = "all-reduce-rms-norm"
 GEMMS = ("gemm", "ag-gemm", "gemm-rs", "gemm-ar")
+ROWS_SHARDED = ("ag-gemm", "gemm-rs")
 OPS = (*COLLECTIVES, *GEMMS)
 LEVELS = ("mlp", "attn", "model", "generate")
 ALL = (*COLLECTIVES, NORMED, *GEMMS, *LEVELS)
@@ -150,13 +151,9 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
         size = tuple(map(int, word.split(",")))
         if len(size) != 3 or 0 in size:
             raise ValueError(f"--shapes {word} is not M,N,K: three positive numbers, as in 4096,12800,5120")
-        if op in ("ag-gemm", "gemm-rs") and size[0] % world_size:
-            raise ValueError(
-                f"--shapes {word}: {op} needs M={size[0]} divisible by world_size={world_size}; "
-                f"take {-(-size[0] // world_size) * world_size}"
-            )
+        _check_rows(op, word, size[:1], world_size)
         return [Shape(size=size, label="x".join(map(str, size)))]
-    match = re.fullmatch(r"([a-z0-9-]+)(?:/([a-z0-9-]+))?(?::(\d+(?:,\d+)*))?", word)
+    match = re.fullmatch(r"([a-z0-9-]+)(?:/([a-z0-9-]+))?(?::([\d,]+))?", word)
     name, part, rows = match.groups() if match else (word, None, None)
     if name not in sets_for(op):
         raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets_for(op))}) nor M,N,K")
@@ -164,14 +161,30 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
     if part is not None and part not in parts:
         raise ValueError(f"--shapes {word!r}: {name} has no part {part!r} for {op}; it has {', '.join(parts)}")
     chosen = [part] if part else list(parts)
+    if rows and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", rows):
+        raise ValueError(f"--shapes {word}: {rows} are not rows M,M,…: positive numbers, as in {name}:1024,2048")
+    listed = tuple(map(int, rows.split(","))) if rows else ()
+    _check_rows(op, word, listed, world_size)
     if tiny:
         return [Shape(size=(16 * world_size, 48, 32), label=f"tiny {part}") for part in chosen[:1]]
-    listed = tuple(map(int, rows.split(","))) if rows else (RECIPE_ROWS if name == "symm-mem-recipes" else ROWS)
-    # Rows are sharded in these: smaller batches than ranks have no shard for everybody.
-    split = world_size if op in ("ag-gemm", "gemm-rs") else 1
-    return [
-        Shape(size=(m, *parts[part]), label=f"{name} {part} M={m}") for part in chosen for m in listed if m % split == 0
-    ]
+    if not listed:
+        every = RECIPE_ROWS if name == "symm-mem-recipes" else ROWS
+        listed = tuple(m for m in every if op not in ROWS_SHARDED or m % world_size == 0)
+    if not listed:
+        raise ValueError(
+            f"--shapes {word}: no rows of {name} divide by world_size={world_size}; name some, as in {name}:{128 * world_size}"
+        )
+    return [Shape(size=(m, *parts[part]), label=f"{name} {part} M={m}") for part in chosen for m in listed]
+
+
+def _check_rows(op: str, word: str, rows: Sequence[int], world_size: int) -> None:
+    """ValueError for rows that have no shard for every rank."""
+    for m in rows:
+        if op in ROWS_SHARDED and m % world_size:
+            raise ValueError(
+                f"--shapes {word}: {op} needs M={m} divisible by world_size={world_size}; "
+                f"take {-(-m // world_size) * world_size}"
+            )
 
 
 def _parts(op: str, name: str, world_size: int) -> dict[str, tuple[int, int]]:
@@ -181,7 +194,10 @@ def _parts(op: str, name: str, world_size: int) -> dict[str, tuple[int, int]]:
         return {part: (k, n) if op in ("gemm-rs", "gemm-ar") else (n, k) for part, (n, k) in RECIPES.items()}
     model = MODELS[name]
     if any(size % world_size for size in (model.query, model.key_value, model.intermediate)):
-        raise ValueError(f"the projections of {name} do not divide into world_size={world_size} shards")
+        raise ValueError(
+            f"--world-size {world_size}: {name} has query={model.query}, key_value={model.key_value} and "
+            f"intermediate={model.intermediate}, which do not divide into so many shares; take 1, 2, 4 or 8, or --shapes M,N,K"
+        )
     everything = {
         "qkv": ((model.query + 2 * model.key_value) // world_size, model.hidden),
         "gate-up": (2 * model.intermediate // world_size, model.hidden),

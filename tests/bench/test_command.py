@@ -51,6 +51,7 @@ def test_check_only_at_two_world_sizes():
     [
         (["all"], "op 'all' is unknown"),
         (["gemm", "--shapes", "qwen4"], "neither a set"),
+        (["ag-gemm", "--shapes", "4096,12800,5121"], "simulated ranks take at most 512 in each of M, N and K"),
         (["gemm", "--providers", "weft,cudnn"], "provider 'cudnn' is unknown"),
         (["all-reduce", "--providers", "cublas"], "it has weft.auto"),
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),

@@ -85,6 +85,28 @@ def test_what_does_not_fit_is_refused_with_the_remedy(op, word, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("op", "word", "message"),
+    [
+        (
+            "ag-gemm",
+            "4098,12800,5121",
+            "at most 512 in each of M, N and K; take 510,512,512, or a machine",
+        ),
+        ("gemm", "1,4096,65", "take 1,512,65, or"),
+        ("gemm-ar", "8,513,512", "take 8,512,512, or"),
+        (NORMED, "128,8192", "at most 65,536 elements; take 8,8192, or"),
+        ("all-reduce", "1536KiB", "at most 128 KiB; take 131040, or"),
+    ],
+)
+def test_the_simulator_refuses_large_ones_and_takes_what_is_named(op, word, message):
+    assert len(sizes(op, word, world_size=3)) == 1
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_shapes(op, [word], 3, tiny=True)
+    smaller = str(caught.value).partition("; take ")[2].partition(", or")[0]
+    assert sizes(op, smaller, world_size=3, tiny=True) == [tuple(map(int, smaller.split(",")))]
+
+
 def test_projections_must_divide():
     with pytest.raises(
         ValueError, match="--world-size 3: qwen3-32b has query=8192.*take 1, 2, 4 or 8, or --shapes M,N,K"

@@ -102,6 +102,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
     [
         (["all"], "op 'all' is unknown"),
         (["gemm", "--shapes", "qwen4"], "neither a set"),
+        (["ag-gemm", "--shapes", "4096,12800,5121"], "simulated ranks take at most 512 in each of M, N and K"),
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
         (["gemm", "--world-size", "0"], "not a list of positive numbers"),
         (["gemm", "--dtype", "int8"], "--dtype int8 is unknown"),

@@ -52,6 +52,8 @@ PROJECTIONS = {
 }
 # A simulated tile costs milliseconds whatever its size.
 TINY_SIZES = (1 * KIB, 12 * KIB)
+# The largest that simulated ranks take: at eight times as much `weft tune --quick` of two ranks goes on for minutes (x86).
+SIMULATED_BYTES, SIMULATED_SIDE = 128 * KIB, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def parse_shapes(op: str, words: Sequence[str], world_size: int, *, tiny: bool =
 
     word  SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
           BYTES,BYTES,… (64KiB, 1MiB) of a collective
-    tiny  named sets become a few shapes that the simulator can run
+    tiny  for simulated ranks: named sets become a few small shapes, and large ones are refused
 
     ValueError for what it cannot read and for shapes that the op refuses.
     """
@@ -88,6 +90,8 @@ def parse_shapes(op: str, words: Sequence[str], world_size: int, *, tiny: bool =
     found: dict[tuple[int, ...], Shape] = {}
     for word in words or sets_for(op)[:1]:
         for shape in read(op, word.strip().lower(), world_size, tiny):
+            if tiny:
+                _check_simulable(op, word, shape.size, world_size)
             found.setdefault(shape.size, shape)
     return tuple(found.values())
 
@@ -104,6 +108,27 @@ def size_label(nbytes: int) -> str:
         if nbytes % unit == 0 and nbytes:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} B"
+
+
+def _check_simulable(op: str, word: str, size: tuple[int, ...], world_size: int) -> None:
+    """ValueError for a shape that simulated ranks would take minutes for, with the smaller one to take."""
+    if op in GEMMS:
+        if max(size) <= SIMULATED_SIDE:
+            return
+        m, n, k = (min(side, SIMULATED_SIDE) for side in size)
+        limit = f"{SIMULATED_SIDE} in each of M, N and K"
+        smaller = f"{m // world_size * world_size if op in ROWS_SHARDED else m},{n},{k}"
+    elif op == NORMED:
+        if 2 * size[0] * size[1] <= SIMULATED_BYTES:
+            return
+        limit, rows = f"{SIMULATED_BYTES // 2:,} elements", SIMULATED_BYTES // 2 // size[1]
+        smaller = f"{rows},{size[1]}"
+    else:
+        if size[0] <= SIMULATED_BYTES:
+            return
+        limit = size_label(SIMULATED_BYTES)
+        smaller = str(SIMULATED_BYTES // (16 * world_size) * 16 * world_size)
+    raise ValueError(f"--shapes {word}: simulated ranks take at most {limit}; take {smaller}, or a machine with GPUs")
 
 
 def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:

@@ -95,7 +95,8 @@ def test_what_does_not_fit_is_refused_with_the_remedy(op, word, message):
         ),
         ("gemm", "1,4096,65", "take 1,512,65, or"),
         ("gemm-ar", "8,513,512", "take 8,512,512, or"),
-        (NORMED, "128,8192", "at most 65,536 elements; take 8,8192, or"),
+        (NORMED, "128,8192", "at most 64 rows and 65,536 elements; take 8,8192, or"),
+        (NORMED, "8192,8", "take 64,8, or"),
         ("all-reduce", "1536KiB", "at most 128 KiB; take 131040, or"),
     ],
 )

@@ -53,7 +53,7 @@ PROJECTIONS = {
 # A simulated tile costs milliseconds whatever its size.
 TINY_SIZES = (1 * KIB, 12 * KIB)
 # The largest that simulated ranks take: at eight times as much `weft tune --quick` of two ranks goes on for minutes (x86).
-SIMULATED_BYTES, SIMULATED_SIDE = 128 * KIB, 512
+SIMULATED_BYTES, SIMULATED_ROWS, SIMULATED_SIDE = 128 * KIB, 64, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +119,10 @@ def _check_simulable(op: str, word: str, size: tuple[int, ...], world_size: int)
         limit = f"{SIMULATED_SIDE} in each of M, N and K"
         smaller = f"{m // world_size * world_size if op in ROWS_SHARDED else m},{n},{k}"
     elif op == NORMED:
-        if 2 * size[0] * size[1] <= SIMULATED_BYTES:
+        rows = min(SIMULATED_ROWS, SIMULATED_BYTES // 2 // size[1])
+        if size[0] <= rows:
             return
-        limit, rows = f"{SIMULATED_BYTES // 2:,} elements", SIMULATED_BYTES // 2 // size[1]
+        limit = f"{SIMULATED_ROWS} rows and {SIMULATED_BYTES // 2:,} elements"
         smaller = f"{rows},{size[1]}"
     else:
         if size[0] <= SIMULATED_BYTES:

@@ -137,6 +137,15 @@ def test_torchrun_starts_no_virtual_ranks(command, device, why, monkeypatch):
     one_line(result, f"torchrun started 2 ranks, and {why}; run the command without torchrun, with --device sim")
 
 
+@pytest.mark.parametrize("command", [["bench", "all-reduce"], ["tune", "all-reduce"]])
+def test_torchrun_s_ranks_are_the_world(command, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    result = CliRunner().invoke(app, [*command, "--world-size", "4"])
+    one_line(result, "--world-size 4: torchrun started 2 ranks; leave it out, or run the command without torchrun")
+
+
 def one_line(result, says):
     assert result.exit_code == 2, (result.output, result.exception)
     assert result.stdout == ""

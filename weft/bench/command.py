@@ -185,6 +185,11 @@ def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], b
     simulated = device == "sim" or (device == "auto" and gpus == 0)
     own_ranks = where.world_size if where is not None else None
     sizes = world_sizes or (own_ranks or (SIMULATED_RANKS if simulated else max(gpus, 1)),)
+    if own_ranks is not None and sizes != (own_ranks,):
+        raise ValueError(
+            f"--world-size {','.join(map(str, sizes))}: torchrun started {own_ranks} ranks; leave it out, or run the command "
+            f"without torchrun"
+        )
     if not simulated and own_ranks is None and max(sizes) > gpus:
         raise NotEnoughGPUs(max(sizes), gpus)
     return sizes, simulated

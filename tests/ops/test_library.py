@@ -1,12 +1,14 @@
 """The library's GEMM by a chosen algorithm: which products get one, and on a GPU that every algorithm computes the same."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.ops.closeness import assert_close, assert_identical
 from weft import ops
+from weft.bench.shapes import Shape
 from weft.ops import library, tuned
 from weft.ops.gemm_config import configured, default_config
 from weft.runtime import capabilities, cublaslt
@@ -62,7 +64,23 @@ def test_neighbours_have_one_field_moved():
     }
     for one in found:
         moved = [name for name in dataclasses.asdict(best) if getattr(one, name) != getattr(best, name)]
-        assert len(moved) <= 1
+        assert len(moved) == 1
+    assert len(found) == len(set(found))
+
+
+def test_weft_tune_tries_what_cublas_names_and_what_is_known(monkeypatch):
+    named = [Algorithm(tile=248, cluster=5, custom=7), Algorithm(tile=31, cluster=9, custom=7)]
+    monkeypatch.setattr(cublaslt, "algorithms", lambda M, N, K, dtype: named if dtype == BF16 else [])
+    team = SimpleNamespace(is_simulated=False, caps=H200, size=1)
+
+    def tried(op, dtype=BF16):
+        problem = SimpleNamespace(op=op, team=team, shape=Shape(size=(4096, 2560, 5120), label=""), dtype=dtype)
+        found = spaces.first(problem, quick=False)
+        assert len(found) == len(set(found))
+        return [config for config in found if isinstance(config, Algorithm)]
+
+    assert set(tried("gemm")) == {*named, *spaces.KNOWN_ALGORITHMS}
+    assert tried("gemm", torch.float32) == tried("gemm-rs") == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")

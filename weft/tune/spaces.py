@@ -198,7 +198,8 @@ def around(op: str, best: Config, world_size: int) -> list[Config]:
         return []
     if isinstance(best, Algorithm):
         moves = {"cluster": CLUSTERS, "custom": CUSTOMS, "swizzle": (0, 1)}
-        return _unique(replace(best, **{name: value}) for name, values in moves.items() for value in values)
+        found = [replace(best, **{name: value}) for name, values in moves.items() for value in values]
+        return [one for one in found if one != best]
     if isinstance(best, CollectiveConfig):
         moves = [("row_bytes", 2), ("num_warps", 2), ("programs_per_sm", 2)]
         found = [replace(best, **{name: value}) for name, by in moves for value in _scaled(getattr(best, name), by)]

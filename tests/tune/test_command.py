@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -126,3 +127,11 @@ def test_a_mistake_is_one_line_and_exit_2(arguments, message):
     assert re.search(message, result.stderr)
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_without_the_simulator_s_packages_it_is_exit_2(monkeypatch):
+    monkeypatch.setitem(sys.modules, "weft.simulator.machine", None)
+    result = tune("all-reduce", "--quick", "--device", "sim")
+    assert result.exit_code == 2
+    assert "weft: the simulator needs weft.simulator.machine, which is not installed" in result.stderr
+    assert "Traceback" not in result.output

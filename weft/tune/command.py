@@ -15,7 +15,7 @@ from rich.text import Text
 
 from weft.bench import command as bench_command
 from weft.console import check_output, numbers, one_line_errors, progress, talks
-from weft.errors import WeftError
+from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -110,7 +110,7 @@ def tune(
     if _is_one_rank():
         sys.stdout.flush()
         os._exit(1)  # an orderly end would wait for the kernels that never end
-    raise typer.Exit(1)
+    raise typer.Exit(2 if isinstance(lost, SimulatorMissing) else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,13 @@
 
     python -m benchmarks.lab.decode_attention --out benchmarks/lab/h200-decode-attention.json
 
-16 query heads on 2 KV heads of 128, as a rank of four has of Qwen3-32B, behind its qkv product (hidden size 5120) and before
-its o product. A time is that of one such triple in a CUDA graph of 16, each with weights and a cache of its own, less that of
-the two products alone; the median of replays, variants in turn.
+Eight query heads a KV head of 128, and as many KV heads as a rank of Qwen3-32B has, of four or two ranks, behind its qkv
+product (hidden size 5120) and before its o product. A time is that of one such triple in a CUDA graph of 8, each with weights
+and a cache of its own, less that of the two products alone; the median of replays, variants in turn.
 
-    two            qk_norm_rope, then paged_attention
-    early, late    decode_attention that asks for its first keys and values before it makes the queries, or does not
-    chosen         decode_attention as its rule has it
+    two         qk_norm_rope, then paged_attention
+    64, 32, 16  decode_attention by programs that take so many tokens at a time, a warp for 16 of them
+    chosen      decode_attention as its rule has it
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,21 +28,27 @@ import triton
 from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
 from weft.ops.factored_norm import FactoredNorm
+from weft.ops.paged_attention import AttentionConfig
 
 # The module: an op of the same name hides it.
 decoding = importlib.import_module("weft.ops.decode_attention")
-Q_HEADS, KV_HEADS, D, PAGE, HIDDEN, EPS, LAYERS = 16, 2, 128, 64, 5120, 1e-6, 16
-# Sequences, and tokens of each.
-SHAPES = ((1, 128), (8, 128), (32, 1024), (128, 128), (16, 4000), (1, 4000))
+GROUP, D, PAGE, HIDDEN, EPS, LAYERS = 8, 128, 64, 5120, 1e-6, 8
+BLOCKS = (64, 32, 16)
+# KV heads of a rank, sequences, and tokens of each.
+SHAPES = (
+    (2, 1, 128), (2, 1, 4000), (2, 8, 128), (2, 16, 4000), (2, 32, 1024), (2, 64, 128), (2, 80, 4000), (2, 128, 128),
+    (2, 128, 1024), (2, 256, 128), (2, 256, 1024), (2, 512, 128), (4, 1, 128), (4, 32, 1024), (4, 128, 128), (4, 128, 1024),
+    (4, 256, 256),
+)  # fmt: skip
 
 
 class Layers:
     """Weights and caches of LAYERS layers, and what a step of ``batch`` sequences of ``length`` tokens is given."""
 
-    def __init__(self, bench: Bench, batch: int, length: int) -> None:
+    def __init__(self, bench: Bench, kv_heads: int, batch: int, length: int) -> None:
         device = bench.device
         each = -(-length // PAGE)
-        shape = (2, batch * each, KV_HEADS, PAGE, D)
+        shape = (2, batch * each, kv_heads, PAGE, D)
         self.caches = [torch.randn(shape, device=device, dtype=BF16) for _ in range(LAYERS)]
         self.pages = torch.randperm(batch * each, device=device).to(torch.int32).view(batch, each)
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
@@ -49,13 +56,13 @@ class Layers:
         self.slots = self.pages[:, -1].long() * PAGE + self.at % PAGE
         self.angles = torch.randn(length, D, device=device)
         self.head_norm = torch.ones(D, device=device, dtype=BF16)
-        self.tickets = torch.zeros(batch * KV_HEADS, dtype=torch.int32, device=device)
-        self.qkv = bench.weights((Q_HEADS + 2 * KV_HEADS) * D, HIDDEN)
-        self.o = bench.weights(HIDDEN, Q_HEADS * D)
+        self.tickets = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
+        self.qkv = bench.weights((GROUP + 2) * kv_heads * D, HIDDEN)
+        self.o = bench.weights(HIDDEN, GROUP * kv_heads * D)
         self.x = FactoredNorm(
             torch.randn(batch, HIDDEN, device=device, dtype=BF16), torch.rand(batch, 20, device=device), EPS
         )
-        self.attended = torch.randn(batch, Q_HEADS * D, device=device, dtype=BF16)
+        self.attended = torch.randn(batch, GROUP * kv_heads * D, device=device, dtype=BF16)
 
     def project(self, layer: int) -> torch.Tensor | FactoredNorm:
         return ops.matmul_parts(self.x, self.qkv[layer % len(self.qkv)])
@@ -81,29 +88,37 @@ class Layers:
         return [lambda layer=layer: step(layer) for layer in range(LAYERS)]
 
 
-def row(bench: Bench, batch: int, length: int) -> dict[str, object]:
-    layers, rule = Layers(bench, batch, length), decoding.EARLY_PAIRS
+def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, object]:
+    layers, rule = Layers(bench, kv_heads, batch, length), decoding.config_for
     expected = layers.two(0).float()
-    error = ((layers.one(0).float() - expected).norm() / expected.norm()).item()
-    if not error < 1e-2:
-        raise ValueError(f"{batch} x {length}: decode_attention differs from the two ops by {error} of their RMS")
-    us = {}
-    for name, pairs, attend in (
-        ("none", rule, layers.none),
-        ("two", rule, layers.two),
-        ("early", 0, layers.one),
-        ("late", 1 << 20, layers.one),
-        ("chosen", rule, layers.one),
-    ):
-        decoding.EARLY_PAIRS = pairs
+
+    def us(attend: Callable[[int], torch.Tensor]) -> float:
         steps = layers.steps(attend)
         steps[0]()
-        us[name] = bench.us(steps) / LAYERS
-    decoding.EARLY_PAIRS = rule
-    alone = us.pop("none")
-    floor = 2 * 2 * batch * length * KV_HEADS * D / GBPS / 1e3
-    times = {name: round(time - alone, 2) for name, time in us.items()}
-    return {"batch": batch, "length": length, "floor_us": round(floor, 2), "products_us": round(alone, 2), "us": times}
+        return bench.us(steps) / LAYERS
+
+    def checked(config_for: Callable[..., AttentionConfig]) -> float:
+        decoding.config_for = config_for
+        try:
+            error = ((layers.one(0).float() - expected).norm() / expected.norm()).item()
+            if not error < 1e-2:
+                raise ValueError(
+                    f"{batch} x {length}: decode_attention differs from the two ops by {error} of their RMS"
+                )
+            return us(layers.one)
+        finally:
+            decoding.config_for = rule
+
+    def sized(block_n: int) -> Callable[..., AttentionConfig]:
+        return lambda *given: replace(rule(*given), block_n=block_n, num_warps=block_n // 16)
+
+    times = {"two": us(layers.two), **{str(size): checked(sized(size)) for size in BLOCKS}, "chosen": checked(rule)}
+    alone = us(layers.none)
+    floor = 2 * 2 * batch * length * kv_heads * D / GBPS / 1e3
+    return {
+        "kv_heads": kv_heads, "batch": batch, "length": length, "floor_us": round(floor, 2), "products_us": round(alone, 2),
+        "us": {name: round(time - alone, 2) for name, time in times.items()},
+    }  # fmt: skip
 
 
 def main() -> None:

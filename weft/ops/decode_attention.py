@@ -31,13 +31,6 @@ from weft.ops.paged_attention import (
 )
 from weft.ops.qk_norm_rope import check_projected
 
-# With so many SMs for each pair of sequence and KV head, or more, programs ask for their first keys and values early. H200,
-# 16 query heads on 2, behind and before a product, early / not / qk_norm_rope and paged_attention, in microseconds
-# (benchmarks/lab/h200-decode-attention.json): 1 x 128 tokens 3.3 / 3.7 / 3.9, 8 x 128 3.6 / 4.4 / 4.6, 1 x 4000
-# 8.4 / 9.1 / 9.8; but 16 x 4000 22.9 / 21.8 / 24.4, 128 x 128 10.3 / 10.0 / 10.2, and 32 x 1024 within the noise of the two.
-# Asking for 4 or 16 blocks made all but the smallest slower, 32 x 1024 23 (of a search that no file keeps).
-EARLY_PAIRS = 8
-
 
 @triton.jit
 def in_halves(columns, HALF: tl.constexpr):
@@ -92,7 +85,7 @@ def decode_attention_kernel(
     keys, values, pages, lengths, out, parts, weights, tickets, max_pages, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
-    JOINED: tl.constexpr, PARTS: tl.constexpr, SQUARES: tl.constexpr, EARLY: tl.constexpr,
+    JOINED: tl.constexpr, PARTS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * HEADS, splits)
 
@@ -101,7 +94,6 @@ def decode_attention_kernel(
     qkv[b]    "stride" elements from token to token: HEADS * GROUP query heads, HEADS keys, HEADS values. Of PARTS summands,
               fp32 where there are several, part_stride elements apart
     squares   fp32 [B, SQUARES]: of qkv[b] times 1 / sqrt(sum(squares[b]) + norm_eps). SQUARES 0: as it is
-    EARLY     whether a program asks for its first block of keys and values before it makes the queries
     its place is lengths[b] - 1: the angles' row, and the cell of the cache that the program of this token's part writes
               before it attends. lengths[b] = 0: nothing is written
 
@@ -130,7 +122,8 @@ def decode_attention_kernel(
         factor = factors(squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, norm_eps, SQUARES)
     length = tl.minimum(length, max_pages * PAGE)
     count = parts_of(length, splits, LEAST)
-    if EARLY and BLOCK_N <= PAGE:
+    if BLOCK_N <= PAGE:
+        # Before the queries are made, which takes as long as the first keys need.
         in_page = ((page.to(tl.int64) * HEADS + head) * PAGE + first % PAGE) * D
         ask_for(keys + in_page, tl.minimum(length - first, BLOCK_N) * D)
         ask_for(values + in_page, tl.minimum(length - first, BLOCK_N) * D)
@@ -216,8 +209,7 @@ def run(
         q_weight.contiguous(), k_weight.contiguous(), eps, angles.contiguous(), keys, values, pages.contiguous(),
         lengths.contiguous(), out, *scratch_of(out, pairs, splits, tickets), max_pages, scale * LOG2_E,
         **constants(config, heads=heads, group=q_heads // heads, page=page, D=D, split=splits > 1),
-        PARTS=qkv.shape[0] if in_parts else 1, SQUARES=0 if squares is None else squares.shape[1], 
-        EARLY=EARLY_PAIRS * pairs <= caps.sms,
+        PARTS=qkv.shape[0] if in_parts else 1, SQUARES=0 if squares is None else squares.shape[1],
         **launch_options(caps),
     )  # fmt: skip
     return out

@@ -204,20 +204,20 @@ def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
 
 
 def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:
-    """For ``pairs`` of sequence and KV head: 16 KiB of keys a step, and as much of values.
-
-    H200, bf16, D=128, 8 query heads a KV head, keys and values from memory, in microseconds (inside CUDA graphs of 4 to 115
-    calls, after another kernel; compare within a pair only), two programs an SM with 3 stages / one with 5:
-    16 pairs of 1024 tokens 7.5 / 8.1, 64 of 1024 15.2 / 14.6, 256 of 128 9.0 / 10.7
-    Parts of 128 / 256 / 512 tokens: 2 pairs of 1024 5.7 / 6.4 / 8.4, 16 of 1024 8.7 / 7.5 / 9.5
+    """For ``pairs`` of sequence and KV head: 16 KiB of keys a step, and as much of values. Where there are so many pairs that
+    two such programs an SM leave some waiting, 8 or 4 KiB by programs as much smaller, of which an SM holds four, or eight: the
+    first keys of all pairs are under way at once. Measured on H200: benchmarks/lab/h200-decode-attention.json.
     """
     block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
-    shape = {"block_n": block_n, "num_warps": min(4, block_n // 16), "least": 128 if pairs <= 4 else 256}
-    if caps.arch.startswith("gfx") or dtype == torch.float32:
-        return AttentionConfig(**shape, num_stages=2)
-    if caps.sms < 4 * pairs <= 4 * caps.sms and caps.arch in ("sm_90", "sm_100"):
-        return AttentionConfig(**shape, num_stages=5, per_sm=1)
-    return AttentionConfig(**shape, num_stages=3)
+    least = 128 if pairs <= 4 else 256
+    if caps.arch not in ("sm_90", "sm_100") or dtype == torch.float32:
+        stages = 2 if caps.arch.startswith("gfx") or dtype == torch.float32 else 3
+        return AttentionConfig(block_n=block_n, num_warps=min(4, block_n // 16), least=least, num_stages=stages)
+    if 2 * pairs > 3 * caps.sms:
+        block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
+    return AttentionConfig(
+        block_n=block_n, num_warps=min(4, block_n // 16), least=least, per_sm=2 if 8 * pairs <= caps.sms else 1
+    )
 
 
 def splits_for(pairs: int, tokens: int, config: AttentionConfig, sms: int) -> int:

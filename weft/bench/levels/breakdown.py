@@ -49,8 +49,8 @@ def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
 
     A step is what runs after a barrier of the harness. Where kernels overlap the time is that of the one that began
     first: a later one waits for it, or hides behind it. Kernels that do nothing but wait have what the others leave. The sum is
-    the time from the start of a step's first kernel to the end of its last: a profiled graph of 600 kernels begins 0.3 to 1.5 ms
-    after the barrier in it, and at once where nobody looks (H200).
+    the time from the start of a step's first kernel to the end of its last: a profiled graph of 600 kernels begins 0.3 to
+    1.5 ms after the barrier in it, and at once where nobody looks (H200).
     """
     steps: list[list[Kernel]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):

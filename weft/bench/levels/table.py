@@ -57,7 +57,9 @@ def breakdown_sheet(report: Report) -> Sheet | None:
         cells.append(
             (row.label, row.provider, *(microseconds(parts[kind]) for kind in kinds), microseconds(sum(parts.values())))
         )
-    notes = ["Of rank 0, in one profiled replay, from its first kernel on: by name; where kernels overlap, the one that began first."]
+    notes = [
+        "Of rank 0, in one profiled replay, from its first kernel on: by name; where kernels overlap, the one that began first."
+    ]
     if layers > 1:
         notes.append(f"The whole step over its {layers} layers, so embedding and head are in it.")
     if "gemm+communication" in kinds:

@@ -63,6 +63,21 @@ def test_a_decoding_step_relies_on_no_kernel_before_it_has_followed_it(overlaps,
     assert overlaps["all_reduce_rms_norm_kernel" if world_size > 1 else "add_rms_norm_kernel"] > 0, overlaps
 
 
+def norm_by_what_has_just_been_made(team):
+    """Residual and weight are what the kernel right before has written: in the second round, when the workspace is there."""
+    x = torch.full((2, N), float(team.rank + 1))
+    for _ in range(2):
+        made = ops.silu_mul(torch.ones(2, 2 * N))
+        normed, _ = ops.all_reduce_rms_norm(x, made, made[0], 1e-6, team, factored=True)
+    return normed.scaled
+
+
+def test_a_norm_reads_its_weight_behind_the_kernel_before(overlaps):
+    report = check(norm_by_what_has_just_been_made)
+    assert report.ok, str(report)
+    assert overlaps["all_reduce_rms_norm_kernel"] > 0
+
+
 def test_kernels_that_never_follow_are_found(monkeypatch):
     monkeypatch.setattr(Machine, "wait_for_previous_kernel", lambda self: None)
     kinds = {found.finding.kind for found in check(decode, schedules=1).wrong}

@@ -125,8 +125,8 @@ def all_reduce_rms_norm_kernel(
     slot = my_slot(buffer, PART, TRANSPORT, team)
     columns = program % parts * PART + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < PART) & (columns < WIDTH)
-    scale = tl.load(weight + columns, mask=inside, other=0)
     wl.follow_previous_kernel()
+    scale = tl.load(weight + columns, mask=inside, other=0)
     epoch = wl.next_epoch(epochs + program)
     count = 0
     if not FACTORED:

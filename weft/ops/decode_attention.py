@@ -62,23 +62,6 @@ def ask_for(ptr, count):
     wl.prefetch(ptr + tl.arange(0, 1), nbytes + tl.zeros([1], tl.int32))
 
 
-@triton.jit
-def keep_new(
-    key, value, key_cell, value_cell, factor, weight, cos, sin, eps, part_stride, D: tl.constexpr, PARTS: tl.constexpr
-):
-    """One projected key, normed and rotated, and one value into their cells of the cache. ``factor`` [1]: of both; the others
-    as of norm_and_rotate."""
-    column = tl.arange(0, D)[None, :]
-    partner, every = in_halves((column + D // 2) % D, D // 2), column >= 0
-    own = sum_of_parts(key + column, every, part_stride, PARTS) * factor[:, None]
-    other = sum_of_parts(key + partner, every, part_stride, PARTS) * factor[:, None]
-    new_value = sum_of_parts(value + column, every, part_stride, PARTS) * factor[:, None]
-    own_scale, other_scale = tl.load(weight + column).to(tl.float32), tl.load(weight + partner).to(tl.float32)
-    new_key = norm_and_rotate(own, other, own_scale, other_scale, cos, sin, eps, D)
-    tl.store(key_cell + column, new_key.to(key_cell.dtype.element_ty))
-    tl.store(value_cell + column, new_value.to(value_cell.dtype.element_ty))
-
-
 @triton.jit(do_not_specialize=["max_pages"])
 def decode_attention_kernel(
     qkv, stride, part_stride, squares, norm_eps, q_weight, k_weight, eps, angles,
@@ -117,6 +100,15 @@ def decode_attention_kernel(
     own = sum_of_parts(theirs + column, exists, part_stride, PARTS)
     other = sum_of_parts(theirs + partner, exists, part_stride, PARTS)
     own_scale, other_scale = tl.load(q_weight + column).to(tl.float32), tl.load(q_weight + partner).to(tl.float32)
+    # The new key and value: asked for here, so that who keeps them does not wait for memory once more.
+    mine, every = token + (HEADS * GROUP + head) * D, column >= 0
+    own_key = sum_of_parts(mine + column, every, part_stride, PARTS)
+    other_key = sum_of_parts(mine + partner, every, part_stride, PARTS)
+    own_key_scale, other_key_scale = (
+        tl.load(k_weight + column).to(tl.float32),
+        tl.load(k_weight + partner).to(tl.float32),
+    )
+    value = sum_of_parts(mine + HEADS * D + column, every, part_stride, PARTS)
     factor = tl.full((1,), 1.0, tl.float32)
     if SQUARES > 0:
         factor = factors(squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, norm_eps, SQUARES)
@@ -129,16 +121,18 @@ def decode_attention_kernel(
         ask_for(values + in_page, tl.minimum(length - first, BLOCK_N) * D)
     if split < count:
         last = tl.maximum(length - 1, 0)
+        page_of_last = tl.load(table + last // PAGE, mask=length > 0, other=0)
         angle = angles + last.to(tl.int64) * D + in_halves(column % HALF, HALF)
         cos, sin = tl.load(angle), tl.load(angle + HALF) * sign
-        own, other = own * factor[:, None], other * factor[:, None]
-        x = norm_and_rotate(own, other, own_scale, other_scale, cos, sin, eps, D).to(out.dtype.element_ty)
+        by = factor[:, None]
+        x = norm_and_rotate(own * by, other * by, own_scale, other_scale, cos, sin, eps, D).to(out.dtype.element_ty)
         if (last // BLOCK_N % count == split) & (length > 0):
-            cell = ((tl.load(table + last // PAGE).to(tl.int64) * HEADS + head) * PAGE + last % PAGE) * D
-            mine = token + (HEADS * GROUP + head) * D
-            keep_new(
-                mine, mine + HEADS * D, keys + cell, values + cell, factor, k_weight, cos, sin, eps, part_stride, D, PARTS,
+            key = norm_and_rotate(
+                own_key * by, other_key * by, own_key_scale, other_key_scale, cos, sin, eps, D
             )  # fmt: skip
+            cell = ((page_of_last.to(tl.int64) * HEADS + head) * PAGE + last % PAGE) * D + column
+            tl.store(keys + cell, key.to(keys.dtype.element_ty))
+            tl.store(values + cell, (value * by).to(values.dtype.element_ty))
             tl.debug_barrier()  # other threads of this program read them
         attend_and_join(
             x, keys, values, table, page, head, first, length, count, scale, out, parts, weights, tickets,

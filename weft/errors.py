@@ -164,6 +164,17 @@ class CublasError(WeftError):
         self.call, self.status = call, status
 
 
+class ModelTooLarge(WeftError):
+    """A model's weights, of which ``memory`` bytes of ``where`` shall hold ``needed``."""
+
+    def __init__(self, rank: int, needed: int, memory: int, where: str, world_size: int, dtype: str) -> None:
+        super().__init__(
+            f"rank {rank}: {needed / 1e9:.3g} GB of weights in {dtype} on each of {world_size} ranks do not fit into the "
+            f"{memory / 1e9:.3g} GB of {where}; take more GPUs (--world-size), a smaller dtype or a smaller model"
+        )
+        self.rank, self.needed, self.memory, self.where = rank, needed, memory, where
+
+
 class CheckpointError(WeftError, ValueError):
     """A checkpoint directory that cannot be loaded, with the reason in one line."""
 

@@ -10,8 +10,10 @@ import weft
 from weft.engine import Runner, SamplingParams
 from weft.engine.prefill import Read
 from weft.engine.runner import Row
+from weft.errors import ModelTooLarge
 from weft.layers import choose_plan, rotary_angles
 from weft.models import Qwen3Config, Qwen3ForCausalLM
+from weft.models.qwen3 import check_memory
 
 TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
 GQA = [(False, 8), (True, 4), (False, 2), (True, 1)]  # (tied head, KV heads of 8 query heads)
@@ -289,3 +291,26 @@ def test_an_unknown_mode_and_dtype_are_refused(make_checkpoint):
         weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, mode="fast"), 1)
     with pytest.raises(ValueError, match="dtype=torch.int8 is not supported"):
         weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, dtype=torch.int8), 1)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(monkeypatch):
+    """qwen3-32b has 32.76 billion parameters, 65.5 GB in bf16."""
+    config = Qwen3Config.named("qwen3-32b")
+    monkeypatch.setattr("weft.models.qwen3.memory_of_this_machine", lambda: 65_000_000_000)
+    with pytest.raises(
+        ModelTooLarge, match=r"32.8 GB of weights in bfloat16 on each of 2 ranks .* 65 GB of this machine"
+    ):
+        weft.simulate(lambda team: Qwen3ForCausalLM(config, team), 2)
+
+    def on_gpu(size, free, reserved=0, allocated=0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+        check_memory(config, SimpleNamespace(device=torch.device("cuda", 1), size=size, rank=1), torch.bfloat16)
+
+    with pytest.raises(ModelTooLarge, match=r"rank 1: 65.5 GB .* the 30 GB of cuda:1 that are free; take more GPUs"):
+        on_gpu(1, 30_000_000_000)
+    on_gpu(4, 30_000_000_000)
+    on_gpu(2, 30_000_000_000, reserved=8_000_000_000, allocated=1_000_000_000)
+    with pytest.raises(ModelTooLarge):
+        on_gpu(2, 30_000_000_000, reserved=8_000_000_000, allocated=7_000_000_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from weft.errors import ModelTooLarge
 from weft.layers import (
     TPMLP,
     Mode,
@@ -82,6 +84,36 @@ class Qwen3Layer(nn.Module):
         return self.mlp(normed, step.plan), hidden
 
 
+def check_memory(config: Qwen3Config, team: Team, dtype: torch.dtype) -> None:
+    """ModelTooLarge where a rank's share of the weights alone is more than its GPU has free, or all virtual ranks' shares more
+    than the machine has."""
+    share = config.parameters * dtype.itemsize // team.size
+    if team.device.type == "cuda":
+        # What torch holds and nobody uses is free too.
+        unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
+        memory, where, all_of_it = (
+            torch.cuda.mem_get_info(team.device)[0] + unused,
+            f"{team.device} that are free",
+            share,
+        )
+    else:
+        memory, where, all_of_it = (
+            memory_of_this_machine(),
+            "this machine, which virtual ranks share",
+            share * team.size,
+        )
+    if memory is not None and all_of_it > memory:
+        raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."))
+
+
+def memory_of_this_machine() -> int | None:
+    """Bytes; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 class Qwen3ForCausalLM(nn.Module):
     """Token ids → logits, over all ranks of `team`. Collective: all ranks call a method with the same tokens.
 
@@ -90,7 +122,8 @@ class Qwen3ForCausalLM(nn.Module):
 
     Logits are this rank's [n, V'/W] in fp32, or in a fused plan in the model's dtype; `lm_head.argmax` and `lm_head.gather`
     bring them together.
-    For inference: its weights carry no gradients. ValueError where W does not divide heads or intermediate size.
+    For inference: its weights carry no gradients. ValueError where W does not divide heads or intermediate size; ModelTooLarge
+    where the weights do not fit.
     """
 
     def __init__(
@@ -106,6 +139,7 @@ class Qwen3ForCausalLM(nn.Module):
         dtype = dtype or config.dtype
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
+        check_memory(config, team, dtype)
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode, dtype, fused
         self.layers = nn.ModuleList(
             Qwen3Layer(config, team=team, mode=mode, dtype=dtype) for _ in range(config.num_hidden_layers)

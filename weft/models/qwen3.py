@@ -88,21 +88,14 @@ def check_memory(config: Qwen3Config, team: Team, dtype: torch.dtype) -> None:
     """ModelTooLarge where a rank's share of the weights alone is more than its GPU has free, or all virtual ranks' shares more
     than the machine has."""
     share = config.parameters * dtype.itemsize // team.size
+    memory: int | None
     if team.device.type == "cuda":
         # What torch holds and nobody uses is free too.
         unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
-        memory, where, all_of_it = (
-            torch.cuda.mem_get_info(team.device)[0] + unused,
-            f"{team.device} that are free",
-            share,
-        )
+        memory, where, shares = torch.cuda.mem_get_info(team.device)[0] + unused, f"{team.device} that are free", 1
     else:
-        memory, where, all_of_it = (
-            memory_of_this_machine(),
-            "this machine, which virtual ranks share",
-            share * team.size,
-        )
-    if memory is not None and all_of_it > memory:
+        memory, where, shares = memory_of_this_machine(), "this machine, which virtual ranks share", team.size
+    if memory is not None and share * shares > memory:
         raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."))
 
 

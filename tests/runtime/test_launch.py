@@ -1,5 +1,8 @@
 """launch chooses between GPUs and virtual ranks, and refuses what cannot run."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -39,3 +42,30 @@ def test_bad_arguments_are_named(world_size, device, said):
 def test_init_without_ranks_says_what_to_do():
     with pytest.raises(NoTeam, match="weft.simulate"):
         weft.init()
+
+
+LEAVING = """
+import multiprocessing
+
+from weft.runtime import launch
+
+
+def work():
+    lock = multiprocessing.Lock()
+    launch._end(0)
+
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_rank_that_ends_leaves_no_semaphore_behind(tmp_path):
+    """torch.compile makes one in each rank: Python's resource tracker complained of them after every such launch."""
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
+    assert (ended.stdout, ended.stderr) == ("0\n", "")

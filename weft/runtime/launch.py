@@ -6,6 +6,7 @@ The only file of weft that reads the environment, and only torchrun's coordinate
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import traceback
@@ -188,8 +189,14 @@ def _worker(
             team.fail(_one_line(caught))
     pipe.send_bytes(_packed(rank, error, value))
     pipe.close()
-    # A spinning kernel or a poisoned context would hang an orderly end.
-    os._exit(0 if error is None else 1)
+    _end(0 if error is None else 1)
+
+
+def _end(status: int) -> None:
+    """Ends this process, whatever its GPU does: a spinning kernel or a poisoned context would hang an orderly end."""
+    # Semaphores with a name outlive their process, and Python complains of them. torch.compile makes one (tqdm's lock).
+    multiprocessing.util._run_finalizers(0)
+    os._exit(status)
 
 
 def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:

@@ -104,10 +104,8 @@ def decode_attention_kernel(
     mine, every = token + (HEADS * GROUP + head) * D, column >= 0
     own_key = sum_of_parts(mine + column, every, part_stride, PARTS)
     other_key = sum_of_parts(mine + partner, every, part_stride, PARTS)
-    own_key_scale, other_key_scale = (
-        tl.load(k_weight + column).to(tl.float32),
-        tl.load(k_weight + partner).to(tl.float32),
-    )
+    own_key_scale = tl.load(k_weight + column).to(tl.float32)
+    other_key_scale = tl.load(k_weight + partner).to(tl.float32)
     value = sum_of_parts(mine + HEADS * D + column, every, part_stride, PARTS)
     factor = tl.full((1,), 1.0, tl.float32)
     if SQUARES > 0:

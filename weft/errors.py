@@ -165,12 +165,16 @@ class CublasError(WeftError):
 
 
 class ModelTooLarge(WeftError):
-    """A model's weights, of which ``memory`` bytes of ``where`` shall hold ``needed``."""
+    """A model of which a rank has ``needed`` bytes of weights, and ``memory`` for them, where all virtual ranks share it if
+    ``virtual``."""
 
-    def __init__(self, rank: int, needed: int, memory: int, where: str, world_size: int, dtype: str) -> None:
+    def __init__(
+        self, rank: int, needed: int, memory: int, where: str, world_size: int, dtype: str, virtual: bool
+    ) -> None:
+        way_out = "run it on GPUs, or take" if virtual else "take more GPUs (--world-size), a smaller dtype or"
         super().__init__(
             f"rank {rank}: {needed / 1e9:.3g} GB of weights in {dtype} on each of {world_size} ranks do not fit into the "
-            f"{memory / 1e9:.3g} GB of {where}; take more GPUs (--world-size), a smaller dtype or a smaller model"
+            f"{memory / 1e9:.3g} GB of {where}; {way_out} a smaller model"
         )
         self.rank, self.needed, self.memory, self.where = rank, needed, memory, where
 

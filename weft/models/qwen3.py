@@ -89,14 +89,15 @@ def check_memory(config: Qwen3Config, team: Team, dtype: torch.dtype) -> None:
     than the machine has."""
     share = config.parameters * dtype.itemsize // team.size
     memory: int | None
-    if team.device.type == "cuda":
+    virtual = team.device.type != "cuda"
+    if not virtual:
         # What torch holds and nobody uses is free too.
         unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
         memory, where, shares = torch.cuda.mem_get_info(team.device)[0] + unused, f"{team.device} that are free", 1
     else:
         memory, where, shares = memory_of_this_machine(), "this machine, which virtual ranks share", team.size
     if memory is not None and share * shares > memory:
-        raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."))
+        raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."), virtual)
 
 
 def memory_of_this_machine() -> int | None:

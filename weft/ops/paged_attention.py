@@ -204,9 +204,9 @@ def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
 
 
 def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:
-    """For ``pairs`` of sequence and KV head: 16 KiB of keys a step, and as much of values, by programs of which an SM holds two.
-    From three pairs for two SMs on 8 KiB, from four an SM on 4, by programs as much smaller, of which an SM holds four, or eight:
-    the first keys of all pairs are under way at once.
+    """For ``pairs`` of sequence and KV head: 16 KiB of keys a step, and as much of values, by programs of which an SM holds
+    two. From three pairs for two SMs on 8 KiB, and from four an SM on 4, by programs as much smaller, of which an SM holds
+    four, or eight: the first keys of all pairs are under way at once.
 
     H200, bf16, D=128, 8 query heads a KV head, decode_attention by blocks of 64 / 32 / 16 tokens, in microseconds
     (benchmarks/lab/h200-decode-attention.json): 2 KV heads, 64 sequences of 128 tokens 6.7 / 6.3 / 7.6, 128 of 128

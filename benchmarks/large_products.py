@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.cublas import chosen
+from weft.bench.shapes import parse_shapes
 
 LAB = Path(__file__).resolve().parent / "lab"
 HEAD = """## Large products: what cuBLAS chooses, and the best that it has
@@ -17,23 +18,31 @@ choice, and by the algorithm that `ops.matmul` and the overlapped products take 
 *At rest*: graphs of 0.5 ms, each after a rest of 4 ms, at full clocks. *Busy*: graphs of 4 ms without a rest, all algorithms of
 a shape in turn, at the clock that they leave each other. Shapes with one time keep cuBLAS's choice. Tiles are columns × rows of
 the product; all attributes are in `weft/ops/tuned/nvidia-h200.w1.json`, as `weft.runtime.cublaslt.Algorithm` explains them.
+"""
+HEAD_OF_OTHERS = """### Other shapes
 
+The same of Llama-3-70B's projections and of symm-mem-recipes' shapes, as one rank computes them.
+"""
+MEASURED = """
 - GPU: {gpu}; {versions}; measured {date}
 - `{command}`
 """
+OTHERS = ("llama3-70b", "symm-mem-recipes")
 
 
-def section(document: dict[str, Any]) -> str:
-    """One file as a section of docs/performance.md."""
-    return "\n".join([HEAD.format(**document), *table(document["rows"]), ""])
+def section(document: dict[str, Any], head: str, names: dict[tuple[int, ...], str]) -> str:
+    """One file as a section of docs/performance.md. ``names``: of the products that are not labelled with one, by N and K."""
+    return "\n".join([head + MEASURED.format(**document), *table(document["rows"], names), ""])
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+def table(rows: list[dict[str, Any]], names: dict[tuple[int, ...], str]) -> Iterator[str]:
+    order = list(names)
     yield "| projection | M×N×K | at rest | | busy | |"
     yield "|---|---|---|---:|---|---:|"
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (order.index(tuple(row["shape"][1:])), row["shape"])) if names else rows:
         best = chosen(row)
-        cells = [row["label"].rpartition(",")[0], "×".join(map(str, row["shape"]))]
+        name = names.get(tuple(row["shape"][1:])) or row["label"].rpartition(",")[0]
+        cells = [name, "×".join(map(str, row["shape"]))]
         for name in ("burst_us", "us"):
             library = row[f"cublas_{name}"]
             cells += [timed(library, best and best[name]), f"{best[name] / library - 1:+.1%}" if best else ""]
@@ -44,8 +53,25 @@ def timed(library: float, best: float | None) -> str:
     return f"{library:.4g}" if best is None else f"{library:.4g} → {best:.4g}"
 
 
+def names_of_others() -> dict[tuple[int, ...], str]:
+    """(N, K) of one rank's product -> what it is, in the order of the table."""
+    found: dict[tuple[int, ...], str] = {}
+    for name in OTHERS:
+        for op in ("ag-gemm", "gemm-rs"):
+            for world_size in (4, 2):
+                for shape in parse_shapes(op, [f"{name}:4096"], world_size):
+                    ranks = "" if name == "symm-mem-recipes" else f" of {world_size}"
+                    found.setdefault(shape.size[1:], shape.label.rpartition(" ")[0] + ranks)
+    return found
+
+
 def sections() -> list[str]:
-    return [section(json.loads(path.read_text())) for path in sorted(LAB.glob("*-cublas.json"))]
+    kinds = (("*-cublas.json", HEAD, {}), ("*-cublas-other-shapes.json", HEAD_OF_OTHERS, names_of_others()))
+    return [
+        section(json.loads(path.read_text()), head, names)
+        for pattern, head, names in kinds
+        for path in sorted(LAB.glob(pattern))
+    ]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import importlib
 import json
 import multiprocessing
 import sys
@@ -30,9 +31,10 @@ import weft.check
 from tests.ops import cases, matmul_cases
 from weft import ops
 from weft.bench.machine import revision
+from weft.ops.gemm_config import GemmConfig
 
-# Lamport stages are used again in the seventh call.
-CALLS = 8
+# Lamport stages are used again in the eighth call.
+CALLS = 10
 # Schedules that one process runs before it takes up other work.
 SHARE = 50
 
@@ -92,6 +94,12 @@ def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return [*out, ops.reduce_scatter(x(w, 64), team, by), ops.all_to_all(x(w, 40), team, by)]
 
 
+def in_segments(op: str, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The design of library GEMMs and copy engines, which dispatch leaves to GPUs."""
+    config = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=2)
+    return importlib.import_module(f"weft.ops.{op}").run(x(team.size * 24, 32), x(48, 32), team, config)
+
+
 # A program has several tiles, and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -123,6 +131,7 @@ OPS = [
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),
     Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 24, 32), x(48, 32), team)),
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(40, 32), x(48, 32), team)),
+    *(Call(f"{op} segments", functools.partial(in_segments, op), 3) for op in matmul_cases.MATMUL_OPS[1:]),
     *SEVERAL_TILES,
 ]
 

@@ -89,10 +89,22 @@ def test_compiles(arch, name):
         # What team.max_programs() was told, so that all programs are resident.
         assert f".maxnreg {registers_of(plans(name, 4)[0], 4)}" in ptx
         # Nothing is read before what the kernel before has written is there.
-        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global", ptx.index("griddepcontrol.wait"))
+        assert ptx.index("griddepcontrol.wait") < re.search(r"\b(ld|st)(\.\w+)*\.global", ptx).start()
         assert "griddepcontrol.launch_dependents" in ptx
     elif arch == "sm_80":
         assert "griddepcontrol" not in asm["ptx"]
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_warp_clears_a_key_that_another_still_loads(world_size, name):
+    """Keys are loaded by each warp for itself, and cleared by the next receive: a barrier of the program lies between."""
+    for plan in plans(name, world_size):
+        ptx = compiled_for("sm_90", name, world_size, plan=plan).asm["ptx"]
+        last = max(match.start() for match in re.finditer(r"ld\.volatile\.global", ptx))
+        barrier, stored = ptx.index("bar.sync", last), ptx.index("st.global", last)
+        assert plan.num_warps == 1 or barrier < stored, (plan, world_size)
 
 
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "reduce_scatter"])

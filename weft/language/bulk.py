@@ -12,6 +12,9 @@ from weft.language.signals import SET, notify
 
 @triton.jit
 def _copy(target, source, n, BLOCK: tl.constexpr):
+    """Between two CTA barriers: what any thread stored to ``source`` before is copied, and what any thread does next with
+    either comes after all threads' share of the copy."""
+    tl.debug_barrier()
     offsets = tl.arange(0, BLOCK)
     whole = n // BLOCK
     # Whole blocks without a mask, so that they move 16 bytes a thread; a mask would split them into single elements.
@@ -21,6 +24,7 @@ def _copy(target, source, n, BLOCK: tl.constexpr):
     at = whole.to(tl.int64) * BLOCK + offsets
     rest = at < n
     tl.store(target + at, tl.load(source + at, mask=rest), mask=rest)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -37,10 +41,9 @@ def put(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
 def get(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
     """``dst[0:n]`` here = ``src[0:n]`` at ``peer``. ``src`` is symmetric.
 
-    On return this program may read ``dst`` (the CTA barrier is in it).
+    On return this program may read ``dst``.
     """
     _copy(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK)
-    tl.debug_barrier()
 
 
 @triton.jit

@@ -46,32 +46,34 @@ def lamport_load(ptr, mask, team):
 
 
 @triton.jit
-def lamport_receive(ptr, old, mask, team):
-    """The elements behind ``ptr`` as of ``lamport_load``; those behind ``old`` are cleared, and what this program stores
-    after this call is stored after that.
+def lamport_receive(ptr, old, mask, team, ordered=True):
+    """The elements behind ``ptr`` as of ``lamport_load``; those behind ``old`` are cleared, and if ``ordered`` (a bool, at run
+    time too) what this program stores after this call is stored after that; else what the next kernel stores.
 
     Nobody else touches ``old`` meanwhile. Like any store, a clearing may be overtaken by a later one of the same program;
     a fence would keep them apart by waiting for all its stores to remote memory. ``old`` is loaded again while the data are
     under way.
     """
     lamport_clear(old, mask)
-    while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
-        pass
+    if ordered:
+        while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
+            pass
     return lamport_load(ptr, mask, team)
 
 
 @triton.jit
-def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team):
+def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=True):
     """``lamport_receive`` of a block and of the few words behind ``key`` that were stored after it, in the same round trips to
     memory: a pair of blocks."""
     lamport_clear(old, mask)
     lamport_clear(old_key, key_mask)
-    y = tl.load(old_key, mask=key_mask, other=0.0, volatile=True)
-    while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
-        pass
-    left = stock.count_written(y, key_mask)
-    while left > 0:
-        left = stock.count_written(tl.load(old_key, mask=key_mask, other=0.0, volatile=True), key_mask)
+    if ordered:
+        y = tl.load(old_key, mask=key_mask, other=0.0, volatile=True)
+        while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
+            pass
+        left = stock.count_written(y, key_mask)
+        while left > 0:
+            left = stock.count_written(tl.load(old_key, mask=key_mask, other=0.0, volatile=True), key_mask)
     return lamport_load_keyed(ptr, mask, key, key_mask, team)
 
 
@@ -91,6 +93,8 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team):
         # Apart from the block: warps load keys of their own, and each goes on by what it has itself seen.
         while stock.count_unwritten(y) > 0:
             y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+    # So a fast warp comes this far while a slow one still loads the key, and must not clear it yet.
+    tl.debug_barrier()
     return x, y
 
 

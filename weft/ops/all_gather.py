@@ -14,6 +14,7 @@ from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import CopyPlan, Plan, word_of
 from weft.ops.exchange import (
+    clears_in_order,
     count_tiles,
     is_rank,
     keep_epoch,
@@ -56,6 +57,7 @@ def all_gather_kernel(
     length = tl.cast(n, tl.int64)
     sources = tl.arange(0, ROWS)[:, None] * length
     tiles = count_tiles(length, BLOCK)
+    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
     send_copies(x, length, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
     for tile in range(program, tiles, programs):
         if tile + programs < tiles:
@@ -63,7 +65,7 @@ def all_gather_kernel(
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(length, start, BLOCK)
         own = tl.load(x + start + columns, mask=inside, other=0).to(buffer.dtype.element_ty)
-        received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, BLOCK)
+        received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
         place = out + start + sources + columns[None, :]
         tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1

@@ -17,6 +17,7 @@ from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import CopyPlan, Plan
 from weft.ops.exchange import (
+    clears_in_order,
     count_tiles,
     is_rank,
     is_sent,
@@ -77,6 +78,7 @@ def one_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
     columns = tl.arange(0, BLOCK)
     end = tl.cast(n, tl.int64)
     tiles = count_tiles(end, BLOCK)
+    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
     send_copies(x, end, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
     for tile in range(program, tiles, programs):
         if tile + programs < tiles:
@@ -84,7 +86,7 @@ def one_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(end, start, BLOCK)
         own = tl.load(x + start + columns, mask=inside, other=0)
-        received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, BLOCK)
+        received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
         epoch += 1
     return epoch - 1
@@ -98,6 +100,7 @@ def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
     columns = tl.arange(0, BLOCK)
     end = tl.cast(n, tl.int64)
     tiles = count_tiles(end, world * BLOCK)
+    ordered = clears_in_order(slot, 2 * tl.cdiv(tiles, programs), BLOCK)
     from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
     mine = wl.rank(team) * BLOCK + columns
     parts, before, following = epoch, epoch - 1, epoch + 1
@@ -110,10 +113,10 @@ def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
         start = tl.cast(tile, tl.int64) * (world * BLOCK)
         rest = tile_rest(end, start, world * BLOCK)
         own = tl.load(x + start + mine, mask=mine < rest, other=0)
-        received = receive(own, slot, parts, before, team, ROWS, TRANSPORT, BLOCK)
+        received = receive(own, slot, parts, before, team, ordered, ROWS, TRANSPORT, BLOCK)
         part = sum_of_ranks(received).to(x.dtype.element_ty)
         send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, following, team, TRANSPORT, BLOCK)
-        whole = receive(part, slot, following, parts, team, ROWS, TRANSPORT, BLOCK)
+        whole = receive(part, slot, following, parts, team, ordered, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
         parts, before = next_parts, following
         following += 1

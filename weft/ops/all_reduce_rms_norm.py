@@ -26,6 +26,7 @@ from weft.ops.dispatch import Plan, choose
 from weft.ops.exchange import (
     STAGES,
     UNWRITTEN,
+    clears_in_order,
     is_rank,
     is_sent,
     keep_epoch,
@@ -133,6 +134,7 @@ def all_reduce_rms_norm_kernel(
         count = wl.next_epoch(counts + program)
     if TWO_SHOT:
         ranks = tl.arange(0, ROWS)[:, None]
+        ordered = clears_in_order(slot, 2 * tl.cdiv(tl.cdiv(n, world), groups), PART)
         for tile in range(group, tl.cdiv(n, world), groups):
             first = tl.cast(tile, tl.int64) * world
             rest = tl.cast(n - first, tl.int32)
@@ -144,10 +146,10 @@ def all_reduce_rms_norm_kernel(
             exists = inside & (wl.rank(team) < rest)
             own = tl.load(x + mine, mask=exists, other=0)
             before = tl.load(residual + mine, mask=exists, other=0).to(tl.float32)
-            received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, PART)
+            received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
             send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, PART)
-            whole = receive(part, slot, epoch + 1, epoch, team, ROWS, TRANSPORT, PART)
+            whole = receive(part, slot, epoch + 1, epoch, team, ordered, ROWS, TRANSPORT, PART)
             place = (first + ranks) * WIDTH + columns[None, :]
             here = is_rank(team, ROWS) & (ranks < rest)
             if FACTORED:
@@ -162,12 +164,13 @@ def all_reduce_rms_norm_kernel(
             epoch += 2
             count += 1
     else:
+        ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
             own = tl.load(x + place, mask=inside, other=0)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
-            received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, PART)
+            received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             total = (sum_of_ranks(received) + before).to(dtype)[None, :]
             if FACTORED:
                 at = tl.cast(row, tl.int64) * parts + program % parts

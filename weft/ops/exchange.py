@@ -12,7 +12,7 @@ a rank exchanges only with the programs p of the others, and all ranks make the 
 epoch e of slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses
 fewer slots, and the epochs of the others stand still.
 
-    slot     stages[e % 6] is [W, WIDTH]: row s is written by rank s
+    slot     stages[e % S] is [W, WIDTH]: row s is written by rank s; S = stages_of(bytes of a row), at least 6
     lamport  numbers are their own flag (weft.language.lamport): one link crossing, no fence; -0.0 arrives as +0.0
     keyed    the same for any bits: words XOR a key that makes none of the tile "unwritten"; W keys follow the rows
 
@@ -21,9 +21,9 @@ all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
 
 Who signals whom: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
 
-Reuse. A ``receive`` also clears what the ``receive`` before it read, and returns only when that is in memory
-(``lamport_receive``). A program writes epoch k over epoch k - 6 at a peer, whose program must have received *and
-cleared* k - 6 by then. The orders of sends (s) and receives (r) in use, and what a peer r' must have done before s k:
+Reuse. A ``receive`` also clears what the ``receive`` before it read, and if ``ordered`` returns only when that is in memory
+(``lamport_receive``). A program writes epoch k over epoch k - S at a peer, whose program must have received *and
+cleared* k - S by then. With S = 6, and so with more, it has. The orders of sends (s) and receives (r) in use, and what a peer r' must have done before s k:
 
     in turns     s0 r0 s1 r1 s2 ...                     r k-1 here, so s k-1 there, after r' k-2: cleared up to k-3
     one ahead    s0 s1 r0 s2 r1 s3 ...                  r k-2 here, so s k-2 there, after r' k-4: cleared up to k-5
@@ -34,6 +34,12 @@ cleared* k - 6 by then. The orders of sends (s) and receives (r) in use, and wha
 A launch begins with at most two sends; its first one comes after the last receive of the launch before, which is the
 last epoch in all three orders. Whole rows are written in every epoch (beyond ragged edges with zeros) and whole rows
 are cleared, so no size leaves a rest behind.
+
+A launch of at most S - 3 epochs, a .. a + n - 1, need not see its clearings in memory (``clears_in_order``): they are there when
+it ends, before this rank's next launch sends anything. They clear a - 1 and later epochs, which peers write over in epoch
+a - 1 + S >= a + n + 2 or later. That lies behind the two that a peer may send in its next launch without having received
+anything in it, so it comes after words that this rank sent in its next launch. Looking costs a round trip to memory for
+each tile, in line behind the stores to peers: 4 to 14 % of a message of 4 to 32 MiB at W=2.
 
 Progress. All programs of a grid are resident: there are no more than fit (``launch``). A send waits for nobody, and each
 program makes its exchanges in order without waiting for another program of its rank. Kernels that share the slots are
@@ -55,7 +61,11 @@ from weft.ops.dispatch import Plan
 from weft.ops.local import launch_options
 from weft.runtime.team import Team
 
-STAGES: tl.constexpr = tl.constexpr(6)
+# Of narrow rows, whose launches have one exchange or two a program, and of wide ones, which large messages take: bf16, W=2, us,
+# with 7 / 11 / 19 stages of wide rows: all-gather of 32 MiB 56.1 / 53.3 / 53.3, 64 MiB 107 / 104.5 / 101.2.
+STAGES: tl.constexpr = tl.constexpr(7)
+WIDE_STAGES: tl.constexpr = tl.constexpr(19)
+WIDE_BYTES: tl.constexpr = tl.constexpr(2048)
 KEY_BYTES: tl.constexpr = tl.constexpr(16)
 # Keys take whole lines of memory, as the rows of all plans do: so every row of every stage begins on a line, and what a
 # warp stores at a peer travels in whole packets.
@@ -101,6 +111,17 @@ def key_bytes(transport, world_size):
 
 
 @triton.constexpr_function
+def stages_of(row_bytes):
+    """How many stages a slot of such rows has. For the host too."""
+    return WIDE_STAGES.value if row_bytes >= WIDE_BYTES.value else STAGES.value
+
+
+@triton.constexpr_function
+def row_bytes_of(dtype, width):
+    return width * (dtype.primitive_bitwidth // 8)
+
+
+@triton.constexpr_function
 def stage_words(dtype, width, transport, world_size):
     """Elements of a stage."""
     return world_size * width + key_bytes(transport, world_size) // (dtype.primitive_bitwidth // 8)
@@ -116,7 +137,8 @@ def key_words(dtype):
 def my_slot(buffer, WIDTH: tl.constexpr, TRANSPORT: tl.constexpr, team):
     """This program's slot of ``buffer``: pointer to its stages."""
     STAGE: tl.constexpr = stage_words(buffer.dtype.element_ty, WIDTH, TRANSPORT, wl.num_ranks(team))
-    return buffer + tl.program_id(0) * (STAGES * STAGE)
+    SLOT: tl.constexpr = stages_of(row_bytes_of(buffer.dtype.element_ty, WIDTH)) * STAGE
+    return buffer + tl.program_id(0) * SLOT
 
 
 @triton.jit
@@ -144,6 +166,7 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
     world: tl.constexpr = wl.num_ranks(team)
     STAGE: tl.constexpr = stage_words(rows.dtype, WIDTH, TRANSPORT, world)
     KEY: tl.constexpr = key_words(rows.dtype)
+    STAGES: tl.constexpr = stages_of(row_bytes_of(rows.dtype, WIDTH))
     columns = tl.arange(0, BLOCK)
     inside = is_sent(team, ROWS) & (columns < WIDTH)[None, :]
     stage = wl.symm_at(slot + (epoch % STAGES) * STAGE, send_order(team, ROWS), team)[:, None]
@@ -179,14 +202,22 @@ def send_columns(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: 
 
 
 @triton.jit
-def receive(own, slot, epoch, before, team, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
+def clears_in_order(slot, exchanges, WIDTH: tl.constexpr):
+    """Whether a launch of so many exchanges a program must see each clearing in memory before it goes on: bool."""
+    return exchanges > stages_of(row_bytes_of(slot.dtype.element_ty, WIDTH)) - 3
+
+
+@triton.jit
+def receive(own, slot, epoch, before, team, ordered, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
     """[ROWS, BLOCK]: row s from rank s, ``own`` [BLOCK] in this rank's, 0 beyond W and in columns from WIDTH on.
 
-    ``epoch`` as of its ``send``; ``before``: the epoch that this program received before it, cleared when this returns.
+    ``epoch`` as of its ``send``; ``before``: the epoch that this program received before it, cleared when this returns, or
+    unless ``ordered`` (clears_in_order) when the launch ends.
     """
     BLOCK: tl.constexpr = own.shape[0]
     world: tl.constexpr = wl.num_ranks(team)
     STAGE: tl.constexpr = stage_words(own.dtype, WIDTH, TRANSPORT, world)
+    STAGES: tl.constexpr = stages_of(row_bytes_of(own.dtype, WIDTH))
     me = wl.rank(team)
     ranks, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     from_others = (ranks < world) & (ranks != me)
@@ -197,20 +228,20 @@ def receive(own, slot, epoch, before, team, ROWS: tl.constexpr, TRANSPORT: tl.co
     if TRANSPORT == "keyed":
         keys = world * WIDTH + ranks * key_words(own.dtype)
         received, key = wl.lamport_receive_keyed(
-            stage + here, old + here, there, stage + keys, old + keys, from_others, team
+            stage + here, old + here, there, stage + keys, old + keys, from_others, team, ordered
         )
         received ^= key[:, None]
     else:
-        received = wl.lamport_receive(stage + here, old + here, there, team)
+        received = wl.lamport_receive(stage + here, old + here, there, team, ordered)
     return tl.where((ranks == me)[:, None], own[None, :], received)
 
 
 @triton.jit
 def keep_epoch(epochs, epoch):
-    """At a program's end: it has sent, and received, ``epoch`` tiles. Their number modulo STAGES is all that is needed,
+    """At a program's end: it has sent, and received, ``epoch`` tiles. Their number modulo the stages is all that is needed,
     and must never wrap elsewhere."""
     tl.debug_barrier()  # all threads have read the word before it changes
-    tl.store(epochs + tl.program_id(0), epoch % STAGES)
+    tl.store(epochs + tl.program_id(0), epoch % (STAGES * WIDE_STAGES))
 
 
 @triton.jit
@@ -223,8 +254,8 @@ def sum_of_ranks(received):
 class Slots:
     """The workspace of one plan and item size, shared by all collectives of a team that use it.
 
-    buffer     uint8 [programs * STAGES * (W * row_bytes + keys)], symmetric
-    epochs     int32 [programs]: how many tiles each has sent, modulo STAGES
+    buffer     uint8 [programs * stages * (W * row_bytes + keys)], symmetric
+    epochs     int32 [programs]: how many tiles each has sent, modulo the stages of all plans
     registers  of a thread at most, so that so many programs are resident
     """
 
@@ -242,7 +273,7 @@ def slots_of(team: Team, plan: Plan, itemsize: int) -> Slots:
         resident = min(team.max_programs(plan.num_warps, registers), plan.programs_per_sm * team.caps.sms)
         programs = min(team.exchange(resident))
         stage = team.size * plan.row_bytes + key_bytes(plan.transport, team.size)
-        buffer = team.empty((programs * STAGES.value * stage,), torch.uint8)
+        buffer = team.empty((programs * stages_of(plan.row_bytes) * stage,), torch.uint8)
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)
         epochs = team.local((programs,), torch.int32)

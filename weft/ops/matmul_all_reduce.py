@@ -93,7 +93,7 @@ def matmul_all_reduce_kernel(
         receiver = owner_of(tl.maximum(sending, 0), tiles, world)
         sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
         slot = slot_of(me, receiver, world)
-        there = wl.symm_at(slots + slot * slot_size + sent.to(tl.int64) * TILE, receiver, team)
+        there = wl.symm_at(slots + tl.cast(slot, tl.int64) * slot_size + sent.to(tl.int64) * TILE, receiver, team)
         left = tl.where(sending < 0, 0, TILE)
         acc = gemm_tile(
             a, a_stride, M, b, b_stride, N, row, column, K, first, last, outbox, there, left,
@@ -118,7 +118,7 @@ def matmul_all_reduce_kernel(
                 for peer in tl.range(0, world - 1):
                     wl.wait(arrived + peer * flags + tile, now, team)
             else:
-                there = wl.symm_at(here + slot * slot_size, owner, team)
+                there = wl.symm_at(here + tl.cast(slot, tl.int64) * slot_size, owner, team)
                 tl.debug_barrier()  # all threads have sent what the outbox held
             if last - first == depth:
                 pieces = halves(acc) if HALVES > 1 else (acc,)
@@ -164,7 +164,7 @@ def deliver(
     offsets = at * BLOCK_N + skip + packed(ROWS, COLUMNS, BLOCK_N)
     if is_own:
         for slot in tl.range(0, world - 1, num_stages=1):
-            x += tl.load(here + slot * slot_size + offsets).to(tl.float32)
+            x += tl.load(here + tl.cast(slot, tl.int64) * slot_size + offsets).to(tl.float32)
         total = x.to(out.dtype.element_ty)
         for peer in tl.range(1, world + wl.zero_here(), num_stages=1):
             tl.store(wl.symm_at(result, (wl.rank(team) + peer) % world, team) + offsets, total)

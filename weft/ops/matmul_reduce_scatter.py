@@ -87,7 +87,7 @@ def matmul_reduce_scatter_kernel(
         receiver = owner_of(tl.maximum(sending, 0), tiles, world)
         sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
         slot = slot_of(me, receiver, world)
-        there = wl.symm_at(half + slot * slot_size + sent.to(tl.int64) * TILE, receiver, team)
+        there = wl.symm_at(half + tl.cast(slot, tl.int64) * slot_size + sent.to(tl.int64) * TILE, receiver, team)
         left = tl.where(sending < 0, 0, TILE)
         acc = gemm_tile(
             a, a_stride, M, b, b_stride, N, first_row + row, column, K, first, last, outbox, there, left,
@@ -110,7 +110,7 @@ def matmul_reduce_scatter_kernel(
                 for peer in tl.range(0, world - 1):
                     wl.wait(arrived + peer * flags + tile, now, team)
             else:
-                there = wl.symm_at(here + slot * slot_size, owner, team)
+                there = wl.symm_at(here + tl.cast(slot, tl.int64) * slot_size, owner, team)
                 tl.debug_barrier()  # all threads have sent what the outbox held
             if last - first == depth:
                 pieces = halves(acc) if HALVES > 1 else (acc,)
@@ -145,7 +145,7 @@ def deliver(
     offsets = at * BLOCK_N + skip + packed(ROWS, COLUMNS, BLOCK_N)
     if is_own:
         for slot in tl.range(0, wl.num_ranks(team) - 1, num_stages=1):
-            x += tl.load(here + slot * slot_size + offsets).to(tl.float32)
+            x += tl.load(here + tl.cast(slot, tl.int64) * slot_size + offsets).to(tl.float32)
         store_tile(out, x, row + at, column + skip, 0, rows, N, ROWS, COLUMNS)
     elif is_last:
         tl.store(there + offsets, x.to(out.dtype.element_ty))
@@ -249,7 +249,7 @@ def _run_segments(
     with lanes.urgent():
         slots, begun = space.begin(team), lanes.mark()
         team.copy_engine.fork()
-    turn = 0
+    turn, computed = 0, begun
     for number, piece, computed in send_partials(a, b, partial, slots, space, team, lanes, config, begun, own_first):
         turn += 1
         if config.accumulate:
@@ -268,7 +268,9 @@ def _run_segments(
                 library.matmul(own[piece], b, out[piece], add=True)
             else:
                 library.matmul(own[piece], b, mine[piece])
+                # Programs of the sum fill the SMs as soon as the waiting begins: no GEMM that peers wait for may come after.
                 lanes.after(begun)
+                lanes.after(computed)
                 await_flags(space.flags[:, number:], space.epoch, team)
                 add_up(mine[piece], slots[:, piece.start * N :], out[piece], team)
         turn += 1

@@ -118,7 +118,7 @@ def paged_prefill_attention_kernel(
     token = row // GROUP
     exists = (row < length * GROUP)[:, None]
     first = (first_token + sequence.to(tl.int64) * length) * (HEADS * GROUP * D)
-    mine = first + ((token * HEADS + head) * GROUP + row % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
+    mine = first + ((token.to(tl.int64) * HEADS + head) * GROUP + row % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
     table = pages + (first_sequence + sequence).to(tl.int64) * max_pages
     end = before + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length)
     # What the first row sees, all do.

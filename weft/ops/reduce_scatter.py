@@ -14,6 +14,7 @@ from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import CopyPlan, Plan
 from weft.ops.exchange import (
+    clears_in_order,
     count_tiles,
     keep_epoch,
     launch,
@@ -56,6 +57,7 @@ def reduce_scatter_kernel(
     length = tl.cast(n, tl.int64)
     mine = wl.rank(team) * length
     tiles = count_tiles(length, BLOCK)
+    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
     send_columns(x, length, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
     for tile in range(program, tiles, programs):
         if tile + programs < tiles:
@@ -63,7 +65,7 @@ def reduce_scatter_kernel(
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(length, start, BLOCK)
         own = tl.load(x + start + mine + columns, mask=inside, other=0)
-        received = receive(own, slot, epoch, epoch - 1, team, ROWS, TRANSPORT, BLOCK)
+        received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
         epoch += 1
     keep_epoch(epochs, epoch - 1)

@@ -181,7 +181,7 @@ class CudaCopyEngine:
     def __init__(self, platform: CudaPlatform) -> None:
         self._platform = platform
         self._stream = own_stream(platform.device, priority=-1)
-        # Sources may be freed by their owner while the engine still reads them: held until the next join.
+        # What is local may be freed by its owner while the engine still uses it: held until the next join.
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
@@ -202,7 +202,7 @@ class CudaCopyEngine:
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         check_copy(dst, src)
-        self._held.append(src)
+        self._held += (dst, src)
         with torch.cuda.stream(self._stream):
             dst.view(-1).copy_(src.view(-1), non_blocking=True)
 

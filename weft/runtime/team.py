@@ -66,11 +66,7 @@ class Team:
         HeapExhausted if it does not fit; AllocationMismatch, on all ranks, if they ask for different things.
         """
         self._check_open("empty()")
-        if self._platform.is_capturing():
-            raise Unsupported(
-                f"rank {self.rank}: symmetric memory is allocated while a CUDA graph is captured; run the op once with this "
-                f"shape before capturing"
-            )
+        self._check_not_capturing("symmetric memory")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         index = next(self._counter)
         wanted = f"{tuple(shape)} {dtype}"
@@ -123,6 +119,8 @@ class Team:
     def local(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Ordinary zeroed memory of this rank's device: epoch words, counters."""
         self._check_open("local()")
+        # What fills it would be recorded, and done by replays only, each time anew.
+        self._check_not_capturing("memory that lasts")
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -200,6 +198,13 @@ class Team:
         # After an error the other ranks may never come to the barrier of close().
         if kind is None:
             self.close()
+
+    def _check_not_capturing(self, what: str) -> None:
+        if self._platform.is_capturing():
+            raise Unsupported(
+                f"rank {self.rank}: {what} is allocated while a CUDA graph is captured; run the op once with this shape before "
+                f"capturing"
+            )
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -71,6 +71,14 @@ def every_shmem_word(x, out, signals, n, team):
 
 
 @triton.jit
+def put_between_stores(x, out, n, team, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(out + (BLOCK - 1 - offsets), tl.full([BLOCK], 1, tl.bfloat16))
+    wl.put(x, out, n, 1, team, BLOCK=BLOCK)
+    tl.store(out + (BLOCK - 1 - offsets), tl.full([BLOCK], 2, tl.bfloat16))
+
+
+@triton.jit
 def tma_store_then_notify(source, target, signals, team):
     target.store([0, 0], source.load([0, 0]))
     wl.notify(signals, 1, 1, team)
@@ -167,3 +175,9 @@ def _whole_story(error):
         story += str(error)
         error = error.__cause__ or error.__context__
     return story
+
+
+def test_put_comes_after_what_the_program_stored_and_before_what_it_stores():
+    """By other threads than those that copy."""
+    ptx = compiled(put_between_stores, X, X, 1 << 10, a_view(), BLOCK=1024, arch="sm_90").asm["ptx"]
+    positions(ptx, "st.global", "bar.sync", "ld.global", "st.global", "bar.sync", "st.global")

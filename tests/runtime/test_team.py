@@ -1,12 +1,16 @@
 """Teams: symmetric memory, collective host calls, and errors that name ranks and values and hang nobody."""
 
+import threading
+
 import pytest
 import torch
 
 import weft
-from weft.errors import AllocationMismatch, Deadlock, HeapExhausted, NotSymmetric, TeamClosed
+from weft import ops
+from weft.errors import AllocationMismatch, Deadlock, HeapExhausted, NotSymmetric, TeamClosed, Unsupported
 from weft.runtime.heap import ALIGNMENT, HeapLayout
 from weft.runtime.team import find_team
+from weft.runtime.virtual import VirtualPlatform
 
 
 def test_symmetric_tensors_lie_at_equal_offsets_and_peers_are_reachable():
@@ -162,3 +166,32 @@ def test_the_heap_layout_joins_free_neighbours():
     assert heap.take(4 * ALIGNMENT, "e") == a
     assert heap.holder(ALIGNMENT).name == "e"
     assert heap.free_bytes == ALIGNMENT
+
+
+def test_no_workspace_is_made_while_a_graph_is_captured(monkeypatch):
+    """What fills it would be recorded and not done; and what a call made before it failed must not be left for the next."""
+    capturing = threading.local()
+    monkeypatch.setattr(VirtualPlatform, "is_capturing", lambda _: getattr(capturing, "now", False))
+
+    def main(team):
+        x, weight = torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16()
+        ops.all_reduce_rms_norm(
+            x, x, weight, 1e-6, team, "one_shot"
+        )  # makes the slots, but not what two_shot needs more
+        before, refused = set(team._workspaces), []
+        for call in (
+            lambda: ops.all_reduce_rms_norm(x, x, weight, 1e-6, team, "two_shot"),
+            lambda: ops.matmul_all_reduce(torch.ones(40, 32).bfloat16(), torch.ones(48, 32).bfloat16(), team),
+            lambda: team.local(4, torch.int32),
+        ):
+            capturing.now = True
+            with pytest.raises(
+                Unsupported, match=r"rank \d: .* while a CUDA graph is captured; run the op once"
+            ) as error:
+                call()
+            refused.append(str(error.value))
+            capturing.now = False
+        assert set(team._workspaces) == before
+        return refused
+
+    assert all("memory that lasts" in refused[-1] for refused in weft.simulate(main, 2))

@@ -116,7 +116,8 @@ def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
 
     ``x``: at least one dimension, any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on
     ``team.device``; the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it
-    replays correctly, after one call outside. ValueError for wrong arguments. The backward is a reduce-scatter.
+    replays correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The
+    backward is a reduce-scatter.
 
     ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.staging).
     """

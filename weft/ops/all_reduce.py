@@ -180,8 +180,8 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     algorithm  "auto" (weft.ops.explain says what and why), "one_shot", "two_shot" or "copy_engine"
 
     Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. A team's collectives share workspaces, so
-    one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside (which makes the
-    workspace). ValueError for wrong arguments. The backward is an all-reduce.
+    one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside with its shape,
+    dtype and algorithm (which makes the workspace). ValueError for wrong arguments. The backward is an all-reduce.
     """
     check_tensor("all_reduce", "x", x, team, FLOATS)
     check_choice("all_reduce", "algorithm", algorithm, ALGORITHMS)

@@ -118,7 +118,8 @@ def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
 
     ``x``: [W * m, ...], any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on ``team.device``;
     the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it replays
-    correctly, after one call outside. ValueError for wrong arguments. The backward is an all-to-all.
+    correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The backward is
+    an all-to-all.
 
     ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.staging).
     """

@@ -22,8 +22,9 @@ all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
 Who signals whom: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
 
 Reuse. A ``receive`` also clears what the ``receive`` before it read, and if ``ordered`` returns only when that is in memory
-(``lamport_receive``). A program writes epoch k over epoch k - S at a peer, whose program must have received *and
-cleared* k - S by then. With S = 6, and so with more, it has. The orders of sends (s) and receives (r) in use, and what a peer r' must have done before s k:
+(``lamport_receive``). A program writes epoch k over epoch k - S at a peer, whose program must have received *and cleared*
+k - S by then. With S = 6, and so with more, it has. The orders of sends (s) and receives (r) in use, and what a peer r' must
+have done before s k:
 
     in turns     s0 r0 s1 r1 s2 ...                     r k-1 here, so s k-1 there, after r' k-2: cleared up to k-3
     one ahead    s0 s1 r0 s2 r1 s3 ...                  r k-2 here, so s k-2 there, after r' k-4: cleared up to k-5
@@ -35,11 +36,11 @@ A launch begins with at most two sends; its first one comes after the last recei
 last epoch in all three orders. Whole rows are written in every epoch (beyond ragged edges with zeros) and whole rows
 are cleared, so no size leaves a rest behind.
 
-A launch of at most S - 3 epochs, a .. a + n - 1, need not see its clearings in memory (``clears_in_order``): they are there when
-it ends, before this rank's next launch sends anything. They clear a - 1 and later epochs, which peers write over in epoch
+A launch of at most S - 3 epochs, a .. a + n - 1, need not see its clearings in memory (``clears_in_order``): they are there
+when it ends, before this rank's next launch sends anything. They clear a - 1 and later epochs, which peers write over in epoch
 a - 1 + S >= a + n + 2 or later. That lies behind the two that a peer may send in its next launch without having received
-anything in it, so it comes after words that this rank sent in its next launch. Looking costs a round trip to memory for
-each tile, in line behind the stores to peers: 4 to 14 % of a message of 4 to 32 MiB at W=2.
+anything in it, so it comes after words that this rank sent in its next launch. Looking costs a round trip to memory for each
+tile, in line behind the stores to peers: 4 to 14 % of a message of 4 to 32 MiB at W=2.
 
 Progress. All programs of a grid are resident: there are no more than fit (``launch``). A send waits for nobody, and each
 program makes its exchanges in order without waiting for another program of its rank. Kernels that share the slots are

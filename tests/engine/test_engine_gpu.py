@@ -3,8 +3,11 @@
 One launch a world size does all modes: starting the ranks takes longer than what they do.
 """
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 import weft
 from weft.engine import Engine, Runner, SamplingParams
@@ -29,6 +32,7 @@ def answers(team, directory, mode, cuda_graph):
         engine.generate(PROMPTS, max_new_tokens=12),
         engine.generate(PROMPTS[1:], max_new_tokens=4),
         engine.generate(PROMPTS * 3, max_new_tokens=8, stop="q"),  # some end early and leave their seats
+        [engine.generate([prompt], max_new_tokens=12)[0] for prompt in PROMPTS],
     ]
 
 
@@ -40,12 +44,28 @@ def in_all_modes(team, directory):
         sums = [completion.text for completion in adder.generate(["123+456=", "999+1="], max_new_tokens=8)]
         eager, graphed = (answers(team, directory, mode, cuda_graph) for cuda_graph in (False, True))
         found[mode] = eager, graphed, sums, adder.stats.capture_seconds
-    return found, replayed(team, directory, 1000)
+    return found, [replayed(team, directory, 1000, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def replayed(team, directory, replays):
-    """Tokens of the same step again and again, and keys and values after it: in the bucket of 4, in that of 8, and eager."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", dtype=torch.float32)
+@contextmanager
+def one_kernel_after_the_other():
+    """No kernel begins before the one before it has ended (programmatic dependent launch)."""
+    run = JITFunction.run
+
+    def without(self, *arguments, launch_pdl=False, **options):
+        return run(self, *arguments, **options)
+
+    JITFunction.run = without
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+def replayed(team, directory, replays, dtype):
+    """Tokens of the same step again and again, and keys and values after it: in the bucket of 4, in that of 8, eager, and eager
+    without programmatic launch. In bf16 they are other kernels: of few rows, with factored norms."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", dtype=dtype)
     runner = Runner(model, max_batch=8, page_size=16, max_seq_len=96)
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
     generator = torch.Generator(team.device).manual_seed(1)
@@ -55,16 +75,22 @@ def replayed(team, directory, replays):
         seat: Row(position=40 + seat, pages=list(range(1 + 4 * seat, 5 + 4 * seat)), params=params) for seat in range(4)
     }
     found = []
-    for bucket, count, graph in ((4, 20, True), (8, replays, True), (4, 1, False)):
+    for bucket, count, graph, pdl in (
+        (4, 20, True, True),
+        (8, replays, True, True),
+        (4, 1, False, True),
+        (4, 1, False, False),
+    ):
         runner.cuda_graph = graph
         states = []
-        for _ in range(count):
-            runner.place({})
-            runner.place(rows)
-            runner.cache.data.copy_(context)
-            runner.tokens.copy_(start)
-            runner.step(bucket, NUCLEUS)
-            states.append((runner.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
+        with nullcontext() if pdl else one_kernel_after_the_other():
+            for _ in range(count):
+                runner.place({})
+                runner.place(rows)
+                runner.cache.data.copy_(context)
+                runner.tokens.copy_(start)
+                runner.step(bucket, NUCLEUS)
+                states.append((runner.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
         for tokens, cached in states:
             assert torch.equal(tokens, states[0][0]) and torch.equal(cached, states[0][1]), (
                 f"bucket {bucket}: a replay differs"
@@ -77,14 +103,22 @@ def replayed(team, directory, replays):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_graphs_give_the_tokens_of_eager_steps_on_every_rank_a_thousand_times(byte_model, world_size):
     by_rank = weft.launch(in_all_modes, world_size, "cuda", args=(byte_model,))
+    [one_rank] = weft.launch(answers, 1, "cuda", args=(byte_model, "torch", False))
     for mode, (expected, *_) in by_rank[0][0].items():
         assert expected[0] == expected[3], mode
+        assert [a.token_ids for a in expected[6]] == [a.token_ids for a in expected[0]], f"{mode}: in a batch or alone"
+        assert [a.token_ids for a in one_rank[0]] == [a.token_ids for a in expected[0]], (
+            f"{mode}: other tokens than one rank's"
+        )
         for rank, (found, _) in enumerate(by_rank):
             eager, graphed, sums, capture_seconds = found[mode]
             assert eager == expected and graphed == expected, f"rank {rank}, mode {mode}"
             assert sums == ["579", "1000"] and capture_seconds > 0, f"rank {rank}, mode {mode}"
-    for _, (exact, padded, eager) in by_rank:
-        assert torch.equal(exact[0], eager[0]) and torch.equal(exact[1], eager[1])
+    for _, found in by_rank:
+        for exact, _, *others in found:
+            for eager in others:
+                assert torch.equal(exact[0], eager[0]) and torch.equal(exact[1], eager[1])
+        exact, padded, *_ = found[0]
         assert torch.equal(exact[0], padded[0])
         # Another number of rows may be another GEMM kernel, with sums in another order.
         torch.testing.assert_close(padded[1], exact[1], rtol=1e-4, atol=1e-4)

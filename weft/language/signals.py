@@ -1,7 +1,7 @@
 """Order between ranks: ``notify`` releases, ``wait`` acquires, ``barrier`` is both with everybody.
 
 A signal is an int32 word of the symmetric heap (``team.signals(shape)``). Signals only grow, and a wait asks for ``>=``.
-The comparison is of the signed difference, so that counting past 2**31 goes on working, for signals that are never so far behind.
+The comparison is of the signed difference, so that counting past 2**31 goes on working, for signals never so far behind.
 """
 
 import triton

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 
@@ -123,6 +124,47 @@ def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_process
     assert [one.new_tokens for one in stats] == [10, 10]
     ranks.close()
     assert not ranks._thread.is_alive()
+
+
+def tokens_of(pieces):
+    return [piece.token_id for piece in pieces]
+
+
+def test_an_answer_never_gets_the_pieces_of_another(byte_model, as_processes, monkeypatch):
+    params = [SamplingParams(max_tokens=6)]
+    [first], [second] = (engine_answers(byte_model, [prompt], params) for prompt in PROMPTS)
+    assert first != second
+    ranks = as_processes(byte_model)
+
+    def ask(prompt):
+        return ranks.ask(([prompt], params), lambda stats: None)
+
+    one, other = ask(PROMPTS[0]), ask(PROMPTS[1])  # the first is not drawn, but not lost
+    assert (tokens_of(other), tokens_of(one)) == (second, first)
+
+    # Nobody waited for the first piece: Ctrl-C, or a time limit, while the prompt was read.
+    receive = workers.ProcessWorkers._receive
+    monkeypatch.setattr(workers.ProcessWorkers, "_receive", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ask(PROMPTS[0])
+    monkeypatch.setattr(workers.ProcessWorkers, "_receive", receive)
+    assert tokens_of(ask(PROMPTS[1])) == second
+
+    found = {}
+    threads = [
+        threading.Thread(target=lambda prompt=prompt: found.update({prompt: tokens_of(ask(prompt))}), daemon=True)
+        for prompt in PROMPTS
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert found == {PROMPTS[0]: first, PROMPTS[1]: second}
+
+    late = ask(PROMPTS[0])
+    ranks.close()
+    with pytest.raises(WeftError, match="this LLM is closed"):
+        list(late)
 
 
 def test_progress_comes_while_a_rank_loads(byte_model, as_processes):

@@ -8,6 +8,7 @@ import os
 import queue
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -108,7 +109,10 @@ class ProcessWorkers:
         self._listener = Listener(("127.0.0.1", 0), backlog=world_size, authkey=self._key)
         self._error: BaseException | None = None
         self._ranks: dict[int, Connection] = {}
+        # Of the latest answer: what has come and nobody has drawn, and whether more is to come.
+        self._found: deque[tuple[str, Any]] = deque()
         self._answering = False
+        self._lock = threading.Lock()
         arguments = (self._listener.address, self._key, options)
         self._thread = threading.Thread(
             target=self._run, args=(world_size, arguments), name="weft workers", daemon=True
@@ -126,22 +130,32 @@ class ProcessWorkers:
             raise
 
     def ask(self, requests: Requests, keep: Callable[[Stats], None]) -> Iterator[Piece]:
-        """As of VirtualWorkers."""
-        while self._answering:  # the last answer was not drawn to its end
-            self._receive()
-        if not self._thread.is_alive():
-            raise self._failure()
-        try:
-            for pipe in self._ranks.values():
-                pipe.send(requests)
-        except OSError:
-            raise self._failure() from None
-        return _unpacked(self._receive, keep)
+        """As of VirtualWorkers. What is left of the last answer is read now, and stays its own."""
+        with self._lock:
+            while self._answering:
+                self._receive()
+            if not self._thread.is_alive():
+                raise self._failure()
+            self._found = found = deque()
+            try:
+                for pipe in self._ranks.values():
+                    pipe.send(requests)
+                    self._answering = True  # also where nobody waits for the first piece
+            except OSError:
+                raise self._failure() from None
+
+        def receive() -> tuple[str, Any]:
+            with self._lock:
+                if not found:
+                    self._receive()
+                return found.popleft()
+
+        return _unpacked(receive, keep)
 
     def close(self) -> None:
         for pipe in self._ranks.values():
             pipe.close()  # a rank that reads from it ends
-        self._ranks = {}
+        self._ranks, self._answering = {}, False
         self._listener.close()
         self._thread.join(timeout=30)
 
@@ -170,10 +184,13 @@ class ProcessWorkers:
                 if rank == 0 and progress is not None:
                     progress(*value)
 
-    def _receive(self) -> tuple[str, Any]:
+    def _receive(self) -> None:
+        """The next message of the latest answer."""
+        if not self._ranks:
+            raise WeftError("this LLM is closed; make a new one")
         message = self._receive_from(self._ranks[0])
         self._answering = message[0] == "piece"
-        return message
+        self._found.append(message)
 
     def _receive_from(self, pipe: Connection) -> tuple[str, Any]:
         try:

@@ -92,6 +92,7 @@ def test_a_config_of_transformers_4_is_read(make_checkpoint):
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
         ({"dtype": "float64"}, "dtype='float64'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method='fp8' is not supp"),
         ({"hidden_size": None}, "hidden_size=None is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
         ({"intermediate_size": 64}, r"gate_proj.weight has shape \(96, 48\), but config.json asks for \(64, 48\)"),
@@ -143,6 +144,15 @@ def drop_tensor(directory):
             save_file(tensors, path)
 
 
+def quantize_tensor(directory):
+    for path in directory.glob("model-*.safetensors"):
+        tensors = load_file(path)
+        if (weight := tensors.get("model.layers.0.mlp.up_proj.weight")) is not None:
+            tensors["model.layers.0.mlp.up_proj.weight"] = (weight * 100).to(torch.float8_e4m3fn)
+            tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.full((1, 1), 0.01)
+            save_file(tensors, path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -154,6 +164,7 @@ def drop_tensor(directory):
         (truncate_header, "truncated or damaged"),
         (remove_weights, "no model.safetensors"),
         (drop_tensor, "tensor model.norm.weight is missing"),
+        (quantize_tensor, "tensor model.layers.0.mlp.up_proj.weight is of F8_E4M3, so it has been quantized"),
     ],
 )
 def test_a_damaged_checkpoint_gives_one_clear_line(copy, damage, message):

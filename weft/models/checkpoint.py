@@ -13,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 from weft.errors import CheckpointError
 from weft.layers.shard import Shard
 
+# As safetensors names them. Integers and floats of 8 bits mean something only beside scales, which nobody here reads.
+DTYPES = ("F64", "F32", "F16", "BF16")
+
 Progress = Callable[[int, int], None]
 """progress(bytes read so far, bytes to read), of this rank."""
 
@@ -67,6 +70,10 @@ class Checkpoint:
             if shape != shard.shape:
                 raise CheckpointError(
                     f"{self.directory}: tensor {name} has shape {shape}, but config.json asks for {shard.shape}"
+                )
+            if (dtype := tensor.get_dtype()) not in DTYPES:
+                raise CheckpointError(
+                    f"{self.directory}: tensor {name} is of {dtype}, so it has been quantized; weft reads {', '.join(DTYPES)}"
                 )
             shard.copy_from(tensor)
             done += shard.target.nbytes

@@ -76,6 +76,12 @@ class Qwen3Config:
         """Reads a config.json of transformers 4.x or 5.x. CheckpointError (a ValueError) for any but a dense Qwen3."""
         if (model_type := content.get("model_type")) != "qwen3":
             raise CheckpointError(f"config.json: model_type={model_type!r} is not supported; weft runs 'qwen3'")
+        if quantization := content.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise CheckpointError(
+                f"config.json: quantization_config with quant_method={method!r} is not supported; weft runs weights of "
+                f"{', '.join(DTYPES)}: take the checkpoint that was not quantized"
+            )
         # 5.x keeps theta and the type in rope_parameters, 4.x has rope_theta beside a rope_scaling that is mostly null.
         rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))

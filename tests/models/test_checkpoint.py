@@ -91,6 +91,7 @@ def test_a_config_of_transformers_4_is_read(make_checkpoint):
         ({"attention_bias": True}, "attention_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),  # beside rope_parameters
         ({"dtype": "float64"}, "dtype='float64'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method='fp8' is not supp"),
         ({"hidden_size": None}, "hidden_size=None is not a positive integer"),

@@ -82,8 +82,9 @@ class Qwen3Config:
                 f"config.json: quantization_config with quant_method={method!r} is not supported; weft runs weights of "
                 f"{', '.join(DTYPES)}: take the checkpoint that was not quantized"
             )
-        # 5.x keeps theta and the type in rope_parameters, 4.x has rope_theta beside a rope_scaling that is mostly null.
-        rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+        # 5.x keeps theta and the type in rope_parameters, 4.x has rope_theta beside a rope_scaling that is mostly null. Where
+        # it is not, it counts in 5.x too: Qwen's model cards say to add one.
+        rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         for name, value, supported in (
             ("rope_type", rope_type, "default"),

@@ -57,17 +57,20 @@ def test_shapes_pad_little():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_padded_prompts_are_read_as_they_are(byte_model, fused):
-    reads = reads_of(5, 16, 9)
+@pytest.mark.parametrize(("lengths", "shape"), [((5, 16, 9), (4, 16)), ((94,), (1, 128))], ids=str)
+def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
+    """The model has 96 positions: the padding of the last shape has none."""
+    reads, count = reads_of(*lengths), len(lengths)
+    assert shape_of(reads) == shape
 
     def main(model):
         runner = new_runner(model)
         runner.read(reads)
-        prefill = PaddedPrefill(model, model.new_cache(49, 16), 4, 16)
+        prefill = PaddedPrefill(model, model.new_cache(49, 16), *shape)
         prefill.cache.data[:, :, 0] = 50.0
         prefill.load(reads)
         prefill.run(NUCLEUS)
-        return runner.tokens[:3], prefill.chosen[:3], runner.cache.data, prefill.cache.data
+        return runner.tokens[:count], prefill.chosen[:count], runner.cache.data, prefill.cache.data
 
     expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused)
     assert torch.equal(found, expected)

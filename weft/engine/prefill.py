@@ -61,8 +61,10 @@ class PaddedPrefill:
         self.lengths, self.seed, self.chosen = whole(batch), whole(batch), whole(batch)
         self.temperature, self.top_p = whole(batch, dtype=torch.float32), whole(batch, dtype=torch.float32)
         self.first = torch.arange(batch, device=device) * length
+        # Padding may go on past the model's last position, which has no angle; any will do.
+        positions = torch.arange(length, device=device).clamp(max=len(model.angles) - 1)
         self.step = Step(
-            positions=torch.arange(length, device=device).repeat(batch),
+            positions=positions.repeat(batch),
             slots=self.slots,
             pages=self.table,
             angles=model.angles,

@@ -133,6 +133,43 @@ def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_
     assert found == [*alone[:2], alone[2][:6]]
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("where", ["read", "place", "decode"])
+def test_after_a_step_that_fails_all_requests_go_on_without_a_gap(byte_model, where, late):
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+
+    def main(team, failing):
+        engine = Engine(byte_model, team, mode="torch")
+        engine.batch._late = late
+        made, done = getattr(engine.batch.runner, where), []
+
+        def step(*arguments):
+            done.append(where)
+            if len(done) in failing:
+                raise MemoryError(where)
+            return made(*arguments)
+
+        setattr(engine.batch.runner, where, step)
+        numbers = [engine.submit(prompt, params) for prompt in PROMPTS[:2]]
+        tokens, failed, steps = {}, 0, 0
+        while engine.has_work or len(numbers) < 3:
+            if steps == 3:
+                numbers.append(engine.submit(PROMPTS[2], params))
+            steps += 1
+            assert steps < 100
+            try:
+                pieces = engine.step()
+            except MemoryError:
+                failed += 1
+                continue
+            for piece in pieces:
+                tokens.setdefault(piece.prompt, []).append(piece.token_id)
+        assert failed == len(failing)
+        return [tokens[number] for number in numbers]
+
+    assert weft.simulate(main, 1, args=((1, 2, 4),)) == weft.simulate(main, 1, args=((),))
+
+
 def test_a_request_that_can_never_fit_is_refused_and_the_engine_goes_on(byte_model):
     def main(team):
         engine = Engine(byte_model, team, mode="torch", page_size=16, pages=1 + 3)

@@ -59,6 +59,12 @@ class Batch:
             self._flights.append(flights)
         return self._arrivals(self._late if flights else 0)
 
+    def restart(self) -> None:
+        """After a step that failed: what the device was told and the host has not heard of is forgotten, and told again."""
+        self._flights.clear()
+        self.scheduler.restart()
+        self.runner.forget()
+
     def _place(self, sequences: list[Sequence]) -> None:
         highest = max(sequence.seat for sequence in sequences) + 1
         if self.runner.bucket(len(self.scheduler.seated)) < self.runner.bucket(highest):

@@ -171,7 +171,13 @@ class Engine:
         return self._take({piece.prompt for piece in self._held} - self._streamed)
 
     def _step(self) -> None:
-        self._held += [self._piece(sequence, token) for sequence, token in self.batch.step() if not sequence.done]
+        try:
+            for sequence, token in self.batch.step():
+                if not sequence.done:
+                    self._held.append(self._piece(sequence, token))
+        except BaseException:
+            self.batch.restart()
+            raise
 
     def _take(self, numbers: Set[int]) -> list[Piece]:
         """The pieces held for these requests."""

@@ -81,7 +81,7 @@ class Runner:
         self._prompts: dict[tuple[int, int], PaddedPrefill] = {}
         self._met: set[tuple[int, int] | None] = set()
         self._pool = None
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, Row | None] = {}
 
     def read(self, reads: Sequence[Read]) -> None:
         """Prompts, or parts of them, into the cache; `tokens` then holds the next token of each that was to be chosen."""
@@ -140,6 +140,10 @@ class Runner:
         if changed or gone:
             self._send(changed, gone)
         self._rows = rows
+
+    def forget(self) -> None:
+        """What the device knows of its seats is uncertain: the next `place` sends all."""
+        self._rows = dict.fromkeys(range(self.max_batch))
 
     def move(self, moves: list[tuple[int, int]]) -> None:
         """The tokens of seats (from, to): their sequences will be placed anew."""

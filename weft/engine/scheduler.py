@@ -150,6 +150,12 @@ class Scheduler:
             sequence.launched += 1
         return ready
 
+    def restart(self) -> None:
+        """All wait again, and go on behind the tokens that the host knows."""
+        for sequence in reversed(self.seated.copy()):
+            sequence.launched = len(sequence.tokens)
+            self._preempt(sequence)
+
     def compact(self) -> list[tuple[int, int]]:
         """Sequences move from the highest seats to free lower ones, (from, to), so that a smaller bucket holds them."""
         moves = []

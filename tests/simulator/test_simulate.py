@@ -9,6 +9,7 @@ import weft
 import weft.language as wl
 from tests.runtime import behaviour
 from weft.errors import Deadlock, InvalidAccess, WeftError
+from weft.simulator import pointers
 
 N = 32
 
@@ -166,6 +167,22 @@ def test_a_freed_tensor_is_known_though_another_has_its_bytes():
 
     with pytest.raises(InvalidAccess, match=r"old\[0\] of rank 0, which was freed"):
         weft.simulate(main, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tensors_keep_their_pointers_in_a_run_that_has_many(seed, monkeypatch):
+    monkeypatch.setattr(pointers, "_NUMBERS", 16)
+
+    def main(team):
+        landed, epoch = team.signals(team.size, name="landed"), team.local(2, torch.int32)
+        out = team.empty((team.size, N))
+        for call in range(20):
+            x = torch.full((N,), call + team.rank, dtype=torch.bfloat16)
+            behaviour.push_all_gather[(1,)](x, out, landed, epoch, team.view, N)
+            team.barrier()
+        return out.float().mean(1).tolist()
+
+    assert weft.simulate(main, 2, seed=seed) == [[19.0, 20.0]] * 2
 
 
 def test_a_store_outside_an_ordinary_argument_is_an_error_too():

@@ -68,7 +68,7 @@ class Pointers:
     def _number(self, extent: Extent) -> int:
         known = self._numbers.get(extent)
         if known is None:
-            self._last = self._last % (_NUMBERS - 1) + 1
+            self._last = self._next()
             self._twins = {pair for pair in self._twins if self._last not in pair}
             old = self._extents.pop(self._last, None)
             if old is not None:
@@ -76,6 +76,15 @@ class Pointers:
             known = self._numbers[extent] = self._last
             self._extents[known] = extent
         return known
+
+    def _next(self) -> int:
+        """The number that has not been given for longest. What is still known keeps its own: a running kernel may hold it."""
+        for step in range(_NUMBERS - 1):
+            number = (self._last + step) % (_NUMBERS - 1) + 1
+            old = self._extents.get(number)
+            if old is None or self._memory.find(old.base) is not old:
+                return number
+        return self._last % (_NUMBERS - 1) + 1
 
     def _reaches(self, number: int, extent: Extent) -> bool:
         """Whether a pointer of this number may reach ``extent``."""

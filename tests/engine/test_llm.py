@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -52,6 +54,36 @@ def test_pieces_stream_and_an_undrawn_rest_is_in_nobodys_way(llm):
     assert next(pieces).prompt == 0
     whole = list(llm.stream(PROMPTS, SamplingParams(max_tokens=5)))
     assert [piece.prompt for piece in whole] == [0, 1] * 5
+
+
+def test_llms_of_one_process_and_its_threads_wait_for_each_other(llm, byte_model):
+    params = SamplingParams(max_tokens=5)
+    expected = {prompt: llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS}
+    undrawn = llm.stream(PROMPTS[0], params)
+    with weft.LLM(byte_model, 1, device="sim", mode="torch") as other:
+        found = {}
+        threads = [
+            threading.Thread(target=lambda one=one, prompt=prompt: found.update({prompt: one.generate(prompt, params)}))
+            for one, prompt in zip((llm, other), PROMPTS, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert {prompt: answer.token_ids for prompt, [answer] in found.items()} == expected
+    assert [piece.token_id for piece in undrawn] == expected[PROMPTS[0]]
+
+
+def test_a_process_ends_with_an_answer_undrawn(byte_model):
+    program = (
+        "import atexit, sys, threading\n"
+        "atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))\n"
+        "import weft\n"
+        "llm = weft.LLM(sys.argv[1], 2, device='sim', mode='torch')\n"
+        "print(next(llm.stream('x', weft.SamplingParams(max_tokens=80))).prompt)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(byte_model)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n['MainThread']\n", "")
 
 
 def test_a_chat_is_the_rendered_text(byte_model, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import multiprocessing
 import os
@@ -53,19 +54,25 @@ class EngineOptions:
 
 
 class VirtualWorkers:
-    """Virtual ranks of this process. An engine's tensors belong to one simulation, so every call loads the model again."""
+    """Virtual ranks of this process. An engine's tensors belong to one simulation, so every call loads the model again.
+
+    A process has one simulation at a time, whose end all LLMs in it wait for.
+    """
+
+    _lock = threading.Lock()
+    _thread: threading.Thread | None = None
 
     def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
         self._world_size, self._options, self._progress = world_size, options, progress
-        self._thread: threading.Thread | None = None
-        self._launch(lambda team: options.build(team) and None)  # says at once what is wrong
+        with self._lock:
+            self._wait()
+            self._launch(lambda team: options.build(team) and None)  # says at once what is wrong
 
     def ask(self, requests: Requests, keep: Callable[[Stats], None]) -> Iterator[Piece]:
         """The pieces of an answer as they come; `keep` gets the statistics at its end.
 
         An answer that was not drawn to its end is computed to its end before the next begins.
         """
-        self.close()
         found: queue.Queue[tuple[str, Any]] = queue.Queue()
 
         def rank(team: Team) -> None:
@@ -85,20 +92,33 @@ class VirtualWorkers:
         def receive() -> tuple[str, Any]:
             message = found.get()
             if message[0] != "piece":
-                self.close()  # a process has one simulation at a time: the caller's next may not find this one
+                thread.join()  # the caller's next simulation may not find this one
             return message
 
-        self._thread = threading.Thread(target=run, name="weft virtual ranks", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="weft virtual ranks", daemon=True)
+        with self._lock:
+            self._wait()
+            thread.start()
+            VirtualWorkers._thread = thread
         return _unpacked(receive, keep)
 
     def _launch(self, main: Callable[..., Any]) -> None:
         launch(main, self._world_size, "sim")
 
-    def close(self) -> None:
+    @classmethod
+    def close(cls) -> None:
         """They end with every call; the last may not have been drawn to its end."""
-        if self._thread is not None:
-            self._thread.join()
+        with cls._lock:
+            cls._wait()
+
+    @classmethod
+    def _wait(cls) -> None:
+        if cls._thread is not None:
+            cls._thread.join()
+
+
+# The end of the process would cut off a thread in the middle of torch, which aborts.
+atexit.register(VirtualWorkers.close)
 
 
 class ProcessWorkers:

@@ -149,6 +149,8 @@ def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_process
     assert ask(PROMPTS, params) == expected
     with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
         ask([""], params[:1])
+    with pytest.raises(ValueError, match="params={'temperature': 1.0} is not a SamplingParams"):
+        ask(["x"], [{"temperature": 1.0}])
     undrawn = ranks.ask((PROMPTS, params), stats.append)
     next(undrawn)
     undrawn.close()

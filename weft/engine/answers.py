@@ -53,10 +53,22 @@ class Stats:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, text or token ids, is a list of one."""
+    """One prompt, text or token ids, is a list of one. ValueError for what is no prompt, before a rank meets with it."""
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={prompts!r} is not a string, a list of token ids or a list of these")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]
+        prompts = [prompts]
+    for index, prompt in enumerate(prompts):
+        check_prompt(f"prompts[{index}]", prompt)
     return list(prompts)
+
+
+def check_prompt(name: str, prompt: Prompt) -> None:
+    """Bytes and booleans are integers to Python, and not token ids."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
+    are_ids = is_list and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    if not (isinstance(prompt, str) or are_ids):
+        raise ValueError(f"{name}={prompt!r} is not a string or a list of token ids")
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:

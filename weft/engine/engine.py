@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.engine.answers import Completion, FinishReason, Piece, Prompt, Stats, as_prompts, join_pieces
+from weft.engine.answers import Completion, FinishReason, Piece, Prompt, Stats, as_prompts, check_prompt, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.params import SamplingParams
 from weft.engine.runner import Runner
@@ -227,6 +227,7 @@ class Engine:
         )
 
     def _encode(self, name: str, prompt: Prompt) -> list[int]:
+        check_prompt(name, prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name}={prompt!r} is text, and this model has no tokenizer; pass token ids")
@@ -235,10 +236,8 @@ class Engine:
             except UnicodeEncodeError as error:  # half of a surrogate pair
                 raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
             ids = self.tokenizer.encode(prompt).ids
-        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
-            ids = list(prompt)
         else:
-            raise ValueError(f"{name}={prompt!r} is not a string or a list of token ids")
+            ids = list(prompt)
         if not ids:
             raise ValueError(f"{name}={prompt!r} is empty; a prompt needs at least one token")
         vocab_size = self.model.config.vocab_size
@@ -252,6 +251,8 @@ class Engine:
         return ids
 
     def _sequence(self, prompt: list[int], params: SamplingParams) -> Running:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} is not a SamplingParams")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs text, and this model has no tokenizer")
         number, self._submitted = self._submitted, self._submitted + 1

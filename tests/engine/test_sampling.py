@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import weft
-from weft.engine.params import GREEDY, NUCLEUS, SAMPLED, SamplingParams
+from weft.engine.params import GREEDY, HOTTEST, NUCLEUS, SAMPLED, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens, gumbel
 from weft.layers import VocabParallelHead
 
@@ -127,6 +127,12 @@ def test_a_temperature_near_zero_is_greedy():
     assert frequencies(torch.tensor([1.0, 1.001, 0.5]), temperature=1e-20, top_p=0.5).tolist() == [0, 1, 0]
 
 
+def test_at_the_greatest_temperature_all_tokens_are_alike_and_padding_is_none():
+    logits = torch.tensor([9.0, 0.0, -9.0]).expand(20_000, -1)
+    tokens = choose(logits, HOTTEST, seed=torch.arange(20_000), world_size=2)
+    torch.testing.assert_close(torch.bincount(tokens, minlength=3) / 20_000, torch.full((3,), 1 / 3), rtol=0, atol=0.02)
+
+
 def test_equally_likely_tokens_are_all_kept_whatever_the_sign_of_zero():
     found = frequencies(torch.tensor([0.0, -0.0, 0.0, -9.0]), top_p=0.3)
     torch.testing.assert_close(found, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.0]), rtol=0, atol=0.01)
@@ -156,6 +162,7 @@ def test_fused_kernels_choose_what_torch_does(kind, world_size):
         ({"max_tokens": 0}, "max_tokens=0 is not a positive integer"),
         ({"temperature": -1.0}, "temperature=-1.0 is not 0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 1e38}, r"temperature=1e\+38 is not 0 \(greedy\) or a positive number up to 1e\+30"),
         ({"top_p": 0.0}, r"top_p=0.0 is not in \(0, 1\]"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"seed": -1}, "seed=-1"),

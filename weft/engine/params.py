@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 GREEDY, SAMPLED, NUCLEUS = range(3)  # how much a token's choice takes: each can do what those before it can
+HOTTEST = 1e30  # all words have long been alike, and times the noise, of up to 23, it is still far from fp32's infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r} is not a positive integer")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature={self.temperature!r} is not 0 (greedy) or a positive number")
+        if not 0 <= self.temperature <= HOTTEST:
+            raise ValueError(
+                f"temperature={self.temperature!r} is not 0 (greedy) or a positive number up to {HOTTEST:g}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r} is not in (0, 1]; 1 keeps every token")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:

@@ -62,6 +62,8 @@ class LLM:
             raise WeftError(
                 "weft.LLM starts its own ranks, and torchrun has started some; use weft.Engine, or plain python"
             )
+        if world_size is not None and world_size < 1:
+            raise ValueError(f"world_size={world_size} must be at least 1")
         self.directory = None if isinstance(model, Qwen3Config) else BUILTIN if model is None else Path(model)
         options = EngineOptions(
             model=model if isinstance(model, Qwen3Config) else self.directory,

@@ -49,6 +49,14 @@ def test_of_several_stop_strings_the_first_to_be_complete_wins(tokenizer):
     assert pieces(tokenizer, "aba", ["aba", "b"]) == (["", "a"], "", True)
 
 
+def test_the_first_stop_string_does_not_depend_on_how_the_text_is_cut_into_tokens(tokenizer):
+    one_token = Tokenizer.from_str(tokenizer.to_str())
+    one_token.add_tokens(["model"])
+    for used in (tokenizer, one_token):
+        found, rest, stopped = pieces(used, "a model", ["odel", "e"])
+        assert ("".join(found) + rest, stopped) == ("a mod", True)
+
+
 def test_special_tokens_are_not_text(tokenizer):
     stream = TextStream(tokenizer)
     assert stream.push(tokenizer.token_to_id("<eos>")) == ("", False)

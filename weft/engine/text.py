@@ -61,9 +61,9 @@ class TextStream:
         return self.tokenizer.decode(self.token_ids[self.first :])[len(before) :]
 
     def _release(self) -> tuple[str, bool]:
-        found = [at for at in map(self.held.find, self.stop) if at >= 0]
+        found = [(at + len(stop), at) for stop in self.stop if (at := self.held.find(stop)) >= 0]
         if found:
-            text, self.held = self.held[: min(found)], ""
+            text, self.held = self.held[: min(found)[1]], ""
             return text, True
         keep = max((_overlap(self.held, stop) for stop in self.stop), default=0)
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]

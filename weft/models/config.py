@@ -85,6 +85,8 @@ class Qwen3Config:
         # 5.x keeps theta and the type in rope_parameters, 4.x has rope_theta beside a rope_scaling that is mostly null. Where
         # it is not, it counts in 5.x too: Qwen's model cards say to add one.
         rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"config.json: rope_scaling={rope!r} is not an object")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         for name, value, supported in (
             ("rope_type", rope_type, "default"),
@@ -114,6 +116,9 @@ class Qwen3Config:
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             if not isinstance(value := getattr(config, name), int) or value < 1:
                 raise CheckpointError(f"config.json: {name}={value!r} is not a positive integer")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not isinstance(value := getattr(config, name), (int, float)) or not value > 0:
+                raise CheckpointError(f"config.json: {name}={value!r} is not a positive number")
         if config.num_attention_heads % config.num_key_value_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads={config.num_attention_heads} is not a multiple of "

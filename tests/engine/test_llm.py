@@ -11,7 +11,9 @@ import pytest
 import weft
 from weft import SamplingParams
 from weft.engine import Completion, workers
+from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
+from weft.engine.text import load_tokenizer
 from weft.errors import NotEnoughGPUs, WeftError
 
 PROMPTS = ["a prompt", "x"]
@@ -86,7 +88,9 @@ def test_a_process_ends_with_an_answer_undrawn(byte_model):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n['MainThread']\n", "")
 
 
-def test_a_chat_is_the_rendered_text(byte_model, tmp_path):
+def test_a_chat_is_the_rendered_text(byte_model, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: read.append(path) or load_tokenizer(path))
     directory = shutil.copytree(byte_model, tmp_path / "chat")
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ style }}"
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -97,6 +101,7 @@ def test_a_chat_is_the_rendered_text(byte_model, tmp_path):
         assert llm.chat([messages, messages], params) == llm.generate(["[user]hi"] * 2, params)
         with pytest.raises(ValueError, match="messages is empty"):
             llm.chat([])
+    assert len(read) == 1
 
 
 def test_what_is_wrong_is_said_once_and_the_next_request_is_answered(llm):

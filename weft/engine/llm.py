@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
 from weft.engine.chat import ChatTemplate, Message
@@ -85,6 +86,7 @@ class LLM:
             raise NotEnoughGPUs(world_size or 1, gpus)
         self.world_size, self.device = world_size, device
         self.stats: Stats | None = None
+        self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
         kind = ProcessWorkers if device == "cuda" else VirtualWorkers
         self._workers: ProcessWorkers | VirtualWorkers | None = kind(world_size, options, progress)
 
@@ -126,7 +128,9 @@ class LLM:
         if self.directory is None:
             raise ValueError("a model with random weights has no chat template; pass token ids to generate()")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        template, tokenizer = ChatTemplate(self.directory), load_tokenizer(self.directory)
+        if self._chat is None:
+            self._chat = ChatTemplate(self.directory), load_tokenizer(self.directory)
+        template, tokenizer = self._chat
         # The template has written the special tokens; the tokenizer must not add more.
         texts = [template.render(conversation, variables) for conversation in conversations]
         return self.generate([tokenizer.encode(text, add_special_tokens=False).ids for text in texts], params)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from benchmarks import run as benchmarks_run
 from weft.bench import report
 from weft.bench.command import bench
-from weft.bench.shapes import NORMED, OPS
+from weft.bench.shapes import COLLECTIVES, NORMED, OPS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -16,15 +16,19 @@ app.command("bench")(bench)
 SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
 
 
-@pytest.mark.parametrize("op", [*OPS, NORMED])
-def test_every_op_runs_checks_and_reports(op, tmp_path):
+@pytest.mark.parametrize(
+    ("op", "dtype"), [*((op, "bf16") for op in (*OPS, NORMED)), *((op, "fp32") for op in (*COLLECTIVES, NORMED))]
+)
+def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "out" / "x.json", tmp_path / "x.svg"
-    result = CliRunner().invoke(app, [op, "--json", str(file), "--plot", str(picture), *SMALL.get(op, [])])
+    result = CliRunner().invoke(
+        app, [op, "--dtype", dtype, "--json", str(file), "--plot", str(picture), *SMALL.get(op, [])]
+    )
     assert result.exit_code == 0, result.output
     assert "times mean nothing" in result.stdout
     (found,) = report.read(file)
-    assert (found.op, found.world_size, found.is_simulated) == (op, 2, True)
+    assert (found.op, found.dtype, found.world_size, found.is_simulated) == (op, dtype, 2, True)
     assert picture.read_text().startswith("<svg")
     for row in found.rows:
         if row.role == "weft":

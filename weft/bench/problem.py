@@ -119,7 +119,8 @@ class Problem:
         for inputs in self._peers():
             mine = inputs[0].chunk(world)[me] if self.op in ("reduce-scatter", "gemm-rs") else inputs[0]
             part = mine.float() if len(inputs) == 1 else mine.float() @ inputs[1].float().T
-            total = part if total is None else total.add_(part)
+            # Not in place: of fp32 inputs, `part` may be rank 0's own.
+            total = part if total is None else total + part
         assert total is not None
         return total
 

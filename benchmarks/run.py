@@ -65,7 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", help="of layers and models [default: qwen3-32b]")
     parser.add_argument("--layers", type=int, help="so many of its layers [default: all]")
     parser.add_argument("--mode", default="", help="of weft's models: auto, ag_rs, gemm_ar [default: all]")
-    parser.add_argument("--check", action="store_true", help="compare a model's logits over several given tokens first")
+    parser.add_argument(
+        "--check", action="store_true", help="first compare a model's logits over given tokens, or all layers"
+    )
     parser.add_argument("--breakdown", action="store_true", help="say what the time of a step goes to")
     options = parser.parse_args(arguments)
     options.command = shlex.join(["python", "benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])

@@ -165,6 +165,21 @@ def test_layers_are_checked_in_both_modes(level, mode):
     assert all(0 < row.rms_error < 0.02 for row in found.rows)
 
 
+@pytest.mark.parametrize(
+    ("level", "key", "said"),
+    [
+        ("model", "teacher-forced", "logits after a prompt and 8 given tokens, likewise"),
+        ("mlp", "every layer", "outputs of all layers of mlp and attn that the timing rotates through, likewise"),
+        ("attn", "every layer", "outputs of all layers of mlp and attn that the timing rotates through, likewise"),
+        ("generate", None, None),
+    ],
+)
+def test_the_protocol_says_what_is_compared_first(level, key, said):
+    made = plan(level, "2x5+3" if level == "generate" else "decode:2x6", teacher_forced=True).protocol(False, None)
+    more = {name: made[name] for name in made if name in ("teacher-forced", "every layer")}
+    assert more == ({key: said} if key else {})
+
+
 def swap_gate_and_up(model):
     for layer in model.layers:
         weight = layer.mlp.gate_up_proj.weight
@@ -407,6 +422,9 @@ def test_wrong_answers_are_caught(monkeypatch):
         (["model", "--layers", "3"], "--layers 3: tiny has 1 to 2"),
         (["model", "--run-type", "train"], "choose one of prefill, decode"),
         (["generate", "--run-type", "decode"], "leave it out"),
+        (["generate", "--check"], "--check belongs to single steps (mlp, attn, model); generate times whole answers"),
+        (["generate", "--breakdown"], "--breakdown belongs to single steps"),
+        (["generate", "--eager", "--check-only"], "--eager belongs to single steps"),
         (["model", "--bsz", "0"], "--bsz 0 is not a list of positive numbers"),
         (["model", "--bsz", "1", "--shapes", "decode:1x4"], "leave one of them out"),
         (["model", "--ctx", "300"], "300 tokens, but the model has 256 positions"),

@@ -48,7 +48,7 @@ class BenchOptions:
         from weft.runtime.launch import DEVICES
 
         check_op(self.op, (NORMED, *LEVELS))
-        self.level.check_op(self.op, self.shapes)
+        self.level.check_op(self.op, self.shapes, self.eager)
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
         check_output("--json", self.json)
@@ -93,7 +93,9 @@ def bench(
     bsz: Annotated[str | None, typer.Option(help="Sequences, as in 1,32")] = None,
     ctx: Annotated[str | None, typer.Option(help="Tokens of each, as in 128,1024")] = None,
     mode: Annotated[str | None, typer.Option(help="auto, ag_rs, gemm_ar [default: all]")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compare logits over several given tokens first")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="First compare logits over given tokens, or all layers")
+    ] = False,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the time of a step goes to")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:

@@ -33,7 +33,7 @@ class LevelFlags:
         }  # fmt: skip
         return [name for name, value in names.items() if value]
 
-    def check_op(self, op: str, shapes: tuple[str, ...]) -> None:
+    def check_op(self, op: str, shapes: tuple[str, ...], eager: bool) -> None:
         """ValueError for flags of a level with another op, and for two ways to say the same."""
         if op not in LEVELS:
             if self.given():
@@ -46,6 +46,12 @@ class LevelFlags:
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
         if op == "generate" and self.run_type:
             raise ValueError(f"--run-type {self.run_type}: generate prefills and decodes; leave it out")
+        for name, given in (("--check", self.check), ("--breakdown", self.breakdown), ("--eager", eager)):
+            if op == "generate" and given:
+                others = ", ".join(level for level in LEVELS if level != op)
+                raise ValueError(
+                    f"{name} belongs to single steps ({others}); generate times whole answers; leave it out"
+                )
         if self.run_type is not None and self.run_type not in RUN_TYPES:
             raise ValueError(f"--run-type {self.run_type} is unknown; choose one of {', '.join(RUN_TYPES)}")
         for mode in self.modes:

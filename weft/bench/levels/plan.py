@@ -39,7 +39,8 @@ class LevelPlan(Plan):
 
     model, layers   by name, and how many of its layers; None: all
     modes           of weft's models; all if empty
-    teacher_forced  compare logits over several given tokens before anything is timed, besides those of the step itself
+    teacher_forced  before anything is timed, compare logits over several given tokens, besides those of the step itself; of
+                    layers, the outputs of all that are timed
     breakdown       say what the time of a step goes to
     """
 
@@ -85,6 +86,8 @@ class LevelPlan(Plan):
                 "random weights and prompts; what comes before a decoding step is eager torch's, the same for all providers; "
                 "one step again and again"
             )
-        if self.teacher_forced:
+        if self.teacher_forced and self.op == "model":
             found["teacher-forced"] = f"logits after a prompt and {FORCED_STEPS} given tokens, likewise"
+        elif self.teacher_forced and self.op != "generate":
+            found["every layer"] = "outputs of all layers of mlp and attn that the timing rotates through, likewise"
         return found

@@ -108,6 +108,7 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--max-new-tokens", "0"], "max_new_tokens"),
         (["--max-batch", "0"], "max_batch=0"),
         (["--page-size", "20"], "page_size=20"),
+        (["--page-size", "0"], "page_size=0 is not one of 16, 32, 64, 128, 256"),
         (["--max-seq-len", "1000"], "max_seq_len=1000 is not in 2 .. max_position_embeddings=64"),
         (["--dummy-weights"], "--model NAME, such as qwen3-32b"),
         (["--dummy-weights", "--model", "llama"], "choose one of qwen3-0.6b, "),

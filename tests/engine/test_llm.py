@@ -119,6 +119,8 @@ def test_a_model_that_cannot_run_is_refused_when_the_llm_is_made(byte_model):
         weft.LLM(byte_model, 3, device="sim")
     with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
         weft.LLM(byte_model, 0, device="sim")
+    with pytest.raises(ValueError, match="page_size=0 is not one of 16, 32, 64, 128, 256"):
+        weft.LLM(byte_model, 1, device="sim", page_size=0)
     with pytest.raises(ValueError, match="device='tpu' is not one of auto, cuda, sim"):
         weft.LLM(byte_model, 2, device="tpu")
     with pytest.raises(NotEnoughGPUs):

@@ -166,8 +166,9 @@ def test_what_does_not_fit_is_refused(byte_model):
             Runner(model, pages=1)
         with pytest.raises(ValueError, match=r"memory_fraction=1.5 is not in \(0, 1\]"):
             Runner(model, memory_fraction=1.5)
-        with pytest.raises(ValueError, match="page_size=24 is not one of 16, 32, 64, 128, 256"):
-            Runner(model, page_size=24)
+        for page_size in (24, 0, -16):
+            with pytest.raises(ValueError, match=f"page_size={page_size} is not one of 16, 32, 64, 128, 256"):
+                Runner(model, page_size=page_size)
         runner.step(8, GREEDY)
 
     on_one_rank(main, byte_model)

@@ -18,6 +18,7 @@ from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
 from weft.errors import CheckpointError
 from weft.layers.plan import Mode, check_mode
+from weft.layers.step import check_page_size
 from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
 
@@ -64,6 +65,7 @@ class Engine:
         check_mode(mode)
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} is not a positive integer")
+        check_page_size(page_size)  # before the weights are read
         self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
         if isinstance(model, Qwen3Config):
             self.model = Qwen3ForCausalLM(model, team, mode=mode, dtype=dtype, fused=fused).fill_dummy()

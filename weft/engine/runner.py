@@ -12,7 +12,7 @@ import torch
 from weft.engine.params import GREEDY, SamplingParams
 from weft.engine.prefill import PaddedPrefill, Read, shape_of
 from weft.engine.sampling import Choice, choose_tokens
-from weft.layers.step import upload
+from weft.layers.step import check_page_size, upload
 
 if TYPE_CHECKING:
     from weft.models.qwen3 import Qwen3ForCausalLM
@@ -58,6 +58,7 @@ class Runner:
             raise ValueError(f"max_batch={max_batch} is not a positive integer")
         if not 0 < memory_fraction <= 1:
             raise ValueError(f"memory_fraction={memory_fraction} is not in (0, 1]")
+        check_page_size(page_size)
         self.model, self.team, self.max_batch, self.page_size = model, model.team, max_batch, page_size
         self.max_seq_len = max_seq_len or model.config.max_position_embeddings
         on_gpu = self.team.device.type == "cuda"

@@ -24,8 +24,7 @@ class PagedCache:
     def __init__(
         self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, *, dtype: torch.dtype, device: Any
     ) -> None:
-        if page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size={page_size} is not one of {', '.join(map(str, PAGE_SIZES))}")
+        check_page_size(page_size)
         # Zeros, not garbage: a masked-out NaN times the zero weight of the softmax would still be NaN.
         self.data = torch.zeros(layers, 2, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
         self.page_size = page_size
@@ -148,6 +147,12 @@ class Step:
             plan=plan,
             chunks=runs(spans),
         )
+
+
+def check_page_size(page_size: int) -> None:
+    """ValueError unless it is one of PAGE_SIZES."""
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size={page_size} is not one of {', '.join(map(str, PAGE_SIZES))}")
 
 
 def cells_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

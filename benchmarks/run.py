@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from weft.bench.command import on_rank, show, weft_failed
+from weft.bench.command import check_simulable_ranks, on_rank, show, weft_failed
 from weft.bench.levels.command import LevelFlags, level_plan
 from weft.bench.measure import Stuck
 from weft.bench.plan import Plan, heap_bytes
@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     world_size = options.world_size or (2 if simulated else torch.cuda.device_count())
     started = time.perf_counter()
     try:
+        if simulated:
+            check_simulable_ranks(world_size)
         plans = plans_of(options.words, world_size, simulated, options)
         reports: list[Report] = launch(
             on_rank,

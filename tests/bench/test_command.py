@@ -62,6 +62,10 @@ def test_check_only_at_two_world_sizes():
         (["all-reduce-rms-norm", "--shapes", "3,16,16"], "neither a set (qwen3-32b, llama3-70b) nor M,H"),
         (["all-reduce-rms-norm", "--shapes", "3,12"], "takes rows of 16 bytes or a multiple"),
         (["gemm", "--world-size", "0"], "not a list of positive numbers"),
+        (
+            ["all-reduce", "--world-size", "2,1000"],
+            "--world-size 1000: at most 16 ranks are simulated; take 16, or a machine",
+        ),
         (["gemm", "--world-size", "two"], "not a list of positive numbers"),
         (["gemm", "--dtype", "int8"], "dtype 'int8' is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
@@ -93,3 +97,5 @@ def test_several_ops_in_one_launch(tmp_path, capsys):
     assert "2 ops in" in capsys.readouterr().out
     assert benchmarks_run.main(["all@96", "--out", str(tmp_path)]) == 2
     assert "op 'all' is unknown" in capsys.readouterr().err
+    assert benchmarks_run.main(["gemm", "--world-size", "17", "--out", str(tmp_path)]) == 2
+    assert "at most 16 ranks are simulated" in capsys.readouterr().err

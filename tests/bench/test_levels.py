@@ -54,6 +54,18 @@ def test_words_name_steps():
     assert (shape.size, shape.label) == ((2, 6, 3), "2 prompts of 6, 3 new")
 
 
+def test_the_simulator_takes_the_steps_that_its_refusals_name():
+    for level, word, smaller in (
+        ("model", "prefill:9999x100", "prefill:10x100"),
+        ("attn", "decode:9999x3", "decode:341x3"),
+        ("generate", "9999x60+4", "16x60+4"),
+    ):
+        assert len(parse_steps(level, [word], TINY_CONFIG)) == 1
+        with pytest.raises(ValueError, match="take " + re.escape(smaller)):
+            parse_steps(level, [word], TINY_CONFIG, tiny=True)
+        assert parse_steps(level, [smaller], TINY_CONFIG, tiny=True) == parse_steps(level, [smaller], TINY_CONFIG)
+
+
 # --- the roofline --------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +434,12 @@ def test_wrong_answers_are_caught(monkeypatch):
         (["model", "--layers", "3"], "--layers 3: tiny has 1 to 2"),
         (["model", "--run-type", "train"], "choose one of prefill, decode"),
         (["generate", "--run-type", "decode"], "leave it out"),
+        (
+            ["model", "--bsz", "1,999999", "--ctx", "4", "--run-type", "prefill"],
+            "take prefill:256x4, or a machine with GPUs",
+        ),
+        (["generate", "--shapes", "11x90+10"], "at most 1,024 tokens, of all sequences together; take 10x90+10, or"),
+        (["mlp", "--shapes", "decode:5x256"], "take decode:4x256, or"),
         (["generate", "--check"], "--check belongs to single steps (mlp, attn, model); generate times whole answers"),
         (["generate", "--breakdown"], "--breakdown belongs to single steps"),
         (["generate", "--eager", "--check-only"], "--eager belongs to single steps"),

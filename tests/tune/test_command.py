@@ -106,6 +106,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
         (["ag-gemm", "--shapes", "4096,12800,5121"], "simulated ranks take at most 512 in each of M, N and K"),
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
         (["gemm", "--world-size", "0"], "not a list of positive numbers"),
+        (["gemm", "--world-size", "17"], "at most 16 ranks are simulated; take 16, or a machine with GPUs"),
         (["gemm", "--dtype", "int8"], "--dtype int8 is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),

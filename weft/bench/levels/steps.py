@@ -35,6 +35,8 @@ TINY_CONFIG = Qwen3Config(
     dtype=torch.bfloat16,
 )  # fmt: skip
 MODELS = (*PUBLISHED, TINY)
+# Of all sequences together, the most that simulated ranks take: 512 prefilled by the tiny model take half a minute (x86).
+SIMULATED_TOKENS = 1024
 
 
 def config_of(model: str, layers: int | None = None) -> Qwen3Config:
@@ -79,7 +81,7 @@ def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: 
 
     word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens of each; of generate BxP+N,…: N tokens
           after prompts of P
-    tiny  other defaults
+    tiny  for simulated ranks: other defaults, and many tokens are refused
 
     ValueError for what it cannot read, and for sequences that the model has no positions for.
     """
@@ -91,8 +93,23 @@ def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: 
                 raise ValueError(
                     f"--shapes {word}: {longest} tokens, but the model has {config.max_position_embeddings} positions"
                 )
+            if tiny:
+                _check_simulable(level, word, shape.size, longest)
             found.setdefault(shape.size, shape)
     return tuple(found.values())
+
+
+def _check_simulable(level: str, word: str, size: tuple[int, ...], longest: int) -> None:
+    """ValueError for more tokens than simulated ranks take, with the smaller step to take."""
+    batch, length, new = size
+    if batch * longest <= SIMULATED_TOKENS:
+        return
+    step = f"{max(1, SIMULATED_TOKENS // longest)}x{length}"
+    smaller = f"{step}+{new}" if level == "generate" else f"{word.partition(':')[0].strip()}:{step}"
+    raise ValueError(
+        f"--shapes {word}: simulated ranks take at most {SIMULATED_TOKENS:,} tokens, of all sequences together; take "
+        f"{smaller}, or a machine with GPUs"
+    )
 
 
 def _steps(level: str, word: str) -> list[Shape]:

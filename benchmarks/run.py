@@ -47,7 +47,7 @@ def plans_of(words: list[str], world_size: int, simulated: bool, options: argpar
     return tuple(
         level_plan(op, flags, tuple(shapes), world_size, simulated=simulated, **how)
         if op in LEVELS
-        else Plan(op=op, shapes=parse_shapes(op, shapes, world_size, tiny=simulated), **how)
+        else Plan(op=op, shapes=parse_shapes(op, shapes, world_size, dtype=options.dtype, tiny=simulated), **how)
         for op, shapes in wanted.items()
     )
 

@@ -61,6 +61,11 @@ def test_check_only_at_two_world_sizes():
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
         (["all-reduce-rms-norm", "--shapes", "3,16,16"], "neither a set (qwen3-32b, llama3-70b) nor M,H"),
         (["all-reduce-rms-norm", "--shapes", "3,12"], "takes rows of 16 bytes or a multiple"),
+        (
+            ["all-reduce-rms-norm", "--shapes", "1,32768", "--dtype", "fp32", "--check-only"],
+            "131072 bytes; take 1,16384",
+        ),
+        (["all-reduce-rms-norm", "--shapes", "1,8", "--dtype", "int8"], "dtype 'int8' is unknown"),
         (["gemm", "--world-size", "0"], "not a list of positive numbers"),
         (
             ["all-reduce", "--world-size", "2,1000"],

@@ -53,6 +53,19 @@ def test_rows_between_layers():
     assert sizes(NORMED, "llama3-70b:1,16", "6,6144", "16,8192") == [(1, 8192), (16, 8192), (6, 6144)]
 
 
+def test_rows_have_16_bytes_or_a_multiple_up_to_64_kib():
+    assert sizes(NORMED, "1,32768", dtype="fp16") == [(1, 32768)]
+    assert sizes(NORMED, "1,16384", "3,12", dtype="fp32") == [(1, 16384), (3, 12)]
+    for word, dtype, message in (
+        ("1,32776", "bf16", "32776 elements of bf16 have 65552 bytes; take 1,32768"),
+        ("3,12", "bf16", "12 elements of bf16 have 24 bytes; take 3,16"),
+        ("1,32768", "fp32", "32768 elements of fp32 have 131072 bytes; take 1,16384"),
+        ("3,10", "fp32", "10 elements of fp32 have 40 bytes; take 3,12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_shapes(NORMED, [word], 2, dtype=dtype)
+
+
 @pytest.mark.parametrize("op", [*OPS, NORMED])
 def test_the_simulator_gets_tiny_ones(op):
     for world_size in (1, 2, 3, 8):

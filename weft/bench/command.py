@@ -160,7 +160,11 @@ def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
     plans = [
         level_plan(options.op, options.level, options.shapes, size, simulated=simulated, **how)
         if options.op in LEVELS
-        else Plan(op=options.op, shapes=parse_shapes(options.op, options.shapes, size, tiny=simulated), **how)
+        else Plan(
+            op=options.op,
+            shapes=parse_shapes(options.op, options.shapes, size, dtype=options.dtype, tiny=simulated),
+            **how,
+        )
         for size in sizes
     ]
     for size, plan in zip(sizes, plans, strict=True):

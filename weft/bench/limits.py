@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.bench.shapes import NORMED, is_collective
+from weft.bench.shapes import ITEMSIZE, NORMED, is_collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,6 @@ class Limits:
 # By the driver's name of the GPU. H200: NVLink 4 through NVSwitch without multicast; copies of 132 CTAs 359 GB/s,
 # bf16 GEMMs on random data 770-803 TFLOP/s, weights streamed at 4.3 TB/s, one flag there and back 2.43 µs.
 GPUS = {"NVIDIA H200": Limits(link=360e9, flops=790e12, memory=4.3e12, latency=2.4e-6)}
-
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def limits_of(gpu: str) -> Limits | None:

@@ -18,6 +18,7 @@ ROWS_SHARDED = ("ag-gemm", "gemm-rs")
 OPS = (*COLLECTIVES, *GEMMS)
 LEVELS = ("mlp", "attn", "model", "generate")
 ALL = (*COLLECTIVES, NORMED, *GEMMS, *LEVELS)
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 DECODE_ROWS = (1, 2, 4, 7, 8, 16, 32, 64, 128)
@@ -76,12 +77,15 @@ def sets_for(op: str) -> tuple[str, ...]:
     return ("sizes",) if op in COLLECTIVES else tuple(MODELS) if op == NORMED else (*MODELS, "symm-mem-recipes")
 
 
-def parse_shapes(op: str, words: Sequence[str], world_size: int, *, tiny: bool = False) -> tuple[Shape, ...]:
+def parse_shapes(
+    op: str, words: Sequence[str], world_size: int, *, dtype: str = "bf16", tiny: bool = False
+) -> tuple[Shape, ...]:
     """The shapes that ``words`` name, in their order, none twice; the op's first set if there are no words.
 
-    word  SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
-          BYTES,BYTES,… (64KiB, 1MiB) of a collective
-    tiny  for simulated ranks: named sets become a few small shapes, and large ones are refused
+    word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
+           BYTES,BYTES,… (64KiB, 1MiB) of a collective
+    dtype  bounds the rows of all-reduce-rms-norm; Plan refuses one that is unknown
+    tiny   for simulated ranks: named sets become a few small shapes, and large ones are refused
 
     ValueError for what it cannot read and for shapes that the op refuses.
     """
@@ -90,6 +94,8 @@ def parse_shapes(op: str, words: Sequence[str], world_size: int, *, tiny: bool =
     found: dict[tuple[int, ...], Shape] = {}
     for word in words or sets_for(op)[:1]:
         for shape in read(op, word.strip().lower(), world_size, tiny):
+            if op == NORMED:
+                _check_width(op, word, shape.size, dtype)
             if tiny:
                 _check_simulable(op, word, shape.size, world_size)
             found.setdefault(shape.size, shape)
@@ -165,11 +171,19 @@ def _normed(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
         sizes = [(3, 32)]
     else:
         sizes = [(m, MODELS[name].hidden) for m in (map(int, rows.split(",")) if rows else DECODE_ROWS)]
-    for _, width in sizes:
-        # Of two-byte elements; the op's own limits.
-        if width % 8 or width > 32768:
-            raise ValueError(f"--shapes {word}: {op} takes rows of 16 bytes or a multiple, at most 64 KiB")
     return [Shape(size=size, label=f"{size[0]}x{size[1]}") for size in sizes]
+
+
+def _check_width(op: str, word: str, size: tuple[int, ...], dtype: str) -> None:
+    """ValueError for rows that the op has no kernel for, with the nearest that it has."""
+    rows, width = size
+    itemsize = ITEMSIZE.get(dtype, 2)
+    step, most = 16 // itemsize, 64 * KIB // itemsize
+    if width % step or width > most:
+        raise ValueError(
+            f"--shapes {word}: {op} takes rows of 16 bytes or a multiple, at most 64 KiB, and {width} elements of {dtype} "
+            f"have {width * itemsize} bytes; take {rows},{min(-(-width // step) * step, most)}"
+        )
 
 
 def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.bench.limits import ITEMSIZE, Limits
+from weft.bench.limits import Limits
+from weft.bench.shapes import ITEMSIZE
 
 if TYPE_CHECKING:
     from weft.models.config import Qwen3Config

@@ -80,6 +80,8 @@ def test_a_config_of_transformers_4_is_read(make_checkpoint):
     assert Qwen3Config.from_dict(old) == Qwen3Config.from_dict(new)
     assert Qwen3Config.from_dict(old).rope_theta == 50.0
     assert Qwen3Config.from_dict(old).dtype == torch.float32
+    # An empty extension beside it takes nothing from it.
+    assert Qwen3Config.from_dict(new | {"rope_scaling": {"type": "default"}}) == Qwen3Config.from_dict(new)
 
 
 @pytest.mark.parametrize(

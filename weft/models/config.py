@@ -84,10 +84,12 @@ class Qwen3Config:
             )
         # 5.x keeps theta and the type in rope_parameters, 4.x has rope_theta beside a rope_scaling that is mostly null. Where
         # it is not, it counts in 5.x too: Qwen's model cards say to add one.
-        rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-        if not isinstance(rope, Mapping):
-            raise CheckpointError(f"config.json: rope_scaling={rope!r} is not an object")
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        parameters, scaling = (content.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+        for name, rope in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+            if not isinstance(rope, Mapping):
+                raise CheckpointError(f"config.json: {name}={rope!r} is not an object")
+        types = [rope.get("rope_type", rope.get("type", "default")) for rope in (scaling, parameters)]
+        rope_type = next((found for found in types if found != "default"), "default")
         for name, value, supported in (
             ("rope_type", rope_type, "default"),
             ("hidden_act", content.get("hidden_act", "silu"), "silu"),
@@ -108,7 +110,7 @@ class Qwen3Config:
             # What transformers assumes where the file says nothing.
             head_dim=content.get("head_dim") or 128,
             rms_norm_eps=content.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or content.get("rope_theta") or 10000.0,
+            rope_theta={**scaling, **parameters}.get("rope_theta") or content.get("rope_theta") or 10000.0,
             max_position_embeddings=content.get("max_position_embeddings", 32768),
             tie_word_embeddings=content.get("tie_word_embeddings", False),
             dtype=DTYPES[dtype],

@@ -17,13 +17,16 @@ any failed.
 from __future__ import annotations
 
 import argparse
+import datetime
 import hashlib
 import json
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from tests.ops.cases import BF16, COLLECTIVES, FP16, FP32, LARGE, OPERATIONS, Ca
 from tests.ops.closeness import assert_close, assert_identical, bits
 from tests.ops.matmul_cases import LARGE_MATMULS, MATMULS
 from weft import ops
+from weft.bench.machine import revision
 
 REPLAYS = 20
 CALLS = 200
@@ -394,10 +398,17 @@ def command(arguments: list[str] | None = None) -> int:
     passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")
     if chosen.json:
-        with open(chosen.json, "w") as file:
-            json.dump(
-                {"world_size": chosen.world_size, "passed": passed, "failed": failed, "groups": groups}, file, indent=2
-            )
+        head = {
+            "command": shlex.join(
+                ["python", "-m", "tests.gpu.suite", *(sys.argv[1:] if arguments is None else arguments)]
+            ),
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+            "gpu": torch.cuda.get_device_name() if chosen.device == "cuda" else "simulated",
+            "revision": revision(Path(weft.__file__).parent),
+            "versions": {module.__name__: module.__version__ for module in (torch, triton)},
+        }
+        counts = {"world_size": chosen.world_size, "passed": passed, "failed": failed, "groups": groups}
+        Path(chosen.json).write_text(json.dumps(head | counts, indent=1) + "\n")
     return 1 if failed or not passed else 0
 
 

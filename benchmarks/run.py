@@ -27,22 +27,23 @@ from weft.bench.plan import Plan, heap_bytes
 from weft.bench.report import Report
 from weft.bench.runner import OutOfStep
 from weft.bench.shapes import LEVELS, OPS, parse_shapes
+from weft.console import words
 from weft.errors import WeftError
 from weft.runtime.launch import launch
 
 
-def plans_of(words: list[str], world_size: int, simulated: bool, options: argparse.Namespace) -> tuple[Plan, ...]:
+def plans_of(asked: list[str], world_size: int, simulated: bool, options: argparse.Namespace) -> tuple[Plan, ...]:
     wanted: dict[str, list[str]] = {}
-    for word in words:
+    for word in asked:
         op, _, shapes = word.partition("@")
         wanted.setdefault(op, []).extend([shapes] if shapes else [])
     how = {
-        "dtype": options.dtype, "providers": tuple(filter(None, options.providers.split(","))),
+        "dtype": options.dtype, "providers": words("providers", options.providers),
         "check_only": options.check_only, "quick": options.quick, "eager": options.eager, "command": options.command,
     }  # fmt: skip
     flags = LevelFlags(
         model=options.model, layers=options.layers, check=options.check, breakdown=options.breakdown,
-        modes=tuple(filter(None, options.mode.split(","))),
+        modes=words("mode", options.mode),
     )  # fmt: skip
     return tuple(
         level_plan(op, flags, tuple(shapes), world_size, simulated=simulated, **how)
@@ -58,13 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, help="[default: all GPUs, or 2 simulated ranks]")
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--providers", default="", help="names or families, as in weft,nccl [default: all]")
+    parser.add_argument("--providers", help="names or families, as in weft,nccl [default: all]")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--model", help="of layers and models [default: qwen3-32b]")
     parser.add_argument("--layers", type=int, help="so many of its layers [default: all]")
-    parser.add_argument("--mode", default="", help="of weft's models: auto, ag_rs, gemm_ar [default: all]")
+    parser.add_argument("--mode", help="of weft's models: auto, ag_rs, gemm_ar [default: all]")
     parser.add_argument(
         "--check", action="store_true", help="first compare a model's logits over given tokens, or all layers"
     )

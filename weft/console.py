@@ -44,14 +44,20 @@ def progress(shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    found = words(text)
-    if not all(word.isdigit() and int(word) > 0 for word in found):
+    found = words(flag, text)
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
         raise ValueError(f"--{flag} {text} is not a list of positive numbers, as in 2,4")
     return tuple(map(int, found))
 
 
-def words(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+def words(flag: str, text: str | None) -> tuple[str, ...]:
+    """() where the flag was not given. ValueError where it was, with nothing in it."""
+    if text is None:
+        return ()
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise ValueError(f"--{flag} {text!r} names nothing; name something, or leave --{flag} out")
+    return found
 
 
 def check_simulable(model: str, config: Qwen3Config, small: str) -> None:

@@ -71,6 +71,10 @@ def test_check_only_at_two_world_sizes():
             ["all-reduce", "--world-size", "2,1000"],
             "--world-size 1000: at most 16 ranks are simulated; take 16, or a machine",
         ),
+        (["gemm", "--world-size", ","], "--world-size ',' names nothing; name something, or leave --world-size out"),
+        (["gemm", "--world-size", "²"], "--world-size ² is not a list of positive numbers, as in 2,4"),
+        (["gemm", "--providers", ","], "--providers ',' names nothing"),
+        (["gemm", "--providers", ""], "--providers '' names nothing"),
         (["gemm", "--world-size", "two"], "not a list of positive numbers"),
         (["gemm", "--dtype", "int8"], "dtype 'int8' is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
@@ -102,5 +106,7 @@ def test_several_ops_in_one_launch(tmp_path, capsys):
     assert "2 ops in" in capsys.readouterr().out
     assert benchmarks_run.main(["all@96", "--out", str(tmp_path)]) == 2
     assert "op 'all' is unknown" in capsys.readouterr().err
+    assert benchmarks_run.main(["gemm", "--providers", ",", "--out", str(tmp_path)]) == 2
+    assert "--providers ',' names nothing" in capsys.readouterr().err
     assert benchmarks_run.main(["gemm", "--world-size", "17", "--out", str(tmp_path)]) == 2
     assert "at most 16 ranks are simulated" in capsys.readouterr().err

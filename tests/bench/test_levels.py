@@ -446,6 +446,7 @@ def test_wrong_answers_are_caught(monkeypatch):
         (["model", "--bsz", "0"], "--bsz 0 is not a list of positive numbers"),
         (["model", "--bsz", "1", "--shapes", "decode:1x4"], "leave one of them out"),
         (["model", "--ctx", "300"], "300 tokens, but the model has 256 positions"),
+        (["attn", "--mode", " , "], "--mode ' , ' names nothing"),
         (["attn", "--mode", "torch"], "--mode torch is unknown; choose from auto, ag_rs, gemm_ar"),
         (["mlp", "--shapes", "4,5,6"], "is no step of mlp"),
         (["mlp", "--shapes", "decode:1x4x5"], "is no step of mlp"),

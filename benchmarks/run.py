@@ -27,7 +27,7 @@ from weft.bench.plan import Plan, heap_bytes
 from weft.bench.report import Report
 from weft.bench.runner import OutOfStep
 from weft.bench.shapes import LEVELS, OPS, parse_shapes
-from weft.console import words
+from weft.console import check_output, words
 from weft.errors import WeftError
 from weft.runtime.launch import launch
 
@@ -76,9 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
     world_size = options.world_size or (2 if simulated else torch.cuda.device_count())
     started = time.perf_counter()
     try:
+        if options.world_size is not None and options.world_size < 1:
+            raise ValueError(f"--world-size {options.world_size} is not a positive number; leave it out for all GPUs")
         if simulated:
             check_simulable_ranks(world_size)
         plans = plans_of(options.words, world_size, simulated, options)
+        for plan in plans:
+            check_output("--out", options.out / f"{plan.op}.w{world_size}.json")
         reports: list[Report] = launch(
             on_rank,
             world_size,

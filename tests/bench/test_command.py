@@ -106,6 +106,12 @@ def test_several_ops_in_one_launch(tmp_path, capsys):
     assert "2 ops in" in capsys.readouterr().out
     assert benchmarks_run.main(["all@96", "--out", str(tmp_path)]) == 2
     assert "op 'all' is unknown" in capsys.readouterr().err
+    assert benchmarks_run.main(["gemm@3,4,5", "--out", "/proc/x", "--check-only"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("weft: --out /proc/x/gemm.w2.json: no file can be written there (")
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert benchmarks_run.main(["gemm", "--world-size", "0", "--out", str(tmp_path)]) == 2
+    assert "--world-size 0 is not a positive number" in capsys.readouterr().err
     assert benchmarks_run.main(["gemm", "--providers", ",", "--out", str(tmp_path)]) == 2
     assert "--providers ',' names nothing" in capsys.readouterr().err
     assert benchmarks_run.main(["gemm", "--world-size", "17", "--out", str(tmp_path)]) == 2

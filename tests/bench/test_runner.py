@@ -251,5 +251,5 @@ def test_providers_are_chosen_by_name_and_family():
 
 def test_the_heap_grows_with_the_largest_shape():
     small, large = plan(op="gemm-rs", shapes=("2,16,16",)), plan(op="ag-gemm", shapes=("16384,6656,16384",))
-    assert heap_bytes([small]) < 3 << 30
-    assert heap_bytes([small, large]) > 6 << 30
+    assert heap_bytes([small]) < 7 << 30
+    assert heap_bytes([small, large]) > 10 << 30

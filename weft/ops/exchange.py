@@ -66,7 +66,7 @@ from weft.runtime.team import Team
 # with 7 / 11 / 19 stages of wide rows: all-gather of 32 MiB 56.1 / 53.3 / 53.3, 64 MiB 107 / 104.5 / 101.2.
 STAGES: tl.constexpr = tl.constexpr(7)
 WIDE_STAGES: tl.constexpr = tl.constexpr(19)
-WIDE_BYTES: tl.constexpr = tl.constexpr(2048)
+WIDE_BYTES: tl.constexpr = tl.constexpr(4096)
 KEY_BYTES: tl.constexpr = tl.constexpr(16)
 # Keys take whole lines of memory, as the rows of all plans do: so every row of every stage begins on a line, and what a
 # warp stores at a peer travels in whole packets.

@@ -90,7 +90,7 @@ class Plan:
 
 
 def heap_bytes(plans: Sequence[Plan]) -> int:
-    """Symmetric memory per rank that the GEMM ops' workspaces may need, besides 6 GiB: what `weft tune` tries of the collectives
+    """Symmetric memory per rank that the GEMM ops' workspaces may need, besides 6 GiB: what `weft tune` tries of collectives
     has slots of 1.4 GiB at four ranks and 2.8 at eight, for each of two transports."""
     largest: dict[str, int] = {}
     for plan in plans:

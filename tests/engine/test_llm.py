@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -214,6 +215,19 @@ def test_progress_comes_while_a_rank_loads(byte_model, as_processes):
     seen = []
     as_processes(byte_model, lambda done, total: seen.append((done, total))).close()
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n"])
+def test_a_stranger_at_the_port_keeps_nobody_out(byte_model, as_processes, monkeypatch, words):
+    launch = workers.launch
+
+    def after_a_stranger(main, world_size, device, args):
+        with socket.create_connection(args[0]) as connection:
+            connection.sendall(words)
+        return launch(main, world_size, device, args)
+
+    monkeypatch.setattr(workers, "launch", after_a_stranger)
+    as_processes(byte_model).close()
 
 
 def test_ranks_that_cannot_load_raise_one_error(as_processes):

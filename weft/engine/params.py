@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 
 GREEDY, SAMPLED, NUCLEUS = range(3)  # how much a token's choice takes: each can do what those before it can
 HOTTEST = 1e30  # all words have long been alike, and times the noise, of up to 23, it is still far from fp32's infinity
@@ -29,9 +31,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        if not isinstance(stop, Iterable):
+            raise ValueError(f"stop={stop!r} is not a string or a list of strings")
+        object.__setattr__(self, "stop", tuple(stop))
+        for name in ("temperature", "top_p"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise ValueError(f"{name}={value!r} is not a number")
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r} is not a positive integer")
         if not 0 <= self.temperature <= HOTTEST:

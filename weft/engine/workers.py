@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,7 @@ class ProcessWorkers:
         self._ranks: dict[int, Connection] = {}
         # Of the latest answer: what has come and nobody has drawn, and whether more is to come.
         self._found: deque[tuple[str, Any]] = deque()
-        self._answering = False
+        self._answering = self._closed = False
         self._lock = threading.Lock()
         arguments = (self._listener.address, self._key, options)
         self._thread = threading.Thread(
@@ -175,7 +176,7 @@ class ProcessWorkers:
     def close(self) -> None:
         for pipe in self._ranks.values():
             pipe.close()  # a rank that reads from it ends
-        self._ranks, self._answering = {}, False
+        self._ranks, self._answering, self._closed = {}, False, True
         self._listener.close()
         self._thread.join(timeout=30)
 
@@ -189,7 +190,12 @@ class ProcessWorkers:
         found = {}
         try:
             while len(found) < world_size:
-                pipe = self._listener.accept()
+                try:
+                    pipe = self._listener.accept()
+                except (EOFError, OSError, AuthenticationError):
+                    if self._closed:
+                        return
+                    continue  # a stranger, who looks for open ports
                 found[pipe.recv()] = pipe
                 self._ranks = dict(found)
         except (EOFError, OSError):

@@ -40,7 +40,7 @@ A launch of at most S - 3 epochs, a .. a + n - 1, need not see its clearings in 
 when it ends, before this rank's next launch sends anything. They clear a - 1 and later epochs, which peers write over in epoch
 a - 1 + S >= a + n + 2 or later. That lies behind the two that a peer may send in its next launch without having received
 anything in it, so it comes after words that this rank sent in its next launch. Looking costs a round trip to memory for each
-tile, in line behind the stores to peers: 4 to 14 % of a message of 4 to 32 MiB at W=2.
+tile, in line behind the stores to peers: 4 to 14 % of an all-gather of 4 to 32 MiB at W=2.
 
 Progress. All programs of a grid are resident: there are no more than fit (``launch``). A send waits for nobody, and each
 program makes its exchanges in order without waiting for another program of its rank. Kernels that share the slots are
@@ -63,7 +63,8 @@ from weft.ops.local import launch_options
 from weft.runtime.team import Team
 
 # Of narrow rows, whose launches have one exchange or two a program, and of wide ones, which large messages take: bf16, W=2, us,
-# with 7 / 11 / 19 stages of wide rows: all-gather of 32 MiB 56.1 / 53.3 / 53.3, 64 MiB 107 / 104.5 / 101.2.
+# with 7 / 11 / 19 stages of wide rows: all-gather of 32 MiB 56.1 / 53.3 / 53.3, 64 MiB 107 / 104.5 / 101.2
+# (benchmarks/lab/h200-x2-stages.json).
 STAGES: tl.constexpr = tl.constexpr(7)
 WIDE_STAGES: tl.constexpr = tl.constexpr(19)
 WIDE_BYTES: tl.constexpr = tl.constexpr(4096)

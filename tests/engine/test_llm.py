@@ -261,8 +261,21 @@ def test_a_closed_llm_says_so(byte_model):
         llm.generate("x")
 
 
-def test_under_torchrun_it_points_to_the_engine(byte_model, monkeypatch):
+def test_under_torchrun_every_rank_asks_and_gets_the_answers(byte_model, monkeypatch):
+    with weft.LLM(byte_model, 2, device="sim") as llm:
+        expected = llm.generate(["a", "bc"], SamplingParams(max_tokens=5))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(WeftError, match="torchrun has started some; use weft.Engine"):
-        weft.LLM(byte_model)
+
+    def main(_):
+        with weft.LLM(
+            byte_model
+        ) as llm:  # weft.init() finds the virtual ranks here, and torchrun's where there are some
+            found = [llm.generate(["a", "bc"], SamplingParams(max_tokens=5)) for _ in range(2)]
+            with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
+                llm.generate("")
+            return found, llm.world_size, llm.stats.new_tokens
+
+    assert weft.simulate(main, 2) == [([expected, expected], 2, 10)] * 2
+    with pytest.raises(ValueError, match="world_size=3, but torchrun has started 2 ranks; leave it out"):
+        weft.LLM(byte_model, 3)

@@ -14,7 +14,7 @@ from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, jo
 from weft.engine.chat import ChatTemplate, Message
 from weft.engine.params import SamplingParams
 from weft.engine.text import load_tokenizer
-from weft.engine.workers import EngineOptions, ProcessWorkers, VirtualWorkers
+from weft.engine.workers import EngineOptions, ProcessWorkers, RankWorkers, VirtualWorkers
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.layers.plan import Mode
 from weft.models import Progress, Qwen3Config
@@ -36,7 +36,8 @@ class LLM:
 
     The others are as of weft.Engine. On GPUs a script must be importable: guard its top level with `if __name__ ==
     "__main__"`, since processes are spawned. An error of a rank is raised here once, and ends all. Under torchrun, which has
-    started the ranks already, use weft.Engine. ValueError (CheckpointError for the directory), NotEnoughGPUs.
+    started the ranks already, every one of them makes the LLM and the same calls, and gets the answers; pieces are drawn alike
+    by all. ValueError (CheckpointError for the directory), NotEnoughGPUs.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class LLM:
     ) -> None:
         if device not in DEVICES:
             raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
-        if coordinates() is not None and device != "sim":
-            raise WeftError(
-                "weft.LLM starts its own ranks, and torchrun has started some; use weft.Engine, or plain python"
-            )
         if world_size is not None and world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
+        started = coordinates() if device != "sim" else None
+        if started is not None and world_size not in (None, started.world_size):
+            raise ValueError(
+                f"world_size={world_size}, but torchrun has started {started.world_size} ranks; leave it out"
+            )
         self.directory = None if isinstance(model, Qwen3Config) else BUILTIN if model is None else Path(model)
         options = EngineOptions(
             model=model if isinstance(model, Qwen3Config) else self.directory,
@@ -79,16 +81,22 @@ class LLM:
             chunk_tokens=chunk_tokens,
             cuda_graph=cuda_graph,
         )
-        gpus = torch.cuda.device_count()
-        device = "sim" if is_simulated(world_size, device) else "cuda"
-        world_size = world_size or (gpus if device == "cuda" else DEFAULT_VIRTUAL_RANKS)
-        if device == "cuda" and not 0 < world_size <= gpus:
-            raise NotEnoughGPUs(world_size or 1, gpus)
+        if started is not None:
+            world_size, device = started.world_size, "cuda"
+        else:
+            gpus = torch.cuda.device_count()
+            device = "sim" if is_simulated(world_size, device) else "cuda"
+            world_size = world_size or (gpus if device == "cuda" else DEFAULT_VIRTUAL_RANKS)
+            if device == "cuda" and not 0 < world_size <= gpus:
+                raise NotEnoughGPUs(world_size or 1, gpus)
         self.world_size, self.device = world_size, device
         self.stats: Stats | None = None
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
-        kind = ProcessWorkers if device == "cuda" else VirtualWorkers
-        self._workers: ProcessWorkers | VirtualWorkers | None = kind(world_size, options, progress)
+        self._workers: ProcessWorkers | VirtualWorkers | RankWorkers | None
+        if started is not None:
+            self._workers = RankWorkers(options, progress)
+        else:
+            self._workers = (ProcessWorkers if device == "cuda" else VirtualWorkers)(world_size, options, progress)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

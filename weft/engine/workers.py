@@ -26,6 +26,7 @@ from weft.errors import WeftError
 from weft.layers.plan import Mode
 from weft.models import Progress, Qwen3Config
 from weft.runtime.launch import launch
+from weft.runtime.team import init
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -228,6 +229,28 @@ class ProcessWorkers:
         """What ended the workers."""
         self._thread.join(timeout=30)
         return self._error or WeftError("the workers have ended; make a new LLM")
+
+
+class RankWorkers:
+    """This process, one of the ranks that torchrun has started. All of them make the same calls."""
+
+    def __init__(self, options: EngineOptions, progress: Progress | None) -> None:
+        self._team = init()
+        self._engine = options.build(self._team, progress if self._team.rank == 0 else None)
+
+    def ask(self, requests: Requests, keep: Callable[[Stats], None]) -> Iterator[Piece]:
+        """The pieces of an answer as they come, on every rank; `keep` gets the statistics at its end."""
+        pieces = self._engine.answer(*requests)
+
+        def kept() -> Iterator[Piece]:
+            yield from pieces
+            keep(self._engine.stats)
+
+        return kept()
+
+    def close(self) -> None:
+        del self._engine
+        self._team.close()
 
 
 def serve(team: Team, address: tuple[str, int], key: bytes, options: EngineOptions) -> None:

@@ -80,6 +80,25 @@ def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
     weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
 
 
+def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
+    module, chosen = (
+        importlib.import_module("weft.ops.matmul_all_reduce"),
+        GemmConfig(block_m=16, block_n=16, block_k=16),
+    )
+    monkeypatch.setattr(module, "MOST_ELEMENTS", 1)
+
+    def main(team):
+        generator = torch.Generator().manual_seed(team.rank)
+        a, b = (torch.randn(size, generator=generator) for size in ((40, 24), (20, 24)))
+        found = module.run(a, b, team, chosen)
+        assert ("matmul_all_reduce segments", torch.float32) in team._workspaces
+        return found, a @ b.T
+
+    results = weft.simulate(main, 3)
+    for found, _ in results:
+        torch.testing.assert_close(found, sum(product for _, product in results), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("seed", range(4))
 def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op):

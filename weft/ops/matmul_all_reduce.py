@@ -35,6 +35,9 @@ from weft.runtime.team import find_team
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
+# What all slots together may hold: the kernel's loop over them counts in 32 bits, since with 64 it spills at eight ranks.
+MOST_ELEMENTS = 2**31
+
 
 @triton.jit(do_not_specialize=["M", "whole"])
 def matmul_all_reduce_kernel(
@@ -164,7 +167,7 @@ def deliver(
     offsets = at * BLOCK_N + skip + packed(ROWS, COLUMNS, BLOCK_N)
     if is_own:
         for slot in tl.range(0, world - 1, num_stages=1):
-            x += tl.load(here + tl.cast(slot, tl.int64) * slot_size + offsets).to(tl.float32)
+            x += tl.load(here + slot * slot_size + offsets).to(tl.float32)
         total = x.to(out.dtype.element_ty)
         for peer in tl.range(1, world + wl.zero_here(), num_stages=1):
             tl.store(wl.symm_at(result, (wl.rank(team) + peer) % world, team) + offsets, total)
@@ -221,8 +224,12 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
 def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
     (M, K), N = a.shape, b.shape[0]
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
+    slot_size = cdiv(tiles.count, team.size) * config.block_m * config.block_n
+    if (team.size - 1) * gemm.capacity_for(slot_size) > MOST_ELEMENTS:
+        _run_segments(a, b, out, team, config)
+        return
     parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
-    space = _workspace(team, a.dtype, cdiv(tiles.count, team.size) * config.block_m * config.block_n)
+    space = _workspace(team, a.dtype, slot_size)
     operands, descriptors = gemm.operands(a, b, config)
     matmul_all_reduce_kernel[(programs,)](
         *operands,

@@ -147,6 +147,9 @@ def _cases() -> None:
             add(op, w, BF16, (w * 3, 40, 24), config=config(16, 32, 16, design="library"))
         for op, span in (("all_gather_matmul", 3), ("matmul_reduce_scatter", 2), ("matmul_all_reduce", 2)):
             add(op, w, BF16, (w * 20, 40, 48), config=config(16, 16, 32, design="segments", span=span))
+        for fields in ({"own_pieces": 2}, {"chunks": 3, "own_pieces": 2, "lanes": 1}, {"span": 2, "own_pieces": 32}):
+            fields = config(16, 16, 32, design="segments", **fields)
+            add("matmul_reduce_scatter", w, BF16, (w * 19, 40, 48), config=fields)
         for op in OWN_FIRST:
             # Every design; runs of ranks' rows that end at no last rank.
             add(op, w, BF16, (w * 20, 40, 48), config=small)
@@ -206,6 +209,8 @@ def _cases() -> None:
             ("matmul_reduce_scatter", {"design": "segments", "span": 2}),
             ("matmul_reduce_scatter", {"design": "segments"}),
             ("matmul_reduce_scatter", {"design": "segments", "chunks": 2, "lanes": 1}),
+            ("matmul_reduce_scatter", {"design": "segments", "span": 2, "lanes": 1, "own_pieces": 2}),
+            ("matmul_reduce_scatter+own_first", {"design": "segments", "chunks": 2, "own_pieces": 3}),
             ("matmul_all_reduce", {"design": "segments", "chunks": 2, "lanes": 4}),
             ("matmul_all_reduce", {"design": "segments", "span": 2, "lanes": 1}),
         ):

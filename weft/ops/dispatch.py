@@ -17,9 +17,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 # All figures: bf16, many calls in a row, benchmarks/lab/h200-x2-collectives.json and h200-x4-collectives.json.
 # Largest message that one-shot pushes faster than two-shot, by world size. One-shot / two-shot in microseconds:
-# W=2: 256 KiB 2.85 / 3.44, 1 MiB 5.52 / 5.51.   W=4: 64 KiB 2.72 / 4.65, 1 MiB 13.0 / 8.32; 256 KiB 4.76 / 5.33, but in
-# benchmarks/results/h200-x4, which is later, 5.61 / 5.10. W=3 and W=8 are not measured: one-shot's bytes grow with W - 1.
-ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 192 << 10, 8: 64 << 10}
+# W=2: 256 KiB 2.85 / 3.44, 1 MiB 5.52 / 5.51.   W=4: 64 KiB 2.72 / 4.65, 1 MiB 13.0 / 8.32; 256 KiB 4.58 / 5.25
+# (benchmarks/results/h200-x4). W=3 and W=8 are not measured: one-shot's bytes grow with W - 1.
+ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 # How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits. Many small
 # programs start soonest and have all of a small message under way at once; in large ones a program that sends a tile
 # ahead keeps the links busy, and fewer and larger ones poll less.
@@ -209,10 +209,6 @@ MATMULS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 LIBRARY_ROWS = 512
 # The same of matmul_all_reduce on two ranks: M=1024 228 / 240, M=4096 930 / 849 (benchmarks/lab/h200-x2-candidates.json).
 LIBRARY_ROWS_OF_TWO = 1024
-# One kernel that computes chunks as they land beats library GEMMs where those are short and wide: W=4, M=1024, N=12800 K=5120
-# 235 / 242. From 512 rows a rank on it loses: M=2048 445 / 423, 4096 849 / 811, 8192 1657 / 1594, and at N=2560 always, M=1024
-# 85 / 68, 2048 122 / 102, 4096 185 / 173, 8192 322 / 318 (h200-x4-candidates.json; W=2 likewise).
-FUSED_GATHER_ROWS, FUSED_GATHER_COLUMNS = 256, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +241,6 @@ def choose_matmul(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_siz
             reason = f"two ranks, M={M} <= {LIBRARY_ROWS_OF_TWO}: too little to overlap"
             return Design(op=op, design="library", reason=reason)
         return Design(op=op, design="fused", reason="one kernel sends what is done and gives the sums to all")
-    rows = M // world_size
-    if op == "all_gather_matmul" and rows <= FUSED_GATHER_ROWS and N >= FUSED_GATHER_COLUMNS:
-        reason = (
-            f"{rows} rows a rank and N={N} >= {FUSED_GATHER_COLUMNS}: one kernel fills the SMs better than short GEMMs"
-        )
-        return Design(op=op, design="fused", reason=reason)
     return Design(
         op=op, design="segments", reason="cuBLAS computes each rank's rows while copy engines carry the others'"
     )

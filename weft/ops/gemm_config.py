@@ -36,6 +36,8 @@ class GemmConfig:
     begin_first  whether the first GEMM waits for begin_kernel, which it may else keep from an SM (all_gather_matmul, segments)
     accumulate  whether the GEMM of a rank's own rows adds to what its only peer has sent, in place of a kernel behind it
               (matmul_reduce_scatter, segments, two ranks)
+    own_pieces  library GEMMs of what a rank has itself of a chunk: the sums of one are added up under the next
+              (matmul_reduce_scatter, segments, not with accumulate)
     design    "fused": one kernel; "segments": a library GEMM for each rank's rows (segments.py); "library": the
               library's GEMM and weft's collective, one after the other
     """
@@ -54,6 +56,7 @@ class GemmConfig:
     span: int = 1
     begin_first: bool = False
     accumulate: bool = False
+    own_pieces: int = 1
     design: str = "fused"
 
     def __post_init__(self) -> None:
@@ -65,11 +68,15 @@ class GemmConfig:
             raise ValueError(f"piece={self.piece} is not a power of two")
         if self.design not in DESIGNS:
             raise ValueError(f"design={self.design!r} is not one of {', '.join(map(repr, DESIGNS))}")
-        for name in ("group", "lanes", "span"):
+        for name in ("group", "lanes", "span", "own_pieces"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive; pass 1 or more")
         if self.span > 1 and self.chunks > 1 and self.design == "segments":
             raise ValueError(f"span={self.span} joins what chunks={self.chunks} cuts; pass 1 for one of them")
+        if self.own_pieces > 1 and self.accumulate:
+            raise ValueError(
+                f"own_pieces={self.own_pieces} is for sums behind a GEMM, which accumulate=True has none of; pass 1"
+            )
         if not 1 <= self.chunks <= MAX_CHUNKS:
             raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
 
@@ -108,9 +115,9 @@ def configured(
 ) -> GemmConfig:
     """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product.
 
-    With own_first a row of that order comes before, in its own bucket only: where one GEMM of all rows that are not the
-    rank's own beats one for each peer, and where not, has no rule. W=4, N=12800 K=5120, microseconds in a layer: M=1024
-    208 / 229, 2048 407 / 394, 4096 737 / 765, 8192 1507 / 1493.
+    With own_first a row of that order comes before, in its own bucket only: those where one GEMM of all rows that are not the
+    rank's own is more than 1 % ahead of what the order of the ranks has. W=4, N=12800 K=5120, microseconds: M=1024 201 / 210,
+    2048 361 / 362, 4096 700 / 700, 8192 1372 / 1392 (benchmarks/lab/h200-x4-segments.json).
     """
     if own_first:
         found = tuned.find(f"{op}+own_first", (M, N, K), dtype, world_size, caps)
@@ -156,17 +163,29 @@ def default_config(
 
 def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, Any]:
     """The fields of ``GemmConfig`` that say how library GEMMs are cut and take turns. Figures: microseconds, bf16, H200
-    (benchmarks/lab/h200-x4-candidates.json and h200-x2-candidates.json)."""
+    (benchmarks/lab/h200-x4-segments.json; of W=2 h200-x2-candidates.json)."""
     if op == "all_gather_matmul":
-        # Two lanes beat one at all sixteen shapes: W=4 N=12800 K=5120 M=2048 423 / 494. Two chunks a rank beat one at W=4
-        # N=12800 M=8192, 1594 / 1648, and at W=2 N=25600 M=2048, 802 / 821, and lose at W=4 N=2560 M=8192, 337 / 318.
-        return {"lanes": 2, "chunks": 2 if N >= 8192 and M // world_size >= 1024 else 1}
+        if world_size == 2:
+            # Two lanes beat one at all shapes. Two chunks a rank beat one at N=25600 M=2048, 802 / 821.
+            return {"lanes": 2, "chunks": 2 if N >= 8192 and M // world_size >= 1024 else 1}
+        # Two ranks' rows in one GEMM / one's: N=14336 K=8192, M=1024 376 / 389, 2048 716 / 725; N=12800 K=5120, M=1024
+        # 210 / 231, 2048 362 / 378, 4096 702 / 706, 8192 1385 / 1398; N=2560 M=4096 185 / 169. Three in one gain as much
+        # where cuBLAS has an algorithm for them, and cost 3 % at N=14336 M=8192.
+        return {"lanes": 2, "span": 2 if N >= 8192 else 1}
     if world_size == 2 and M >= 4096:
         # W=2, M=8192, chunks=2 with accumulate / one GEMM a rank and a sum behind it: K=4096 543 / 572, K=12800 1627 / 1675;
         # M=4096 275 / 277, 826 / 838; M=2048 149 / 142, 431 / 414.
         return {"lanes": 1, "chunks": 2, "accumulate": True}
-    # W=4, N=5120, span=2 / 1: K=6400 M=1024 128 / 138, 2048 224 / 234, 8192 854 / 867; K=2048 74 / 66, 110 / 96, 352 / 293.
-    return {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
+    # W=4, N=5120, span=2 / 1: K=6400 M=1024 116 / 123, 2048 208 / 211; K=2048 M=1024 70 / 64, 2048 106 / 93.
+    fields: dict[str, Any] = {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
+    if op == "matmul_reduce_scatter" and world_size > 2:
+        # lanes=2 / 1: N=5120, K=6400 M=2048 211 / 208, 4096 396 / 399, 8192 808 / 815; K=2048 M=4096 157 / 157, 8192 288 / 309.
+        # own_pieces=2 / 1: K=2048 M=1024 63.2 / 64.3, 2048 90.7 / 93.2, 4096 154.7 / 156.7; K=6400 M=1024 132 / 116.
+        if M >= 8192 or (M >= 4096 and K >= 4096):
+            fields["lanes"] = 2
+        elif K < 4096:
+            fields["own_pieces"] = 2
+    return fields
 
 
 def chunks_for(shard_bytes: int) -> int:

@@ -4,7 +4,8 @@ torch calls it.
 Of bf16, from 256 rows on, the best that cuBLAS has takes 2.9 % less at full clocks than what it chooses, and 4.6 % at those of
 a GPU that has no rest (medians over the 37 of 48 products of Qwen3-32B that have a row, at most 12 and 14 %:
 benchmarks/lab/h200-cublas.json; 2.0 and 4.6 % over 34 of 58 of Llama-3-70B and symm-mem-recipes, at most 20 and 17:
-h200-cublas-other-shapes.json beside it). A whole prefill at the power limit gains less: what takes less time at a clock draws
+h200-cublas-other-shapes.json beside it; of the 15 that join the rows of two or three of four ranks 7 have one, at most 12:
+h200-cublas-spans.json). A whole prefill at the power limit gains less: what takes less time at a clock draws
 more power. Of 128 rows cuBLAS's choice is the best. A row stands for its own M alone: what is left over in the last round of
 tiles decides, and the algorithms of M=2048 cost M=1800 6 to 11 % (h200-cublas-ragged.json).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -239,6 +240,10 @@ def _run_segments(
     lane 0  | o1 | o3 | sum |                                           rank 0 of 4: segments by owner
     lane 1    | o2 | own |
     copy         | o1 | o2 | o3 |
+
+    lane 0  | o1 | o2 | o3 | own 0 | own 1 | sum 1 |                    one lane, own_pieces=2
+    urgent                         | sum 0 |
+    copy         | o1 | o2 | o3 |
     """
     (rows, N), me = out.shape, team.rank
     space, lanes = _segments(team, a.dtype, rows * N), lanes_of(team, config.lanes)
@@ -267,12 +272,18 @@ def _run_segments(
                 lanes.after(arrived[number])
                 library.matmul(own[piece], b, out[piece], add=True)
             else:
-                library.matmul(own[piece], b, mine[piece])
-                # Programs of the sum fill the SMs as soon as the waiting begins: no GEMM that peers wait for may come after.
-                lanes.after(begun)
-                lanes.after(computed)
-                await_flags(space.flags[:, number:], space.epoch, team)
-                add_up(mine[piece], slots[:, piece.start * N :], out[piece], team)
+                for _, part in pieces_of(piece.stop - piece.start, config.own_pieces):
+                    part = slice(piece.start + part.start, piece.start + part.stop)
+                    is_last = part.stop == piece.stop
+                    library.matmul(own[part], b, mine[part])
+                    done = lanes.mark()
+                    # Behind the last part's GEMM, or beside the next one's.
+                    with nullcontext() if is_last else lanes.urgent():
+                        # Programs of the sum fill the SMs as soon as they may: no GEMM that peers wait for may come after.
+                        for mark in (begun, computed, done):
+                            lanes.after(mark)
+                        await_flags(space.flags[:, number:], space.epoch, team)
+                        add_up(mine[part], slots[:, part.start * N :], out[part], team, early=is_last)
         turn += 1
     lanes.join()
     team.copy_engine.join()

@@ -241,12 +241,13 @@ def await_flags(flags: torch.Tensor, epoch: torch.Tensor, team: Team) -> None:
     wait_kernel[(flags.shape[0],)](flags, epoch, team.view, STRIDE=flags.stride(0), num_warps=1)
 
 
-def add_up(own: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, team: Team) -> None:
-    """``out`` = own + what lies in the slots [W - 1, at least out.numel()]."""
+def add_up(own: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, team: Team, early: bool = True) -> None:
+    """``out`` = own + what lies in the slots [W - 1, at least out.numel()]. ``early``: programs may take SMs before what the
+    stream has before them is done."""
     n = out.numel()
+    options = launch_options(team.caps) if early else {}
     sum_kernel[(cdiv(n, SUM_BLOCK),)](
-        out, own, slots, slots.stride(0), n, SLOTS=slots.shape[0], BLOCK=SUM_BLOCK, num_warps=SUM_WARPS,
-        **launch_options(team.caps),
+        out, own, slots, slots.stride(0), n, SLOTS=slots.shape[0], BLOCK=SUM_BLOCK, num_warps=SUM_WARPS, **options,
     )  # fmt: skip
 
 

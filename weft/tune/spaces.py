@@ -45,7 +45,7 @@ FIELDS = {
     ("ag-gemm", "fused"): (*TILE_FIELDS, "chunks", "flatten"),
     ("gemm-rs", "fused"): (*TILE_FIELDS, "piece"),
     ("ag-gemm", "segments"): ("chunks", "lanes", "span", "begin_first"),
-    ("gemm-rs", "segments"): ("chunks", "lanes", "span", "accumulate"),
+    ("gemm-rs", "segments"): ("chunks", "lanes", "span", "accumulate", "own_pieces"),
     ("gemm-ar", "segments"): ("chunks", "lanes", "span"),
     ("gemm-ar", "fused"): (*TILE_FIELDS, "piece"),
 }
@@ -57,7 +57,7 @@ DESIGNS = {
 }
 # What a label says in other words, and what means nothing without segments.
 IN_TILE = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
-OF_SEGMENTS = ("lanes", "span", "begin_first", "accumulate")
+OF_SEGMENTS = ("lanes", "span", "begin_first", "accumulate", "own_pieces")
 # chunks, lanes, span of segments.
 SEGMENTS = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 2), (1, 2, 2), (1, 2, 3))
 # row_bytes, num_warps, programs_per_sm of the collectives: many small programs, which start soonest, to few large ones,
@@ -132,6 +132,8 @@ def label(config: Config) -> str:
         return "library"
     if config.design == "segments":
         words = [f"{name}={getattr(config, name)}" for name in ("chunks", "lanes", "span")]
+        if config.own_pieces > 1:
+            words.append(f"own_pieces={config.own_pieces}")
         return " ".join(
             ["segments", *words, *(name for name in ("begin_first", "accumulate") if getattr(config, name))]
         )

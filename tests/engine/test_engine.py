@@ -8,6 +8,7 @@ import torch
 
 import weft
 from weft.engine import Engine, SamplingParams
+from weft.engine.answers import join_pieces
 from weft.engine.text import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Qwen3Config
@@ -194,6 +195,22 @@ def test_ignore_eos_goes_on(byte_model):
         return counts
 
     assert weft.simulate(main, 1) == [[(1, "eos"), (10, "length")]]
+
+
+def test_a_stop_token_ends_an_answer_and_is_not_in_its_text(byte_model):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch")
+        [free] = engine.generate("x", max_new_tokens=10)
+        token = free.token_ids[4]
+        end = free.token_ids.index(token)
+        [ended] = join_pieces(engine.answer(["x"], [SamplingParams(max_tokens=10, stop_token_ids=[token])]), 1)
+        assert (ended.finish_reason, ended.token_ids) == ("stop", free.token_ids[: end + 1])
+        assert ended.text == engine.tokenizer.decode(free.token_ids[:end])
+        vocab_size = engine.model.config.vocab_size
+        with pytest.raises(ValueError, match=f"stop_token_ids holds {vocab_size}, outside 0 .. {vocab_size - 1}"):
+            engine.answer(["x"], [SamplingParams(stop_token_ids=[vocab_size])])
+
+    weft.simulate(main, 1)
 
 
 @pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])

@@ -100,6 +100,7 @@ def test_a_chat_is_the_rendered_text(byte_model, tmp_path, monkeypatch):
     with weft.LLM(directory, 1, device="sim", mode="torch") as llm:
         assert llm.chat(messages, params, variables={"style": "!"}) == llm.generate("[user]hi!", params)
         assert llm.chat([messages, messages], params) == llm.generate(["[user]hi"] * 2, params)
+        assert list(llm.stream_chat(messages, params)) == list(llm.stream("[user]hi", params))
         with pytest.raises(ValueError, match="messages is empty"):
             llm.chat([])
     assert len(read) == 1

@@ -170,6 +170,9 @@ def test_fused_kernels_choose_what_torch_does(kind, world_size):
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"seed": -1}, "seed=-1"),
         ({"stop": ("a", "")}, "stop="),
+        ({"stop_token_ids": 5}, "stop_token_ids=5 is not a list of token ids"),
+        ({"stop_token_ids": [1, -1]}, r"stop_token_ids=\[1, -1\] is not"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids=\[True\] is not"),
     ],
 )
 def test_parameters_that_mean_nothing_are_refused(wrong, message):

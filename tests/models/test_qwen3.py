@@ -1,5 +1,6 @@
 """Qwen3 over 1, 2 and 4 virtual ranks is transformers' Qwen3, in every mode; these tests would notice if not."""
 
+import dataclasses
 from collections import Counter
 from types import SimpleNamespace
 
@@ -314,3 +315,16 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(monkeypat
     on_gpu(2, 30_000_000_000, reserved=8_000_000_000, allocated=1_000_000_000)
     with pytest.raises(ModelTooLarge):
         on_gpu(2, 30_000_000_000, reserved=8_000_000_000, allocated=7_000_000_000)
+
+
+def test_heads_that_fused_kernels_do_not_take_are_refused_before_any_weight():
+    config = dataclasses.replace(Qwen3Config.named("qwen3-0.6b"), num_hidden_layers=1, head_dim=80)
+
+    def main(team):
+        with pytest.raises(
+            ValueError, match="head_dim=80: fused kernels take one of 16, 32, 64, 128, 256; pass fused=False"
+        ):
+            Qwen3ForCausalLM(config, team, fused=True)
+        Qwen3ForCausalLM(dataclasses.replace(config, vocab_size=64, hidden_size=32, intermediate_size=32), team)
+
+    weft.simulate(main, 1)

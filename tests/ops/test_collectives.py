@@ -162,6 +162,9 @@ def test_explain_says_what_and_why():
     assert ops.explain("all_reduce", (16,), BF16, 1).algorithm == "copy"
     assert ops.explain("all_gather", (16,), BF16, 6).transport == "keyed"
     assert ops.explain("all_gather", (3,), torch.int8, 6).transport == "lamport"
+    for op, sizes in (("all_reduce", {"shape": (4,)}), ("gemm", {"M": 1, "N": 1, "K": 1})):
+        with pytest.raises(ValueError, match="is for float16, bfloat16, float32, not int32"):
+            ops.explain(op, dtype=torch.int32, world_size=4, **sizes)
     with pytest.raises(ValueError, match="op='broadcast' is not one of"):
         ops.explain("broadcast", (16,), BF16, 4)
 

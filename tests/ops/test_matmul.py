@@ -184,6 +184,11 @@ def test_ranks_may_hold_different_shares_of_K():
             lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=2, span=2),
             r"span=2 joins what chunks=2 cuts",
         ),
+        (
+            lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, own_pieces=2, accumulate=True),
+            r"own_pieces=2 is for sums behind a GEMM, which accumulate=True has none of",
+        ),
+        (lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, own_pieces=0), r"own_pieces=0 is not positive"),
         (lambda team: GemmConfig(block_m=48, block_n=16, block_k=16), r"block_m=48 is not a power of two"),
         (lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, chunks=9), r"chunks=9 is not in 1 \.\. 8"),
     ],

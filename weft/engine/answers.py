@@ -14,9 +14,9 @@ Prompt = str | Sequence[int]
 class Completion:
     """One prompt's answer.
 
-    text:          without the end-of-sequence token, and cut before a stop string
+    text:          without the end-of-sequence token or a stop token, and cut before a stop string
     token_ids:     all that was generated, those included
-    finish_reason: "eos", "stop" (a stop string) or "length" (`max_tokens`, or the model's limit)
+    finish_reason: "eos", "stop" (a stop string or token) or "length" (`max_tokens`, or the model's limit)
     """
 
     text: str

@@ -257,6 +257,9 @@ class Engine:
             raise ValueError(f"params={params!r} is not a SamplingParams")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs text, and this model has no tokenizer")
+        vocab_size = self.model.config.vocab_size
+        if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
+            raise ValueError(f"stop_token_ids holds {largest}, outside 0 .. {vocab_size - 1}")
         number, self._submitted = self._submitted, self._submitted + 1
         budget = min(params.max_tokens, self.max_seq_len - len(prompt))
         return Running(number=number, prompt=prompt, params=params, budget=budget)
@@ -282,6 +285,8 @@ class Engine:
         last = len(sequence.tokens) == sequence.budget
         if token_id in self.eos_token_ids and not sequence.params.ignore_eos:
             return (stream.finish()[0] if stream else ""), "eos"
+        if token_id in sequence.params.stop_token_ids:
+            return (stream.finish()[0] if stream else ""), "stop"
         if stream is None:
             return "", "length" if last else None
         new, stopped = stream.push(token_id)

@@ -131,6 +131,22 @@ class LLM:
         messages   [{"role": "user", "content": "..."}, ...]
         variables  what else the template knows, such as {"enable_thinking": False}
         """
+        return self.generate(self._rendered(messages, variables), params)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Iterator[Piece]:
+        """The same, a piece of some answer as soon as its token is there."""
+        return self.stream(self._rendered(messages, variables), params)
+
+    def _rendered(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], variables: Mapping[str, Any] | None
+    ) -> list[list[int]]:
+        """A prompt for each conversation."""
         if not messages:
             raise ValueError("messages is empty; pass at least one")
         if self.directory is None:
@@ -141,7 +157,7 @@ class LLM:
         template, tokenizer = self._chat
         # The template has written the special tokens; the tokenizer must not add more.
         texts = [template.render(conversation, variables) for conversation in conversations]
-        return self.generate([tokenizer.encode(text, add_special_tokens=False).ids for text in texts], params)
+        return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def close(self) -> None:
         """Ends the ranks. Does nothing the second time."""

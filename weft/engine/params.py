@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -18,6 +18,7 @@ class SamplingParams:
     max_tokens  of the answer; it is shorter where it would outgrow the model
     seed        the same seed and prompt give the same answer, whatever the world size and the other requests
     stop        strings that end an answer, and are not part of it
+    stop_token_ids  tokens that do, whose text is not part of it
     ignore_eos  go on after an end-of-sequence token
 
     ValueError for a value that means nothing.
@@ -28,6 +29,7 @@ class SamplingParams:
     max_tokens: int = 64
     seed: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -35,6 +37,10 @@ class SamplingParams:
         if not isinstance(stop, Iterable):
             raise ValueError(f"stop={stop!r} is not a string or a list of strings")
         object.__setattr__(self, "stop", tuple(stop))
+        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(token_ids, Collection) or not all(type(token) is int and token >= 0 for token in token_ids):
+            raise ValueError(f"stop_token_ids={token_ids!r} is not a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(token_ids))
         for name in ("temperature", "top_p"):
             if not isinstance(value := getattr(self, name), Real):
                 raise ValueError(f"{name}={value!r} is not a number")

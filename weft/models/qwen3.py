@@ -29,6 +29,7 @@ from weft.layers.parallel import all_gather, all_reduce
 from weft.layers.shard import Shard, under
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, Qwen3Config
+from weft.ops.qk_norm_rope import HEAD_DIMS
 from weft.ops.skinny_config import MAX_ROWS
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ class Qwen3ForCausalLM(nn.Module):
 
     Logits are this rank's [n, V'/W] in fp32, or in a fused plan in the model's dtype; `lm_head.argmax` and `lm_head.gather`
     bring them together.
-    For inference: its weights carry no gradients. ValueError where W does not divide heads or intermediate size; ModelTooLarge
-    where the weights do not fit.
+    For inference: its weights carry no gradients. ValueError where W does not divide heads or intermediate size, or fused
+    kernels take no such heads; ModelTooLarge where the weights do not fit.
     """
 
     def __init__(
@@ -133,6 +134,10 @@ class Qwen3ForCausalLM(nn.Module):
         dtype = dtype or config.dtype
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
+        plan = choose_plan(mode, 1, hidden_size=config.hidden_size, dtype=dtype, team=team, fused=fused)
+        if plan.fused and config.head_dim not in HEAD_DIMS:
+            allowed = ", ".join(map(str, HEAD_DIMS))
+            raise ValueError(f"head_dim={config.head_dim}: fused kernels take one of {allowed}; pass fused=False")
         check_memory(config, team, dtype)
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode, dtype, fused
         self.layers = nn.ModuleList(

@@ -14,7 +14,7 @@ import torch
 from weft.ops import library, skinny_config, tuned
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
-from weft.ops.registration import check_choice, check_divides
+from weft.ops.registration import FLOATS, check_choice, check_divides
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
 
@@ -76,7 +76,7 @@ def explain(
         weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4)
         weft.ops.explain("all_reduce", (16, 5120), world_size=4)
 
-    ValueError for an unknown op or sizes that do not fit it.
+    ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
     name = op.replace("-", "_")
     name = SHORT.get(name, name)
@@ -91,6 +91,9 @@ def explain(
     if world_size < 1:
         raise ValueError(f"explain: world_size={world_size} is not positive; pass 1 or more")
     sizes = [(label, size) for label, size in (("M", M), ("N", N), ("K", K)) if size is not None]
+    if name not in ("all_gather", "all_to_all") and dtype not in FLOATS:
+        allowed = ", ".join(tuned.name_of(one) for one in FLOATS)
+        raise ValueError(f"explain: {name} is for {allowed}, not {tuned.name_of(dtype)}")
     if name in COLLECTIVES:
         if shape is None or sizes:
             raise ValueError(f"explain: {name} needs shape=, the input of each rank, and no M, N, K")

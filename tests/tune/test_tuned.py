@@ -82,6 +82,30 @@ def test_ranks_with_different_shares_of_K_agree_on_what_they_must():
     assert chosen[1024, 10**6] == {"block_m": 128, "block_k": 128}
 
 
+def test_what_moves_as_many_bytes_takes_the_rows_of_bf16(monkeypatch, tmp_path):
+    path = tmp_path / "some-gpu.w4.json"
+    monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: path)
+    own = dataclasses.replace(row("matmul_all_reduce", 2048, 64, 32, block_m=64), dtype="float16")
+    rows = [
+        row("all_reduce", 4096), row("matmul_all_reduce", 1024, 64, 32, block_m=128), own,
+        row("matmul", 1024, 64, 32, tile=29, cluster=3, custom=1),
+    ]  # fmt: skip
+    tuned.write(path, tuned.Table(gpu="Some GPU", world_size=4).with_rows(rows))
+    caps = dataclasses.replace(H200, device_name="Some GPU of this test")
+
+    def found(op, shape, dtype):
+        one = tuned.find(op, shape, dtype, 4, caps)
+        return one and (one.row.dtype, one.row.shape)
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8):
+        assert found("all_reduce", (4096,), dtype) == ("bfloat16", (4096,))
+    product = ("matmul_all_reduce", (512, 64, 32))
+    assert [found(*product, dtype) for dtype in (torch.float16, torch.float32)] == [("bfloat16", (1024, 64, 32)), None]
+    # Its own row, where one is near.
+    assert found("matmul_all_reduce", (1024, 64, 32), torch.float16) == ("float16", (2048, 64, 32))
+    assert found("matmul", (1024, 64, 32), torch.bfloat16) and found("matmul", (1024, 64, 32), torch.float16) is None
+
+
 def test_unknown_and_simulated_gpus_have_no_row(tmp_path):
     shape = (4096, 12800, 5120)
     assert tuned.find("matmul", shape, torch.bfloat16, 1, None) is None

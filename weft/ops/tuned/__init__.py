@@ -125,9 +125,19 @@ def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, cap
 
 @functools.lru_cache(maxsize=4096)
 def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...]) -> Found | None:
-    """The nearest row that was measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None if all are far away."""
+    """The nearest row that was measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None if all are far away.
+
+    Where none of ``dtype`` is near, what moves as many bytes is as good: a collective's row of bf16, and for fp16 a
+    product's, unless it names an algorithm of the library.
+    """
     file = file_for(gpu, world_size)
-    return nearest(_shipped(file).rows, op, dtype, shape, file) if file.is_file() else None
+    if not file.is_file():
+        return None
+    rows = _shipped(file).rows
+    found = nearest(rows, op, dtype, shape, file)
+    if found is None and (len(shape) == 1 or dtype == "float16"):
+        return nearest((row for row in rows if not row.is_algorithm), op, "bfloat16", shape, file)
+    return found
 
 
 def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], file: Path) -> Found | None:

@@ -134,6 +134,29 @@ def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_
     assert found == [*alone[:2], alone[2][:6]]
 
 
+def test_first_tokens_are_awaited_in_their_step_unless_prompts_wait(byte_model):
+    def main(team, late, max_batch):
+        engine = Engine(byte_model, team, mode="torch", max_batch=max_batch)
+        engine.batch._late = late
+        numbers = [engine.submit(prompt, SamplingParams(max_tokens=4)) for prompt in PROMPTS[:2]]
+        steps, tokens = [], {number: [] for number in numbers}
+        while engine.has_work:
+            steps.append([piece.prompt for piece in pieces] if (pieces := engine.step()) else [])
+            for piece in pieces:
+                tokens[piece.prompt].append(piece.token_id)
+        return steps, tokens
+
+    def found(late, max_batch):
+        return weft.simulate(main, 1, args=(late, max_batch))[0]
+
+    # A step reads a prompt and decodes. What was launched last comes with the next step.
+    assert found(0, 2)[0] == [[0, 1, 0, 1], [0, 1], [0, 1]]
+    assert found(1, 2)[0] == [[0, 1], [0, 1], [0, 1], [0, 1]]
+    # With one seat the second prompt waits, and is read before the host looks.
+    assert found(1, 1)[0] == [[], [0, 0], [0], [0], [1], [1], [1], [1]]
+    assert found(0, 2)[1] == found(1, 2)[1] == found(1, 1)[1]
+
+
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("where", ["read", "place", "decode"])
 def test_after_a_step_that_fails_all_requests_go_on_without_a_gap(byte_model, where, late):

@@ -24,7 +24,9 @@ class Flight(NamedTuple):
 class Batch:
     """Sequences on a runner, by a scheduler. Collective: every rank makes the same calls, and gets the same tokens.
 
-    On GPUs the host looks a step late: the next step is launched before it waits for this one's tokens.
+    On GPUs the host looks a step late: the next step is launched before it waits for this one's tokens. First tokens of an
+    answer it waits for at once, unless there are prompts to be read, which takes the host longer: behind them the GPU has a
+    decode step to do, long enough to launch the next.
     """
 
     def __init__(self, runner: Runner, chunk_tokens: int) -> None:
@@ -42,22 +44,24 @@ class Batch:
         """Launches a chunk of the waiting prompts and one token for everyone who has been read; the tokens that have arrived
         meanwhile, in order. Before the next step the caller appends each to its sequence, or calls `scheduler.finish`; of a
         sequence that has ended, one more token may arrive, which is nobody's."""
-        flights: list[Flight] = []
+        first: list[Flight] = []
         spans = self.scheduler.next_chunk()
         if spans:
             self.runner.read([_read(span) for span in spans])
-            flights += self._send_home([span.sequence for span in spans if span.last])
+            first = self._send_home([span.sequence for span in spans if span.last])
         going_on = self.scheduler.next_decode()
         if going_on is None:  # pages have run out, and who gives way depends on what is in flight
-            self._flights.append(flights)
+            self._flights.append(first)
             return self._arrivals(0)
+        next_ones: list[Flight] = []
         if going_on:
             self._place(going_on)
             self.runner.decode()
-            flights += self._send_home(going_on)
-        if flights:
-            self._flights.append(flights)
-        return self._arrivals(self._late if flights else 0)
+            next_ones = self._send_home(going_on)
+        at_once = first and next_ones and not self.scheduler.has_prompts
+        launched = [first, next_ones] if at_once else [first + next_ones]
+        self._flights += [flights for flights in launched if flights]
+        return self._arrivals(self._late if first or next_ones else 0)
 
     def restart(self) -> None:
         """After a step that failed: what the device was told and the host has not heard of is forgotten, and told again."""

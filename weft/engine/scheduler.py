@@ -87,6 +87,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.seated
 
+    @property
+    def has_prompts(self) -> bool:
+        """Some are still to be read, or read on."""
+        return bool(self.waiting) or not all(sequence.running for sequence in self.seated)
+
     def finish(self, sequence: Sequence) -> None:
         """Its answer has ended; it may be waiting, after a preemption."""
         sequence.done = True

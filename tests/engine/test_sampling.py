@@ -172,9 +172,16 @@ def test_fused_kernels_choose_what_torch_does(kind, world_size):
         ({"stop": ("a", "")}, "stop="),
         ({"stop_token_ids": 5}, "stop_token_ids=5 is not a list of token ids"),
         ({"stop_token_ids": [1, -1]}, r"stop_token_ids=\[1, -1\] is not"),
+        ({"stop_token_ids": b"ab"}, "stop_token_ids=b'ab' is not"),
+        ({"stop_token_ids": {5: 1}}, "stop_token_ids={5: 1} is not"),
         ({"stop_token_ids": [True]}, r"stop_token_ids=\[True\] is not"),
     ],
 )
 def test_parameters_that_mean_nothing_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**wrong)
+
+
+def test_stop_tokens_are_the_same_in_any_order():
+    one, other = (SamplingParams(stop_token_ids=ids) for ids in ([7, 3, 7], {3, 7}))
+    assert one == other and one.stop_token_ids == (3, 7)

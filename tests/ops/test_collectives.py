@@ -165,6 +165,8 @@ def test_explain_says_what_and_why():
     for op, sizes in (("all_reduce", {"shape": (4,)}), ("gemm", {"M": 1, "N": 1, "K": 1})):
         with pytest.raises(ValueError, match="is for float16, bfloat16, float32, not int32"):
             ops.explain(op, dtype=torch.int32, world_size=4, **sizes)
+    with pytest.raises(ValueError, match="all_gather is for elements of 1, 2, 4 or 8 bytes, not complex128"):
+        ops.explain("all_gather", (4,), torch.complex128, 4)
     with pytest.raises(ValueError, match="op='broadcast' is not one of"):
         ops.explain("broadcast", (16,), BF16, 4)
 

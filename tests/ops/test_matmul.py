@@ -13,7 +13,7 @@ from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, OWN_FIRST, config
 from tests.ops.test_collectives import check_replicated, run_cases
 from weft import ops
 from weft.errors import HeapExhausted
-from weft.ops import tuned
+from weft.ops import library, tuned
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.runtime import capabilities
 
@@ -117,6 +117,32 @@ def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op):
             assert_identical(result, torch.full((rows, 16), 24.0 * (3 * call + 3)), what=f"call {call}")
 
     weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
+
+
+def test_own_pieces_are_products_of_their_own(monkeypatch):
+    products = []
+
+    def noted(a, b, out=None, **words):
+        products.append(len(a))
+        return multiply(a, b, out, **words)
+
+    multiply = library.matmul
+    monkeypatch.setattr(library, "matmul", noted)
+
+    def main(team, chosen):
+        module = importlib.import_module("weft.ops.matmul_reduce_scatter")
+        return module.run(torch.ones(57, 24), torch.ones(16, 24), team, chosen)
+
+    for fields, expected in (
+        ({}, [19] * 9),
+        ({"own_pieces": 2}, [19] * 6 + [10, 9] * 3),
+        ({"own_pieces": 40}, [19] * 6 + [1] * 57),
+    ):
+        products.clear()
+        chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", **fields)
+        for result in weft.simulate(main, 3, args=(chosen,)):
+            assert_identical(result, torch.full((19, 16), 72.0))
+        assert sorted(products) == sorted(expected)
 
 
 @pytest.mark.parametrize("op", FUSED)

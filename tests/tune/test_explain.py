@@ -48,7 +48,6 @@ def test_a_collective_takes_the_row(rows):
     assert decision.reason.startswith("some-gpu.w4.json: all_reduce bfloat16 65536: 7.5 µs, the default 9")
     for other in (
         choose("all_reduce", 65536, BF16, 4, GPU, algorithm="one_shot"),  # asked for
-        choose("all_reduce", 65536, torch.float32, 4, GPU),
         choose("all_reduce", 65536, BF16, 2, GPU),
         choose("all_reduce", 65536, BF16, 4, None),
         choose("all_reduce", 1 << 20, BF16, 4, GPU),
@@ -56,6 +55,7 @@ def test_a_collective_takes_the_row(rows):
         assert other.row is None
         assert other.plan != PUSH.plan()
     assert choose("all_reduce", 65536, BF16, 4, GPU, algorithm="two_shot").row is not None
+    assert choose("all_reduce", 65536, torch.float32, 4, GPU).plan == PUSH.plan()  # as many bytes
 
 
 def test_a_row_for_another_alignment_is_left_alone(rows):
@@ -106,7 +106,7 @@ def test_explain_prints_the_rule_where_there_is_no_row(rows, capsys):
     assert "(no some-gpu.w4.json: run weft tune)" in told
     rows(("all_reduce", (65536,), PUSH))
     ops.explain("gemm_rs", M=128, N=5120, K=6400, world_size=4, caps=GPU)
-    assert "(some-gpu.w4.json has no row near this shape)" in capsys.readouterr().out
+    assert "(some-gpu.w4.json has no row of bfloat16 near this shape)" in capsys.readouterr().out
     ops.explain("all_reduce", (32, 1024), world_size=4, caps=GPU, algorithm="one_shot")
     assert "rule  asked for algorithm='one_shot' (the row of some-gpu.w4.json" in capsys.readouterr().out
 

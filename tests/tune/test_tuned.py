@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.ops import tuned
-from weft.ops.gemm_config import GemmConfig
+from weft.ops.gemm_config import GemmConfig, configured, default_config
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
 from weft.tune.spaces import CollectiveConfig, CopyConfig
@@ -141,6 +141,29 @@ def test_what_is_shipped_fits_the_ops(file):
             one.as_config(Algorithm)
         else:
             one.as_config(CollectiveConfig if len(one.shape) == 1 else GemmConfig)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ranks_with_any_shares_of_K_agree_by_what_is_shipped(world_size, dtype):
+    for op, M, N in itertools.product(tuned.SHARED_K, (300, 600, 1024, 3000, 8192, 20000), (2560, 5120, 8192, 12800)):
+        configs = [configured(op, M, N, K, dtype, world_size, H200) for K in (16, 1000, 2048, 3000, 4096, 7168, 10**6)]
+        assert len({tuple(getattr(config, name) for name in tuned.AGREED) for config in configs}) == 1, (op, M, N)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_row_says_what_the_default_takes(world_size):
+    """As long as when it was measured: a rule that has changed since makes the default's time another's."""
+    segments = ("chunks", "lanes", "span", "begin_first", "accumulate", "own_pieces")
+    for one in tuned.read(tuned.file_for("NVIDIA H200", world_size)).rows:
+        if len(one.shape) == 3 and "+" not in one.op and not one.is_algorithm:
+            config, default = (
+                one.as_config(GemmConfig),
+                default_config(one.op, *one.shape, torch.bfloat16, world_size, H200),
+            )
+            fields = {"library": (), "segments": segments}.get(config.design, tuple(GemmConfig.__dataclass_fields__))
+            same = all(getattr(config, name) == getattr(default, name) for name in ("design", *fields))
+            assert same == (one.us == one.default_us), one.key
 
 
 def test_an_algorithm_of_the_library_stands_for_its_shape_alone():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 
@@ -38,9 +38,10 @@ class SamplingParams:
             raise ValueError(f"stop={stop!r} is not a string or a list of strings")
         object.__setattr__(self, "stop", tuple(stop))
         token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(token_ids, Collection) or not all(type(token) is int and token >= 0 for token in token_ids):
+        are_ids = isinstance(token_ids, (Sequence, Set)) and not isinstance(token_ids, (bytes, bytearray))
+        if not are_ids or not all(type(token) is int and token >= 0 for token in token_ids):
             raise ValueError(f"stop_token_ids={token_ids!r} is not a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(sorted(set(token_ids))))
         for name in ("temperature", "top_p"):
             if not isinstance(value := getattr(self, name), Real):
                 raise ValueError(f"{name}={value!r} is not a number")

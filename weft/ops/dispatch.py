@@ -17,7 +17,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 # All figures: bf16, many calls in a row, benchmarks/lab/h200-x2-collectives.json and h200-x4-collectives.json.
 # Largest message that one-shot pushes faster than two-shot, by world size. One-shot / two-shot in microseconds:
-# W=2: 256 KiB 2.85 / 3.44, 1 MiB 5.52 / 5.51.   W=4: 64 KiB 2.72 / 4.65, 1 MiB 13.0 / 8.32; 256 KiB 4.58 / 5.25
+# W=2: 256 KiB 2.85 / 3.44, 1 MiB 5.52 / 5.51.   W=4: 64 KiB 2.72 / 4.65, 1 MiB 13.0 / 8.32; 256 KiB 4.57 / 5.25
 # (benchmarks/results/h200-x4). W=3 and W=8 are not measured: one-shot's bytes grow with W - 1.
 ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 # How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits. Many small

@@ -14,7 +14,7 @@ import torch
 from weft.ops import library, skinny_config, tuned
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
-from weft.ops.registration import FLOATS, check_choice, check_divides
+from weft.ops.registration import FLOATS, ITEM_SIZES, check_choice, check_divides
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
 
@@ -91,8 +91,11 @@ def explain(
     if world_size < 1:
         raise ValueError(f"explain: world_size={world_size} is not positive; pass 1 or more")
     sizes = [(label, size) for label, size in (("M", M), ("N", N), ("K", K)) if size is not None]
-    if name not in ("all_gather", "all_to_all") and dtype not in FLOATS:
-        allowed = ", ".join(tuned.name_of(one) for one in FLOATS)
+    if name in ("all_gather", "all_to_all"):
+        if dtype.itemsize not in ITEM_SIZES:
+            raise ValueError(f"explain: {name} is for elements of 1, 2, 4 or 8 bytes, not {tuned.name_of(dtype)}")
+    elif dtype not in FLOATS:
+        allowed = ", ".join(map(tuned.name_of, FLOATS))
         raise ValueError(f"explain: {name} is for {allowed}, not {tuned.name_of(dtype)}")
     if name in COLLECTIVES:
         if shape is None or sizes:
@@ -171,7 +174,7 @@ def _no_row(op: str, shape: tuple, dtype: torch.dtype, world_size: int, caps: Ca
     if not file.is_file():
         return f" (no {file.name}: run weft tune)"
     if tuned.find(op, shape, dtype, world_size, caps) is None:
-        return f" ({file.name} has no row near this shape)"
+        return f" ({file.name} has no row of {tuned.name_of(dtype)} near this shape)"
     return f" (the row of {file.name} is for another algorithm, alignment or size)"
 
 

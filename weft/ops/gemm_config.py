@@ -115,9 +115,9 @@ def configured(
 ) -> GemmConfig:
     """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product.
 
-    With own_first a row of that order comes before, in its own bucket only: those where one GEMM of all rows that are not the
-    rank's own is more than 1 % ahead of what the order of the ranks has. W=4, N=12800 K=5120, microseconds: M=1024 201 / 210,
-    2048 361 / 362, 4096 700 / 700, 8192 1372 / 1392 (benchmarks/lab/h200-x4-segments.json).
+    With own_first a row of that order comes before, in its own bucket only: where another config is faster than the one for
+    the order of the ranks. W=4, N=12800 K=5120, with the row / with the other's config, microseconds: M=1024 201 / 210, 8192
+    1372 / 1393 (benchmarks/lab/h200-x4-segments.json).
     """
     if own_first:
         found = tuned.find(f"{op}+own_first", (M, N, K), dtype, world_size, caps)
@@ -150,11 +150,6 @@ def default_config(
     piece = 1024 if K // config.block_k >= 32 else 2048
     if decision.design == "segments":
         config = replace(config, **segments_for(op, M, N, K, world_size))
-    elif op == "all_gather_matmul":
-        config = replace(config, chunks=chunks_for(M // panels * K * dtype.itemsize))
-        if config.block_n == 256:
-            # The next tile's loads under the epilogue take a stage's worth of shared memory. 2.5 % at M=8192.
-            config = replace(config, flatten=True, num_stages=3)
     elif op == "matmul_all_reduce" and world_size == 3 and (config.block_m, config.block_n) == (128, 128):
         # What two slots and two peers take beside 128 accumulators a thread is spilled under Triton 3.6.
         config = replace(config, num_warps=8)
@@ -169,14 +164,15 @@ def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, 
             # Two lanes beat one at all shapes. Two chunks a rank beat one at N=25600 M=2048, 802 / 821.
             return {"lanes": 2, "chunks": 2 if N >= 8192 and M // world_size >= 1024 else 1}
         # Two ranks' rows in one GEMM / one's: N=14336 K=8192, M=1024 376 / 389, 2048 716 / 725; N=12800 K=5120, M=1024
-        # 210 / 231, 2048 362 / 378, 4096 702 / 706, 8192 1385 / 1398; N=2560 M=4096 185 / 169. Three in one gain as much
-        # where cuBLAS has an algorithm for them, and cost 3 % at N=14336 M=8192.
+        # 210 / 231, 2048 362 / 378, 4096 702 / 706, 8192 1385 / 1398; N=2560 M=4096 185 / 169. Three in one are 3 % faster or
+        # slower than two, and 4 % slower at N=14336 M=8192. Of other world sizes than four nothing is measured.
         return {"lanes": 2, "span": 2 if N >= 8192 else 1}
     if world_size == 2 and M >= 4096:
         # W=2, M=8192, chunks=2 with accumulate / one GEMM a rank and a sum behind it: K=4096 543 / 572, K=12800 1627 / 1675;
         # M=4096 275 / 277, 826 / 838; M=2048 149 / 142, 431 / 414.
         return {"lanes": 1, "chunks": 2, "accumulate": True}
-    # W=4, N=5120, span=2 / 1: K=6400 M=1024 116 / 123, 2048 208 / 211; K=2048 M=1024 70 / 64, 2048 106 / 93.
+    # W=4, which stands for more ranks, N=5120, span=2 / 1: K=6400 M=1024 116 / 123, 2048 208 / 211; K=2048 M=1024 70 / 64,
+    # 2048 106 / 93.
     fields: dict[str, Any] = {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
     if op == "matmul_reduce_scatter" and world_size > 2:
         # lanes=2 / 1: N=5120, K=6400 M=2048 211 / 208, 4096 396 / 399, 8192 808 / 815; K=2048 M=4096 157 / 157, 8192 288 / 309.
@@ -186,14 +182,6 @@ def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, 
         elif K < 4096:
             fields["own_pieces"] = 2
     return fields
-
-
-def chunks_for(shard_bytes: int) -> int:
-    """Signals per shard of a gathered A.
-
-    A copy of 8 MiB runs at the link's full rate (24 µs on H200), and each flag behind one costs 2.3 µs.
-    """
-    return max(1, min(MAX_CHUNKS, shard_bytes >> 23))
 
 
 def _fit(size: int, low: int, high: int) -> int:

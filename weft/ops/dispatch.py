@@ -24,6 +24,8 @@ ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 # programs start soonest and have all of a small message under way at once; in large ones a program that sends a tile
 # ahead keeps the links busy, and fewer and larger ones poll less.
 #   W=4 two-shot, 1 / 4 / 16 / 64 MiB: 512 x 1 warp 8.32 / 25.9 / 88.2 / 350, 4096 x 8, 2 an SM 9.22 / 22.4 / 78.1 / 296
+#   With the stages of now it takes 21.8 / 78.0 / 300 from 4 MiB on, the best of the other large plans 22.0 / 77.6 / 296
+#   (benchmarks/lab/h200-x4-stages.json).
 #   W=2 two-shot, 1 / 4 / 16 / 64 MiB: 512 x 1 5.51 / 16.1 / 55.8 / 207, 8192 x 16, 2 an SM 6.92 / 14.8 / 52.3 / 197
 ENDLESS = 1 << 62
 TWO_SHOT = {

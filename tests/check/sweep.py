@@ -31,6 +31,7 @@ import weft.check
 from tests.ops import cases, matmul_cases
 from weft import ops
 from weft.bench.machine import revision
+from weft.ops.all_reduce import run_of_parts
 from weft.ops.gemm_config import GemmConfig
 
 # Lamport stages are used again in the eighth call.
@@ -81,6 +82,18 @@ def factored_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tens
     return ops.matmul(normed, torch.ones(16, 640).bfloat16()), hidden
 
 
+def norm_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Behind the product that leaves them, whose kernel may still run."""
+    parts = ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16())
+    return ops.all_reduce_rms_norm(
+        parts, torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team, in_parts=True
+    )
+
+
+def sum_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return run_of_parts(ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16()), torch.bfloat16, team)
+
+
 def rows_of_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return ops.all_reduce_rms_norm(
         x(4, 64), torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team, "one_shot"
@@ -116,6 +129,8 @@ OPS = [
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),
     Call("all_reduce_rms_norm factored", factored_norm),
+    Call("all_reduce_rms_norm of parts", norm_of_parts),
+    Call("all_reduce of parts", sum_of_parts),
     Call("mixed collectives", mixed, calls=3),
     Call("all_gather", lambda team, x: ops.all_gather(x(3, 170), team)),
     Call("all_gather bytes", lambda team, x: ops.all_gather(x(77).to(torch.int8), team)),

@@ -18,7 +18,7 @@ from weft.ops.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_ro
 from weft.ops.all_to_all import all_to_all_kernel
 from weft.ops.barrier import barrier_kernel
 from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, Plan, of_world
-from weft.ops.exchange import registers_of
+from weft.ops.exchange import WIDE_BYTES, registers_of
 from weft.ops.reduce_scatter import reduce_scatter_kernel
 from weft.ops.staging import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
 from weft.runtime.cuda import resident_programs
@@ -26,17 +26,19 @@ from weft.runtime.cuda import resident_programs
 WIDTH = 6144
 # name -> (kernel, transport, constants of its own)
 KERNELS = {
-    "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False}),
-    "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True}),
+    "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "PARTS": 1}),
+    "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "PARTS": 1}),
+    "one_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "PARTS": 3}),
+    "two_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "PARTS": 3}),
     "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
     "all_gather": (all_gather_kernel, "keyed", {}),
     "all_to_all": (all_to_all_kernel, "keyed", {}),
 } | {
-    f"norm_{'two' if two_shot else 'one'}_shot{'_factored' if factored else ''}": (
+    f"norm_{'two' if two_shot else 'one'}_shot{'_factored' if factored else ''}{'_of_parts' if parts > 1 else ''}": (
         all_reduce_rms_norm_kernel, "lamport",
-        {"TWO_SHOT": two_shot, "FACTORED": factored, "WIDTH": WIDTH, "PART": 512},
+        {"TWO_SHOT": two_shot, "FACTORED": factored, "WIDTH": WIDTH, "PART": 512, "PARTS": parts},
     )
-    for two_shot in (False, True) for factored in (False, True)
+    for two_shot in (False, True) for factored in (False, True) for parts in (1, 3)
 }  # fmt: skip
 
 
@@ -44,19 +46,21 @@ def plans(name, world_size):
     """Every plan that dispatch may choose for this kernel: of its rules, then of the rows that are shipped."""
     if name.startswith("norm"):
         return [plan_for_rows(WIDTH, 2, 132)]
-    table = of_world(TWO_SHOT if name == "two_shot" else ONE_CROSSING, world_size)
+    table = of_world(TWO_SHOT if name.startswith("two_shot") else ONE_CROSSING, world_size)
     ruled = [
         Plan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
         for _, row, warps, per_sm in table
     ]
-    return list(dict.fromkeys([*ruled, *shipped(name, world_size)]))
+    found = dict.fromkeys([*ruled, *shipped(name, world_size)])
+    # Wide rows are for large messages; products in parts have few rows, and may spill there.
+    return [plan for plan in found if not name.endswith("_of_parts") or plan.row_bytes < WIDE_BYTES.value]
 
 
 def shipped(name, world_size):
     for file in Path(tuned.__file__).parent.glob(f"*.w{world_size}.json"):
         for row in json.loads(file.read_text())["rows"]:
             fields = dict(row["config"])
-            if name in (row["op"], fields.pop("algorithm", None)) and "pieces" not in fields:
+            if name.removesuffix("_of_parts") in (row["op"], fields.pop("algorithm", None)) and "pieces" not in fields:
                 yield Plan(**fields)
 
 
@@ -66,10 +70,11 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
         dtype = torch.int32
     plan = plan or plans(name, world_size)[0]
     x, words = torch.zeros(16, dtype=dtype), torch.zeros(4, dtype=torch.int32)
-    more = (x, x, x, 1e-6, torch.zeros(4), words) if name.startswith("norm") else ()
+    more = (x, x, x, 1e-6, n, torch.zeros(4), words) if name.startswith("norm") else ()
+    first = torch.zeros(16) if name.endswith("of_parts") else x
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     return compiled(
-        kernel, x, x, n, x, words, a_view(world_size), *more, arch=arch,
+        kernel, first, x, n, x, words, a_view(world_size), *more, arch=arch,
         BLOCK=triton.next_power_of_2(plan.row_bytes // dtype.itemsize), ROWS=triton.next_power_of_2(world_size),
         TRANSPORT=transport, num_warps=plan.num_warps, **constants, **(options if arch.startswith("sm_") else {}),
     )  # fmt: skip

@@ -7,7 +7,11 @@ import weft
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
 from weft import ops
+from weft.layers.norm import ResidualRMSNorm
+from weft.layers.parallel import RowParallelLinear
+from weft.layers.plan import Plan
 from weft.ops import skinny, skinny_config
+from weft.ops.all_reduce import run_of_parts
 from weft.ops.factored_norm import FactoredNorm
 
 EPS = 1e-6
@@ -126,13 +130,16 @@ def test_parts_add_up_to_the_product(dtype):
             odd = torch.zeros(N * K + 1, dtype=dtype)[1:].view(N, K).copy_(b)
             every_other = torch.zeros(N, 2 * K, dtype=dtype)[:, ::2].copy_(b)
             for weight in (b, odd, every_other, b.t().contiguous().t()):
-                parts = ops.matmul_parts(norm, weight)
                 split = K > 128 and K % 8 == 0
-                assert parts.shape == ((2, M, N) if split else (M, N))
-                assert parts.dtype == (FP32 if split else dtype) and parts.is_contiguous()
-                total = (parts[0] + parts[1]).to(dtype) if split else parts
-                assert_identical(total, ops.matmul(norm, b if split else weight), what=f"{M}x{N}x{K}")
-            assert_identical(ops.matmul_parts(norm.scaled, b), ops.matmul(norm.scaled, b), what=f"{M}x{N}x{K} plain")
+                for x in (norm, norm.scaled):
+                    parts = ops.matmul_parts(x, weight)
+                    assert parts.shape == ((2, M, N) if split else (M, N))
+                    assert parts.dtype == (FP32 if split else dtype) and parts.is_contiguous()
+                    total = (parts[0] + parts[1]).to(dtype) if split else parts
+                    if x is norm:
+                        assert_identical(total, ops.matmul(norm, b if split else weight), what=f"{M}x{N}x{K}")
+                    else:
+                        assert_close(total, x.double() @ b.double().T, K, what=f"{M}x{N}x{K} plain")
 
     alone(main)
 
@@ -168,6 +175,97 @@ def test_an_all_reduce_and_the_product_behind_it(world_size):
             assert_close(out, expected, K, partials=1, what=f"call {call}")
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_an_all_reduce_adds_up_the_parts_of_a_product(world_size, dtype):
+    """Bit for bit what it does with their rounded sum, of any number of parts, call after call on the same workspace."""
+    shapes = [("one_shot", 5, 2), ("two_shot", 7, 3), ("auto", 1, 3), ("two_shot", 3, 1), ("one_shot", 2, 4)]
+    K = 640  # of bf16 three parts of a row too
+
+    def main(team):
+        _, weight = rows(1, K, dtype)
+        for call, (algorithm, M, parts) in enumerate(shapes):
+            of_rank = torch.Generator().manual_seed(100 * call + team.rank)
+            x, residual = torch.randn((parts, M, K), generator=of_rank), rows(M, K, dtype, call)[0]
+            total = x[0]
+            for part in x[1:]:
+                total = total + part
+            whole, wide = total.to(dtype), torch.cat((x, x), dim=-1)[..., :K]
+            for given in (x, wide):
+                common = (residual, weight, EPS, team, algorithm)
+                for out, expected in zip(
+                    ops.all_reduce_rms_norm(given, *common, in_parts=True),
+                    ops.all_reduce_rms_norm(whole, *common),
+                    strict=True,
+                ):
+                    assert out.dtype == dtype
+                    assert_identical(out, expected, what=f"call {call}")
+                norms = [
+                    ops.all_reduce_rms_norm(y, *common, factored=True, in_parts=y is given) for y in (given, whole)
+                ]
+                (norm, hidden), (expected, expected_hidden) = norms
+                assert_identical(hidden, expected_hidden, what=f"call {call}")
+                assert_identical(norm.scaled, expected.scaled, what=f"call {call}")
+                assert_identical(norm.squares, expected.squares, what=f"call {call}")
+            if team.size > 1:
+                assert_identical(run_of_parts(x, dtype, team), ops.all_reduce(whole, team), what=f"call {call}")
+
+    weft.simulate(main, world_size)
+
+
+def test_a_row_parallel_layer_in_parts_before_its_norm():
+    """What a deferred plan does with a K that is split: against the same in double."""
+    K, N, M = 640, 80, 5
+
+    def main(team):
+        linear = RowParallelLinear("o_proj", K * team.size, N, team=team, mode="gemm_ar", dtype=BF16)
+        linear.weight.copy_(matrix(N, K, BF16, team.rank))
+        norm = ResidualRMSNorm(N, EPS, team=team, dtype=BF16)
+        residual, norm.weight.data = rows(M, N, BF16, 50)
+        x = rows(M, K, BF16, team.rank)[0]
+        plan = Plan(mode="gemm_ar", fused=True, deferred=True)
+        y = linear(x, plan)
+        assert y.shape == (2, M, N)
+        return norm(y, residual, plan)
+
+    found = weft.simulate(main, 2)
+    residual, weight = rows(M, N, BF16, 50)
+    total = (
+        sum(rows(M, K, BF16, r)[0].double() @ matrix(N, K, BF16, r).double().T for r in range(2)) + residual.double()
+    )
+    for normed, hidden in found:
+        assert_identical(hidden, found[0][1])
+        assert_close(hidden, total, K, partials=1)
+        assert_close(normed, norm_of(hidden, weight), K, partials=1)
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "message"),
+    [
+        (
+            torch.ones(2, 3, 8),
+            torch.ones(2, 8),
+            r"residual has shape \(2, 8\); with x of \(2, 3, 8\) in parts .* \(3, 8\)",
+        ),
+        (
+            torch.ones(0, 3, 8),
+            torch.ones(3, 8),
+            r"x has shape \(0, 3, 8\); in parts it must be \[parts, ..., H\], of 1",
+        ),
+        (torch.ones(8), torch.ones(8), r"x has shape \(8,\); in parts it must be"),
+        (torch.ones(2, 3, 8).bfloat16(), torch.ones(3, 8).bfloat16(), r"x.dtype=torch.bfloat16 is not one of float32"),
+        (torch.ones(2, 3, 8), torch.ones(3, 8).int(), r"residual.dtype=torch.int32 is not one of"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(x, residual, message):
+    def main(team):
+        weight = torch.ones(8, dtype=residual.dtype)
+        with pytest.raises(ValueError, match=f"all_reduce_rms_norm: {message}"):
+            ops.all_reduce_rms_norm(x, residual, weight, EPS, team, in_parts=True)
+
+    weft.simulate(main, 2)
+
+
 def test_a_graph_of_a_norm_and_its_products_compiles_without_a_break():
     def layer(x, residual, weight, b, team):
         normed, hidden = ops.all_reduce_rms_norm(x, residual, weight, EPS, team, factored=True)
@@ -192,7 +290,13 @@ def test_the_schemas_and_fakes_tell_the_truth():
             torch.ops.weft.product_of_norm.default: (norm.scaled, norm.squares, EPS, b, True),
             torch.ops.weft.matmul_parts.default: (norm.scaled, b, norm.squares, EPS),
         }
-        for op, arguments in calls.items():
+        in_parts = torch.randn(3, *x.shape)
+        calls = [
+            *calls.items(),
+            (torch.ops.weft.all_reduce_factored_norm.default, (in_parts, x, weight, team.name, "auto")),
+            (torch.ops.weft.all_reduce_rms_norm.default, (in_parts, x, weight, EPS, team.name, "auto")),
+        ]
+        for op, arguments in calls:
             torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
     weft.simulate(main, 2)
@@ -255,7 +359,7 @@ def test_a_library_product_is_divided_by_who_reads_it(dtype, monkeypatch):
 def test_on_a_gpu(op):
     gated = op is ops.matmul_silu_mul
     for M in (1, 5, 16, 33, 64, 100):
-        for N, K in ((2560, 5120), (1000, 5008), (48, 512), (5120, 2048)):
+        for N, K in ((2560, 5120), (1000, 5008), (48, 512), (5120, 2048), (5120, 6400)):
             hidden, weight = rows(M, K, BF16, device="cuda")
             b = matrix((2 if gated else 1) * N, K, BF16, seed=1, device="cuda")
             norm, what = factored(hidden, weight, 20), f"{M}x{N}x{K}"
@@ -265,7 +369,8 @@ def test_on_a_gpu(op):
             assert_identical(op(norm, b), out, what=what)
             parts = ops.matmul_parts(norm, b)
             few = {"factored": True, "in_parts": True}
-            config, _ = skinny_config.configured("matmul", M, b.shape[0], K, BF16, capabilities_of("sm_90"), **few)
+            caps = capabilities_of("sm_90")
+            config, _ = skinny_config.configured("matmul", M, b.shape[0], K, BF16, caps, **few)
             assert isinstance(parts, FactoredNorm) == (config is None)
             if isinstance(parts, FactoredNorm):
                 exact = norm.scaled.double() * rms_factor(hidden)
@@ -274,4 +379,8 @@ def test_on_a_gpu(op):
                 total = parts[0]
                 for part in parts[1:]:
                     total = total + part
-                assert_identical(total.to(BF16), out, what=what)
+                assert_close(
+                    total.to(BF16), reference(norm.scaled.double() * rms_factor(hidden), b, False), K, what=what
+                )
+                if config == skinny_config.config_for(M, N, K, caps, gated):
+                    assert_identical(total.to(BF16), out, what=what)

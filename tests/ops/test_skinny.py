@@ -151,10 +151,10 @@ def test_wrong_arguments_are_refused(call, message):
 PROJECTIONS = ((2560, 5120), (5120, 2048), (5120, 6400), (12800, 5120), (640, 512))
 
 
-def built(arch, M, N, K, gated, dtype=BF16, squares=0):
+def built(arch, M, N, K, gated, dtype=BF16, squares=0, in_parts=False):
     """The kernel that a product of these sizes gets on ``arch``, and its config. squares: of a norm in so many parts."""
     caps = capabilities_of(arch)
-    config = skinny_config.config_for(M, N, K, caps, gated)
+    config = skinny_config.config_for(M, N, K, caps, gated, in_parts)
     x = torch.zeros((64, 64), dtype=dtype)
     rows, weight = (operand(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
     out = torch.zeros(8) if config.parts > 1 else x
@@ -187,6 +187,11 @@ def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms():
             # 228 KiB an SM, of which the system keeps 1 a program.
             assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, config)
             assert config.parts == 1 and config.turned
+        # Parts that the kernel behind adds up: where a program a tile would leave SMs idle, and K is long enough.
+        for N, K, programs, parts in ((5120, 6400, 2, 3), (5120, 12800, 2, 3), (5120, 4096, 2, 2), (5120, 2048, 1, 1)):
+            kernel, config = built("sm_90", M, N, K, False, in_parts=True)
+            assert config.parts == parts and config.turned
+            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, K, config)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
@@ -225,9 +230,10 @@ def test_every_size_has_a_config(arch):
     for M in (1, 7, 16, 17, 64, 100, 128):
         for N, K in (*PROJECTIONS, (8, 16), (151936, 5120), (64, 100000)):
             for gated in (False, True):
-                config = skinny_config.config_for(M, N, K, caps, gated)
-                assert config.block_m < max(32, 2 * M)
-                assert config.parts <= max(1, K // config.block_k)
+                for in_parts in (False, True):
+                    config = skinny_config.config_for(M, N, K, caps, gated, in_parts)
+                    assert config.block_m < max(32, 2 * M)
+                    assert config.parts <= max(1, K // config.block_k)
 
 
 def test_explain_says_which_design_and_why(capsys):

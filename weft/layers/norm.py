@@ -22,7 +22,8 @@ class ResidualRMSNorm(nn.Module):
     """hidden = x + residual; normed = hidden / sqrt(mean(hidden^2) + eps) * weight
 
     x, residual, hidden, normed: [M, H], or this rank's [M/W, H] of them in mode ag_rs. In a deferred plan x is this rank's
-    summand, and hidden = (sum over ranks of x) + residual. `residual` None is zero.
+    summand, whole or in parts (ops.matmul_parts), and hidden = (sum over ranks of x) + residual. `residual` None is zero, of
+    an x that is whole.
     """
 
     def __init__(self, hidden_size: int, eps: float, *, team: Team, dtype: torch.dtype) -> None:
@@ -40,7 +41,10 @@ class ResidualRMSNorm(nn.Module):
         if plan.fused or plan.deferred:
             residual = torch.zeros_like(x) if residual is None else residual
         if plan.deferred:
-            return ops.all_reduce_rms_norm(x, residual, self.weight, self.eps, self.team, factored=plan.factored)
+            in_parts = x.dim() > residual.dim()
+            return ops.all_reduce_rms_norm(
+                x, residual, self.weight, self.eps, self.team, factored=plan.factored, in_parts=in_parts
+            )
         if plan.fused:
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         hidden = x if residual is None else x + residual

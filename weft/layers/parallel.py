@@ -107,7 +107,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = sum over ranks of x[M, K_local] @ weight[N, K_local].T          y: [M, N], or its [M/W, N] in mode ag_rs
 
-    In a deferred plan y is this rank's summand alone.
+    In a deferred plan y is this rank's summand alone, whole or in parts (ops.matmul_parts): the norm behind it adds both up.
     """
 
     def __init__(
@@ -131,4 +131,6 @@ class RowParallelLinear(nn.Module):
             return self.team.library.all_reduce(F.linear(x, self.weight))
         if plan.mode == "ag_rs":
             return ops.matmul_reduce_scatter(x, self.weight, self.team, own_first=own_first)
-        return matmul(x, self.weight, plan) if plan.deferred else ops.matmul_all_reduce(x, self.weight, self.team)
+        if plan.deferred:
+            return ops.matmul_parts(x, self.weight)
+        return ops.matmul_all_reduce(x, self.weight, self.team)

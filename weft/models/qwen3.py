@@ -253,9 +253,9 @@ class Qwen3ForCausalLM(nn.Module):
         """Normed hidden states [n, hidden], the same on every rank."""
         if step.plan.mode != "ag_rs":
             if rows is not None:
-                x, hidden = x[rows], hidden[rows]
+                x, hidden = x[..., rows, :], hidden[rows]  # x: in parts, perhaps
             # The library's product of many rows would leave them to be divided, and nobody behind it does.
-            factored = step.plan.factored and len(x) <= MAX_ROWS
+            factored = step.plan.factored and len(hidden) <= MAX_ROWS
             return self.norm(x, hidden, replace(step.plan, factored=factored))[0]
         if rows is None:
             return all_gather(self.norm(x, hidden, step.plan)[0], self.team, self.mode)[: step.tokens]

@@ -26,11 +26,11 @@ from weft.ops.exchange import (
     my_slot,
     receive,
     send,
-    send_copies,
     send_order,
     sum_of_ranks,
     tile_rest,
 )
+from weft.ops.matmul_parts import product_of_parts
 from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.ops.staging import add_and_share, chosen, on_lines, split
 from weft.runtime.team import Team, find_team
@@ -40,16 +40,17 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "copy_engine")
 
 @triton.jit
 def all_reduce_kernel(
-    x,  # [n]
+    x,  # [n], or PARTS summands of it, fp32, n elements apart
     out,  # [n]
     n,
-    buffer,  # Slots, in x's dtype
+    buffer,  # Slots, in out's dtype
     epochs,
     team,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
     TWO_SHOT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """out = sum over ranks of x.                                   grid: (programs,), each over every programs-th tile
 
@@ -65,35 +66,57 @@ def all_reduce_kernel(
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     if TWO_SHOT:
-        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, PARTS)
     else:
-        epoch = one_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+        epoch = one_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, PARTS)
     keep_epoch(epochs, epoch)
 
 
 @triton.jit
-def one_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+def summand(x, out, n, at, mask, PARTS: tl.constexpr):
+    """What this rank adds at ``at``, in out's dtype."""
+    return product_of_parts(x + at, mask, n, PARTS, out.dtype.element_ty)
+
+
+@triton.jit
+def one_shot(
+    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     end = tl.cast(n, tl.int64)
     tiles = count_tiles(end, BLOCK)
     ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    send_copies(x, end, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+    send_whole(x, out, n, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT, PARTS)
     for tile in range(program, tiles, programs):
         if tile + programs < tiles:
-            send_copies(x, end, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT)
+            send_whole(x, out, n, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT, PARTS)
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(end, start, BLOCK)
-        own = tl.load(x + start + columns, mask=inside, other=0)
+        own = summand(x, out, n, start + columns, inside, PARTS)
         received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-        tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
+        tl.store(out + start + columns, sum_of_ranks(received).to(out.dtype.element_ty), mask=inside)
         epoch += 1
     return epoch - 1
 
 
 @triton.jit
-def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+def send_whole(
+    x, out, n, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK elements to all ranks."""
+    columns = tl.arange(0, BLOCK)
+    start = tl.cast(tile, tl.int64) * BLOCK
+    own = summand(x, out, n, start + columns, columns < tile_rest(tl.cast(n, tl.int64), start, BLOCK), PARTS)
+    send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
+
+
+@triton.jit
+def two_shot(
+    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
     world: tl.constexpr = wl.num_ranks(team)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -104,17 +127,17 @@ def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
     from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
     mine = wl.rank(team) * BLOCK + columns
     parts, before, following = epoch, epoch - 1, epoch + 1
-    send_parts(x, end, program, slot, parts, team, BLOCK, ROWS, TRANSPORT)
+    send_shares(x, out, n, program, slot, parts, team, BLOCK, ROWS, TRANSPORT, PARTS)
     for tile in range(program, tiles, programs):
         next_parts = following
         if tile + programs < tiles:
-            send_parts(x, end, tile + programs, slot, next_parts, team, BLOCK, ROWS, TRANSPORT)
+            send_shares(x, out, n, tile + programs, slot, next_parts, team, BLOCK, ROWS, TRANSPORT, PARTS)
             following += 1
         start = tl.cast(tile, tl.int64) * (world * BLOCK)
         rest = tile_rest(end, start, world * BLOCK)
-        own = tl.load(x + start + mine, mask=mine < rest, other=0)
+        own = summand(x, out, n, start + mine, mine < rest, PARTS)
         received = receive(own, slot, parts, before, team, ordered, ROWS, TRANSPORT, BLOCK)
-        part = sum_of_ranks(received).to(x.dtype.element_ty)
+        part = sum_of_ranks(received).to(out.dtype.element_ty)
         send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, following, team, TRANSPORT, BLOCK)
         whole = receive(part, slot, following, parts, team, ordered, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
@@ -124,13 +147,16 @@ def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def send_parts(x, end, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+def send_shares(
+    x, out, n, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
     """Part s of a tile of W * BLOCK elements to rank s."""
     world: tl.constexpr = wl.num_ranks(team)
     start = tl.cast(tile, tl.int64) * (world * BLOCK)
     part = send_order(team, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = is_sent(team, ROWS) & (part < tile_rest(end, start, world * BLOCK))
-    send(tl.load(x + start + part, mask=mask, other=0), slot, epoch, team, TRANSPORT, BLOCK)
+    mask = is_sent(team, ROWS) & (part < tile_rest(tl.cast(n, tl.int64), start, world * BLOCK))
+    send(summand(x, out, n, start + part, mask, PARTS), slot, epoch, team, TRANSPORT, BLOCK)
 
 
 def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> torch.Tensor:
@@ -142,11 +168,26 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> t
         if isinstance(plan, CopyPlan):
             sources = split(on_lines(x.detach().contiguous().view(-1)), team.size)
             add_and_share(sources, split(out.view(-1), team.size), team, plan)
-            return out
-        two_shot = algorithm == "two_shot"
-        tiles = cdiv(x.nbytes, plan.row_bytes * (team.size if two_shot else 1))
-        launch(all_reduce_kernel, x.contiguous(), out, x.numel(), tiles, team, plan, TWO_SHOT=two_shot)
+        else:
+            _launch(x.contiguous(), out, team, algorithm, plan, parts=1)
     return out
+
+
+def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
+    """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous and
+    not empty, as ``weft.ops.skinny`` leaves them; W > 1."""
+    out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
+    decision = chosen("all_reduce", out, team, "auto")
+    if isinstance(decision.plan, CopyPlan):
+        return run(x.sum(dim=0).to(dtype), team, decision.algorithm, decision.plan)
+    _launch(x, out, team, decision.algorithm, decision.plan, parts=x.shape[0])
+    return out
+
+
+def _launch(x: torch.Tensor, out: torch.Tensor, team: Team, algorithm: str, plan: Plan, parts: int) -> None:
+    two_shot = algorithm == "two_shot"
+    tiles = cdiv(out.nbytes, plan.row_bytes * (team.size if two_shot else 1))
+    launch(all_reduce_kernel, x, out, out.numel(), tiles, team, plan, TWO_SHOT=two_shot, PARTS=parts)
 
 
 @custom_op("all_reduce")

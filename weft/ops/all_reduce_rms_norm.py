@@ -39,6 +39,7 @@ from weft.ops.exchange import (
     sum_of_ranks,
 )
 from weft.ops.factored_norm import FactoredNorm
+from weft.ops.matmul_parts import product_of_parts
 from weft.ops.registration import FLOATS, check_choice, check_has_rows, check_tensor
 from weft.runtime.team import Team, find_team
 
@@ -85,16 +86,17 @@ def squares_of(hidden):
 
 @triton.jit
 def all_reduce_rms_norm_kernel(
-    x,  # [n, WIDTH]
+    x,  # [n, WIDTH], or PARTS summands of it, fp32
     normed,  # [n, WIDTH]
     n,
-    buffer,  # Slots, in x's dtype
+    buffer,  # Slots, in hidden's dtype
     epochs,
     team,
     hidden,  # [n, WIDTH]
     residual,  # [n, WIDTH]
     weight,  # [WIDTH]
     eps,
+    part_stride,  # elements from one summand to the next
     sums,  # sum_over_parts; FACTORED: [n, parts], written
     counts,  # [programs]; FACTORED: unused
     BLOCK: tl.constexpr,
@@ -104,6 +106,7 @@ def all_reduce_rms_norm_kernel(
     PART: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     FACTORED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight; FACTORED: normed = hidden * weight, and
     sums[t, p] = sum(hidden[t, part p]^2) / WIDTH.
@@ -119,7 +122,7 @@ def all_reduce_rms_norm_kernel(
     FACTORED     | load | push | receive, sum, residual | (push sum, receive) | store all |
     """
     world: tl.constexpr = wl.num_ranks(team)
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = hidden.dtype.element_ty
     parts: tl.constexpr = (WIDTH + PART - 1) // PART
     program = tl.program_id(0)
     group, groups = program // parts, tl.num_programs(0) // parts
@@ -140,11 +143,12 @@ def all_reduce_rms_norm_kernel(
             rest = tl.cast(n - first, tl.int32)
             to_peer = send_order(team, ROWS)[:, None]
             there = is_sent(team, ROWS) & (to_peer < rest) & inside[None, :]
-            rows = tl.load(x + (first + to_peer) * WIDTH + columns[None, :], mask=there, other=0)
+            asked = x + (first + to_peer) * WIDTH + columns[None, :]
+            rows = product_of_parts(asked, there, part_stride, PARTS, dtype)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
-            own = tl.load(x + mine, mask=exists, other=0)
+            own = product_of_parts(x + mine, exists, part_stride, PARTS, dtype)
             before = tl.load(residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
@@ -167,7 +171,7 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = tl.load(x + place, mask=inside, other=0)
+            own = product_of_parts(x + place, inside, part_stride, PARTS, dtype)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
@@ -194,24 +198,25 @@ def run(
     factored: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """(normed, hidden), or if ``factored`` (scaled, hidden, squares), as new contiguous tensors. All checked, any strides.
-    ``plan.row_bytes``: of a part."""
-    normed, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    width = x.shape[-1]
-    rows = x.numel() // max(1, width)
-    parts = cdiv(width * x.itemsize, plan.row_bytes)
-    squares = x.new_empty((*x.shape[:-1], parts), dtype=torch.float32) if factored else None
+    ``plan.row_bytes``: of a part of a row."""
+    normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+    width, itemsize = residual.shape[-1], residual.itemsize
+    rows = residual.numel() // max(1, width)
+    parts = cdiv(width * itemsize, plan.row_bytes)
+    squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if factored else None
     if rows > 0:
         two_shot = algorithm == "two_shot"
         tiles = cdiv(rows, team.size) if two_shot else rows
-        programs = slots_of(team, plan, x.itemsize).programs // parts * parts
+        programs = slots_of(team, plan, itemsize).programs // parts * parts
         if factored:
             sums = counts = squares
         else:
-            sums, counts = _sums(team, plan, x.itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
+            sums, counts = _sums(team, plan, itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
         launch(
             all_reduce_rms_norm_kernel, x.contiguous(), normed, rows, min(tiles * parts, programs), team, plan,
-            hidden, residual.contiguous(), weight.contiguous(), eps, sums, counts, WIDTH=width,
-            PART=plan.row_bytes // x.itemsize, TWO_SHOT=two_shot, FACTORED=factored,
+            hidden, residual.contiguous(), weight.contiguous(), eps, residual.numel(), sums, counts, WIDTH=width,
+            PART=plan.row_bytes // itemsize, TWO_SHOT=two_shot, FACTORED=factored,
+            PARTS=x.shape[0] if x.dim() > residual.dim() else 1,
         )  # fmt: skip
     return (normed, hidden) if squares is None else (normed, hidden, squares)
 
@@ -242,11 +247,11 @@ def _all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     members = find_team(team)
-    return run(x, residual, weight, eps, members, *_chosen(x, members, algorithm))
+    return run(x, residual, weight, eps, members, *_chosen(residual, members, algorithm))
 
 
 def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
-    """The algorithm, if it is "auto", and how tiles travel."""
+    """The algorithm, if it is "auto", and how tiles travel. ``x``: of the shape and dtype of what does."""
     algorithm = choose("all_reduce", x.nbytes, x.dtype, team.size, team.caps, algorithm=algorithm).algorithm
     if algorithm == "copy_engine":
         algorithm = "two_shot"  # the norm is in the kernel of tiles
@@ -255,7 +260,7 @@ def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
 
 @_all_reduce_rms_norm.register_fake
 def _(x, residual, weight, eps, team, algorithm):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    return tuple(torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
 
 
 @custom_op("all_reduce_factored_norm", backward=False)
@@ -263,20 +268,21 @@ def _all_reduce_factored_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     members = find_team(team)
-    return run(x, residual, weight, 0.0, members, *_chosen(x, members, algorithm), factored=True)
+    return run(x, residual, weight, 0.0, members, *_chosen(residual, members, algorithm), factored=True)
 
 
 @_all_reduce_factored_norm.register_fake
 def _(x, residual, weight, team, algorithm):
-    scaled, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    plan = plan_for_rows(x.shape[-1], x.itemsize, find_team(team).caps.sms)
-    parts = cdiv(x.shape[-1] * x.itemsize, plan.row_bytes)
-    return scaled, hidden, x.new_empty((*x.shape[:-1], parts), dtype=torch.float32)
+    scaled, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+    width = residual.shape[-1]
+    plan = plan_for_rows(width, residual.itemsize, find_team(team).caps.sms)
+    parts = cdiv(width * residual.itemsize, plan.row_bytes)
+    return scaled, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
 
 
 def all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str = "auto",
-    *, factored: bool = False,
+    *, factored: bool = False, in_parts: bool = False,
 ) -> tuple[torch.Tensor | FactoredNorm, torch.Tensor]:  # fmt: skip
     """``(normed, hidden)``: hidden = the sum of all ranks' ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
@@ -286,25 +292,33 @@ def all_reduce_rms_norm(
     algorithm  "auto", "one_shot" or "two_shot", as of ``all_reduce``
     factored   ``normed`` is a FactoredNorm, for the products behind it: sooner, since no part of a row waits for the others.
                Of fp16 it may overflow: hidden * weight is kept before it is divided
+    in_parts   x is what ``matmul_parts`` left where K is split, fp32 [parts, ..., H] with residual [..., H]: each rank's parts
+               are added up in their order and rounded to residual's dtype, as ``matmul`` does, before anything is sent
 
-    New contiguous tensors of x's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
+    New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. ValueError for wrong arguments. No backward.
     """
+    dtypes = {"x": (torch.float32,), "residual": FLOATS} if in_parts else {"x": FLOATS, "residual": (x.dtype,)}
     for name, tensor in (("x", x), ("residual", residual), ("weight", weight)):
-        check_tensor("all_reduce_rms_norm", name, tensor, team, (x.dtype,) if name != "x" else FLOATS)
+        check_tensor("all_reduce_rms_norm", name, tensor, team, dtypes.get(name, (residual.dtype,)))
     check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALGORITHMS)
     check_has_rows("all_reduce_rms_norm", "x", x)
-    for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+    if in_parts and (x.dim() < 2 or x.shape[0] == 0):
+        raise ValueError(
+            f"all_reduce_rms_norm: x has shape {tuple(x.shape)}; in parts it must be [parts, ..., H], of 1 or more"
+        )
+    whole, of_parts = (x.shape[1:], " in parts") if in_parts else (x.shape, "")
+    for name, tensor, shape in (("residual", residual, whole), ("weight", weight, whole[-1:])):
         if tensor.shape != shape:
             raise ValueError(
-                f"all_reduce_rms_norm: {name} has shape {tuple(tensor.shape)}; with x of {tuple(x.shape)} it must be "
-                f"{tuple(shape)}"
+                f"all_reduce_rms_norm: {name} has shape {tuple(tensor.shape)}; with x of {tuple(x.shape)}{of_parts} it "
+                f"must be {tuple(shape)}"
             )
-    row_bytes = x.shape[-1] * x.itemsize
+    row_bytes = residual.shape[-1] * residual.itemsize
     if row_bytes % 16 != 0 or not 0 < row_bytes <= MAX_ROW_BYTES:
         raise ValueError(
-            f"all_reduce_rms_norm: rows of {x.shape[-1]} elements have {row_bytes} bytes, not a multiple of 16 from 16 to "
-            f"{MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
+            f"all_reduce_rms_norm: rows of {residual.shape[-1]} elements have {row_bytes} bytes, not a multiple of 16 from "
+            f"16 to {MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
         )
     if factored:
         scaled, hidden, squares = torch.ops.weft.all_reduce_factored_norm.default(

@@ -17,6 +17,7 @@ from weft.ops.custom_op import custom_op
 from weft.ops.factored_norm import FactoredNorm, check_squares, factors
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.matmul_parts import sum_of_parts
 from weft.ops.paged_attention import (
     LOG2_E,
     AttentionConfig,
@@ -36,15 +37,6 @@ from weft.ops.qk_norm_rope import check_projected
 def in_halves(columns, HALF: tl.constexpr):
     """``columns`` [1, 2 HALF], each half of which goes on without a gap: for loads of more than one element."""
     return tl.max_contiguous(tl.multiple_of(columns, (1, HALF)), (1, HALF))
-
-
-@triton.jit
-def sum_of_parts(source, mask, part_stride, PARTS: tl.constexpr):
-    """``source`` and what lies part_stride, 2 part_stride, ... elements behind it, added up in this order, fp32."""
-    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(source + part * tl.cast(part_stride, tl.int64), mask=mask, other=0.0).to(tl.float32)
-    return x
 
 
 @triton.jit

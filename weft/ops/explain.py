@@ -161,9 +161,26 @@ def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Cap
     reason = found.reason if found else choose_matmul(op, *size, dtype, kept, caps).reason
     if found is None:
         reason += _no_row(op, size, dtype, kept, caps)
+    if kept > 1 and config.design == "library":
+        reason += _one_after_the_other(op, size, dtype, kept, caps)
     return Explanation(
         op=op, call=call, algorithm=config.design, transport=None, plan=config, row=found and found.row, reason=reason
     )
+
+
+def _one_after_the_other(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
+    """Which collective and which product, as the end of a sentence."""
+    if op == "all_gather_matmul":
+        return "; all_gather, then the library's product"
+    product, collective = "the library's product", op.removeprefix("matmul_")
+    if op == "matmul_all_reduce":
+        few_rows, _ = skinny_config.configured("matmul", *size, dtype, caps, in_parts=True)
+        if few_rows is not None:
+            parts = skinny_config.parts_of(few_rows, size[2])
+            product = f"the product of few rows (weft.ops.skinny), {parts} part{'s' if parts > 1 else ''} of K"
+    nbytes = size[0] * size[1] * dtype.itemsize
+    algorithm = choose(collective, nbytes, dtype, world_size, caps).algorithm
+    return f"; {product}, then {collective}, {algorithm}"
 
 
 def _no_row(op: str, shape: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops import gemm, library, skinny
+from weft.ops.all_reduce import run_of_parts
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
@@ -208,8 +209,10 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     config = config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
     gemm.check_design("matmul_all_reduce", config, "fused", "segments", "library")
     if config.design == "library":
-        if (few_rows := skinny.chosen_for("matmul", a, b, team.caps)) is not None:
-            partial = skinny.run(a, b, few_rows, gated=False)
+        if (few_rows := skinny.chosen_for("matmul", a, b, team.caps, in_parts=True)) is not None:
+            partial = skinny.run(a, b, few_rows, gated=False, summed=False)
+            if partial.dim() == 3:
+                return run_of_parts(partial, a.dtype, team)
         else:
             partial = library.matmul(a, b)
         return torch.ops.weft.all_reduce.default(partial, team.name, "auto")

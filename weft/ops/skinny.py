@@ -180,10 +180,13 @@ def sum_parts_kernel(parts_of, out, size, parts, GATED: tl.constexpr, BLOCK: tl.
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
-def chosen_for(op: str, x: torch.Tensor, weight: torch.Tensor, caps: Capabilities) -> SkinnyConfig | None:
-    """The config of one call of ``op`` with these operands, whose rows are dense; None: another design."""
+def chosen_for(
+    op: str, x: torch.Tensor, weight: torch.Tensor, caps: Capabilities, in_parts: bool = False
+) -> SkinnyConfig | None:
+    """The config of one call of ``op`` with these operands, whose rows are dense; None: another design. in_parts: whether the
+    kernel behind adds the parts up."""
     N = weight.shape[0] // (2 if op == "matmul_silu_mul" else 1)
-    config, _ = configured(op, x.shape[0], N, x.shape[1], x.dtype, caps)
+    config, _ = configured(op, x.shape[0], N, x.shape[1], x.dtype, caps, in_parts=in_parts)
     return config if config is not None and can_describe(x, weight) else None
 
 

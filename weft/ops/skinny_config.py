@@ -28,8 +28,8 @@ LEAST_WEIGHT = 4 << 20
 # 22.5 with 256, 22.3 with 1024; behind one that does not wait 20.1, 19.9, 20.3, and behind a product 1024 cost 1 us (of the
 # search; no file keeps it).
 AHEAD = 256
-# Steps along K that make a part worth its sum.
-LEAST_STEPS = 8
+# Steps along K that make a part worth its sum; and worth its place where the kernel behind adds the parts up.
+LEAST_STEPS, LEAST_STEPS_IN_PARTS = 8, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,11 @@ def configured(
     if dtype not in HALVES:
         return None, f"{dtype}: a product of few rows is for fp16 and bf16"
     if caps.is_simulated:
-        wanted = gated or factored
+        wanted = gated or factored or in_parts
         return config_for(M, N, K, caps, gated) if wanted else None, "simulated: the kernel is what is to be seen"
     if caps.arch != "sm_90":
         return None, f"{caps.arch}: not measured"
-    config = config_for(M, N, K, caps, gated)
+    config = config_for(M, N, K, caps, gated, in_parts)
     if in_parts and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
         return config, f"M={M} <= {MAX_ROWS_IN_PARTS}, in parts: nobody has to add them up for it"
     if M > MAX_ROWS:
@@ -96,8 +96,9 @@ def configured(
     return config, reason
 
 
-def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> SkinnyConfig:
-    """The config for ``out`` [M, N]: of any sizes on any target, though ``configured`` asks for few of them.
+def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts: bool = False) -> SkinnyConfig:
+    """The config for ``out`` [M, N]: of any sizes on any target, though ``configured`` asks for few of them. in_parts: as of
+    there.
 
     Medians in CUDA graphs on H200, one product after the other, with cuBLAS in brackets (benchmarks/lab/h200-skinny.json).
     """
@@ -108,6 +109,13 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool) -> Skinn
         # 64 KiB of shared memory suffice for all of these. gfx9 has 64 KiB, sm_12x 99.
         return SkinnyConfig(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)
     tiles = cdiv(N, 64)
+    shared = min(2 * caps.sms // tiles, K // (128 * LEAST_STEPS_IN_PARTS))
+    if in_parts and not gated and block_m <= 32 and tiles <= caps.sms < 2 * tiles and shared > 1:
+        # A program a tile would leave SMs idle: two an SM. Decode steps of Qwen3-32B, ms, before and so: W=4 one sequence
+        # 5.08 / 5.01, 8 5.36 / 5.33, 32 the same; W=2 8.70 / 8.56, 8.90 / 8.83, 9.30 / 9.25 (benchmarks/lab/h200-parts.json).
+        return SkinnyConfig(
+            block_m=block_m, block_n=64, block_k=128, turned=True, num_stages=4, ahead=AHEAD, parts=shared
+        )
     programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
     if block_m <= 32:
         # 16x2560x5120 9.5 (10.9), 16x12800x5120 33.4 (35.8), gated 34.9 (36.8); 32: 9.5 (11.1), gated 35.3 (37.5). Stages in

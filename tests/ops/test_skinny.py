@@ -192,6 +192,9 @@ def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms():
             kernel, config = built("sm_90", M, N, K, False, in_parts=True)
             assert config.parts == parts and config.turned
             assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, K, config)
+    for M, N, programs in ((16, 12800, 2), (64, 12800, 2), (32, 12800, 1), (16, 6400, 1), (64, 6400, 1)):
+        kernel, config = built("sm_90", M, N, 5120, True)
+        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, config)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])

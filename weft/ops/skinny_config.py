@@ -126,12 +126,18 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts
             stages = 4  # two programs an SM: with one at a time, 400 tiles would be four rounds of 132
         elif not gated and programs // 2 < tiles <= caps.sms:
             stages = 7  # a program a tile and one an SM, with all of its memory
+        elif gated and block_m == 16 and tiles > caps.sms:
+            # Two programs an SM here too: gated 1x12800x5120 behind a norm 64.3, with one 67.8; 16 66.3, 67.0; of 32 rows two
+            # do not fit (benchmarks/lab/h200-parts.json).
+            stages = 3
     elif block_m == 64 and not gated and tiles <= caps.sms:
         # One program an SM, with all of its memory. 64x5120x6400 19.2 (19.5).
         block_n, block_k, stages, turned = 64, 128, 6, True
     elif block_m == 64:
-        # 64x12800x5120 34.9 (36.5), gated 36.0 (37.9 with its silu).
-        block_n, block_k, stages, turned = 64 if gated else 128, 64, 6, True
+        # 64x12800x5120 34.9 (36.5), gated with 6400 outputs 36.0 (37.9 with its silu). With 12800, behind a norm, 69.8 with 4
+        # stages, of which two programs fit an SM, 72.9 with 6.
+        block_n, block_k, turned = 64 if gated else 128, 64, True
+        stages = 4 if gated and tiles > caps.sms else 6
     else:
         # 128x5120x6400 25.3 (21.0), gated 128x12800x5120 40.7 (38.6 with its silu): the library gets these.
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 5 if gated else 4, True

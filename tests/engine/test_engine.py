@@ -104,17 +104,107 @@ def test_requests_join_and_leave_between_steps_and_are_answered_as_alone(byte_mo
             assert found == expected
 
 
-def test_a_stream_that_is_not_drawn_to_its_end_leaves_nothing_behind(byte_model):
+@pytest.fixture(scope="module")
+def eight_tokens(byte_model):
+    """The answers to PROMPTS."""
+    return generate(byte_model, PROMPTS, max_new_tokens=8)[0]
+
+
+def assert_nothing_is_left(engine):
+    scheduler = engine.batch.scheduler
+    assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
+    assert sorted(scheduler._free_seats) == list(range(scheduler.max_batch))
+    assert not engine._texts and not engine._held and not engine._streamed
+
+
+# Behind one piece of a step and behind its last, while prompts are read, while they wait for seats or for pages.
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("drawn", [0, 1, 2, 3, 7, 40])
+@pytest.mark.parametrize("made", [{}, *SMALL], ids=str)
+def test_a_stream_that_is_closed_leaves_nothing_behind(byte_model, eight_tokens, made, drawn, late):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", **made)
+        engine.batch._late = late
+        steps = counted(engine.batch)
+        pieces = engine.stream(PROMPTS, max_new_tokens=30)
+        for _ in range(drawn):
+            next(pieces)
+        ran = len(steps)
+        pieces.close()
+        assert_nothing_is_left(engine)
+        assert next(pieces, None) is None and len(steps) == ran
+        found = engine.generate(PROMPTS, max_new_tokens=8)
+        assert_nothing_is_left(engine)
+        return found, not engine.has_work
+
+    assert weft.simulate(main, 1) == [(eight_tokens, True)]
+
+
+def counted(batch):
+    """Grows with each of its steps."""
+    steps, step = [], batch.step
+
+    def counting():
+        steps.append(None)
+        return step()
+
+    batch.step = counting
+    return steps
+
+
+def test_a_stream_that_all_ranks_close_alike_leaves_them_alike(byte_model, eight_tokens):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", chunk_tokens=5)
+        engine.batch._late = 1
+        steps = counted(engine.batch)
+        for drawn in (1, 4, 9):
+            pieces = engine.stream(PROMPTS, max_new_tokens=30)
+            for _ in range(drawn):
+                next(pieces)
+            del pieces
+            assert_nothing_is_left(engine)
+        return engine.generate(PROMPTS, max_new_tokens=8), len(steps)
+
+    (found, steps), other = weft.simulate(main, 2)
+    assert found == eight_tokens and other == (found, steps)
+    # Of each stream only the steps up to the last piece drawn: whole, they would be 30 each and more.
+    assert steps < 3 * 30
+
+
+def test_an_answer_closed_while_prompts_are_read_runs_no_further_step(byte_model):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", chunk_tokens=2)
+        steps = counted(engine.batch)
+        answer = engine.answer_in_steps([PROMPTS[2]], [SamplingParams(max_tokens=4)])
+        assert [next(answer) for _ in range(3)] == [[], [], []] and len(steps) == 3
+        assert engine.batch.scheduler.pool.free < engine.batch.scheduler.pool.capacity
+        answer.close()
+        assert_nothing_is_left(engine)
+        whole = list(engine.answer_in_steps([PROMPTS[2]], [SamplingParams(max_tokens=4)]))
+        assert len(steps) == 3 + len(whole)
+        return [len(pieces) for pieces in whole]
+
+    # Of 22 tokens two a step; a step that has read the last goes on by one more.
+    assert weft.simulate(main, 1) == [[0] * 10 + [2, 1, 1]]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_closed_stream_does_not_disturb_another(byte_model, eight_tokens, late):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
-        pieces = engine.stream(PROMPTS, max_new_tokens=30)
-        next(pieces)
-        pieces.close()
-        assert not engine.has_work and engine.batch.scheduler.pool.free == engine.batch.scheduler.pool.capacity
-        return engine.generate(PROMPTS, max_new_tokens=8)
+        engine.batch._late = late
+        kept, left = engine.stream(PROMPTS, max_new_tokens=8), engine.stream(PROMPTS[::-1], max_new_tokens=30)
+        begun = [next(kept) for _ in range(4)]
+        for _ in range(5):
+            next(left)
+        begun += [next(kept) for _ in range(12)]  # whose steps bring pieces of the other too
+        assert {piece.prompt for piece in engine._held} == {3, 4, 5}
+        left.close()
+        found = begun + list(kept)
+        assert_nothing_is_left(engine)
+        return [[piece.token_id for piece in found if piece.prompt == index] for index in range(3)]
 
-    [found] = weft.simulate(main, 1)
-    assert found == generate(byte_model, PROMPTS, max_new_tokens=8)[0]
+    assert weft.simulate(main, 1) == [[one.token_ids for one in eight_tokens]]
 
 
 def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_model):

@@ -131,8 +131,14 @@ def test_an_llm_answers_from_processes_of_its_own_and_outlives_a_refusal(byte_mo
         [first] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=20))
         with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
             llm.generate("")
-        undrawn = llm.stream(PROMPTS, SamplingParams(max_tokens=20))
-        next(undrawn)
+        kept = llm.stream(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
+        begun = next(kept)
+        for drawn in range(4):
+            left = llm.stream(PROMPTS, SamplingParams(max_tokens=70, ignore_eos=True))
+            for _ in range(drawn):
+                next(left)
+            left.close()
+        assert len([begun, *kept]) == 60
         assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=20)) == [first]
         assert len(first.token_ids) == 20 and llm.stats.new_tokens == 20
     with pytest.raises(ValueError, match="no such directory"):

@@ -59,6 +59,40 @@ def test_pieces_stream_and_an_undrawn_rest_is_in_nobodys_way(llm):
     assert [piece.prompt for piece in whole] == [0, 1] * 5
 
 
+class GatedSteps:
+    """Counts the batches' steps on each rank; a rank that begins the third waits until it is let go on."""
+
+    def __init__(self, monkeypatch):
+        self.ran, self.reached, self.go_on = {}, threading.Event(), threading.Event()
+        step = Batch.step
+
+        def counting(batch):
+            self.ran[batch.team.rank] = self.ran.get(batch.team.rank, 0) + 1
+            if self.ran[batch.team.rank] == 3:
+                self.reached.set()
+                assert self.go_on.wait(timeout=30)
+            return step(batch)
+
+        monkeypatch.setattr(Batch, "step", counting)
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_stream_that_is_left_ends_with_the_step_that_runs_on_all_virtual_ranks(llm, monkeypatch, drawn, closed):
+    steps = GatedSteps(monkeypatch)
+    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=80, ignore_eos=True))
+    for _ in range(drawn):
+        next(stream)
+    assert steps.reached.wait(timeout=30)
+    if closed:
+        stream.close()
+    del stream
+    steps.go_on.set()
+    workers.VirtualWorkers.close()  # waits for them
+    assert steps.ran == {0: 3, 1: 3}
+    assert len(llm.generate("x", SamplingParams(max_tokens=5))[0].token_ids) == 5
+
+
 def test_llms_of_one_process_and_its_threads_wait_for_each_other(llm, byte_model):
     params = SamplingParams(max_tokens=5)
     expected = {prompt: llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS}
@@ -171,6 +205,25 @@ def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_process
     assert not ranks._thread.is_alive()
 
 
+def test_a_rank_stops_when_its_lead_is_used_up_and_has_its_pages_back(byte_model, as_processes, monkeypatch):
+    steps, engines = [], []
+    step, build = Batch.step, workers.EngineOptions.build
+    monkeypatch.setattr(Batch, "step", lambda self: steps.append(self) or step(self))
+    monkeypatch.setattr(workers.EngineOptions, "build", lambda *given: engines.append(build(*given)) or engines[-1])
+    params = [SamplingParams(max_tokens=80, ignore_eos=True)] * 2
+    ranks = as_processes(byte_model)
+    stream = ranks.ask((PROMPTS, params), pytest.fail, ahead=8)
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    with pytest.raises(ValueError, match="prompts is empty"):
+        ranks.ask(([], []), pytest.fail)
+    assert len(steps) == 8
+    scheduler = engines[0].batch.scheduler
+    assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
+    ranks.close()
+
+
 def tokens_of(pieces):
     return [piece.token_id for piece in pieces]
 
@@ -275,6 +328,15 @@ def test_under_torchrun_every_rank_asks_and_gets_the_answers(byte_model, monkeyp
             found = [llm.generate(["a", "bc"], SamplingParams(max_tokens=5)) for _ in range(2)]
             with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
                 llm.generate("")
+            scheduler = llm._workers._engine.batch.scheduler
+            for drawn in range(4):
+                pieces = llm.stream(["a", "bc"], SamplingParams(max_tokens=50))
+                for _ in range(drawn):
+                    next(pieces)
+                assert scheduler.idle == (drawn == 0)
+                pieces.close()
+                assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
+            assert llm.generate(["a", "bc"], SamplingParams(max_tokens=5)) == found[0]
             return found, llm.world_size, llm.stats.new_tokens
 
     assert weft.simulate(main, 2) == [([expected, expected], 2, 10)] * 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Generator, Sequence, Set
+from contextlib import closing
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -125,10 +126,11 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """The same, a piece as soon as its token is there: for every step the prompts that go on, in order.
 
-        Arguments are checked at once, not at the first piece. Every rank must draw the same pieces.
+        Arguments are checked at once, not at the first piece. Every rank must draw the same pieces, and close the stream behind
+        the same one: what has not been answered by then leaves the batch.
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} is not a positive integer")
@@ -138,8 +140,14 @@ class Engine:
             prompts, [replace(params, seed=seed_of(params.seed, index)) for index in range(len(prompts))]
         )
 
-    def answer(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[Piece]:
-        """The pieces of prompts with parameters of their own, checked at once. Every rank must draw the same pieces."""
+    def answer(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Generator[Piece, None, None]:
+        """The same for prompts with parameters of their own."""
+        return _one_by_one(self.answer_in_steps(prompts, params))
+
+    def answer_in_steps(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Generator[list[Piece], None, None]:
+        """The same, step by step: the pieces that have arrived with each, which may be none."""
         prompts, params = list(prompts), list(params)
         asked = self.team.exchange((prompts, params))
         for rank, other in enumerate(asked):
@@ -187,7 +195,7 @@ class Engine:
         self._held = [piece for piece in self._held if piece.prompt not in numbers]
         return taken
 
-    def _answer(self, sequences: list[Running]) -> Iterator[Piece]:
+    def _answer(self, sequences: list[Running]) -> Generator[list[Piece], None, None]:
         """Enters them, and steps until all have ended; they leave also where the caller stops drawing."""
         runner, scheduler = self.batch.runner, self.batch.scheduler
         begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
@@ -204,12 +212,11 @@ class Engine:
                     break
                 if not pieces:
                     self._step()
-                    continue
+                    pieces = self._take(place.keys())
                 new_tokens += len(pieces)
-                if not first_at:
+                if pieces and not first_at:
                     first_at, first_tokens = time.perf_counter(), len(pieces)
-                for piece in pieces:
-                    yield piece._replace(prompt=place[piece.prompt])
+                yield [piece._replace(prompt=place[piece.prompt]) for piece in pieces]
         finally:
             for sequence in sequences:
                 if not sequence.done:
@@ -301,6 +308,12 @@ class Engine:
             raise CheckpointError(
                 f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
             )
+
+
+def _one_by_one(steps: Generator[list[Piece], None, None]) -> Generator[Piece, None, None]:
+    with closing(steps):
+        for pieces in steps:
+            yield from pieces
 
 
 def seed_of(seed: int, index: int) -> int:

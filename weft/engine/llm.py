@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,14 @@ from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, jo
 from weft.engine.chat import ChatTemplate, Message
 from weft.engine.params import SamplingParams
 from weft.engine.text import load_tokenizer
-from weft.engine.workers import EngineOptions, ProcessWorkers, RankWorkers, VirtualWorkers
+from weft.engine.workers import (
+    GENERATE_AHEAD,
+    STREAM_AHEAD,
+    EngineOptions,
+    ProcessWorkers,
+    RankWorkers,
+    VirtualWorkers,
+)
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.layers.plan import Mode
 from weft.models import Progress, Qwen3Config
@@ -37,7 +44,7 @@ class LLM:
     The others are as of weft.Engine. On GPUs a script must be importable: guard its top level with `if __name__ ==
     "__main__"`, since processes are spawned. An error of a rank is raised here once, and ends all. Under torchrun, which has
     started the ranks already, every one of them makes the LLM and the same calls, and gets the answers; pieces are drawn alike
-    by all. ValueError (CheckpointError for the directory), NotEnoughGPUs.
+    by all, and a stream is closed by all behind the same piece. ValueError (CheckpointError for the directory), NotEnoughGPUs.
     """
 
     def __init__(
@@ -106,18 +113,19 @@ class LLM:
         One for all: every prompt draws with the same seed. ValueError for a prompt without an answer.
         """
         prompts = as_prompts(prompts)
-        return join_pieces(self.stream(prompts, params), len(prompts))
+        return join_pieces(self._ask(prompts, params, GENERATE_AHEAD), len(prompts))
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[Piece]:
-        """The same, a piece of some prompt as soon as its token is there."""
-        if self._workers is None:
-            raise WeftError("this LLM is closed; make a new one")
-        prompts = as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        return self._workers.ask((prompts, list(params)), self._keep)
+    ) -> Generator[Piece, None, None]:
+        """The same, a piece of some prompt as soon as its token is there.
+
+        A stream that is closed or dropped before its end stops: the ranks run 64 more steps at most, and the next call does
+        not wait for more. `stats` stay those of the answer before. A stream that is kept stays to be drawn: the next call
+        computes its rest first, under torchrun beside its own. On GPUs a caller who falls 64 steps behind is waited for, and
+        `stats` count that time.
+        """
+        return self._ask(as_prompts(prompts), params, STREAM_AHEAD)
 
     def chat(
         self,
@@ -139,9 +147,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         variables: Mapping[str, Any] | None = None,
-    ) -> Iterator[Piece]:
-        """The same, a piece of some answer as soon as its token is there."""
+    ) -> Generator[Piece, None, None]:
+        """The same, a piece of some answer as soon as its token is there; as of `stream`."""
         return self.stream(self._rendered(messages, variables), params)
+
+    def _ask(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, ahead: int
+    ) -> Generator[Piece, None, None]:
+        if self._workers is None:
+            raise WeftError("this LLM is closed; make a new one")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        return self._workers.ask((prompts, list(params)), self._keep, ahead)
 
     def _rendered(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], variables: Mapping[str, Any] | None

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import multiprocessing
-import os
 import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ import torch
 from weft.engine.answers import Piece, Prompt, Stats
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
+from weft.engine.serve import Allowance, send_at_once, serve
 from weft.errors import WeftError
 from weft.layers.plan import Mode
 from weft.models import Progress, Qwen3Config
@@ -32,6 +31,12 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 Requests = tuple[list[Prompt], list[SamplingParams]]
+
+# Steps that processes on GPUs may be ahead of their caller: after half as many they hear that they may go on. A step of a large
+# model takes 5 ms on H100s, so a stream that is left stops within 0.3 s, and a caller may be late by half of that before the
+# GPUs wait for it. `generate` draws all the time, and whatever else its process does is not to hold it up.
+STREAM_AHEAD = 64
+GENERATE_AHEAD = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +75,31 @@ class VirtualWorkers:
             self._wait()
             self._launch(lambda team: options.build(team) and None)  # says at once what is wrong
 
-    def ask(self, requests: Requests, keep: Callable[[Stats], None]) -> Iterator[Piece]:
-        """The pieces of an answer as they come; `keep` gets the statistics at its end.
+    def ask(
+        self, requests: Requests, keep: Callable[[Stats], None], ahead: int = STREAM_AHEAD
+    ) -> Generator[Piece, None, None]:
+        """The pieces of an answer as they come; `keep` gets the statistics at its end. `ahead` is for ranks that stay.
 
-        An answer that was not drawn to its end is computed to its end before the next begins.
+        An answer that was not drawn to its end is computed to its end before the next begins. One that was closed ends with the
+        step that runs.
         """
         found: queue.Queue[tuple[str, Any]] = queue.Queue()
+        closed = threading.Event()
+        decisions: list[bool] = []
+
+        def goes_on(done: int) -> bool:
+            """After so many steps. The rank that asks first decides for all; they take turns, so it needs no lock."""
+            if len(decisions) < done:
+                decisions.append(not closed.is_set())
+            return decisions[done - 1]
 
         def rank(team: Team) -> None:
             engine = self._options.build(team, self._progress if team.rank == 0 else None)
-            for piece in engine.answer(*requests):
+            for done, pieces in enumerate(engine.answer_in_steps(*requests), 1):
                 if team.rank == 0:
-                    found.put(("piece", piece))
+                    found.put(("pieces", pieces))
+                if not goes_on(done):
+                    return
             if team.rank == 0:
                 found.put(("stats", engine.stats))
 
@@ -93,7 +111,7 @@ class VirtualWorkers:
 
         def receive() -> tuple[str, Any]:
             message = found.get()
-            if message[0] != "piece":
+            if message[0] != "pieces":
                 thread.join()  # the caller's next simulation may not find this one
             return message
 
@@ -102,7 +120,7 @@ class VirtualWorkers:
             self._wait()
             thread.start()
             VirtualWorkers._thread = thread
-        return _unpacked(receive, keep)
+        return _unpacked(receive, keep, closed)
 
     def _launch(self, main: Callable[..., Any]) -> None:
         launch(main, self._world_size, "sim")
@@ -123,17 +141,38 @@ class VirtualWorkers:
 atexit.register(VirtualWorkers.close)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Answer:
+    """What the parent knows of one that the ranks compute.
+
+    ahead     steps that they may be ahead of those received
+    allowed   steps that they may run in all
+    received  steps whose pieces have come
+    found     what has come and nobody has drawn
+    closed    nobody will draw more
+    """
+
+    ahead: int
+    allowed: int
+    received: int = 0
+    found: deque[tuple[str, Any]] = field(default_factory=deque)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+
 class ProcessWorkers:
-    """A process per GPU (weft.launch), each with its engine, that answers until `close` or the end of this process."""
+    """A process per GPU (weft.launch), each with its engine, that answers until `close` or the end of this process.
+
+    The ranks run a limited number of steps ahead of what has been drawn. So closing an answer takes no message, which a
+    garbage collector could not send in the right order: they come to a stand by themselves, and the next call tells them.
+    """
 
     def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
         self._key = secrets.token_bytes(32)
         self._listener = Listener(("127.0.0.1", 0), backlog=world_size, authkey=self._key)
         self._error: BaseException | None = None
         self._ranks: dict[int, Connection] = {}
-        # Of the latest answer: what has come and nobody has drawn, and whether more is to come.
-        self._found: deque[tuple[str, Any]] = deque()
-        self._answering = self._closed = False
+        self._latest: _Answer | None = None  # of which more is to come
+        self._closed = False
         self._lock = threading.Lock()
         arguments = (self._listener.address, self._key, options)
         self._thread = threading.Thread(
@@ -151,33 +190,37 @@ class ProcessWorkers:
             self.close()
             raise
 
-    def ask(self, requests: Requests, keep: Callable[[Stats], None]) -> Iterator[Piece]:
-        """As of VirtualWorkers. What is left of the last answer is read now, and stays its own."""
+    def ask(
+        self, requests: Requests, keep: Callable[[Stats], None], ahead: int = STREAM_AHEAD
+    ) -> Generator[Piece, None, None]:
+        """As of VirtualWorkers, but the ranks run at most `ahead` steps more than have been drawn, and then wait.
+
+        What is left of the last answer is read now, and stays its own; one that was closed ends where the ranks may go by now.
+        """
         with self._lock:
-            while self._answering:
-                self._receive()
+            self._end_latest()
             if not self._thread.is_alive():
                 raise self._failure()
-            self._found = found = deque()
+            answer = _Answer(ahead=ahead, allowed=ahead)
             try:
                 for pipe in self._ranks.values():
-                    pipe.send(requests)
-                    self._answering = True  # also where nobody waits for the first piece
+                    pipe.send((requests, Allowance(steps=ahead, last=False)))
+                    self._latest = answer  # also where nobody waits for the first piece
             except OSError:
                 raise self._failure() from None
 
         def receive() -> tuple[str, Any]:
             with self._lock:
-                if not found:
+                if not answer.found:
                     self._receive()
-                return found.popleft()
+                return answer.found.popleft()
 
-        return _unpacked(receive, keep)
+        return _unpacked(receive, keep, answer.closed)
 
     def close(self) -> None:
         for pipe in self._ranks.values():
             pipe.close()  # a rank that reads from it ends
-        self._ranks, self._answering, self._closed = {}, False, True
+        self._ranks, self._closed = {}, True
         self._listener.close()
         self._thread.join(timeout=30)
 
@@ -197,6 +240,7 @@ class ProcessWorkers:
                     if self._closed:
                         return
                     continue  # a stranger, who looks for open ports
+                send_at_once(pipe)
                 found[pipe.recv()] = pipe
                 self._ranks = dict(found)
         except (EOFError, OSError):
@@ -211,13 +255,37 @@ class ProcessWorkers:
                 if rank == 0 and progress is not None:
                     progress(*value)
 
+    def _end_latest(self) -> None:
+        """Reads it to its end. The ranks hear anew how far they may go, since an interrupt may have kept it from some."""
+        told = None
+        while (answer := self._latest) is not None:
+            closed = answer.closed.is_set()
+            if closed != told:
+                self._allow(answer, last=closed)
+                told = closed
+            self._receive()
+
     def _receive(self) -> None:
         """The next message of the latest answer."""
         if not self._ranks:
             raise WeftError("this LLM is closed; make a new one")
+        answer = self._latest
         message = self._receive_from(self._ranks[0])
-        self._answering = message[0] == "piece"
-        self._found.append(message)
+        answer.found.append(message)
+        if message[0] != "pieces":
+            self._latest = None
+            return
+        answer.received += 1
+        if answer.allowed - answer.received <= answer.ahead // 2 and not answer.closed.is_set():
+            answer.allowed = answer.received + answer.ahead
+            self._allow(answer, last=False)
+
+    def _allow(self, answer: _Answer, last: bool) -> None:
+        try:
+            for pipe in self._ranks.values():
+                pipe.send(Allowance(steps=answer.allowed, last=last))
+        except OSError:
+            raise self._failure() from None
 
     def _receive_from(self, pipe: Connection) -> tuple[str, Any]:
         try:
@@ -238,11 +306,16 @@ class RankWorkers:
         self._team = init()
         self._engine = options.build(self._team, progress if self._team.rank == 0 else None)
 
-    def ask(self, requests: Requests, keep: Callable[[Stats], None]) -> Iterator[Piece]:
-        """The pieces of an answer as they come, on every rank; `keep` gets the statistics at its end."""
+    def ask(
+        self, requests: Requests, keep: Callable[[Stats], None], ahead: int = STREAM_AHEAD
+    ) -> Generator[Piece, None, None]:
+        """The pieces of an answer as they come, on every rank; `keep` gets the statistics at its end.
+
+        No step runs before its pieces are drawn, whatever `ahead` is, so closing an answer frees its seats and pages at once.
+        """
         pieces = self._engine.answer(*requests)
 
-        def kept() -> Iterator[Piece]:
+        def kept() -> Generator[Piece, None, None]:
             yield from pieces
             keep(self._engine.stats)
 
@@ -253,51 +326,28 @@ class RankWorkers:
         self._team.close()
 
 
-def serve(team: Team, address: tuple[str, int], key: bytes, options: EngineOptions) -> None:
-    """What each rank's process runs: it answers what the parent sends to all ranks alike. Rank 0 sends the pieces."""
-    if (process := multiprocessing.parent_process()) is not None:
-        threading.Thread(target=_end_with, args=(process.sentinel,), name="weft parent watch", daemon=True).start()
-    with Client(address, authkey=key) as parent:
-        parent.send(team.rank)
-        engine = options.build(team, lambda *bytes_read: parent.send(("progress", bytes_read)))
-        parent.send(("loaded", None))
-        while True:
-            try:
-                requests = parent.recv()
-            except EOFError:
-                return
-            try:
-                pieces = engine.answer(*requests)
-            except ValueError as error:  # the same on every rank, and the next request may be right
-                if team.rank == 0:
-                    parent.send(("error", error))
-                continue
-            for piece in pieces:
-                if team.rank == 0:
-                    parent.send(("piece", piece))
-            if team.rank == 0:
-                parent.send(("stats", engine.stats))
+def _unpacked(
+    receive: Callable[[], tuple[str, Any]], keep: Callable[[Stats], None], closed: threading.Event
+) -> Generator[Piece, None, None]:
+    """Pieces until the statistics or an error come. Reads the first at once, so that a refusal is raised by the call.
 
+    `closed` is set when no more will be drawn; nothing else is done then, since a garbage collector may do it anywhere.
+    """
 
-def _end_with(sentinel: int) -> None:
-    """A rank whose parent was killed may be waiting on the GPU for another that has noticed already: nobody else ends it."""
-    wait([sentinel])
-    os._exit(1)
-
-
-def _unpacked(receive: Callable[[], tuple[str, Any]], keep: Callable[[Stats], None]) -> Iterator[Piece]:
-    """Pieces until the statistics or an error come. Reads the first at once, so that a refusal is raised by the call."""
-    kind, value = receive()
-    if kind == "error":
-        raise value
-
-    def rest() -> Iterator[Piece]:
-        nonlocal kind, value
-        while kind == "piece":
-            yield value
+    def drawn() -> Generator[Piece | None, None, None]:
+        try:
             kind, value = receive()
-        if kind == "error":
-            raise value
-        keep(value)
+            if kind != "error":
+                yield None  # drawn below: a generator that has not begun would not notice that it is closed
+            while kind == "pieces":
+                yield from value
+                kind, value = receive()
+            if kind == "error":
+                raise value
+            keep(value)
+        finally:
+            closed.set()
 
-    return rest()
+    pieces = drawn()
+    next(pieces)
+    return pieces

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Requests = tuple[list[Prompt], list[SamplingParams]]
 
 # Steps that processes on GPUs may be ahead of their caller: after half as many they hear that they may go on. A step of a large
-# model takes 5 ms on H100s, so a stream that is left stops within 0.3 s, and a caller may be late by half of that before the
+# model takes 5 ms on H200s, so a stream that is left stops within 0.3 s, and a caller may be late by half of that before the
 # GPUs wait for it. `generate` draws all the time, and whatever else its process does is not to hold it up.
 STREAM_AHEAD = 64
 GENERATE_AHEAD = 1024

@@ -203,6 +203,38 @@ def reference_of_norm(case: Case, rank: int, everyone: Sequence[Inputs]) -> torc
     return torch.stack((normed, hidden))
 
 
+def inputs_of_parts(case: Case, rank: int, generator: torch.Generator) -> Inputs:
+    """Those of the norm, but what each rank adds is in three parts, fp32."""
+    _, *others = inputs_of_norm(case, rank, generator)
+    return torch.randn((3, *case.shape), generator=generator, device=generator.device), *others
+
+
+def whole_of_parts(case: Case, parts: torch.Tensor) -> torch.Tensor:
+    """What ``matmul`` gives where ``matmul_parts`` leaves these, bit for bit."""
+    return (parts[0] + parts[1] + parts[2]).to(case.dtype)
+
+
+def run_all_reduce_of_parts(case: Case, team: Any, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    from weft.ops.all_reduce import run_of_parts
+
+    return run_of_parts(x, case.dtype, team)
+
+
+def run_norm_of_parts(
+    case: Case, team: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """[4, ...]: normed, hidden; and both of the factored norm."""
+    arguments = (x, residual, weight, 1e-6, team, case.algorithm)
+    normed, hidden = ops.all_reduce_rms_norm(*arguments, in_parts=True)
+    factored, again = ops.all_reduce_rms_norm(*arguments, factored=True, in_parts=True)
+    return torch.stack((normed, hidden, factored.normed(), again))
+
+
+def reference_of_norm_of_parts(case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    once = reference_of_norm(case, rank, [(whole_of_parts(case, x), *others) for x, *others in everyone])
+    return torch.cat((once, once))
+
+
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": Operation(
         inputs=one_tensor,
@@ -229,6 +261,21 @@ OPERATIONS: dict[str, Operation] = {
         inputs=inputs_of_norm,
         run=run_factored_norm,
         reference=reference_of_norm,
+        length=lambda case: case.world_size + 1 + case.shape[-1],
+        replicated=True,
+        partials=lambda case: 1,
+    ),
+    "all_reduce_of_parts": Operation(
+        inputs=inputs_of_parts,
+        run=run_all_reduce_of_parts,
+        reference=lambda case, rank, everyone: sum_of([whole_of_parts(case, x) for x, *_ in everyone]),
+        length=lambda case: case.world_size,
+        replicated=True,
+    ),
+    "all_reduce_norm_of_parts": Operation(
+        inputs=inputs_of_parts,
+        run=run_norm_of_parts,
+        reference=reference_of_norm_of_parts,
         length=lambda case: case.world_size + 1 + case.shape[-1],
         replicated=True,
         partials=lambda case: 1,
@@ -326,6 +373,11 @@ def _collectives() -> None:
             for dtype, shape in ((BF16, (5, 48)), (FP16, (2, 3, 640)), (FP32, (9, 100)), (BF16, (0, 64))):
                 for op in ("all_reduce_rms_norm", "all_reduce_factored_norm"):
                     add(Case(op=op, world_size=w, dtype=dtype, shape=shape, algorithm=algorithm))
+            for dtype, shape in ((BF16, (5, 48)), (FP16, (3, 640))):
+                add(Case(op="all_reduce_norm_of_parts", world_size=w, dtype=dtype, shape=shape, algorithm=algorithm))
+        # One shot and two, by size.
+        for shape in ((1, 640), (33, 5120)):
+            add(Case(op="all_reduce_of_parts", world_size=w, dtype=BF16, shape=shape))
     for w in (1, 3, 8):
         for op in ("all_reduce_rms_norm", "all_reduce_factored_norm"):
             add(Case(op=op, world_size=w, dtype=BF16, shape=(5, 72)))

@@ -376,7 +376,7 @@ def _collectives() -> None:
             for dtype, shape in ((BF16, (5, 48)), (FP16, (3, 640))):
                 add(Case(op="all_reduce_norm_of_parts", world_size=w, dtype=dtype, shape=shape, algorithm=algorithm))
         # One shot and two, by size.
-        for shape in ((1, 640), (33, 5120)):
+        for shape in ((1, 640), (33, 5120), (0, 64)):
             add(Case(op="all_reduce_of_parts", world_size=w, dtype=BF16, shape=shape))
     for w in (1, 3, 8):
         for op in ("all_reduce_rms_norm", "all_reduce_factored_norm"):

@@ -132,5 +132,5 @@ class RowParallelLinear(nn.Module):
         if plan.mode == "ag_rs":
             return ops.matmul_reduce_scatter(x, self.weight, self.team, own_first=own_first)
         if plan.deferred:
-            return ops.matmul_parts(x, self.weight)
+            return ops.matmul_parts(x, self.weight) if plan.fused else F.linear(x, self.weight)
         return ops.matmul_all_reduce(x, self.weight, self.team)

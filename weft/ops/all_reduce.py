@@ -174,9 +174,11 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> t
 
 
 def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
-    """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous and
-    not empty, as ``weft.ops.skinny`` leaves them; W > 1."""
+    """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous, as
+    ``weft.ops.skinny`` leaves them; W > 1."""
     out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
     decision = chosen("all_reduce", out, team, "auto")
     if isinstance(decision.plan, CopyPlan):
         return run(x.sum(dim=0).to(dtype), team, decision.algorithm, decision.plan)

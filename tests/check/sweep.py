@@ -85,9 +85,7 @@ def factored_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tens
 def norm_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Behind the product that leaves them, whose kernel may still run."""
     parts = ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16())
-    return ops.all_reduce_rms_norm(
-        parts, torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team, in_parts=True
-    )
+    return ops.all_reduce_rms_norm(parts, torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team)
 
 
 def sum_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:

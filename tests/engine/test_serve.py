@@ -1,6 +1,7 @@
 """How far ranks run ahead of their parent, and that they stop together: threads for processes, counted steps for a model's."""
 
 import os
+import pickle
 import socket
 import threading
 from types import SimpleNamespace
@@ -201,23 +202,53 @@ def test_the_ranks_run_ahead_of_a_caller_who_does_not_draw(ranks):
     assert numbers(stream) == tokens(LONG)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_an_interrupt_between_what_the_ranks_are_told_does_not_part_them(ranks, which):
+def interrupt(ranks, kind, number):
+    """Behind the so many-th message of a kind from now on, for which an interrupt waits that has come in the meantime."""
+    outbox, told = ranks.workers._outbox, []
+
+    def put(message):
+        outbox.put(message)
+        if message is not None and isinstance(pickle.loads(message), serve.Allowance) == (kind == "allowance"):
+            told.append(message)
+            if len(told) == number:
+                raise KeyboardInterrupt
+
+    ranks.workers._outbox = SimpleNamespace(get=outbox.get, put=put)
+
+
+def test_an_interrupt_as_the_ranks_are_told_does_not_part_them(ranks):
     stream = ranks.ask(LONG, 8)
-    interrupt(ranks, which, message=1)
+    interrupt(ranks, "allowance", 1)
     with pytest.raises(KeyboardInterrupt):
         list(stream)
     assert numbers(ranks.ask(30, 8)) == tokens(30)
-    assert ranks.ran(0) == 12  # as those know who were told
+    assert ranks.ran(0) == 12  # as they were told
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
+def test_ranks_end_without_an_error_when_their_parent_closes_after_an_interrupt(ranks):
+    stream = ranks.ask(LONG, 8)
+    interrupt(ranks, "allowance", 1)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    ranks.workers.close()
+    assert not ranks.workers._thread.is_alive() and ranks.workers._error is None
+    assert ranks.ran(0) == 12
+
+
+def test_an_interrupted_request_is_as_one_that_was_closed_at_once(ranks):
+    interrupt(ranks, "request", 1)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.ask(LONG, 8)
+    assert numbers(ranks.ask(30, 8)) == tokens(30)
+    assert (ranks.ran(0), ranks.ran(1)) == (8, 30)
+
+
 @pytest.mark.parametrize(("closed", "message"), [(False, 1), (False, 2), (False, 5), (True, 1)])
-def test_a_call_that_is_interrupted_as_it_ends_the_answer_before_leaves_that_to_the_next(ranks, which, closed, message):
+def test_a_call_that_is_interrupted_as_it_ends_the_answer_before_leaves_that_to_the_next(ranks, closed, message):
     stream = ranks.ask(LONG, 7)
     if closed:
         stream.close()
-    interrupt(ranks, which, message)
+    interrupt(ranks, "allowance", message)
     with pytest.raises(KeyboardInterrupt):
         ranks.ask(30, 7)
     assert numbers(ranks.ask(30, 7)) == tokens(30)
@@ -226,19 +257,10 @@ def test_a_call_that_is_interrupted_as_it_ends_the_answer_before_leaves_that_to_
         assert numbers(stream) == tokens(LONG)
 
 
-def interrupt(ranks, which, message):
-    """As the parent tells a rank how far it may go, for the so many-th time from now on."""
-    pipe, told = list(ranks.workers._ranks.values())[which], []
-    send = pipe.send
-
-    def interrupted(one):
-        if isinstance(one, serve.Allowance):
-            told.append(one)
-            if len(told) == message:
-                raise KeyboardInterrupt
-        send(one)
-
-    pipe.send = interrupted
+def test_a_message_that_cannot_be_sent_is_said_at_once_and_leaves_nothing_behind(ranks):
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        ranks.ask(30, 8, prompt=lambda: "x")
+    assert numbers(ranks.ask(30, 8)) == tokens(30)
 
 
 def test_ranks_whose_parent_closes_in_an_answer_end_at_one_step_without_an_error(ranks):

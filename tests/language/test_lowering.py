@@ -42,6 +42,7 @@ def every_word(x, out, signals, n, team, BLOCK: tl.constexpr):
     wl.put_signal(x, out, n, signals, 3, 1, team, "add")
     wl.put_signal_nbi(x, out, n, signals, 3, 1, team)
     wl.fence(team)
+    wl.gather_stores()
     wl.quiet(team)
     wl.barrier(team)
     words = wl.lamport_load(x + offsets, offsets < n, team)
@@ -119,6 +120,25 @@ def test_notify_drains_tma_stores_then_meets_its_threads_then_releases():
     tile = TensorDescriptor.from_tensor(X, [64, 64])
     ptx = compiled(tma_store_then_notify, tile, tile, SIGNALS, a_view(), arch="sm_90").asm["ptx"]
     positions(ptx, "cp.async.bulk.tensor.2d.global", "cp.async.bulk.wait_group 0;", "bar.sync", "st.release.sys.global")
+
+
+@triton.jit
+def store_then_release(x, signals, tickets, team, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(wl.symm_at(x, 1, team) + offsets, tl.load(x + offsets))
+    wl.notify(signals, 1, 1, team)
+    tl.store(x + offsets, tl.load(x + BLOCK + offsets))
+    wl.gather_stores()
+    tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu")
+
+
+def test_on_gfx942_every_wave_s_stores_are_in_memory_before_the_barrier_of_a_release():
+    """Of more than one wave: the one that releases does not wait for the others' stores."""
+    asm = compiled(store_then_release, X, SIGNALS, SIGNALS, a_view(), 4096, arch="gfx942", num_warps=4).asm["amdgcn"]
+    done = ("s_waitcnt vmcnt(0)", "buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)", "s_barrier")
+    found = positions(asm, *done, "global_atomic_swap", "s_barrier")
+    assert asm.rindex("_store_dword", 0, found[3]) < found[0]
+    positions(asm[found[4] :], "_store_dword", *done, "global_atomic_add")
 
 
 def test_notify_without_tma_has_the_barrier_before_the_release_on_sm_80():

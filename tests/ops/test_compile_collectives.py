@@ -20,25 +20,26 @@ from weft.ops.barrier import barrier_kernel
 from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, Plan, of_world
 from weft.ops.exchange import WIDE_BYTES, registers_of
 from weft.ops.reduce_scatter import reduce_scatter_kernel
+from weft.ops.skinny_config import MAX_PARTS_LEFT
 from weft.ops.staging import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
 from weft.runtime.cuda import resident_programs
 
 WIDTH = 6144
 # name -> (kernel, transport, constants of its own)
 KERNELS = {
-    "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "PARTS": 1}),
-    "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "PARTS": 1}),
-    "one_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "PARTS": 3}),
-    "two_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "PARTS": 3}),
+    "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": 1}),
+    "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "SUMMANDS": 1}),
+    "one_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": MAX_PARTS_LEFT}),
+    "two_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "SUMMANDS": MAX_PARTS_LEFT}),
     "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
     "all_gather": (all_gather_kernel, "keyed", {}),
     "all_to_all": (all_to_all_kernel, "keyed", {}),
 } | {
     f"norm_{'two' if two_shot else 'one'}_shot{'_factored' if factored else ''}{'_of_parts' if parts > 1 else ''}": (
         all_reduce_rms_norm_kernel, "lamport",
-        {"TWO_SHOT": two_shot, "FACTORED": factored, "WIDTH": WIDTH, "PART": 512, "PARTS": parts},
+        {"TWO_SHOT": two_shot, "FACTORED": factored, "WIDTH": WIDTH, "PART": 512, "SUMMANDS": parts},
     )
-    for two_shot in (False, True) for factored in (False, True) for parts in (1, 3)
+    for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTS_LEFT)
 }  # fmt: skip
 
 

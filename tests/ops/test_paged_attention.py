@@ -153,7 +153,7 @@ def test_a_replayed_graph_follows_lengths_and_pages():
 
 
 MUTATIONS = {
-    "no barrier": ("tl.debug_barrier()", "pass", "missing-barrier"),
+    "no barrier": ("wl.gather_stores()", "pass", "missing-barrier"),
     "no release": ('sem="acq_rel"', 'sem="acquire"', "relaxed-order"),
     "no acquire": ('sem="acq_rel"', 'sem="release"', "relaxed-order"),
     "joined by the first": ("== count - 1", "== 0", "race"),

@@ -144,12 +144,18 @@ def test_explain_refuses_sizes_that_do_not_fit(arguments, options, message):
 
 
 def test_a_product_and_a_collective_one_after_the_other_are_both_named():
-    for op, M, said in (
-        ("gemm_ar", 16, "; the product of few rows (weft.ops.skinny), 3 parts of K, then all_reduce, one_shot"),
-        ("gemm_ar", 64, "; the product of few rows (weft.ops.skinny), 1 part of K, then all_reduce, two_shot"),
-        ("gemm_ar", 128, "; the library's product, then all_reduce, two_shot"),
-        ("gemm_rs", 128, "; the library's product, then reduce_scatter, "),
-        ("ag_gemm", 128, "; all_gather, then the library's product"),
+    for op, M, K, said in (
+        (
+            "gemm_ar",
+            16,
+            6400,
+            "; the product of few rows (weft.ops.skinny) in 3 parts of K, then all_reduce (one_shot)",
+        ),
+        ("gemm_ar", 64, 6400, "; the product of few rows (weft.ops.skinny), then all_reduce (two_shot)"),
+        ("gemm_ar", 16, 6401, "; the library's product, then all_reduce (one_shot)"),
+        ("gemm_ar", 128, 6400, "; the library's product, then all_reduce (two_shot)"),
+        ("gemm_rs", 128, 6400, "; the library's product, then reduce_scatter (push)"),
+        ("ag_gemm", 128, 6400, "; all_gather (push), then the library's product"),
     ):
-        found = ops.explain(op, M=M, N=5120, K=6400, world_size=4, caps=GPU)
+        found = ops.explain(op, M=M, N=5120, K=K, world_size=4, caps=GPU)
         assert found.algorithm == "library" and said in found.reason, found.reason

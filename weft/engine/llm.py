@@ -121,9 +121,9 @@ class LLM:
         """The same, a piece of some prompt as soon as its token is there.
 
         A stream that is closed or dropped before its end stops: the ranks run 64 more steps at most, and the next call does
-        not wait for more. `stats` stay those of the answer before. A stream that is kept stays to be drawn: the next call
-        computes its rest first, under torchrun beside its own. On GPUs a caller who falls 64 steps behind is waited for, and
-        `stats` count that time.
+        not wait for more. `stats` stay those of the answer before. One that a name still holds is kept though its loop was
+        left: it stays to be drawn, and the next call computes its rest first, under torchrun beside its own; close it, or
+        draw it in `contextlib.closing`. On GPUs a caller who falls 64 steps behind is waited for, and `stats` count that time.
         """
         return self._ask(as_prompts(prompts), params, STREAM_AHEAD)
 

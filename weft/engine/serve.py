@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Allowance(NamedTuple):
     """From the parent to all ranks alike: how many steps of this answer they may run in all, and whether it ends there.
 
-    A rank reads the next one when it has run them, so all read it at the same step, and agree. The number counts from the
-    answer's beginning: a rank that has missed one, to an interrupt between two sends, is told the same by the next.
+    A rank reads the next one when it has run them, so all read it at the same step, and agree. One that ends the answer may
+    name fewer than they have run: it ends where they are.
     """
 
     steps: int
@@ -73,7 +73,7 @@ def _answer_next(rank: int, engine: Engine, parent: Connection) -> None:
             tell("pieces", pieces)
             while done == allowance.steps and not allowance.last:
                 allowance = hear()
-            if done == allowance.steps:
+            if done >= allowance.steps:
                 break
     tell("stats", engine.stats)
 

@@ -9,9 +9,11 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
 
 Requests = tuple[list[Prompt], list[SamplingParams]]
 
-# Steps that processes on GPUs may be ahead of their caller: after half as many they hear that they may go on. A step of a large
-# model takes 5 ms on H200s, so a stream that is left stops within 0.3 s, and a caller may be late by half of that before the
-# GPUs wait for it. `generate` draws all the time, and whatever else its process does is not to hold it up.
+# Steps that processes on GPUs may be ahead of their caller: after half as many they hear that they may go on. A decoding step
+# of Qwen3-32B takes 5 to 12 ms on H200s, so a stream that is left stops within 0.3 to 0.8 s, later where long prompts are
+# being read, and a caller may be late by half of that before the GPUs wait for it. `generate` draws all the time, and whatever
+# else its process does is not to hold it up.
 STREAM_AHEAD = 64
 GENERATE_AHEAD = 1024
 
@@ -171,6 +174,7 @@ class ProcessWorkers:
         self._listener = Listener(("127.0.0.1", 0), backlog=world_size, authkey=self._key)
         self._error: BaseException | None = None
         self._ranks: dict[int, Connection] = {}
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._latest: _Answer | None = None  # of which more is to come
         self._closed = False
         self._lock = threading.Lock()
@@ -180,6 +184,8 @@ class ProcessWorkers:
         )
         self._thread.start()
         threading.Thread(target=self._accept, args=(world_size,), name="weft callers", daemon=True).start()
+        self._sender = threading.Thread(target=self._send, name="weft sender", daemon=True)
+        self._sender.start()
         try:
             while len(self._ranks) < world_size:
                 self._thread.join(timeout=0.05)
@@ -197,17 +203,8 @@ class ProcessWorkers:
 
         What is left of the last answer is read now, and stays its own; one that was closed ends where the ranks may go by now.
         """
-        with self._lock:
-            self._end_latest()
-            if not self._thread.is_alive():
-                raise self._failure()
-            answer = _Answer(ahead=ahead, allowed=ahead)
-            try:
-                for pipe in self._ranks.values():
-                    pipe.send((requests, Allowance(steps=ahead, last=False)))
-                    self._latest = answer  # also where nobody waits for the first piece
-            except OSError:
-                raise self._failure() from None
+        answer = _Answer(ahead=ahead, allowed=ahead)
+        message = _pickled((requests, Allowance(steps=ahead, last=False)))
 
         def receive() -> tuple[str, Any]:
             with self._lock:
@@ -215,12 +212,26 @@ class ProcessWorkers:
                     self._receive()
                 return answer.found.popleft()
 
-        return _unpacked(receive, keep, answer.closed)
+        try:
+            with self._lock:
+                self._end_latest()
+                if not self._thread.is_alive():
+                    raise self._failure()
+                # No call between these two, behind which an interrupt might come: what is asked is known, and the reverse.
+                self._latest = answer
+                self._outbox.put(message)
+            return _unpacked(receive, keep, answer.closed)
+        except BaseException:
+            answer.closed.set()  # nobody has it
+            raise
 
     def close(self) -> None:
+        self._closed = True
+        self._outbox.put(None)
+        self._sender.join(timeout=30)  # what one rank has been told, all have
         for pipe in self._ranks.values():
             pipe.close()  # a rank that reads from it ends
-        self._ranks, self._closed = {}, True
+        self._ranks = {}
         self._listener.close()
         self._thread.join(timeout=30)
 
@@ -255,14 +266,20 @@ class ProcessWorkers:
                 if rank == 0 and progress is not None:
                     progress(*value)
 
+    def _send(self) -> None:
+        """What a thread of its own does, which no interrupt reaches: every message goes to all ranks, or to none."""
+        while (message := self._outbox.get()) is not None:
+            for pipe in self._ranks.values():
+                with suppress(OSError):  # a rank that has ended: who reads from rank 0 hears of it
+                    pipe.send_bytes(message)
+
     def _end_latest(self) -> None:
-        """Reads it to its end. The ranks hear anew how far they may go, since an interrupt may have kept it from some."""
-        told = None
+        """Reads it to its end, which is near if it is closed."""
+        told = False
         while (answer := self._latest) is not None:
-            closed = answer.closed.is_set()
-            if closed != told:
-                self._allow(answer, last=closed)
-                told = closed
+            if answer.closed.is_set() and not told:
+                self._outbox.put(_pickled(Allowance(steps=answer.allowed, last=True)))
+                told = True
             self._receive()
 
     def _receive(self) -> None:
@@ -277,20 +294,18 @@ class ProcessWorkers:
             return
         answer.received += 1
         if answer.allowed - answer.received <= answer.ahead // 2 and not answer.closed.is_set():
-            answer.allowed = answer.received + answer.ahead
-            self._allow(answer, last=False)
-
-    def _allow(self, answer: _Answer, last: bool) -> None:
-        try:
-            for pipe in self._ranks.values():
-                pipe.send(Allowance(steps=answer.allowed, last=last))
-        except OSError:
-            raise self._failure() from None
+            allowance = Allowance(steps=answer.received + answer.ahead, last=False)
+            self._outbox.put(_pickled(allowance))
+            answer.allowed = allowance.steps
 
     def _receive_from(self, pipe: Connection) -> tuple[str, Any]:
         try:
             return pipe.recv()
         except (EOFError, OSError):
+            raise self._failure() from None
+        except TypeError:  # `close`, called by another thread, has taken the pipe away
+            if not self._closed:
+                raise
             raise self._failure() from None
 
     def _failure(self) -> BaseException:
@@ -324,6 +339,11 @@ class RankWorkers:
     def close(self) -> None:
         del self._engine
         self._team.close()
+
+
+def _pickled(message: Any) -> bytes:
+    """As `Connection.recv` reads it."""
+    return bytes(ForkingPickler.dumps(message))
 
 
 def _unpacked(

@@ -21,6 +21,7 @@ from weft.language.multimem import multimem_load_reduce, multimem_store
 from weft.language.ordering import (
     fence,
     follow_previous_kernel,
+    gather_stores,
     let_next_kernel_start,
     quiet,
     wait_for_previous_kernel,
@@ -30,7 +31,8 @@ from weft.language.prefetching import prefetch
 from weft.language.signals import barrier, consume_token, notify, wait
 
 __all__ = [
-    "advance_epoch", "barrier", "consume_token", "fence", "follow_previous_kernel", "get", "get_nbi", "lamport_clear",
+    "advance_epoch", "barrier", "consume_token", "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi",
+    "lamport_clear",
     "lamport_load", "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store",
     "let_next_kernel_start", "multimem_load_reduce", "multimem_store", "next_epoch", "notify", "num_ranks", "prefetch",
     "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",

@@ -7,10 +7,17 @@ from weft.language.lowering import stock
 
 
 @triton.jit
+def gather_stores():
+    """A CTA barrier behind which one thread's release, of an atomic operation for instance, stands for all threads' stores."""
+    stock.complete_stores()
+    tl.debug_barrier()
+
+
+@triton.jit
 def fence(team):
     """This program's puts and stores to any peer before it are delivered before those after it."""
     stock.drain_tma_stores()
-    tl.debug_barrier()
+    gather_stores()
     stock.fence_system(team.barriers)
     tl.debug_barrier()
 

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.lowering import stock
+from weft.language.ordering import gather_stores
 
 # What `notify` does to a signal. Constexpr objects because Triton 3.6 takes no plain string as a default.
 SET: tl.constexpr = tl.constexpr("set")
@@ -24,7 +25,7 @@ def notify(signal, peer, value, team, op: tl.constexpr = SET):
     visible system-wide before ``peer`` can see the new value. Contains a CTA barrier: call it where all threads come.
     """
     stock.drain_tma_stores()
-    tl.debug_barrier()
+    gather_stores()
     target = symm_at(signal, peer, team)
     if op == "add":
         stock.add_release(target, value)

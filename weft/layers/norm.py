@@ -41,10 +41,7 @@ class ResidualRMSNorm(nn.Module):
         if plan.fused or plan.deferred:
             residual = torch.zeros_like(x) if residual is None else residual
         if plan.deferred:
-            in_parts = x.dim() > residual.dim()
-            return ops.all_reduce_rms_norm(
-                x, residual, self.weight, self.eps, self.team, factored=plan.factored, in_parts=in_parts
-            )
+            return ops.all_reduce_rms_norm(x, residual, self.weight, self.eps, self.team, factored=plan.factored)
         if plan.fused:
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         hidden = x if residual is None else x + residual

@@ -3,7 +3,7 @@
 mode      tokens between layers     column-parallel            row-parallel
 torch     replicated [M, H]         cuBLAS                     cuBLAS, then torch.distributed's all-reduce
 ag_rs     sharded    [M/W, H]       all_gather_matmul          matmul_reduce_scatter
-gemm_ar   replicated [M, H]         matmul                     matmul_all_reduce; deferred: matmul, partial sums
+gemm_ar   replicated [M, H]         matmul                     matmul_all_reduce; deferred: matmul_parts, partial sums
 
 M is a multiple of W in ag_rs. A column-parallel layer always returns all M tokens, of its own share of the features.
 """

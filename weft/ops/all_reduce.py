@@ -40,7 +40,7 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "copy_engine")
 
 @triton.jit
 def all_reduce_kernel(
-    x,  # [n], or PARTS summands of it, fp32, n elements apart
+    x,  # [n], or SUMMANDS summands of it, fp32, n elements apart
     out,  # [n]
     n,
     buffer,  # Slots, in out's dtype
@@ -50,7 +50,7 @@ def all_reduce_kernel(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
     TWO_SHOT: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUMMANDS: tl.constexpr,
 ):
     """out = sum over ranks of x.                                   grid: (programs,), each over every programs-th tile
 
@@ -66,21 +66,21 @@ def all_reduce_kernel(
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     if TWO_SHOT:
-        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, PARTS)
+        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
     else:
-        epoch = one_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, PARTS)
+        epoch = one_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
     keep_epoch(epochs, epoch)
 
 
 @triton.jit
-def summand(x, out, n, at, mask, PARTS: tl.constexpr):
+def summand(x, out, n, at, mask, SUMMANDS: tl.constexpr):
     """What this rank adds at ``at``, in out's dtype."""
-    return product_of_parts(x + at, mask, n, PARTS, out.dtype.element_ty)
+    return product_of_parts(x + at, mask, n, SUMMANDS, out.dtype.element_ty)
 
 
 @triton.jit
 def one_shot(
-    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, PARTS: tl.constexpr
+    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, SUMMANDS: tl.constexpr
 ):  # fmt: skip
     """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -88,13 +88,13 @@ def one_shot(
     end = tl.cast(n, tl.int64)
     tiles = count_tiles(end, BLOCK)
     ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    send_whole(x, out, n, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT, PARTS)
+    send_whole(x, out, n, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
     for tile in range(program, tiles, programs):
         if tile + programs < tiles:
-            send_whole(x, out, n, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT, PARTS)
+            send_whole(x, out, n, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
         start = tl.cast(tile, tl.int64) * BLOCK
         inside = columns < tile_rest(end, start, BLOCK)
-        own = summand(x, out, n, start + columns, inside, PARTS)
+        own = summand(x, out, n, start + columns, inside, SUMMANDS)
         received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + columns, sum_of_ranks(received).to(out.dtype.element_ty), mask=inside)
         epoch += 1
@@ -104,18 +104,18 @@ def one_shot(
 @triton.jit
 def send_whole(
     x, out, n, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUMMANDS: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK elements to all ranks."""
     columns = tl.arange(0, BLOCK)
     start = tl.cast(tile, tl.int64) * BLOCK
-    own = summand(x, out, n, start + columns, columns < tile_rest(tl.cast(n, tl.int64), start, BLOCK), PARTS)
+    own = summand(x, out, n, start + columns, columns < tile_rest(tl.cast(n, tl.int64), start, BLOCK), SUMMANDS)
     send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
 
 
 @triton.jit
 def two_shot(
-    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, PARTS: tl.constexpr
+    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, SUMMANDS: tl.constexpr
 ):  # fmt: skip
     """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
     world: tl.constexpr = wl.num_ranks(team)
@@ -127,15 +127,15 @@ def two_shot(
     from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
     mine = wl.rank(team) * BLOCK + columns
     parts, before, following = epoch, epoch - 1, epoch + 1
-    send_shares(x, out, n, program, slot, parts, team, BLOCK, ROWS, TRANSPORT, PARTS)
+    send_shares(x, out, n, program, slot, parts, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
     for tile in range(program, tiles, programs):
         next_parts = following
         if tile + programs < tiles:
-            send_shares(x, out, n, tile + programs, slot, next_parts, team, BLOCK, ROWS, TRANSPORT, PARTS)
+            send_shares(x, out, n, tile + programs, slot, next_parts, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
             following += 1
         start = tl.cast(tile, tl.int64) * (world * BLOCK)
         rest = tile_rest(end, start, world * BLOCK)
-        own = summand(x, out, n, start + mine, mine < rest, PARTS)
+        own = summand(x, out, n, start + mine, mine < rest, SUMMANDS)
         received = receive(own, slot, parts, before, team, ordered, ROWS, TRANSPORT, BLOCK)
         part = sum_of_ranks(received).to(out.dtype.element_ty)
         send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, following, team, TRANSPORT, BLOCK)
@@ -149,14 +149,14 @@ def two_shot(
 @triton.jit
 def send_shares(
     x, out, n, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUMMANDS: tl.constexpr,
 ):  # fmt: skip
     """Part s of a tile of W * BLOCK elements to rank s."""
     world: tl.constexpr = wl.num_ranks(team)
     start = tl.cast(tile, tl.int64) * (world * BLOCK)
     part = send_order(team, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = is_sent(team, ROWS) & (part < tile_rest(tl.cast(n, tl.int64), start, world * BLOCK))
-    send(summand(x, out, n, start + part, mask, PARTS), slot, epoch, team, TRANSPORT, BLOCK)
+    send(summand(x, out, n, start + part, mask, SUMMANDS), slot, epoch, team, TRANSPORT, BLOCK)
 
 
 def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> torch.Tensor:
@@ -177,8 +177,6 @@ def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tenso
     """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous, as
     ``weft.ops.skinny`` leaves them; W > 1."""
     out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
-    if out.numel() == 0:
-        return out
     decision = chosen("all_reduce", out, team, "auto")
     if isinstance(decision.plan, CopyPlan):
         return run(x.sum(dim=0).to(dtype), team, decision.algorithm, decision.plan)
@@ -189,7 +187,7 @@ def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tenso
 def _launch(x: torch.Tensor, out: torch.Tensor, team: Team, algorithm: str, plan: Plan, parts: int) -> None:
     two_shot = algorithm == "two_shot"
     tiles = cdiv(out.nbytes, plan.row_bytes * (team.size if two_shot else 1))
-    launch(all_reduce_kernel, x, out, out.numel(), tiles, team, plan, TWO_SHOT=two_shot, PARTS=parts)
+    launch(all_reduce_kernel, x, out, out.numel(), tiles, team, plan, TWO_SHOT=two_shot, SUMMANDS=parts)
 
 
 @custom_op("all_reduce")

@@ -40,7 +40,7 @@ from weft.ops.exchange import (
 )
 from weft.ops.factored_norm import FactoredNorm
 from weft.ops.matmul_parts import product_of_parts
-from weft.ops.registration import FLOATS, check_choice, check_has_rows, check_tensor
+from weft.ops.registration import FLOATS, HALVES, check_choice, check_has_rows, check_tensor
 from weft.runtime.team import Team, find_team
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -86,7 +86,7 @@ def squares_of(hidden):
 
 @triton.jit
 def all_reduce_rms_norm_kernel(
-    x,  # [n, WIDTH], or PARTS summands of it, fp32
+    x,  # [n, WIDTH], or SUMMANDS summands of it, fp32
     normed,  # [n, WIDTH]
     n,
     buffer,  # Slots, in hidden's dtype
@@ -106,7 +106,7 @@ def all_reduce_rms_norm_kernel(
     PART: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     FACTORED: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUMMANDS: tl.constexpr,
 ):
     """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight; FACTORED: normed = hidden * weight, and
     sums[t, p] = sum(hidden[t, part p]^2) / WIDTH.
@@ -144,11 +144,11 @@ def all_reduce_rms_norm_kernel(
             to_peer = send_order(team, ROWS)[:, None]
             there = is_sent(team, ROWS) & (to_peer < rest) & inside[None, :]
             asked = x + (first + to_peer) * WIDTH + columns[None, :]
-            rows = product_of_parts(asked, there, part_stride, PARTS, dtype)
+            rows = product_of_parts(asked, there, part_stride, SUMMANDS, dtype)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
-            own = product_of_parts(x + mine, exists, part_stride, PARTS, dtype)
+            own = product_of_parts(x + mine, exists, part_stride, SUMMANDS, dtype)
             before = tl.load(residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
@@ -171,7 +171,7 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = product_of_parts(x + place, inside, part_stride, PARTS, dtype)
+            own = product_of_parts(x + place, inside, part_stride, SUMMANDS, dtype)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
@@ -216,7 +216,7 @@ def run(
             all_reduce_rms_norm_kernel, x.contiguous(), normed, rows, min(tiles * parts, programs), team, plan,
             hidden, residual.contiguous(), weight.contiguous(), eps, residual.numel(), sums, counts, WIDTH=width,
             PART=plan.row_bytes // itemsize, TWO_SHOT=two_shot, FACTORED=factored,
-            PARTS=x.shape[0] if x.dim() > residual.dim() else 1,
+            SUMMANDS=x.shape[0] if x.dim() > residual.dim() else 1,
         )  # fmt: skip
     return (normed, hidden) if squares is None else (normed, hidden, squares)
 
@@ -282,31 +282,30 @@ def _(x, residual, weight, team, algorithm):
 
 def all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str = "auto",
-    *, factored: bool = False, in_parts: bool = False,
+    *, factored: bool = False,
 ) -> tuple[torch.Tensor | FactoredNorm, torch.Tensor]:  # fmt: skip
     """``(normed, hidden)``: hidden = the sum of all ranks' ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
-    x          [..., H], any strides, fp16, bf16 or fp32, on ``team.device``, H a multiple of 16 bytes and at most 64 KiB
+    x          [..., H], any strides, fp16, bf16 or fp32, on ``team.device``, H a multiple of 16 bytes and at most 64 KiB; or
+               as ``matmul_parts`` leaves it where K is split: fp32 [parts, ..., H] beside a residual of 2 bytes, added up in
+               their order and rounded to residual's dtype before anything is sent
     residual   the same on all ranks, of x's shape and dtype
-    weight     [H] of x's dtype
+    weight     [H] of residual's dtype
     algorithm  "auto", "one_shot" or "two_shot", as of ``all_reduce``
     factored   ``normed`` is a FactoredNorm, for the products behind it: sooner, since no part of a row waits for the others.
                Of fp16 it may overflow: hidden * weight is kept before it is divided
-    in_parts   x is what ``matmul_parts`` left where K is split, fp32 [parts, ..., H] with residual [..., H]: each rank's parts
-               are added up in their order and rounded to residual's dtype, as ``matmul`` does, before anything is sent
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. ValueError for wrong arguments. No backward.
     """
-    dtypes = {"x": (torch.float32,), "residual": FLOATS} if in_parts else {"x": FLOATS, "residual": (x.dtype,)}
-    for name, tensor in (("x", x), ("residual", residual), ("weight", weight)):
-        check_tensor("all_reduce_rms_norm", name, tensor, team, dtypes.get(name, (residual.dtype,)))
+    in_parts = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
+    check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS)
+    for name, tensor in (("residual", residual), ("weight", weight)):
+        check_tensor("all_reduce_rms_norm", name, tensor, team, (residual.dtype if in_parts else x.dtype,))
     check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALGORITHMS)
     check_has_rows("all_reduce_rms_norm", "x", x)
-    if in_parts and (x.dim() < 2 or x.shape[0] == 0):
-        raise ValueError(
-            f"all_reduce_rms_norm: x has shape {tuple(x.shape)}; in parts it must be [parts, ..., H], of 1 or more"
-        )
+    if in_parts and x.shape[0] == 0:
+        raise ValueError(f"all_reduce_rms_norm: x has shape {tuple(x.shape)}, no part; pass what matmul_parts returned")
     whole, of_parts = (x.shape[1:], " in parts") if in_parts else (x.shape, "")
     for name, tensor, shape in (("residual", residual, whole), ("weight", weight, whole[-1:])):
         if tensor.shape != shape:

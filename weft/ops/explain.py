@@ -170,17 +170,18 @@ def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Cap
 
 def _one_after_the_other(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
     """Which collective and which product, as the end of a sentence."""
+    M, N, K = size
     if op == "all_gather_matmul":
-        return "; all_gather, then the library's product"
+        algorithm = choose("all_gather", M // world_size * K * dtype.itemsize, dtype, world_size, caps).algorithm
+        return f"; all_gather ({algorithm}), then the library's product"
     product, collective = "the library's product", op.removeprefix("matmul_")
-    if op == "matmul_all_reduce":
+    if op == "matmul_all_reduce" and K * dtype.itemsize % 16 == 0:
         few_rows, _ = skinny_config.configured("matmul", *size, dtype, caps, in_parts=True)
         if few_rows is not None:
-            parts = skinny_config.parts_of(few_rows, size[2])
-            product = f"the product of few rows (weft.ops.skinny), {parts} part{'s' if parts > 1 else ''} of K"
-    nbytes = size[0] * size[1] * dtype.itemsize
-    algorithm = choose(collective, nbytes, dtype, world_size, caps).algorithm
-    return f"; {product}, then {collective}, {algorithm}"
+            parts = skinny_config.parts_of(few_rows, K)
+            product = "the product of few rows (weft.ops.skinny)" + (f" in {parts} parts of K" if parts > 1 else "")
+    algorithm = choose(collective, M * N * dtype.itemsize, dtype, world_size, caps).algorithm
+    return f"; {product}, then {collective} ({algorithm})"
 
 
 def _no_row(op: str, shape: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:

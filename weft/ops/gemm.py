@@ -100,7 +100,7 @@ def leave_part(
     scratch += 16 * wl.zero_here()
     mine = scratch + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N)
     tl.store(mine + packed(BLOCK_M, BLOCK_N, BLOCK_N), acc)
-    tl.debug_barrier()
+    wl.gather_stores()
     ticket = tl.atomic_add(tickets + (place - whole), 1, sem="acq_rel", scope="gpu")
     is_last = ticket == end - low - 1
     if is_last:

@@ -28,7 +28,7 @@ def sum_of_parts(source, mask, part_stride, PARTS: tl.constexpr):
 
 @triton.jit
 def product_of_parts(source, mask, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """That sum rounded to ``dtype``, which is what ``matmul`` gives; of one part, which may have it, what stands there."""
+    """That sum rounded to ``dtype``, as ``matmul`` rounds its own; of one part, which may have it, what stands there."""
     if PARTS == 1:
         return tl.load(source, mask=mask, other=0.0).to(dtype)
     else:

@@ -88,7 +88,7 @@ def attend_and_join(
             part = (pair.to(tl.int64) * splits + split) * GROUP
             tl.store(parts + part * D + kept * D + column, mean, mask=kept < GROUP)
             tl.store(weights + part + row, weight, mask=row < GROUP)
-            tl.debug_barrier()  # all threads' stores come before the ticket
+            wl.gather_stores()
             if tl.atomic_add(tickets + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
                 tl.store(tickets + pair, 0)
                 first_part = pair.to(tl.int64) * splits * GROUP

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 OPS = ("matmul", "matmul_silu_mul")
 MAX_PARTS = 16
+# Where the kernel behind adds them up: with more, all-reduces keep some in local memory.
+MAX_PARTS_LEFT = 4
 # Rows up to which it beats cuBLAS: 64x5120x6400 19.2 / 19.5 us, 128x5120x6400 25.3 / 21.0. Idle SMs are not why: 128x12800x5120
 # took 37.1 in 100 whole tiles and 44.7 in equal shares for all 132, the cut tiles put together by one program (36.3); and rows
 # that are not there make it slower: 96x12800x5120 40.8 (35.4), 65x 48.7 (35.5). Of a search that no file keeps.
 MAX_ROWS = 64
-# The same where the kernel behind adds the parts up (matmul_parts) and there are some, which cuBLAS adds up by itself:
-# 128x2560x5120 9.9 without its sum, 11.7 with it (11.5; of the search).
+# The same where attention behind adds the parts up (matmul_parts, of a factored norm) and there are some, which cuBLAS adds up
+# by itself: 128x2560x5120 9.9 without its sum, 11.7 with it (11.5; of the search).
 MAX_ROWS_IN_PARTS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
@@ -86,7 +88,7 @@ def configured(
     if caps.arch != "sm_90":
         return None, f"{caps.arch}: not measured"
     config = config_for(M, N, K, caps, gated, in_parts)
-    if in_parts and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
+    if in_parts and factored and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
         return config, f"M={M} <= {MAX_ROWS_IN_PARTS}, in parts: nobody has to add them up for it"
     if M > MAX_ROWS:
         return None, f"M={M} > {MAX_ROWS}: x and the weight weigh the same, and cuBLAS shares x between SMs"
@@ -145,5 +147,5 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts
     return SkinnyConfig(
         block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=AHEAD,
         num_warps=8 if block_m == 128 and gated else 4,
-        parts=max(1, min(programs // cdiv(N, block_n), steps // LEAST_STEPS, MAX_PARTS)),
+        parts=max(1, min(programs // cdiv(N, block_n), steps // LEAST_STEPS, MAX_PARTS_LEFT if in_parts else MAX_PARTS)),
     )  # fmt: skip

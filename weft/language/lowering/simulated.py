@@ -88,6 +88,11 @@ def _drain_tma_stores(machine: Any) -> None:
     machine.drain_async()
 
 
+@simulated(stock.complete_stores)
+def _complete_stores(machine: Any) -> None:
+    """A program's stores are one after the other here, whatever thread they are of."""
+
+
 @simulated(stock.fence_before_tma_loads)
 def _fence_before_tma_loads(machine: Any) -> None:
     machine.fence_async()

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language import target_info
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weft.language.lowering import ptx
+from weft.language.lowering import gcn, ptx
 from weft.language.lowering.site import kernel_line, kernel_name_word
 
 
@@ -40,6 +40,14 @@ def drain_tma_stores():
     """Tensor-descriptor stores of this thread have landed. Nothing to do where they are ordinary stores."""
     if target_info.cuda_capability_geq(9, 0):
         ptx.drain_bulk_stores()
+
+
+@triton.jit
+def complete_stores():
+    """This thread's ordinary stores are where a release by another thread, behind a barrier, may count on them. Nothing to do
+    on NVIDIA, whose barrier sees to that."""
+    if target_info.is_hip_cdna3():
+        gcn.complete_stores()
 
 
 @triton.jit

@@ -173,11 +173,11 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> t
     return out
 
 
-def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
+def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team, algorithm: str = "auto") -> torch.Tensor:
     """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous, as
     ``weft.ops.skinny`` leaves them; W > 1."""
     out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
-    decision = chosen("all_reduce", out, team, "auto")
+    decision = chosen("all_reduce", out, team, algorithm)
     if isinstance(decision.plan, CopyPlan):
         return run(x.sum(dim=0).to(dtype), team, decision.algorithm, decision.plan)
     _launch(x, out, team, decision.algorithm, decision.plan, parts=x.shape[0])

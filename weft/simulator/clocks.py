@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 ORDER, TOLD, HEARD = range(3)
-_GROW = 64
+_FEWEST = 64
 
 
 class Slots:
@@ -36,15 +36,18 @@ class Slots:
 
 
 def new_clock() -> np.ndarray:
-    return np.zeros((3, _GROW), np.int32)
+    return np.zeros((3, _FEWEST), np.int32)
 
 
 def fit(clock: np.ndarray, slot: int) -> np.ndarray:
-    """The clock, with room for ``slot``."""
-    size = clock.shape[1]
-    if slot < size:
+    """The clock, with room for ``slot``: a power of two, whatever its size was, so that clocks that learn from one another in turn
+    do not outgrow each other."""
+    size = wide = clock.shape[1]
+    while wide <= slot:
+        wide *= 2
+    if wide == size:
         return clock
-    wider = np.zeros((3, max(2 * size, -(-(slot + 1) // _GROW) * _GROW)), np.int32)
+    wider = np.zeros((3, wide), np.int32)
     wider[:, :size] = clock
     return wider
 

@@ -40,8 +40,8 @@ def new_clock() -> np.ndarray:
 
 
 def fit(clock: np.ndarray, slot: int) -> np.ndarray:
-    """The clock, with room for ``slot``: a power of two, whatever its size was, so that clocks that learn from one another in turn
-    do not outgrow each other."""
+    """The clock, with room for ``slot``: a power of two, whatever its size was, so that clocks that learn from one another in
+    turn do not outgrow each other."""
     size = wide = clock.shape[1]
     while wide <= slot:
         wide *= 2

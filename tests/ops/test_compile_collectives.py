@@ -30,7 +30,6 @@ KERNELS = {
     "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": 1}),
     "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "SUMMANDS": 1}),
     "one_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": MAX_PARTS_LEFT}),
-    "two_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "SUMMANDS": MAX_PARTS_LEFT}),
     "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
     "all_gather": (all_gather_kernel, "keyed", {}),
     "all_to_all": (all_to_all_kernel, "keyed", {}),
@@ -47,7 +46,7 @@ def plans(name, world_size):
     """Every plan that dispatch may choose for this kernel: of its rules, then of the rows that are shipped."""
     if name.startswith("norm"):
         return [plan_for_rows(WIDTH, 2, 132)]
-    table = of_world(TWO_SHOT if name.startswith("two_shot") else ONE_CROSSING, world_size)
+    table = of_world(TWO_SHOT if name == "two_shot" else ONE_CROSSING, world_size)
     ruled = [
         Plan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
         for _, row, warps, per_sm in table

@@ -40,7 +40,7 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "copy_engine")
 
 @triton.jit
 def all_reduce_kernel(
-    x,  # [n], or SUMMANDS summands of it, fp32, n elements apart
+    x,  # [n]; one-shot also SUMMANDS summands of it, fp32, n elements apart
     out,  # [n]
     n,
     buffer,  # Slots, in out's dtype
@@ -66,7 +66,7 @@ def all_reduce_kernel(
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     if TWO_SHOT:
-        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
+        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
     else:
         epoch = one_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
     keep_epoch(epochs, epoch)
@@ -114,9 +114,7 @@ def send_whole(
 
 
 @triton.jit
-def two_shot(
-    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, SUMMANDS: tl.constexpr
-):  # fmt: skip
+def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
     """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
     world: tl.constexpr = wl.num_ranks(team)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -127,17 +125,17 @@ def two_shot(
     from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
     mine = wl.rank(team) * BLOCK + columns
     parts, before, following = epoch, epoch - 1, epoch + 1
-    send_shares(x, out, n, program, slot, parts, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
+    send_parts(x, end, program, slot, parts, team, BLOCK, ROWS, TRANSPORT)
     for tile in range(program, tiles, programs):
         next_parts = following
         if tile + programs < tiles:
-            send_shares(x, out, n, tile + programs, slot, next_parts, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
+            send_parts(x, end, tile + programs, slot, next_parts, team, BLOCK, ROWS, TRANSPORT)
             following += 1
         start = tl.cast(tile, tl.int64) * (world * BLOCK)
         rest = tile_rest(end, start, world * BLOCK)
-        own = summand(x, out, n, start + mine, mine < rest, SUMMANDS)
+        own = tl.load(x + start + mine, mask=mine < rest, other=0)
         received = receive(own, slot, parts, before, team, ordered, ROWS, TRANSPORT, BLOCK)
-        part = sum_of_ranks(received).to(out.dtype.element_ty)
+        part = sum_of_ranks(received).to(x.dtype.element_ty)
         send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, following, team, TRANSPORT, BLOCK)
         whole = receive(part, slot, following, parts, team, ordered, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
@@ -147,16 +145,13 @@ def two_shot(
 
 
 @triton.jit
-def send_shares(
-    x, out, n, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr,
-    SUMMANDS: tl.constexpr,
-):  # fmt: skip
+def send_parts(x, end, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
     """Part s of a tile of W * BLOCK elements to rank s."""
     world: tl.constexpr = wl.num_ranks(team)
     start = tl.cast(tile, tl.int64) * (world * BLOCK)
     part = send_order(team, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = is_sent(team, ROWS) & (part < tile_rest(tl.cast(n, tl.int64), start, world * BLOCK))
-    send(summand(x, out, n, start + part, mask, SUMMANDS), slot, epoch, team, TRANSPORT, BLOCK)
+    mask = is_sent(team, ROWS) & (part < tile_rest(end, start, world * BLOCK))
+    send(tl.load(x + start + part, mask=mask, other=0), slot, epoch, team, TRANSPORT, BLOCK)
 
 
 def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> torch.Tensor:
@@ -173,14 +168,11 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> t
     return out
 
 
-def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team, algorithm: str = "auto") -> torch.Tensor:
+def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
     """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous, as
-    ``weft.ops.skinny`` leaves them; W > 1."""
+    ``weft.ops.skinny`` leaves them; W > 1. One-shot: in two shots parts would not fit the registers."""
     out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
-    decision = chosen("all_reduce", out, team, algorithm)
-    if isinstance(decision.plan, CopyPlan):
-        return run(x.sum(dim=0).to(dtype), team, decision.algorithm, decision.plan)
-    _launch(x, out, team, decision.algorithm, decision.plan, parts=x.shape[0])
+    _launch(x, out, team, "one_shot", chosen("all_reduce", out, team, "one_shot").plan, parts=x.shape[0])
     return out
 
 

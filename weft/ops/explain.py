@@ -175,12 +175,12 @@ def _one_after_the_other(op: str, size: tuple, dtype: torch.dtype, world_size: i
         algorithm = choose("all_gather", M // world_size * K * dtype.itemsize, dtype, world_size, caps).algorithm
         return f"; all_gather ({algorithm}), then the library's product"
     product, collective = "the library's product", op.removeprefix("matmul_")
+    algorithm = choose(collective, M * N * dtype.itemsize, dtype, world_size, caps).algorithm
     if op == "matmul_all_reduce" and K * dtype.itemsize % 16 == 0:
-        few_rows, _ = skinny_config.configured("matmul", *size, dtype, caps, in_parts=True)
+        few_rows, _ = skinny_config.configured("matmul", *size, dtype, caps, in_parts=algorithm == "one_shot")
         if few_rows is not None:
             parts = skinny_config.parts_of(few_rows, K)
             product = "the product of few rows (weft.ops.skinny)" + (f" in {parts} parts of K" if parts > 1 else "")
-    algorithm = choose(collective, M * N * dtype.itemsize, dtype, world_size, caps).algorithm
     return f"; {product}, then {collective} ({algorithm})"
 
 

@@ -14,6 +14,7 @@ from weft.ops import gemm, library, skinny
 from weft.ops.all_reduce import run_of_parts
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
+from weft.ops.dispatch import choose
 from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
@@ -209,8 +210,9 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     config = config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
     gemm.check_design("matmul_all_reduce", config, "fused", "segments", "library")
     if config.design == "library":
-        if (few_rows := skinny.chosen_for("matmul", a, b, team.caps, in_parts=True)) is not None:
-            partial = skinny.run(a, b, few_rows, gated=False, summed=False)
+        in_parts = choose("all_reduce", M * N * a.itemsize, a.dtype, team.size, team.caps).algorithm == "one_shot"
+        if (few_rows := skinny.chosen_for("matmul", a, b, team.caps, in_parts)) is not None:
+            partial = skinny.run(a, b, few_rows, gated=False, summed=not in_parts)
             if partial.dim() == 3:
                 return run_of_parts(partial, a.dtype, team)
         else:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OPS = ("matmul", "matmul_silu_mul")
 MAX_PARTS = 16
 # Where the kernel behind adds them up: with more, all-reduces keep some in local memory.
-MAX_PARTS_LEFT = 4
+MAX_PARTS_LEFT = 3
 # Rows up to which it beats cuBLAS: 64x5120x6400 19.2 / 19.5 us, 128x5120x6400 25.3 / 21.0. Idle SMs are not why: 128x12800x5120
 # took 37.1 in 100 whole tiles and 44.7 in equal shares for all 132, the cut tiles put together by one program (36.3); and rows
 # that are not there make it slower: 96x12800x5120 40.8 (35.4), 65x 48.7 (35.5). Of a search that no file keeps.

@@ -289,9 +289,12 @@ def test_ranks_that_wait_to_go_on_end_without_an_error_when_their_parent_closes(
         return recv()
 
     assert numbers(ranks.ask(5, 8)) == tokens(5)
+    reached, go_on = ranks.gate(6)
     stream = ranks.ask(LONG, 8)  # of its eight messages one is read
+    assert reached.wait(timeout=30)
     for pipe in ends:
         pipe.recv = lambda recv=pipe.recv: after_the_others(recv)
+    go_on.set()
     waiting.wait(timeout=30)
     ranks.workers.close()
     assert not ranks.workers._thread.is_alive() and ranks.workers._error is None

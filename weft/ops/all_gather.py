@@ -21,7 +21,7 @@ from weft.ops.exchange import (
     launch,
     my_slot,
     receive,
-    send_copies,
+    send,
     tile_rest,
 )
 from weft.ops.registration import as_words, check_choice, check_has_rows, check_tensor
@@ -70,6 +70,16 @@ def all_gather_kernel(
         tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
         epoch += 1
     keep_epoch(epochs, epoch - 1)
+
+
+@triton.jit
+def send_copies(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
+    """A tile of BLOCK elements of x[length] to all, zeros beyond its end."""
+    columns = tl.arange(0, BLOCK)
+    start = tl.cast(tile, tl.int64) * BLOCK
+    own = tl.load(x + start + columns, mask=columns < tile_rest(length, start, BLOCK), other=0)
+    rows = tl.broadcast_to(own.to(slot.dtype.element_ty)[None, :], (ROWS, BLOCK))
+    send(rows, slot, epoch, team, TRANSPORT, BLOCK)
 
 
 def run(x: torch.Tensor, team: Team, plan: Plan | CopyPlan) -> torch.Tensor:

@@ -184,16 +184,6 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def send_copies(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """A tile of BLOCK elements of x[length] to all, zeros beyond its end."""
-    columns = tl.arange(0, BLOCK)
-    start = tl.cast(tile, tl.int64) * BLOCK
-    own = tl.load(x + start + columns, mask=columns < tile_rest(length, start, BLOCK), other=0)
-    rows = tl.broadcast_to(own.to(slot.dtype.element_ty)[None, :], (ROWS, BLOCK))
-    send(rows, slot, epoch, team, TRANSPORT, BLOCK)
-
-
-@triton.jit
 def send_columns(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
     """A tile of BLOCK columns of x[W, length]: row s to rank s, zeros beyond its end."""
     columns = tl.arange(0, BLOCK)

@@ -157,6 +157,14 @@ def _cases() -> None:
             add(op, w, BF16, (w * 19, 40, 48), config=config(16, 16, 32, design="segments", span=8))
             add(op, w, BF16, (w * 19, 40, 48), config=config(16, 16, 32, design="segments", chunks=3))
             add(op, w, FP16, (w * 3, 33, 21), config=config(16, 32, 16, design="library"), layout="transposed")
+        # Blocks of rows: the last of a row, of none for some ranks; as many as a rank has rows.
+        add(
+            "matmul_all_reduce",
+            w,
+            FP32,
+            (w * 8 + 1, 24, 40),
+            config=config(16, 16, 32, design="segments", chunks=8, lanes=1),
+        )
         # Ranks with more rows than others, and with none.
         add("matmul_all_reduce", w, BF16, (w * 9 - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=4))
         add("matmul_all_reduce", w, BF16, (w - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=2))
@@ -212,6 +220,7 @@ def _cases() -> None:
             ("matmul_reduce_scatter", {"design": "segments", "span": 2, "lanes": 1, "own_pieces": 2}),
             ("matmul_reduce_scatter+own_first", {"design": "segments", "chunks": 2, "own_pieces": 3}),
             ("matmul_all_reduce", {"design": "segments", "chunks": 2, "lanes": 4}),
+            ("matmul_all_reduce", {"design": "segments", "chunks": 3, "lanes": 1}),
             ("matmul_all_reduce", {"design": "segments", "span": 2, "lanes": 1}),
         ):
             fields = tuple((wide | more).items())

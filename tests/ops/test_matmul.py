@@ -99,11 +99,13 @@ def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
         torch.testing.assert_close(found, sum(product for _, product in results), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize(
+    ("op", "chunks"), [("matmul_reduce_scatter", 1), ("matmul_all_reduce", 1), ("matmul_all_reduce", 3)]
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op):
+def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op, chunks):
     module = importlib.import_module(f"weft.ops.{op}")
-    chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments")
+    chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=chunks)
     rows = 60 if op == "matmul_all_reduce" else 20
 
     def main(team):

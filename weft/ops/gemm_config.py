@@ -9,7 +9,7 @@ import torch
 
 from weft.ops import tuned
 from weft.ops.arithmetic import cdiv, next_power_of_2
-from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
+from weft.ops.dispatch import LIBRARY_ROWS, ROWS_IN_BLOCKS, choose_matmul
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -26,7 +26,8 @@ class GemmConfig:
     block_m, block_n, block_k  powers of two, at least 16
     group     tile rows that share an L2's worth of B
     num_warps, num_stages      of the compiler
-    chunks    at most MAX_CHUNKS: signals per shard (all_gather_matmul), library GEMMs per rank's rows (segments)
+    chunks    at most MAX_CHUNKS: signals per shard (all_gather_matmul), library GEMMs per rank's rows (segments), or blocks of
+              rows, each all-reduced under the GEMMs of the next (matmul_all_reduce, segments)
     split     whether tiles that do not fill a round of programs are split along K (tiles.py)
     flatten   whether a tile's first loads go out under the last one's epilogue (all_gather_matmul)
     piece     elements of a finished tile that go to its owner in each step of the next tile (a power of two): spread over
@@ -167,6 +168,17 @@ def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, 
         # 210 / 231, 2048 362 / 378, 4096 702 / 706, 8192 1385 / 1398; N=2560 M=4096 185 / 169. Three in one are 3 % faster or
         # slower than two, and 4 % slower at N=14336 M=8192. Of other world sizes than four nothing is measured.
         return {"lanes": 2, "span": 2 if N >= 8192 else 1}
+    if op == "matmul_all_reduce":
+        # W=4, two blocks of rows / one: N=5120 K=6400, M=2048 276 / 260, 8192 842 / 937, 16384 1702 / 1883; N=8192 K=7168,
+        # M=4096 773 / 823, 8192 1517 / 1638; N=5120 K=2048, lanes=2, M=8192 512 / 489, 16384 927 / 934, with one lane 1269
+        # (h200-gemm-ar-blocks.json). Ranks that differ in K must cut alike.
+        few = M < ROWS_IN_BLOCKS
+        long = K >= 4096
+        return {
+            "lanes": 1 if long else 2,
+            "chunks": 1 if few else 2,
+            "span": 2 if world_size > 2 and few and long else 1,
+        }
     if world_size == 2 and M >= 4096:
         # W=2, M=8192, chunks=2 with accumulate / one GEMM a rank and a sum behind it: K=4096 543 / 572, K=12800 1627 / 1675;
         # M=4096 275 / 277, 826 / 838; M=2048 149 / 142, 431 / 414.
@@ -174,7 +186,7 @@ def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, 
     # W=4, which stands for more ranks, N=5120, span=2 / 1: K=6400 M=1024 116 / 123, 2048 208 / 211; K=2048 M=1024 70 / 64,
     # 2048 106 / 93.
     fields: dict[str, Any] = {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
-    if op == "matmul_reduce_scatter" and world_size > 2:
+    if world_size > 2:
         # lanes=2 / 1: N=5120, K=6400 M=2048 211 / 208, 4096 396 / 399, 8192 808 / 815; K=2048 M=4096 157 / 157, 8192 288 / 309.
         # own_pieces=2 / 1: K=2048 M=1024 63.2 / 64.3, 2048 90.7 / 93.2, 4096 154.7 / 156.7; K=6400 M=1024 132 / 116.
         if M >= 8192 or (M >= 4096 and K >= 4096):

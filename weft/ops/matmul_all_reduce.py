@@ -19,7 +19,7 @@ from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, sto
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
-from weft.ops.segments import SUM_WARPS, Segments, await_flags, pieces_of, rows_of, send_partials, share
+from weft.ops.segments import SUM_WARPS, Segments, add_up, await_flags, pieces_of, rows_of, send_partials, share
 from weft.ops.tiles import (
     as_argument,
     at_place,
@@ -246,37 +246,78 @@ def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, 
 
 
 def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
-    """Rows are dealt out to owners: a library GEMM for each piece of each peer's rows (or one for several peers'), which the
-    copy engine carries to their owner; then the own rows', whose sum share_kernel gives to all.
+    """An all-reduce for each of ``config.chunks`` blocks of rows, which are dealt out to owners: a library GEMM for each peer's
+    rows (or one for several peers'), which the copy engine carries to their owner; then the own rows', and the sum. It goes
+    to all under the next block's GEMMs, by the copy engine; the last block's goes by share_kernel.
 
-    signals  copy engine of rank s: flags[slot of s, piece] = epoch at the owner, behind the piece
-    waits    wait_kernel, behind the own GEMM: flags[d, piece] >= epoch, all of them. GEMMs end whatever the peers do, so all
-             ranks send all they have
+    signals  copy engine of rank s: flags[slot of s, block] = epoch at the owner, behind a block's rows, and
+             flags[W - 1 + slot of s, block] = epoch at all, behind its sums
+    waits    wait_kernel, behind a block's own GEMM: flags[d, block] >= epoch, d = 0 .. W - 2; and for the sums, behind the
+             next block's GEMMs for peers: flags[W - 1 + d, block]. GEMMs end whatever the peers do, and all that a rank sends
+             of a block is before its first wait for it
     reuse    of a half of slots and results: Segments
 
-    lane 0  | o1 | o3 | sum, to all |                                   rank 0 of 4: segments by owner
-    lane 1    | o2 | own |
-    copy         | o1 | o2 | o3 |
+    lane 0  | o1 | o3 | o1' | o3' | sum', to all |                      rank 0 of 4: segments by owner, ' of the second block
+    lane 1    | o2 | own  | o2' | own' |
+    urgent              | sum |   | copy |
+    copy         | o1 | o2 | o3 | sum to all | o1' | o2' | o3' |
     """
-    world, (M, N) = team.size, out.shape
-    own, most = rows_of(team.rank, M, world), -(-M // world)
-    space, lanes = _segments(team, a.dtype, most * N), lanes_of(team, config.lanes)
+    world, me, (M, N) = team.size, team.rank, out.shape
+    # Of all blocks but the last every rank has a row.
+    blocks = list(pieces_of(M, max(1, min(config.chunks, M // world))))
+    most, last = cdiv(blocks[0][1].stop, world) * N, len(blocks) - 1
+    space, lanes = _segments(team, a.dtype, len(blocks) * most), lanes_of(team, config.lanes)
     # What a lane computes and another stream sends lives until the lanes join.
     partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
     lanes.fork()
     with lanes.urgent():
         half, begun = space.begin(team), lanes.mark()
         team.copy_engine.fork()
-    slots, results = half[: world - 1], half[world - 1 :]
-    turns = sum(1 for _ in send_partials(a, b, partial, slots, space, team, lanes, config, begun))
-    with lanes.turn(turns):
-        library.matmul(a[own], b, partial[own])
-        lanes.after(begun)
-        for number, _ in pieces_of(own.stop - own.start, config.chunks):
-            await_flags(space.flags[:, number:], space.epoch, team)
+    turn, earlier = 0, None
+    for number, rows in blocks:
+        total, part, mine = out[rows], partial[rows], rows_of(me, rows.stop - rows.start, world)
+        slots, results = half[:, number * most : (number + 1) * most].split((world - 1, world))
+        sent = list(send_partials(a[rows], b, part, slots, space, team, lanes, config, begun, block=number, turn=turn))
+        turn += len(sent)
+        if earlier is not None:
+            with lanes.urgent():
+                for *_, computed in sent[-1:]:
+                    lanes.after(computed)
+                _collect(*earlier, space, number - 1, team)
+        with lanes.turn(turn):
+            library.matmul(a[rows][mine], b, part[mine])
+            computed = lanes.mark()
+        turn += 1
+        if number < last:
+            with lanes.urgent():
+                lanes.after(computed)
+                await_flags(space.flags[: world - 1, number:], space.epoch, team)
+                add_up(part[mine], slots, total[mine], team, early=False)
+                team.copy_engine.fork()
+            _give(total[mine].view(-1), results, space, number, team)
+            earlier = total, results
     lanes.join()
-    share(partial[own], slots, results, space.ready, space.epoch, out, team)
+    if mine.stop > mine.start:
+        await_flags(space.flags[: world - 1, last:], space.epoch, team)
+    share(part[mine], slots, results, space.ready, space.epoch, total, team)
     team.copy_engine.join()
+
+
+def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
+    """Have the copy engine write this rank's sums of a block into its place in ``results`` [W, …] at every peer."""
+    world, me = team.size, team.rank
+    for step in range(1, world):
+        peer = (me + step) % world
+        space.send(team, results[me, : mine.numel()], mine, world - 1 + slot_of.fn(me, peer, world), block, peer)
+
+
+def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
+    """Peers' rows of a block, ``out`` [rows, N] = their sums, once they are in ``results`` [W, …]. No kernel copies them."""
+    await_flags(space.flags[team.size - 1 :, block:], space.epoch, team)
+    for peer in range(team.size):
+        if peer != team.rank:
+            theirs = out[rows_of(peer, len(out), team.size)].view(-1)
+            theirs.copy_(results[peer, : theirs.numel()])
 
 
 def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
@@ -299,7 +340,7 @@ def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
         # Four programs an SM store as fast as the links take it.
         programs = min(4 * team.caps.sms, team.max_programs(SUM_WARPS, registers=64))
         buffers = team.empty((2, 2 * team.size - 1, capacity), dtype=dtype)
-        return Segments.make(team, buffers, team.size - 1, programs)
+        return Segments.make(team, buffers, 2 * (team.size - 1), programs)
 
     return gemm.grown_workspace(team, ("matmul_all_reduce segments", dtype), size, make)
 

@@ -206,19 +206,20 @@ def rows_of(rank: int, M: int, world: int) -> slice:
 
 def send_partials(
     a: torch.Tensor, b: torch.Tensor, partial: torch.Tensor, slots: torch.Tensor, space: Segments, team: Team,
-    lanes: Lanes, config: GemmConfig, begun: Any, own_first: bool = False,
+    lanes: Lanes, config: GemmConfig, begun: Any, own_first: bool = False, block: int | None = None, turn: int = 0,
 ) -> Iterator[tuple[int, slice, Any]]:  # fmt: skip
     """partial = a[M, K] @ b[N, K].T in every peer's rows, by pieces, each sent to its owner's slot for this rank.
 
     begun      a mark: ``slots`` are free from there on
     own_first  the order of the ranks' rows in a and partial (place_of), W times as many as one's
+    block      the number of the flag that stands for all of an owner's rows. None: one for each of ``config.chunks`` pieces
+    turn       of the first GEMM
     yields     after each piece: its number, its rows within one rank's, and a mark of its GEMM
     """
     world, me, (M, N) = team.size, team.rank, partial.shape
-    turn = 0
     for places in runs_of(place_of.fn((me + 1) % world, me, world, own_first), world, config.span):
         first, last = rows_of(places.start, M, world).start, rows_of(places.stop - 1, M, world).stop
-        for number, piece in pieces_of(last - first, config.chunks):
+        for number, piece in pieces_of(last - first, config.chunks if block is None else 1):
             with lanes.turn(turn):
                 if turn % config.lanes:
                     # Behind the first GEMM's start: one GEMM after the other gets the SMs, not two at once.
@@ -227,12 +228,13 @@ def send_partials(
                 team.copy_engine.fork()
                 computed = lanes.mark()
             turn += 1
+            flag = number if block is None else block
             for place in places:
                 owner = (me + place) % world if own_first else place
                 # Of one rank's rows the piece, of several ranks' all.
                 mine = partial[rows_of(place, M, world)][piece]
                 slot, at = slot_of.fn(me, owner, world), piece.start * N
-                space.send(team, slots[slot, at : at + mine.numel()], mine.view(-1), slot, number, owner)
+                space.send(team, slots[slot, at : at + mine.numel()], mine.view(-1), slot, flag, owner)
             yield number, piece, computed
 
 

@@ -35,7 +35,7 @@ import triton
 import weft
 from tests.ops.cases import BF16, COLLECTIVES, FP16, FP32, LARGE, OPERATIONS, Case, check, inputs_of
 from tests.ops.closeness import assert_close, assert_identical, bits
-from tests.ops.matmul_cases import LARGE_MATMULS, MATMULS
+from tests.ops.matmul_cases import LARGE_MATMULS, MATMULS, config
 from weft import ops
 from weft.bench.machine import revision
 
@@ -326,6 +326,7 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
     """One case of each algorithm: what graphs and back-to-back calls are tried with."""
     w = world_size
     wide = (("transport", "lamport"), ("row_bytes", 2048), ("num_warps", 2))
+    in_blocks = config(16, 16, 32, design="segments", chunks=3, lanes=1)
     matmuls = {case.op: case for case in reversed(of_size(products, w)) if case.dtype == BF16}
     return [
         Case(op="all_reduce", world_size=w, dtype=BF16, shape=(16, 512), algorithm="one_shot"),
@@ -347,35 +348,42 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
         Case(op="reduce_scatter", world_size=w, dtype=BF16, shape=(w * 8, 1000), algorithm="copy_engine"),
         Case(op="all_gather", world_size=w, dtype=BF16, shape=(5, 1001), algorithm="copy_engine"),
         Case(op="all_to_all", world_size=w, dtype=FP32, shape=(w * 3, 800), algorithm="copy_engine"),
+        Case(op="matmul_all_reduce", world_size=w, dtype=BF16, shape=(w * 96 - 1, 520, 264), config=in_blocks),
         *matmuls.values(),
     ]
 
 
-def groups_for(team: Any, with_load: bool) -> dict[str, Callable[[], Iterable[Any]]]:
-    """Name -> what makes its attempts; those that need a GPU only where there is one."""
+def groups_for(team: Any, with_load: bool, ops: tuple[str, ...] = ()) -> dict[str, Callable[[], Iterable[Any]]]:
+    """Name -> what makes its attempts; those that need a GPU only where there is one. ops: of these operations; () of all."""
     w, on_gpu = team.size, team.device.type == "cuda"
-    chosen = representative(w, LARGE_MATMULS if on_gpu else MATMULS)
+
+    def picked(table_of_cases: Iterable[Case]) -> list[Case]:
+        return [case for case in of_size(table_of_cases, w) if not ops or case.op in ops]
+
+    chosen = picked(representative(w, LARGE_MATMULS if on_gpu else MATMULS))
     groups: dict[str, Callable[[], Iterable[Any]]] = {
-        "collectives": lambda: table(team, of_size(COLLECTIVES, w)),
-        "matmuls": lambda: table(team, of_size(MATMULS, w)),
+        "collectives": lambda: table(team, picked(COLLECTIVES)),
+        "matmuls": lambda: table(team, picked(MATMULS)),
         "back-to-back": lambda: back_to_back(team, {**{str(c): [c] for c in chosen}, "all of them mixed": chosen}),
         "compile": lambda: compiled(team),
         "long": lambda: long_runs(team) if on_gpu else long_runs(team, elements=3000, calls=2),
     }
     if on_gpu:
         groups["graph"] = lambda: graphs(team, chosen)
-        groups["large"] = lambda: table(team, of_size([*LARGE, *LARGE_MATMULS], w), again=False)
+        groups["large"] = lambda: table(team, picked([*LARGE, *LARGE_MATMULS]), again=False)
     if on_gpu and with_load:
         groups["load"] = lambda: load(team, chosen, in_graphs=False)
         groups["load, graphs"] = lambda: load(team, chosen, in_graphs=True)
     return groups
 
 
-def main(team: Any, with_load: bool = False, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def main(
+    team: Any, with_load: bool = False, only: tuple[str, ...] = (), ops: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     suite = Suite(team)
     suite.say(f"{team.size} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
     try:
-        for name, attempts in groups_for(team, with_load).items():
+        for name, attempts in groups_for(team, with_load, ops).items():
             if not only or name in only:
                 suite.group(name, attempts())
     except Desynchronised as failure:
@@ -390,13 +398,14 @@ def command(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim: the groups that need no GPU")
     parser.add_argument("--load", action="store_true", help="2,000 calls of each op too")
     parser.add_argument("--only", default="", help="names of groups, with semicolons between")
+    parser.add_argument("--ops", default="", help="operations of the case tables, with semicolons between; else all")
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()
-    only = tuple(name for name in chosen.only.split(";") if name)
+    only, of_ops = (tuple(name for name in names.split(";") if name) for names in (chosen.only, chosen.ops))
     heap_bytes = HEAP_BYTES[chosen.device]
     groups = weft.launch(
-        main, chosen.world_size, device=chosen.device, args=(chosen.load, only), heap_bytes=heap_bytes
+        main, chosen.world_size, device=chosen.device, args=(chosen.load, only, of_ops), heap_bytes=heap_bytes
     )[0]
     passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")

@@ -26,9 +26,10 @@ MAX_ROWS = 64
 MAX_ROWS_IN_PARTS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
-# Columns that a program prefetches. Behind a norm of 4 us, which stands for an all-reduce: 16x5120x6400 23.4 us with none,
-# 22.5 with 256, 22.3 with 1024; behind one that does not wait 20.1, 19.9, 20.3, and behind a product 1024 cost 1 us (of the
-# search; no file keeps it).
+# Columns that a program prefetches, where the kernel before it waits and leaves the memory alone: a plain product's may. Not a
+# row-parallel one's, which reads as well: decode steps of Qwen3-32B with 256 / none, ms, one sequence W=4 4.96 / 4.93, W=2
+# 8.52 / 8.52, 32 6.06 / 6.03 and 10.21 / 10.18; while qkv's, an all-reduce, does: W=2 8.52 / 8.56, 10.21 / 10.22. Gated ones
+# behind an all-reduce read too much to have it delayed: 32 6.06 / 5.99, 10.21 / 10.16 (benchmarks/lab/h200-ahead.json).
 AHEAD = 256
 # Steps along K that make a part worth its sum; and worth its place where the kernel behind adds the parts up.
 LEAST_STEPS, LEAST_STEPS_IN_PARTS = 8, 16
@@ -87,7 +88,7 @@ def configured(
         return config_for(M, N, K, caps, gated) if wanted else None, "simulated: the kernel is what is to be seen"
     if caps.arch != "sm_90":
         return None, f"{caps.arch}: not measured"
-    config = config_for(M, N, K, caps, gated, in_parts)
+    config = config_for(M, N, K, caps, gated, in_parts, factored)
     if in_parts and factored and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
         return config, f"M={M} <= {MAX_ROWS_IN_PARTS}, in parts: nobody has to add them up for it"
     if M > MAX_ROWS:
@@ -98,9 +99,11 @@ def configured(
     return config, reason
 
 
-def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts: bool = False) -> SkinnyConfig:
-    """The config for ``out`` [M, N]: of any sizes on any target, though ``configured`` asks for few of them. in_parts: as of
-    there.
+def config_for(
+    M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts: bool = False, factored: bool = False
+) -> SkinnyConfig:
+    """The config for ``out`` [M, N]: of any sizes on any target, though ``configured`` asks for few of them. in_parts and
+    factored as of there.
 
     Medians in CUDA graphs on H200, one product after the other, with cuBLAS in brackets (benchmarks/lab/h200-skinny.json).
     """
@@ -116,9 +119,10 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts
         # A program a tile would leave SMs idle: two an SM. Decode steps of Qwen3-32B, ms, before and so: W=4 one sequence
         # 5.08 / 5.01, 8 5.36 / 5.33, 32 the same; W=2 8.70 / 8.56, 8.90 / 8.83, 9.30 / 9.25 (benchmarks/lab/h200-parts.json).
         return SkinnyConfig(
-            block_m=block_m, block_n=64, block_k=128, turned=True, num_stages=4, ahead=AHEAD, parts=shared
-        )
-    programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
+            block_m=block_m, block_n=64, block_k=128, turned=True, num_stages=4, parts=shared,
+            ahead=AHEAD if factored else 0,
+        )  # fmt: skip
+    programs, ahead = caps.sms * (2 if block_m == 16 and K > 8192 else 1), AHEAD
     if block_m <= 32:
         # 16x2560x5120 9.5 (10.9), 16x12800x5120 33.4 (35.8), gated 34.9 (36.8); 32: 9.5 (11.1), gated 35.3 (37.5). Stages in
         # a search that no file keeps: 32x25600x5120 64.6 with 4, 73.8 with 5 (66.3), 32x12800x5120 33.7, 36.9 (35.5);
@@ -128,10 +132,13 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts
             stages = 4  # two programs an SM: with one at a time, 400 tiles would be four rounds of 132
         elif not gated and programs // 2 < tiles <= caps.sms:
             stages = 7  # a program a tile and one an SM, with all of its memory
-        elif gated and block_m == 16 and tiles > caps.sms:
+        elif gated and tiles > caps.sms:
             # Two programs an SM here too: gated 1x12800x5120 behind a norm 64.3, with one 67.8; 16 66.3, 67.0; of 32 rows two
             # do not fit (benchmarks/lab/h200-parts.json).
-            stages = 3
+            stages, ahead = (3, AHEAD) if block_m == 16 else (5, 0)
+        elif gated:
+            # Decode steps at W=4, one sequence 4.96 with 5 stages, 4.93 with 4; 32 5.99, 5.93 (benchmarks/lab/h200-ahead.json).
+            stages, ahead = 4, 0
     elif block_m == 64 and not gated and tiles <= caps.sms:
         # One program an SM, with all of its memory. 64x5120x6400 19.2 (19.5).
         block_n, block_k, stages, turned = 64, 128, 6, True
@@ -140,12 +147,13 @@ def config_for(M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts
         # stages, of which two programs fit an SM, 72.9 with 6.
         block_n, block_k, turned = 64 if gated else 128, 64, True
         stages = 4 if gated and tiles > caps.sms else 6
+        ahead = 0 if gated else AHEAD
     else:
         # 128x5120x6400 25.3 (21.0), gated 128x12800x5120 40.7 (38.6 with its silu): the library gets these.
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 5 if gated else 4, True
     steps = cdiv(K, block_k)
     return SkinnyConfig(
-        block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=AHEAD,
+        block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=ahead,
         num_warps=8 if block_m == 128 and gated else 4,
         parts=max(1, min(programs // cdiv(N, block_n), steps // LEAST_STEPS, MAX_PARTS_LEFT if in_parts else MAX_PARTS)),
     )  # fmt: skip

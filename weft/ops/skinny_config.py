@@ -24,6 +24,10 @@ MAX_ROWS = 64
 # The same where attention behind adds the parts up (matmul_parts, of a factored norm) and there are some, which cuBLAS adds up
 # by itself: 128x2560x5120 9.9 without its sum, 11.7 with it (11.5; of the search).
 MAX_ROWS_IN_PARTS = 128
+# So many rows, no fewer, of a gated one whose tiles are one round: in the model silu's kernel and the gap before it decide,
+# which it has not. Decode steps of 128 sequences at W=4's shapes, ms: the library and silu_mul 7.086, this with 5 stages
+# 7.100, 6 7.040, 7 7.012 (benchmarks/lab/h200-ahead.json).
+WHOLE_ROWS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches, where the kernel before it waits and leaves the memory alone: a plain product's may. Not a
@@ -91,6 +95,8 @@ def configured(
     config = config_for(M, N, K, caps, gated, in_parts, factored)
     if in_parts and factored and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
         return config, f"M={M} <= {MAX_ROWS_IN_PARTS}, in parts: nobody has to add them up for it"
+    if gated and M == WHOLE_ROWS and cdiv(N, 64) <= caps.sms < 2 * cdiv(N, 64):
+        return config, f"M={M}, one round of whole tiles: silu needs no kernel of its own"
     if M > MAX_ROWS:
         return None, f"M={M} > {MAX_ROWS}: x and the weight weigh the same, and cuBLAS shares x between SMs"
     if K * N * (2 if gated else 1) < LEAST_WEIGHT and not factored:
@@ -149,8 +155,9 @@ def config_for(
         stages = 4 if gated and tiles > caps.sms else 6
         ahead = 0 if gated else AHEAD
     else:
-        # 128x5120x6400 25.3 (21.0), gated 128x12800x5120 40.7 (38.6 with its silu): the library gets these.
-        block_n, block_k, stages, turned = 64, 64 if gated else 128, 5 if gated else 4, True
+        # 128x5120x6400 25.3 (21.0): the library gets these.
+        block_n, block_k, stages, turned = 64, 64 if gated else 128, 7 if gated else 4, True
+        ahead = 0 if gated else AHEAD
     steps = cdiv(K, block_k)
     return SkinnyConfig(
         block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=ahead,

@@ -128,7 +128,8 @@ def config_for(
             block_m=block_m, block_n=64, block_k=128, turned=True, num_stages=4, parts=shared,
             ahead=AHEAD if factored else 0,
         )  # fmt: skip
-    programs, ahead = caps.sms * (2 if block_m == 16 and K > 8192 else 1), AHEAD
+    programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
+    ahead = 0 if gated and (block_m > 16 or tiles <= caps.sms) else AHEAD
     if block_m <= 32:
         # 16x2560x5120 9.5 (10.9), 16x12800x5120 33.4 (35.8), gated 34.9 (36.8); 32: 9.5 (11.1), gated 35.3 (37.5). Stages in
         # a search that no file keeps: 32x25600x5120 64.6 with 4, 73.8 with 5 (66.3), 32x12800x5120 33.7, 36.9 (35.5);
@@ -138,13 +139,13 @@ def config_for(
             stages = 4  # two programs an SM: with one at a time, 400 tiles would be four rounds of 132
         elif not gated and programs // 2 < tiles <= caps.sms:
             stages = 7  # a program a tile and one an SM, with all of its memory
-        elif gated and tiles > caps.sms:
+        elif gated and tiles <= caps.sms:
+            # Decode steps at W=4, one sequence 4.97 with 5 stages, 4.93 with 4; 32 5.99, 5.93 (benchmarks/lab/h200-ahead.json).
+            stages = 4
+        elif gated and block_m == 16:
             # Two programs an SM here too: gated 1x12800x5120 behind a norm 64.3, with one 67.8; 16 66.3, 67.0; of 32 rows two
             # do not fit (benchmarks/lab/h200-parts.json).
-            stages, ahead = (3, AHEAD) if block_m == 16 else (5, 0)
-        elif gated:
-            # Decode steps at W=4, one sequence 4.96 with 5 stages, 4.93 with 4; 32 5.99, 5.93 (benchmarks/lab/h200-ahead.json).
-            stages, ahead = 4, 0
+            stages = 3
     elif block_m == 64 and not gated and tiles <= caps.sms:
         # One program an SM, with all of its memory. 64x5120x6400 19.2 (19.5).
         block_n, block_k, stages, turned = 64, 128, 6, True
@@ -153,11 +154,9 @@ def config_for(
         # stages, of which two programs fit an SM, 72.9 with 6.
         block_n, block_k, turned = 64 if gated else 128, 64, True
         stages = 4 if gated and tiles > caps.sms else 6
-        ahead = 0 if gated else AHEAD
     else:
         # 128x5120x6400 25.3 (21.0): the library gets these.
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 7 if gated else 4, True
-        ahead = 0 if gated else AHEAD
     steps = cdiv(K, block_k)
     return SkinnyConfig(
         block_m=block_m, block_n=block_n, block_k=block_k, turned=turned, num_stages=stages, ahead=ahead,

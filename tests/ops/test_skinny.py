@@ -246,6 +246,8 @@ def test_explain_says_which_design_and_why(capsys):
         ("matmul", 65, "library", "cuBLAS"),
         ("matmul_silu_mul", 64, "skinny", "M=64 <= 64"),
         ("matmul_silu_mul", 65, "library", "M=65 > 64"),
+        ("matmul_silu_mul", 127, "library", "M=127 > 64"),
+        ("matmul_silu_mul", 128, "skinny", "one round of whole tiles"),
     ):
         found = ops.explain(op, M=M, N=5120, K=6400, world_size=1, caps=caps)
         assert found.algorithm == design

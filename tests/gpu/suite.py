@@ -353,18 +353,20 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
     ]
 
 
-def groups_for(team: Any, with_load: bool, ops: tuple[str, ...] = ()) -> dict[str, Callable[[], Iterable[Any]]]:
-    """Name -> what makes its attempts; those that need a GPU only where there is one. ops: of these operations; () of all."""
+def groups_for(team: Any, with_load: bool, named: tuple[str, ...] = ()) -> dict[str, Callable[[], Iterable[Any]]]:
+    """Name -> what makes its attempts; those that need a GPU only where there is one. named: the operations whose cases are
+    taken; none: all."""
     w, on_gpu = team.size, team.device.type == "cuda"
 
     def picked(table_of_cases: Iterable[Case]) -> list[Case]:
-        return [case for case in of_size(table_of_cases, w) if not ops or case.op in ops]
+        return [case for case in of_size(table_of_cases, w) if not named or case.op in named]
 
     chosen = picked(representative(w, LARGE_MATMULS if on_gpu else MATMULS))
+    mixed = {"all of them mixed": chosen} if chosen else {}
     groups: dict[str, Callable[[], Iterable[Any]]] = {
         "collectives": lambda: table(team, picked(COLLECTIVES)),
         "matmuls": lambda: table(team, picked(MATMULS)),
-        "back-to-back": lambda: back_to_back(team, {**{str(c): [c] for c in chosen}, "all of them mixed": chosen}),
+        "back-to-back": lambda: back_to_back(team, {**{str(c): [c] for c in chosen}, **mixed}),
         "compile": lambda: compiled(team),
         "long": lambda: long_runs(team) if on_gpu else long_runs(team, elements=3000, calls=2),
     }
@@ -378,12 +380,12 @@ def groups_for(team: Any, with_load: bool, ops: tuple[str, ...] = ()) -> dict[st
 
 
 def main(
-    team: Any, with_load: bool = False, only: tuple[str, ...] = (), ops: tuple[str, ...] = ()
+    team: Any, with_load: bool = False, only: tuple[str, ...] = (), named: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
     suite = Suite(team)
     suite.say(f"{team.size} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
     try:
-        for name, attempts in groups_for(team, with_load, ops).items():
+        for name, attempts in groups_for(team, with_load, named).items():
             if not only or name in only:
                 suite.group(name, attempts())
     except Desynchronised as failure:
@@ -398,11 +400,13 @@ def command(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim: the groups that need no GPU")
     parser.add_argument("--load", action="store_true", help="2,000 calls of each op too")
     parser.add_argument("--only", default="", help="names of groups, with semicolons between")
-    parser.add_argument("--ops", default="", help="operations of the case tables, with semicolons between; else all")
+    parser.add_argument("--ops", default="", help="operations of the cases, with semicolons between; else all")
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()
     only, of_ops = (tuple(name for name in names.split(";") if name) for names in (chosen.only, chosen.ops))
+    if unknown := sorted(set(of_ops) - set(OPERATIONS)):
+        parser.error(f"--ops {';'.join(unknown)}: not among {', '.join(OPERATIONS)}")
     heap_bytes = HEAP_BYTES[chosen.device]
     groups = weft.launch(
         main, chosen.world_size, device=chosen.device, args=(chosen.load, only, of_ops), heap_bytes=heap_bytes

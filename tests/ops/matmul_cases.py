@@ -157,14 +157,11 @@ def _cases() -> None:
             add(op, w, BF16, (w * 19, 40, 48), config=config(16, 16, 32, design="segments", span=8))
             add(op, w, BF16, (w * 19, 40, 48), config=config(16, 16, 32, design="segments", chunks=3))
             add(op, w, FP16, (w * 3, 33, 21), config=config(16, 32, 16, design="library"), layout="transposed")
-        # Blocks of rows: the last of a row, of none for some ranks; as many as a rank has rows.
-        add(
-            "matmul_all_reduce",
-            w,
-            FP32,
-            (w * 8 + 1, 24, 40),
-            config=config(16, 16, 32, design="segments", chunks=8, lanes=1),
-        )
+        # Blocks of a row for each rank; with a last one of a row or three, so of none for some ranks.
+        blocks = config(16, 16, 32, design="segments", chunks=8, lanes=1)
+        add("matmul_all_reduce", w, FP32, (w * 8, 24, 40), config=blocks)
+        blocks = config(16, 16, 32, design="segments", chunks=min(w + 1, 8))
+        add("matmul_all_reduce", w, BF16, (w * (w + 1) + 1, 24, 40), config=blocks)
         # Ranks with more rows than others, and with none.
         add("matmul_all_reduce", w, BF16, (w * 9 - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=4))
         add("matmul_all_reduce", w, BF16, (w - 1, 40, 24), config=config(16, 32, 16, design="segments", chunks=2))

@@ -80,6 +80,40 @@ def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
     weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_one_buffer_serves_call_after_call_where_two_are_too_large(monkeypatch, seed):
+    module = importlib.import_module("weft.ops.matmul_all_reduce")
+    monkeypatch.setattr(module, "MOST_HALVED", 0)
+    cases = [
+        Case(op="matmul_all_reduce", world_size=3, dtype=BF16, shape=shape, config=config(16, 16, 32, **fields))
+        for shape in ((60, 24, 40), (31, 40, 24))
+        for fields in ({"design": "segments"}, {"design": "segments", "chunks": 3, "lanes": 1})
+    ]
+
+    def main(team):
+        found = run_cases(team, cases, 3)
+        [workspace] = team.workspace(("matmul_all_reduce segments", BF16), dict).values()
+        assert len(workspace.buffers) == 1
+        return found
+
+    check_replicated(weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0}))
+
+
+def test_many_rows_a_rank_are_all_reduced_in_two_blocks():
+    h200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
+    for world_size, rows, blocks in (
+        (2, 2**15, 0),
+        (3, 6144, 2),
+        (3, 6143, 0),
+        (4, 8192, 2),
+        (4, 8191, 0),
+        (8, 8192, 0),
+    ):
+        for K in (1024, 8192):
+            found = configured("matmul_all_reduce", rows, 5120, K, BF16, world_size, h200)
+            assert (found.chunks if found.design == "segments" else 0) == blocks, (world_size, rows, K)
+
+
 def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
     module, chosen = (
         importlib.import_module("weft.ops.matmul_all_reduce"),
@@ -106,17 +140,19 @@ def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
 def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op, chunks):
     module = importlib.import_module(f"weft.ops.{op}")
     chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=chunks)
-    rows = 60 if op == "matmul_all_reduce" else 20
+    rows, place = 60 if op == "matmul_all_reduce" else 20, torch.arange(60.0)[:, None].expand(60, 24)
 
     def main(team):
         results = []
         for call in range(5):
-            a, b = torch.full((60, 24), float(call + team.rank)), torch.ones(16, 24)
+            a, b = place + float(call + team.rank), torch.ones(16, 24)
             results.append(module.run(a, b, team, config=chosen))
             for workspace in team.workspace((f"{op} segments", FP32), dict).values():
                 workspace.calls = 0
         for call, result in enumerate(results):
-            assert_identical(result, torch.full((rows, 16), 24.0 * (3 * call + 3)), what=f"call {call}")
+            mine = slice(0, 60) if rows == 60 else slice(20 * team.rank, 20 * team.rank + 20)
+            expected = (24.0 * (3 * call + 3) + 72.0 * place[mine, :1]).expand(rows, 16)
+            assert_identical(result, expected.contiguous(), what=f"call {call}")
 
     weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
 

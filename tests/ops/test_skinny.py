@@ -169,7 +169,7 @@ def built(arch, M, N, K, gated, dtype=BF16, squares=0, in_parts=False):
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_and_fits(arch, gated, tmp_path):
-    for M in (1, 32, 64):
+    for M in (1, 32, 64, 128):
         for N, K in PROJECTIONS:
             # With the rows' squares too, of a norm of the largest products.
             for squares in (0, 20) if K == 5120 else (0,):
@@ -252,6 +252,22 @@ def test_explain_says_which_design_and_why(capsys):
         found = ops.explain(op, M=M, N=5120, K=6400, world_size=1, caps=caps)
         assert found.algorithm == design
         assert said in found.reason and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("M", [1, 32, 64])
+def test_what_is_behind_a_kernel_that_reads_memory_prefetches_nothing(M):
+    """The products of a decode step of Qwen3-32B, as layers ask for them, at W=4 and W=2."""
+    caps = capabilities_of("sm_90")
+
+    def ahead(N, K, op="matmul", **words):
+        return skinny_config.configured(op, M, N, K, BF16, caps, **words)[0].ahead
+
+    for W in (4, 2):
+        assert ahead(10240 // W, 5120, in_parts=True, factored=True) > 0  # qkv, behind an all-reduce
+        assert ahead(5120, 8192 // W, in_parts=True) == 0  # o, behind attention
+        assert ahead(5120, 25600 // W, in_parts=True) == 0  # down, behind gate-up
+        gate_up = ahead(25600 // W, 5120, "matmul_silu_mul", factored=True)
+        assert (gate_up > 0) == (W == 2 and M == 1)
 
 
 def test_other_targets_and_dtypes_get_another_design():

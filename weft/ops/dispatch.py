@@ -211,10 +211,10 @@ MATMULS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 LIBRARY_ROWS = 512
 # The same of matmul_all_reduce on two ranks: M=1024 228 / 240, M=4096 930 / 849 (benchmarks/lab/h200-x2-candidates.json).
 LIBRARY_ROWS_OF_TWO = 1024
-# From so many rows on matmul_all_reduce of more than two ranks goes by blocks of rows. One kernel / blocks, W=4: M=8192
-# N=5120 K=6400 867 / 842, N=8192 K=7168 1578 / 1517, K=2048 486 / 512; M=4096 N=5120 K=6400 445 / 454
-# (benchmarks/lab/h200-gemm-ar-blocks.json).
-ROWS_IN_BLOCKS = 8192
+# From so many rows a rank on matmul_all_reduce of more than two ranks goes by blocks of rows. One kernel / two blocks, W=4,
+# which stands for others: M=8192 N=5120 K=6400 867 / 842, N=8192 K=7168 1578 / 1517, N=5120 K=2048 486 / 512; M=4096 N=5120
+# K=6400 445 / 454, K=2048 257 / 295 (benchmarks/lab/h200-gemm-ar-blocks.json).
+ROWS_IN_BLOCKS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +246,8 @@ def choose_matmul(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_siz
         if world_size == 2 and M <= LIBRARY_ROWS_OF_TWO:
             reason = f"two ranks, M={M} <= {LIBRARY_ROWS_OF_TWO}: too little to overlap"
             return Design(op=op, design="library", reason=reason)
-        if world_size > 2 and M >= ROWS_IN_BLOCKS:
-            reason = f"M={M} >= {ROWS_IN_BLOCKS}: the sums of one half of the rows travel under the other's GEMMs"
+        if world_size > 2 and M // world_size >= ROWS_IN_BLOCKS:
+            reason = f"M={M}, at least {ROWS_IN_BLOCKS} a rank: half of the sums travel under the other half's GEMMs"
             return Design(op=op, design="segments", reason=reason)
         return Design(op=op, design="fused", reason="one kernel sends what is done and gives the sums to all")
     return Design(

@@ -9,7 +9,7 @@ import torch
 
 from weft.ops import tuned
 from weft.ops.arithmetic import cdiv, next_power_of_2
-from weft.ops.dispatch import LIBRARY_ROWS, ROWS_IN_BLOCKS, choose_matmul
+from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -169,16 +169,10 @@ def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, 
         # slower than two, and 4 % slower at N=14336 M=8192. Of other world sizes than four nothing is measured.
         return {"lanes": 2, "span": 2 if N >= 8192 else 1}
     if op == "matmul_all_reduce":
-        # W=4, two blocks of rows / one: N=5120 K=6400, M=2048 276 / 260, 8192 842 / 937, 16384 1702 / 1883; N=8192 K=7168,
-        # M=4096 773 / 823, 8192 1517 / 1638; N=5120 K=2048, lanes=2, M=8192 512 / 489, 16384 927 / 934, with one lane 1269
-        # (h200-gemm-ar-blocks.json). Ranks that differ in K must cut alike.
-        few = M < ROWS_IN_BLOCKS
-        long = K >= 4096
-        return {
-            "lanes": 1 if long else 2,
-            "chunks": 1 if few else 2,
-            "span": 2 if world_size > 2 and few and long else 1,
-        }
+        # W=4, two blocks of rows / one: N=5120 K=6400, M=8192 842 / 937, 16384 1702 / 1883; N=8192 K=7168, M=8192 1517 / 1638;
+        # N=5120 K=2048, two lanes, M=8192 512 / 489, 16384 927 / 934, with one lane 1269 (h200-gemm-ar-blocks.json). Ranks
+        # that differ in K must cut alike.
+        return {"lanes": 1 if K >= 4096 else 2, "chunks": 2}
     if world_size == 2 and M >= 4096:
         # W=2, M=8192, chunks=2 with accumulate / one GEMM a rank and a sum behind it: K=4096 543 / 572, K=12800 1627 / 1675;
         # M=4096 275 / 277, 826 / 838; M=2048 149 / 142, 431 / 414.

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # What all slots together may hold: the kernel's loop over them counts in 32 bits, since with 64 it spills at eight ranks.
 MOST_ELEMENTS = 2**31
+# Bytes up to which segments have two halves. Above it the next call waits until all peers have ended this one.
+MOST_HALVED = 1 << 30
 
 
 @triton.jit(do_not_specialize=["M", "whole"])
@@ -246,15 +248,15 @@ def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, 
 
 
 def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
-    """An all-reduce for each of ``config.chunks`` blocks of rows, which are dealt out to owners: a library GEMM for each peer's
-    rows (or one for several peers'), which the copy engine carries to their owner; then the own rows', and the sum. It goes
-    to all under the next block's GEMMs, by the copy engine; the last block's goes by share_kernel.
+    """An all-reduce for each of at most ``config.chunks`` blocks of rows, which are dealt out to owners: a library GEMM for
+    each peer's rows (or one for several peers'), which the copy engine carries to their owner; then the own rows', and the
+    sums. They go to all under the next block's GEMMs, by the copy engine; the last block's go by share_kernel.
 
     signals  copy engine of rank s: flags[slot of s, block] = epoch at the owner, behind a block's rows, and
              flags[W - 1 + slot of s, block] = epoch at all, behind its sums
     waits    wait_kernel, behind a block's own GEMM: flags[d, block] >= epoch, d = 0 .. W - 2; and for the sums, behind the
-             next block's GEMMs for peers: flags[W - 1 + d, block]. GEMMs end whatever the peers do, and all that a rank sends
-             of a block is before its first wait for it
+             next block's GEMMs for peers, when they have long come: flags[W - 1 + d, block]. GEMMs end whatever the peers do,
+             and all that a rank sends of a block is before its first wait for it
     reuse    of a half of slots and results: Segments
 
     lane 0  | o1 | o3 | o1' | o3' | sum', to all |                      rank 0 of 4: segments by owner, ' of the second block
@@ -281,7 +283,7 @@ def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Tea
         turn += len(sent)
         if earlier is not None:
             with lanes.urgent():
-                for *_, computed in sent[-1:]:
+                for *_, computed in sent[-1:]:  # none, where no peer has a row
                     lanes.after(computed)
                 _collect(*earlier, space, number - 1, team)
         with lanes.turn(turn):
@@ -312,7 +314,8 @@ def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int
 
 
 def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
-    """Peers' rows of a block, ``out`` [rows, N] = their sums, once they are in ``results`` [W, …]. No kernel copies them."""
+    """Peers' rows of a block, ``out`` [rows, N] = their sums, once they are in ``results`` [W, …]. A kernel that copies would
+    wait for an SM until the GEMM beside it ends."""
     await_flags(space.flags[team.size - 1 :, block:], space.epoch, team)
     for peer in range(team.size):
         if peer != team.rank:
@@ -339,7 +342,9 @@ def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
         # Slots for what peers compute of my rows, then every rank's sums.
         # Four programs an SM store as fast as the links take it.
         programs = min(4 * team.caps.sms, team.max_programs(SUM_WARPS, registers=64))
-        buffers = team.empty((2, 2 * team.size - 1, capacity), dtype=dtype)
+        places = 2 * team.size - 1
+        halves = 2 if 2 * places * capacity * dtype.itemsize <= MOST_HALVED else 1
+        buffers = team.empty((halves, places, capacity), dtype=dtype)
         return Segments.make(team, buffers, 2 * (team.size - 1), programs)
 
     return gemm.grown_workspace(team, ("matmul_all_reduce segments", dtype), size, make)

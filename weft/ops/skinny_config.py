@@ -24,16 +24,17 @@ MAX_ROWS = 64
 # The same where attention behind adds the parts up (matmul_parts, of a factored norm) and there are some, which cuBLAS adds up
 # by itself: 128x2560x5120 9.9 without its sum, 11.7 with it (11.5; of the search).
 MAX_ROWS_IN_PARTS = 128
-# So many rows, no fewer, of a gated one whose tiles are one round: in the model silu's kernel and the gap before it decide,
-# which it has not. Decode steps of 128 sequences at W=4's shapes, ms: the library and silu_mul 7.086, this with 5 stages
-# 7.100, 6 7.040, 7 7.012 (benchmarks/lab/h200-ahead.json).
+# So many rows, no fewer, of a gated one whose tiles are one round: the library's way costs silu's kernel and the gap before it.
+# Decode steps of 128 sequences at W=4's shapes, ms: the library and silu_mul 7.086, this with 5 stages 7.100, 6 7.040, 7 7.012
+# (benchmarks/lab/h200-ahead.json).
 WHOLE_ROWS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
-# Columns that a program prefetches, where the kernel before it waits and leaves the memory alone: a plain product's may. Not a
-# row-parallel one's, which reads as well: decode steps of Qwen3-32B with 256 / none, ms, one sequence W=4 4.96 / 4.93, W=2
-# 8.52 / 8.52, 32 6.06 / 6.03 and 10.21 / 10.18; while qkv's, an all-reduce, does: W=2 8.52 / 8.56, 10.21 / 10.22. Gated ones
-# behind an all-reduce read too much to have it delayed: 32 6.06 / 5.99, 10.21 / 10.16 (benchmarks/lab/h200-ahead.json).
+# Columns that a program prefetches while the kernel before it waits and leaves the memory alone, as an all-reduce does. Decode
+# steps of Qwen3-32B with 256 / none, ms, of one sequence and of 32 with W=4's shapes, then with W=2's
+# (benchmarks/lab/h200-ahead.json): qkv, behind an all-reduce, 5.01 / 5.04, 6.06 / 6.08, 8.52 / 8.56, 10.21 / 10.22. o and down,
+# behind kernels that read memory themselves, 4.96 / 4.93, 6.06 / 6.03, 8.52 / 8.52, 10.21 / 10.18: none. gate-up, behind an
+# all-reduce, 4.96 / 4.97, 6.06 / 5.99, 8.52 / 8.55, 10.21 / 10.16: none, but for up to 16 rows where tiles outnumber SMs.
 AHEAD = 256
 # Steps along K that make a part worth its sum; and worth its place where the kernel behind adds the parts up.
 LEAST_STEPS, LEAST_STEPS_IN_PARTS = 8, 16
@@ -95,14 +96,14 @@ def configured(
     config = config_for(M, N, K, caps, gated, in_parts, factored)
     if in_parts and factored and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
         return config, f"M={M} <= {MAX_ROWS_IN_PARTS}, in parts: nobody has to add them up for it"
-    if gated and M == WHOLE_ROWS and cdiv(N, 64) <= caps.sms < 2 * cdiv(N, 64):
-        return config, f"M={M}, one round of whole tiles: silu needs no kernel of its own"
-    if M > MAX_ROWS:
+    whole = gated and M == WHOLE_ROWS and cdiv(N, 64) <= caps.sms < 2 * cdiv(N, 64)
+    if M > MAX_ROWS and not whole:
         return None, f"M={M} > {MAX_ROWS}: x and the weight weigh the same, and cuBLAS shares x between SMs"
     if K * N * (2 if gated else 1) < LEAST_WEIGHT and not factored:
         return None, f"N={N} K={K}: a weight too small to be what takes the time"
-    reason = f"M={M} <= {MAX_ROWS}: all programs at once, each reading its share of the weight"
-    return config, reason
+    if whole:
+        return config, f"M={M}, one round of whole tiles: silu needs no kernel of its own"
+    return config, f"M={M} <= {MAX_ROWS}: all programs at once, each reading its share of the weight"
 
 
 def config_for(
@@ -120,16 +121,17 @@ def config_for(
         # 64 KiB of shared memory suffice for all of these. gfx9 has 64 KiB, sm_12x 99.
         return SkinnyConfig(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)
     tiles = cdiv(N, 64)
+    # In parts and not of a norm that an all-reduce computes: a row-parallel layer's.
+    reads_before = in_parts and not factored
+    ahead = 0 if reads_before or (gated and (block_m > 16 or tiles <= caps.sms)) else AHEAD
     shared = min(2 * caps.sms // tiles, K // (128 * LEAST_STEPS_IN_PARTS))
     if in_parts and not gated and block_m <= 32 and tiles <= caps.sms < 2 * tiles and shared > 1:
         # A program a tile would leave SMs idle: two an SM. Decode steps of Qwen3-32B, ms, before and so: W=4 one sequence
         # 5.08 / 5.01, 8 5.36 / 5.33, 32 the same; W=2 8.70 / 8.56, 8.90 / 8.83, 9.30 / 9.25 (benchmarks/lab/h200-parts.json).
         return SkinnyConfig(
-            block_m=block_m, block_n=64, block_k=128, turned=True, num_stages=4, parts=shared,
-            ahead=AHEAD if factored else 0,
-        )  # fmt: skip
+            block_m=block_m, block_n=64, block_k=128, turned=True, num_stages=4, ahead=ahead, parts=shared
+        )
     programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
-    ahead = 0 if gated and (block_m > 16 or tiles <= caps.sms) else AHEAD
     if block_m <= 32:
         # 16x2560x5120 9.5 (10.9), 16x12800x5120 33.4 (35.8), gated 34.9 (36.8); 32: 9.5 (11.1), gated 35.3 (37.5). Stages in
         # a search that no file keeps: 32x25600x5120 64.6 with 4, 73.8 with 5 (66.3), 32x12800x5120 33.7, 36.9 (35.5);
@@ -140,7 +142,7 @@ def config_for(
         elif not gated and programs // 2 < tiles <= caps.sms:
             stages = 7  # a program a tile and one an SM, with all of its memory
         elif gated and tiles <= caps.sms:
-            # Decode steps at W=4, one sequence 4.97 with 5 stages, 4.93 with 4; 32 5.99, 5.93 (benchmarks/lab/h200-ahead.json).
+            # Decode steps at W=4's shapes, one sequence 4.97 with 5 stages, 4.93 with 4; 32 5.99, 5.93 (h200-ahead.json).
             stages = 4
         elif gated and block_m == 16:
             # Two programs an SM here too: gated 1x12800x5120 behind a norm 64.3, with one 67.8; 16 66.3, 67.0; of 32 rows two

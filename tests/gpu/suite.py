@@ -400,7 +400,9 @@ def command(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim: the groups that need no GPU")
     parser.add_argument("--load", action="store_true", help="2,000 calls of each op too")
     parser.add_argument("--only", default="", help="names of groups, with semicolons between")
-    parser.add_argument("--ops", default="", help="operations of the cases, with semicolons between; else all")
+    parser.add_argument(
+        "--ops", default="", help="operations of the cases, with semicolons between; compile and long have none"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()

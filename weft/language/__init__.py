@@ -32,8 +32,7 @@ from weft.language.signals import barrier, consume_token, notify, wait
 
 __all__ = [
     "advance_epoch", "barrier", "consume_token", "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi",
-    "lamport_clear",
-    "lamport_load", "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store",
+    "lamport_clear", "lamport_load", "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store",
     "let_next_kernel_start", "multimem_load_reduce", "multimem_store", "next_epoch", "notify", "num_ranks", "prefetch",
     "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
     "wait_for_previous_kernel", "zero_here",

@@ -255,9 +255,9 @@ def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Tea
     signals  copy engine of rank s: flags[slot of s, block] = epoch at the owner, behind a block's rows, and
              flags[W - 1 + slot of s, block] = epoch at all, behind its sums
     waits    wait_kernel, behind a block's own GEMM: flags[d, block] >= epoch, d = 0 .. W - 2; and for the sums, behind the
-             next block's GEMMs for peers, when they have long come: flags[W - 1 + d, block]. GEMMs end whatever the peers do,
-             and all that a rank sends of a block is before its first wait for it
-    reuse    of a half of slots and results: Segments
+             next block's GEMMs for peers, to leave them time: flags[W - 1 + d, block]. GEMMs end whatever the peers do, and
+             all that a rank sends of a block is before its first wait for it
+    reuse    of a half of slots and results: Segments. In a call every block has places and flags of its own
 
     lane 0  | o1 | o3 | o1' | o3' | sum', to all |                      rank 0 of 4: segments by owner, ' of the second block
     lane 1    | o2 | own  | o2' | own' |
@@ -314,8 +314,8 @@ def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int
 
 
 def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
-    """Peers' rows of a block, ``out`` [rows, N] = their sums, once they are in ``results`` [W, …]. A kernel that copies would
-    wait for an SM until the GEMM beside it ends."""
+    """Peers' rows of a block, ``out`` [rows, N] = their sums, once they are in ``results`` [W, …]. By memory copies:
+    a kernel would wait for an SM until the GEMM beside it ends. (That these do not was not profiled.)"""
     await_flags(space.flags[team.size - 1 :, block:], space.epoch, team)
     for peer in range(team.size):
         if peer != team.rank:

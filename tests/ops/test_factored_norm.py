@@ -1,5 +1,8 @@
 """Norms whose rows are divided only after the product behind them: against plain PyTorch, and no worse than the others."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,6 +16,9 @@ from weft.layers.plan import Plan
 from weft.ops import skinny, skinny_config
 from weft.ops.all_reduce import run_of_parts
 from weft.ops.factored_norm import FactoredNorm
+
+# The module: the package has the function under its name.
+all_reduce_rms_norm = importlib.import_module("weft.ops.all_reduce_rms_norm")
 
 EPS = 1e-6
 # (M, N, K): rows of K elements start on 16 bytes, but for the last, which no descriptor reaches.
@@ -338,7 +344,13 @@ def test_which_products_take_the_factor():
         config, reason = skinny_config.configured("matmul", M, 64, 64, dtype, caps, factored=True)
         assert (config is not None) == taken and reason
     assert skinny_config.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
-    for M, N, taken in ((128, 2560, True), (65, 2560, True), (129, 2560, False), (128, 12800, False)):
+    for M, N, taken in (
+        (128, 2560, True),
+        (96, 2560, True),
+        (65, 2560, False),
+        (129, 2560, False),
+        (128, 12800, False),
+    ):
         config, reason = skinny_config.configured("matmul", M, N, 5120, BF16, caps, factored=True, in_parts=True)
         assert (config is not None) == taken and reason
         assert config is None or skinny_config.parts_of(config, 5120) > 1
@@ -393,3 +405,14 @@ def test_on_a_gpu(op):
                 )
                 if config == skinny_config.config_for(M, N, K, caps, gated):
                     assert_identical(total.to(BF16), out, what=what)
+
+
+def test_which_rows_go_in_one_shot():
+    """By what the kernel with the norm takes, whatever rows there are of the all-reduce without one."""
+    for world_size, one_shot, two_shot in ((2, 96, 128), (4, 16, 32)):
+        team = SimpleNamespace(size=world_size, caps=capabilities_of("sm_90"))
+        for count, expected in ((1, "one_shot"), (one_shot, "one_shot"), (two_shot, "two_shot"), (1 << 17, "two_shot")):
+            x = torch.empty((count, 5120), dtype=BF16, device="meta")
+            algorithm, plan = all_reduce_rms_norm._chosen(x, team, "auto")
+            assert algorithm == expected, (world_size, count)
+            assert all_reduce_rms_norm._chosen(x, team, "one_shot") == ("one_shot", plan)

@@ -154,7 +154,7 @@ PROJECTIONS = ((2560, 5120), (5120, 2048), (5120, 6400), (12800, 5120), (640, 51
 def built(arch, M, N, K, gated, dtype=BF16, squares=0, in_parts=False):
     """The kernel that a product of these sizes gets on ``arch``, and its config. squares: of a norm in so many parts."""
     caps = capabilities_of(arch)
-    config = skinny_config.config_for(M, N, K, caps, gated, in_parts)
+    config = skinny_config.config_for(M, N, K, caps, gated, in_parts, factored=in_parts and squares > 0)
     x = torch.zeros((64, 64), dtype=dtype)
     rows, weight = (operand(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
     out = torch.zeros(8) if config.parts > 1 else x
@@ -180,7 +180,7 @@ def test_compiles_and_fits(arch, gated, tmp_path):
 
 
 @pytest.mark.triton_internals
-def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms():
+def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms(tmp_path):
     for M in (16, 32):
         for N, K, programs in ((12800, 5120, 2), (25600, 5120, 2), (5120, 6400, 1), (5120, 2048, 1)):
             kernel, config = built("sm_90", M, N, K, False)
@@ -192,6 +192,15 @@ def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms():
             kernel, config = built("sm_90", M, N, K, False, in_parts=True)
             assert config.parts == parts and config.turned
             assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, K, config)
+    for N, K, squares, programs, block_n in (
+        (5120, 12800, 0, 1, 128),
+        (5120, 5120, 20, 2, 64),
+        (2560, 5120, 20, 1, 64),
+    ):
+        kernel, config = built("sm_90", 128, N, K, False, squares=squares, in_parts=True)
+        assert (config.parts, config.block_n) == (3, block_n) and config.turned
+        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (N, K, config)
+        assert stack_bytes(kernel, tmp_path) == 0, config
     for M, N, programs in ((16, 12800, 2), (64, 12800, 2), (32, 12800, 1), (16, 6400, 1), (64, 6400, 1)):
         kernel, config = built("sm_90", M, N, 5120, True)
         assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, config)
@@ -268,6 +277,24 @@ def test_what_is_behind_a_kernel_that_reads_memory_prefetches_nothing(M):
         assert ahead(5120, 25600 // W, in_parts=True) == 0  # down, behind gate-up
         gate_up = ahead(25600 // W, 5120, "matmul_silu_mul", factored=True)
         assert (gate_up > 0) == (W == 2 and M == 1)
+
+
+def test_which_products_of_up_to_128_rows_are_left_in_parts():
+    """Where whole decode steps took less time so: elsewhere the library multiplies."""
+    caps = capabilities_of("sm_90")
+    qkv, down = {"in_parts": True, "factored": True}, {"in_parts": True}
+    for N, K, words, rows, others in (
+        (5120, 12800, down, (96, 100, 128), (65, 95, 129)),  # W=2
+        (5120, 6400, down, (), (65, 96, 128, 129)),  # W=4: short parts
+        (8192, 14336, down, (), (96, 128)),  # of Llama-3-70B: two parts
+        (5120, 12800, {}, (), (65, 96, 128)),  # nobody adds parts up
+        (5120, 5120, qkv, (128,), (65, 96, 127, 129)),  # W=2
+        (2560, 5120, qkv, (96, 127, 128), (65, 72, 95, 129)),  # W=4
+    ):
+        for M in (*rows, *others):
+            config, _ = skinny_config.configured("matmul", M, N, K, BF16, caps, **words)
+            assert (config is not None) == (M in rows), (M, N, K)
+            assert config is None or config.parts == 3
 
 
 def test_other_targets_and_dtypes_get_another_design():

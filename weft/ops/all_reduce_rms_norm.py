@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops import dispatch
 from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Plan, choose
+from weft.ops.dispatch import Plan, of_world
 from weft.ops.exchange import (
     STAGES,
     UNWRITTEN,
@@ -46,6 +47,10 @@ from weft.runtime.team import Team, find_team
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_ROW_BYTES = 65536
 PART_BYTES = 512
+# Largest x that goes in one shot, by world size: dispatch's, but for two ranks, whose rows of one-shot there have tiles that
+# this kernel has not. Decode steps at W=2, ms, one-shot / two-shot: 64 rows of 5120 10.73 / 10.80, 96 11.43 / 11.46, 128
+# 12.27 / 12.17, and the rows by themselves 9.40 / 7.69 us (benchmarks/lab/h200-128-rows.json, benchmarks/results/h200-x2).
+ONE_SHOT_LIMIT = dispatch.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 
 @triton.jit
@@ -252,9 +257,8 @@ def _all_reduce_rms_norm(
 
 def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
     """The algorithm, if it is "auto", and how tiles travel. ``x``: of the shape and dtype of what does."""
-    algorithm = choose("all_reduce", x.nbytes, x.dtype, team.size, team.caps, algorithm=algorithm).algorithm
-    if algorithm == "copy_engine":
-        algorithm = "two_shot"  # the norm is in the kernel of tiles
+    if algorithm == "auto":
+        algorithm = "one_shot" if x.nbytes <= of_world(ONE_SHOT_LIMIT, team.size) else "two_shot"
     return algorithm, plan_for_rows(x.shape[-1], x.itemsize, team.caps.sms)
 
 

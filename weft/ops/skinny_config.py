@@ -21,12 +21,17 @@ MAX_PARTS_LEFT = 3
 # took 37.1 in 100 whole tiles and 44.7 in equal shares for all 132, the cut tiles put together by one program (36.3); and rows
 # that are not there make it slower: 96x12800x5120 40.8 (35.4), 65x 48.7 (35.5). Of a search that no file keeps.
 MAX_ROWS = 64
-# The same where attention behind adds the parts up (matmul_parts, of a factored norm) and there are some, which cuBLAS adds up
-# by itself: 128x2560x5120 9.9 without its sum, 11.7 with it (11.5; of the search).
-MAX_ROWS_IN_PARTS = 128
-# So many rows, no fewer, of a gated one whose tiles are one round: the library's way costs silu's kernel and the gap before it.
-# Decode steps of 128 sequences at W=4's shapes, ms: the library and silu_mul 7.086, this with 5 stages 7.100, 6 7.040, 7 7.012
-# (benchmarks/lab/h200-ahead.json).
+# The same where the kernel behind adds the parts up (matmul_parts) and there are some, from LEAST_ROWS_IN_PARTS on. Decode
+# steps, ms, with cuBLAS's products / with parts, at W=2 down of 128 sequences 12.17 / 11.82, of 96 11.46 / 11.16, qkv too of
+# 128 11.77, of 96 0.4 more; at W=4's shapes qkv of 96 6.95 / 6.90, of 72 6.62 / 6.83 (benchmarks/lab/h200-128-rows.json).
+MAX_ROWS_IN_PARTS, LEAST_ROWS_IN_PARTS = 128, 96
+# Columns of a part where the kernel before is no all-reduce. With half as many nothing was gained: down at W=4's shapes 6.84 ms
+# and 6.85.
+LEAST_COLUMNS_IN_PARTS = 4096
+# So many rows, no fewer (rows that are not there take longer than others: see MAX_ROWS), of a gated one whose tiles are one
+# round: the library's way costs silu's kernel and the gap before it. Decode steps of 128 sequences at W=4's shapes, ms: the
+# library and silu_mul 7.086, this with 5 stages 7.100, 6 7.040, 7 7.012 (benchmarks/lab/h200-ahead.json). And of one in parts,
+# two programs an SM.
 WHOLE_ROWS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
@@ -94,7 +99,7 @@ def configured(
     if caps.arch != "sm_90":
         return None, f"{caps.arch}: not measured"
     config = config_for(M, N, K, caps, gated, in_parts, factored)
-    if in_parts and factored and MAX_ROWS < M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
+    if in_parts and LEAST_ROWS_IN_PARTS <= M <= MAX_ROWS_IN_PARTS and parts_of(config, K) > 1:
         return config, f"M={M} <= {MAX_ROWS_IN_PARTS}, in parts: nobody has to add them up for it"
     whole = gated and M == WHOLE_ROWS and cdiv(N, 64) <= caps.sms < 2 * cdiv(N, 64)
     if M > MAX_ROWS and not whole:
@@ -156,6 +161,20 @@ def config_for(
         # stages, of which two programs fit an SM, 72.9 with 6.
         block_n, block_k, turned = 64 if gated else 128, 64, True
         stages = 4 if gated and tiles > caps.sms else 6
+    elif reads_before and not gated:
+        # Three programs a tile of 128 columns, so that x is read half as often as with 64. Decode steps of 128 sequences at
+        # W=2, ms, down with block_n=128 12.03, with 64 12.09.
+        fits = MAX_PARTS_LEFT * cdiv(N, 128) <= caps.sms and K // MAX_PARTS_LEFT >= LEAST_COLUMNS_IN_PARTS
+        return SkinnyConfig(
+            block_m=block_m, block_n=128, block_k=64, turned=True, num_stages=5, ahead=ahead,
+            parts=MAX_PARTS_LEFT if fits else 1,
+        )  # fmt: skip
+    elif in_parts and not gated and M == WHOLE_ROWS and caps.sms < 2 * tiles and MAX_PARTS_LEFT * tiles <= 2 * caps.sms:
+        # Two programs an SM.
+        parts = MAX_PARTS_LEFT if cdiv(K, 128) // MAX_PARTS_LEFT >= LEAST_STEPS else 1
+        return SkinnyConfig(
+            block_m=block_m, block_n=64, block_k=64, turned=True, num_stages=4, ahead=ahead, parts=parts
+        )
     else:
         # 128x5120x6400 25.3 (21.0): the library gets these.
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 7 if gated else 4, True

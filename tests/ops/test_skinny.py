@@ -12,6 +12,7 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft import ops
 from weft.ops import local, skinny, skinny_config
+from weft.ops.factored_norm import FactoredNorm
 from weft.ops.gemm import operand
 from weft.ops.local import launch_options
 from weft.ops.skinny_config import SkinnyConfig
@@ -355,3 +356,20 @@ def test_on_a_gpu(op):
             else:
                 assert_close(out, reference(x, weight, gated), K, what=what)
             assert_identical(op(x, weight), out, what=what)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("M", "N", "K", "behind_a_norm"), [(96, 5120, 12800, False), (100, 5120, 12800, False),
+    (128, 5120, 12800, False), (128, 5120, 5120, True), (100, 2560, 5120, True), (16, 5120, 6400, False)])  # fmt: skip
+def test_parts_on_a_gpu(M, N, K, behind_a_norm):
+    x, weight = (t.cuda() for t in operands(M, N, K, BF16))
+    expected, of = reference(x, weight, False), x
+    if behind_a_norm:
+        squares = torch.rand((M, 20), device="cuda")
+        expected, of = expected * (squares.double().sum(1, keepdim=True) + 1e-6).rsqrt(), FactoredNorm(x, squares, 1e-6)
+    parts = ops.matmul_parts(of, weight)
+    assert parts.shape == (3, M, N) and parts.dtype == FP32
+    assert_close(parts.sum(0).to(BF16), expected, K, what="their sum")
+    for part in parts:
+        assert part.abs().max() > 0
+    assert_identical(ops.matmul_parts(of, weight), parts, what="again")

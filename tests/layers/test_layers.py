@@ -207,11 +207,11 @@ def test_sequences_of_unequal_length_do_not_see_each_other(config):
 def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
     def main(team):
         sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
-        return [str(choose_plan("auto", tokens, **sizes, fused=True)) for tokens in (1, 1024, 4096)]
+        return [str(choose_plan("auto", tokens, **sizes, fused=True)) for tokens in (1, 1025, 4096)]
 
     decode, medium, prefill = weft.simulate(main, 2)[0]
     assert decode == "gemm_ar, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks"
-    assert medium == "gemm_ar, fused: 1024 tokens < 2048: too few to split over 2 ranks"
+    assert medium == "gemm_ar, fused: 1025 tokens < 2048: too few to split over 2 ranks"
     assert prefill == "ag_rs, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
     assert weft.simulate(main, 1)[0][2] == "gemm_ar, fused: one rank: nothing to send"
 
@@ -231,9 +231,9 @@ def test_a_plan_that_was_asked_for_is_followed():
 
 
 def test_norms_are_factored_for_few_tokens_in_bf16_on_sm_90():
-    def plan(tokens=64, dtype=torch.bfloat16, mode="gemm_ar", arch="sm_90", **asked):
+    def plan(tokens=64, dtype=torch.bfloat16, mode="gemm_ar", arch="sm_90", world_size=4, **asked):
         caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
-        team = SimpleNamespace(size=4, is_simulated=False, caps=caps)
+        team = SimpleNamespace(size=world_size, is_simulated=False, caps=caps)
         return choose_plan(mode, tokens, hidden_size=5120, dtype=dtype, team=team, **asked)
 
     assert plan().factored and ", factored" in str(plan())
@@ -247,6 +247,7 @@ def test_norms_are_factored_for_few_tokens_in_bf16_on_sm_90():
     for asked in [*others, {"factored": False}, {"tokens": 513, "factored": True}]:
         assert not plan(**asked).factored and "factored" not in str(plan(**asked)), asked
     assert plan(512).factored and plan(arch="sm_100", factored=True).factored
+    assert plan(1024, world_size=2).factored and not plan(1025, world_size=2).deferred and not plan(1024).deferred
 
 
 def test_modules_that_are_not_what_the_layer_computes_are_refused(config):

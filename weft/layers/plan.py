@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
+from weft.ops.dispatch import of_world
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -17,11 +18,13 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 # From so many tokens on "auto" splits them over the ranks. Qwen3-32B over four H200s, ms a forward pass in a CUDA graph, ag_rs
 # / gemm_ar: 4096 tokens 116 / 125, 128 tokens 9.50 / 9.62 (prompts), 9.00 / 9.02 (decoding), 1 token 6.88 / 6.62
-# (benchmarks/lab/h200-x4-modes.json). In between nothing is measured; the fused products begin to pay at about 1024 rows
-# (weft/ops/dispatch.py), and decoding stays below.
+# (benchmarks/lab/h200-x4-modes.json), with nothing measured in between; over two, ag_rs / the best of gemm_ar: 1024 tokens 56.6
+# / 56.7, 1536 87.0 / 84.8, 2048 110 / 115 (h200-x2-modes.json beside it). Decoding stays below.
 SHARDED_TOKENS = 2048
-# Up to so many tokens the all-reduce waits for the norm behind it (one kernel): the GEMM is too short to hide it.
-DEFERRED_TOKENS = 512
+# Up to so many tokens the all-reduce waits for the norm behind it (one kernel), by world size: the GEMM is too short to hide
+# it. Two H200s, ms, so / with its product: 512 tokens 29.5 / 30.4, 768 43.8 / 45.0, 1024 56.7 / 58.2, 1536 87.3 / 84.9, 2048
+# 117 / 115 (h200-x2-modes.json). More ranks are not measured.
+DEFERRED_TOKENS = {2: 1024, 4: 512}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def choose_plan(
             mode, reason = "gemm_ar", f"{tokens} tokens < {SHARDED_TOKENS}: too few to split over {team.size} ranks"
     row_bytes = hidden_size * dtype.itemsize
     deferred = (
-        mode == "gemm_ar" and fused and team.size > 1 and tokens <= DEFERRED_TOKENS
+        mode == "gemm_ar" and fused and team.size > 1 and tokens <= of_world(DEFERRED_TOKENS, team.size)
         and row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
     )  # fmt: skip
     if factored is None:

@@ -4,6 +4,8 @@ import contextlib
 import pickle
 import threading
 import types
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -191,6 +193,18 @@ def test_a_spread_is_of_the_samples():
     found = measure.spread([float(value) for value in range(101)][::-1])
     assert (found.median, found.p10, found.p90, found.samples) == (50.0, 10.0, 90.0, 101)
     assert measure.spread([3.0]).p90 == 3.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 10, 15])
+def test_every_meter_follows_every_other_equally_often(count):
+    rounds = count * (1 + count % 2)
+    orders = [measure.in_turn(count, number) for number in range(rounds)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert set(pairs.values()) <= {1 + count % 2} and len(pairs) == count * (count - 1)
+    for place in zip(*orders, strict=True):
+        assert set(Counter(place).values()) == {1 + count % 2}
+    assert measure.in_turn(count, rounds) == orders[0]
 
 
 def test_the_last_replica_takes_the_set_whose_answer_is_known():

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import gc
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -240,7 +239,7 @@ class Bench:
         samples: list[list[float]] = [[] for _ in meters]
         for number in range(rounds):
             # Not after the same neighbour again and again: what ran before decides clocks and caches. The same on all ranks.
-            self.round(random.Random(number).sample(meters, len(meters)))
+            self.round([meters[place] for place in measure.in_turn(len(meters), number)])
             for meter, found in zip(meters, samples, strict=True):
                 found += meter.samples()
         mine = {id(meter): measure.spread(found) for meter, found in zip(meters, samples, strict=True)}

@@ -79,6 +79,19 @@ class Ranks:
         self.engines[0].gates[step] = gate = threading.Event(), threading.Event()
         return gate
 
+    def allowed(self, steps):
+        """An event: the ranks have been told that they may run so many of an answer."""
+        told, outbox = threading.Event(), self.workers._outbox
+
+        def put(message):
+            outbox.put(message)
+            what = message and pickle.loads(message)
+            if isinstance(what, serve.Allowance) and what.steps >= steps:
+                told.set()
+
+        self.workers._outbox = SimpleNamespace(get=outbox.get, put=put)
+        return told
+
     def ran(self, answer):
         """Steps of it, which are the same on all ranks."""
         [steps] = {engine.ran[answer] for engine in self.engines}
@@ -182,16 +195,17 @@ def test_an_answer_that_is_kept_is_computed_to_its_end_by_the_next_call(ranks):
 
 
 def test_an_answer_that_is_closed_while_the_next_call_waits_for_it_stops(ranks):
-    reached, go_on = ranks.gate(103)
+    (reached, go_on), allowed = ranks.gate(103), ranks.allowed(108)
     first, found = ranks.ask(LONG, 8), []
     other = threading.Thread(target=lambda: found.extend(numbers(ranks.ask(10, 8))), daemon=True)
     other.start()
-    assert reached.wait(timeout=30)
+    # As soon as 100 have come.
+    assert reached.wait(timeout=30) and allowed.wait(timeout=30)
     first.close()
     go_on.set()
     other.join(timeout=30)
     assert found == tokens(10)
-    assert ranks.ran(0) == 108  # as was allowed when 100 had come
+    assert ranks.ran(0) == 108
 
 
 def test_the_ranks_run_ahead_of_a_caller_who_does_not_draw(ranks):

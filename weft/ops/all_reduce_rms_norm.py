@@ -46,6 +46,8 @@ from weft.runtime.team import Team, find_team
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_ROW_BYTES = 65536
+# In whole steps, too: 128 sequences at W=2 take 11.70 ms, with parts of 1,024 bytes 11.77, of 2,048 11.81; prompts of 512 and
+# 1,024 tokens 29.3 and 56.7, 29.5 and 57.4; 256 sequences 18.2 and 18.0 (benchmarks/lab/h200-128-rows.json).
 PART_BYTES = 512
 # Largest x that goes in one shot, by world size: dispatch's, but for two ranks, whose rows of one-shot there have tiles that
 # this kernel has not. Decode steps at W=2, ms, one-shot / two-shot: 64 rows of 5120 10.73 / 10.80, 96 11.43 / 11.46, 128

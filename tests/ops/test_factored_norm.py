@@ -416,3 +416,6 @@ def test_which_rows_go_in_one_shot():
             algorithm, plan = all_reduce_rms_norm._chosen(x, team, "auto")
             assert algorithm == expected, (world_size, count)
             assert all_reduce_rms_norm._chosen(x, team, "one_shot") == ("one_shot", plan)
+    alone = SimpleNamespace(size=1, caps=capabilities_of("sm_90"))
+    for asked in all_reduce_rms_norm.ALGORITHMS:
+        assert all_reduce_rms_norm._chosen(x, alone, asked)[0] == "one_shot"

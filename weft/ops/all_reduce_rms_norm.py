@@ -46,12 +46,12 @@ from weft.runtime.team import Team, find_team
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_ROW_BYTES = 65536
-# In whole steps, too: 128 sequences at W=2 take 11.70 ms, with parts of 1,024 bytes 11.77, of 2,048 11.81; prompts of 512 and
-# 1,024 tokens 29.3 and 56.7, 29.5 and 57.4; 256 sequences 18.2 and 18.0 (benchmarks/lab/h200-128-rows.json).
+# In whole steps at W=2, too, ms, with parts of 512 / 1,024 / 2,048 bytes: 128 sequences 11.70 / 11.77 / 11.81, 256 18.2 / 18.0
+# / 18.0, prompts of 512 tokens 29.3 / 29.6 / 29.5, of 1,024 56.7 / 57.4 / 57.4 (benchmarks/lab/h200-128-rows.json).
 PART_BYTES = 512
-# Largest x that goes in one shot, by world size: dispatch's, but for two ranks, whose rows of one-shot there have tiles that
-# this kernel has not. Decode steps at W=2, ms, one-shot / two-shot: 64 rows of 5120 10.73 / 10.80, 96 11.43 / 11.46, 128
-# 12.27 / 12.17, and the rows by themselves 9.40 / 7.69 us (benchmarks/lab/h200-128-rows.json, benchmarks/results/h200-x2).
+# Largest x that goes in one shot, by world size: dispatch's, but for two ranks. (What was tuned for the all-reduce has other
+# tiles.) Decode steps at W=2, ms, one-shot / two-shot: 64 rows of 5120 10.73 / 10.80, 96 11.43 / 11.46, 128 12.27 / 12.17, and
+# these rows by themselves 9.38 / 7.71 us (benchmarks/lab/h200-128-rows.json, benchmarks/results/h200-x2).
 ONE_SHOT_LIMIT = dispatch.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 
@@ -259,7 +259,9 @@ def _all_reduce_rms_norm(
 
 def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
     """The algorithm, if it is "auto", and how tiles travel. ``x``: of the shape and dtype of what does."""
-    if algorithm == "auto":
+    if team.size == 1:
+        algorithm = "one_shot"  # which then sends nothing
+    elif algorithm == "auto":
         algorithm = "one_shot" if x.nbytes <= of_world(ONE_SHOT_LIMIT, team.size) else "two_shot"
     return algorithm, plan_for_rows(x.shape[-1], x.itemsize, team.caps.sms)
 

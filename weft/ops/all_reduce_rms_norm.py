@@ -258,7 +258,7 @@ def _all_reduce_rms_norm(
 
 
 def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
-    """The algorithm, if it is "auto", and how tiles travel. ``x``: of the shape and dtype of what does."""
+    """The algorithm that runs, and how tiles travel. ``x``: of the shape and dtype of what does."""
     if team.size == 1:
         algorithm = "one_shot"  # which then sends nothing
     elif algorithm == "auto":
@@ -299,7 +299,7 @@ def all_reduce_rms_norm(
                their order and rounded to residual's dtype before anything is sent
     residual   the same on all ranks, of x's shape and dtype
     weight     [H] of residual's dtype
-    algorithm  "auto", "one_shot" or "two_shot", as of ``all_reduce``
+    algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
     factored   ``normed`` is a FactoredNorm, for the products behind it: sooner, since no part of a row waits for the others.
                Of fp16 it may overflow: hidden * weight is kept before it is divided
 

@@ -176,7 +176,7 @@ def config_for(
             block_m=block_m, block_n=64, block_k=64, turned=True, num_stages=4, ahead=ahead, parts=parts
         )
     else:
-        # 128x5120x6400 25.3 (21.0): the library gets these.
+        # 128x5120x6400 25.3 (21.0): the library gets these, but for parts and whole gated tiles (configured).
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 7 if gated else 4, True
     steps = cdiv(K, block_k)
     return SkinnyConfig(

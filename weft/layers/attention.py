@@ -21,10 +21,8 @@ from weft.ops.factored_norm import FactoredNorm
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# Rows, heads times tokens, of new prompts of one length from which the library attends to them: cuDNN on an H200. Ours / cuDNN
-# behind qk_norm_rope in a CUDA graph, in microseconds. 16 heads of 128 on 2 KV heads: 1 x 128 tokens 6.8 / 9.7, 1 x 2048
-# 48.8 / 60.4, 32 x 128 38.4 / 32.9, 1 x 8192 574 / 525; 32 on 4: 1 x 512 15.7 / 17.2, 4 x 512 51.1 / 47.5, 32 x 128
-# 73.1 / 57.0 (benchmarks/lab/h200-prefill-attention.json). torch's flash attention was slower than cuDNN's throughout.
+# From this many rows (heads times tokens) of new prompts of one length on cuDNN beats our prefill kernel on an H200
+# (docs/experiments.md, "Attention").
 MANY_ROWS = 65536
 
 

@@ -16,14 +16,11 @@ if TYPE_CHECKING:
 Mode = Literal["torch", "ag_rs", "gemm_ar", "auto"]
 MODES: tuple[str, ...] = get_args(Mode)
 
-# From so many tokens on "auto" splits them over the ranks. Qwen3-32B over four H200s, ms a forward pass in a CUDA graph, ag_rs
-# / gemm_ar: 4096 tokens 116 / 125, 128 tokens 9.50 / 9.62 (prompts), 9.00 / 9.02 (decoding), 1 token 6.88 / 6.62
-# (benchmarks/lab/h200-x4-modes.json), with nothing measured in between; over two, ag_rs / the best of gemm_ar: 1024 tokens 56.6
-# / 56.7, 1536 87.0 / 84.8, 2048 110 / 115 (h200-x2-modes.json beside it). Decoding stays below.
+# From so many tokens on "auto" splits them over the ranks (ag_rs): only then are the GEMMs long enough to hide the
+# communication. Decoding stays below. Figures of both limits: docs/experiments.md, "Modes".
 SHARDED_TOKENS = 2048
-# Up to so many tokens the all-reduce waits for the norm behind it (one kernel), by world size: the GEMM is too short to hide
-# it. Two H200s, ms, so / with its product: 512 tokens 29.5 / 30.4, 768 43.8 / 45.0, 1024 56.7 / 58.2, 1536 87.3 / 84.9, 2048
-# 117 / 115 (h200-x2-modes.json). More ranks are not measured.
+# Up to so many tokens the all-reduce waits for the norm behind it (one kernel), by world size: the GEMM before it is too short
+# to hide it. Measured on two.
 DEFERRED_TOKENS = {2: 1024, 4: 512}
 
 

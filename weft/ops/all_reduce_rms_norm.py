@@ -6,11 +6,9 @@ factored:    round(hidden[t, :] * weight) and the parts' shares of mean(hidden[t
 one_shot   a row --to all--> sum, norm                          1 crossing
 two_shot   W rows --one to each--> sum --to all--> W norms      2 crossings, fewer bytes
 
-A row is cut into parts of about 512 bytes, a program each, because one program is slow to push much to three peers: at W=4
-a row of 5,120 bf16 takes 6.2 us in two parts and 4.1 in twenty (benchmarks/lab/h200-x4-collectives.json). What a norm needs
-of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory; where the norm is
-factored they need not: 1 / 8 / 16 / 32 / 64 such rows at W=4, one call after another in a CUDA graph, 4.2 / 5.0 / 5.7 / 7.6 /
-9.0 us, factored 2.8 / 3.5 / 4.2 / 5.4 / 7.0 (H200, one run).
+A row is cut into parts of about 512 bytes, a program each, because one program is slow to push much to three peers. What a
+norm needs of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory; where the norm is
+factored they need not, which saves a fifth to a third of the time. Figures: docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -46,12 +44,9 @@ from weft.runtime.team import Team, find_team
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_ROW_BYTES = 65536
-# In whole steps at W=2, too, ms, with parts of 512 / 1,024 / 2,048 bytes: 128 sequences 11.70 / 11.77 / 11.81, 256 18.2 / 18.0
-# / 18.0, prompts of 512 tokens 29.3 / 29.6 / 29.5, of 1,024 56.7 / 57.4 / 57.4 (benchmarks/lab/h200-128-rows.json).
 PART_BYTES = 512
-# Largest x that goes in one shot, by world size: dispatch's, but for two ranks. (What was tuned for the all-reduce has other
-# tiles.) Decode steps at W=2, ms, one-shot / two-shot: 64 rows of 5120 10.73 / 10.80, 96 11.43 / 11.46, 128 12.27 / 12.17, and
-# these rows by themselves 9.38 / 7.71 us (benchmarks/lab/h200-128-rows.json, benchmarks/results/h200-x2).
+# Largest x that goes in one shot, by world size: dispatch's, but for two ranks, where whole decode steps were measured. (What
+# was tuned for the all-reduce has other tiles.)
 ONE_SHOT_LIMIT = dispatch.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 

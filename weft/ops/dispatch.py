@@ -1,7 +1,7 @@
 """Which algorithm a call gets, and why: the one place that chooses, from rows of ``weft tune`` (weft.ops.tuned) where
 there are any for this GPU, world size and shape, else by the rules here, from measured crossovers.
 
-The numbers are medians inside CUDA graphs on H200s linked by NVLink 4 without multicast (torch 2.11, Triton 3.6).
+The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/experiments.md has the figures of each.
 """
 
 from __future__ import annotations
@@ -15,37 +15,25 @@ from weft.ops import tuned
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
-# All figures: bf16, many calls in a row, benchmarks/lab/h200-x2-collectives.json and h200-x4-collectives.json.
-# Largest message that one-shot pushes faster than two-shot, by world size. One-shot / two-shot in microseconds:
-# W=2: 256 KiB 2.85 / 3.44, 1 MiB 5.52 / 5.51.   W=4: 64 KiB 2.72 / 4.65, 1 MiB 13.0 / 8.32; 256 KiB 4.57 / 5.25
-# (benchmarks/results/h200-x4). W=3 and W=8 are not measured: one-shot's bytes grow with W - 1.
+# Largest message that one-shot pushes faster than two-shot, by world size. W=3 and W=8 are not measured: one-shot's bytes grow
+# with W - 1.
 ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 # How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits. Many small
 # programs start soonest and have all of a small message under way at once; in large ones a program that sends a tile
 # ahead keeps the links busy, and fewer and larger ones poll less.
-#   W=4 two-shot, 1 / 4 / 16 / 64 MiB: 512 x 1 warp 8.32 / 25.9 / 88.2 / 350, 4096 x 8, 2 an SM 9.22 / 22.4 / 78.1 / 296
-#   With the stages of now it takes 21.8 / 78.0 / 300 from 4 MiB on, the best of the other large plans 22.0 / 77.6 / 296
-#   (benchmarks/lab/h200-x4-stages.json).
-#   W=2 two-shot, 1 / 4 / 16 / 64 MiB: 512 x 1 5.51 / 16.1 / 55.8 / 207, 8192 x 16, 2 an SM 6.92 / 14.8 / 52.3 / 197
 ENDLESS = 1 << 62
 TWO_SHOT = {
     2: ((2 << 20, 512, 1, 32), (ENDLESS, 8192, 16, 2)),
     8: ((2 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 2)),
 }
 # One crossing: one-shot all-reduce, and all-gather, all-to-all and reduce-scatter by the bytes of all parts together.
-#   W=4 all-gather, 1 / 4 / 16 / 64 MiB: 512 x 1 5.58 / 14.6 / 50.2 / 177, 4096 x 8, 2 an SM 5.83 / 13.6 / 45.7 / 163
 ONE_CROSSING = {
     2: ((2 << 20, 512, 1, 32), (32 << 20, 4096, 8, 4), (ENDLESS, 8192, 16, 2)),
     8: ((1 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 4)),
 }
 
-# Copy engines (weft.ops.staging) from so many bytes of all parts together on, by world size. One call alone, bf16, in us,
-# copy engines / tiles of the same session (benchmarks/lab/h200-x2-copy-engine.json and h200-x4-copy-engine.json):
-#   W=4, 256 MiB: all-gather 561 / 589, all-to-all 589 / 609, reduce-scatter 592 / 614, all-reduce 1132 / 1198
-#   W=4, 128 MiB: all-gather 300 / 313, all-reduce 604 / 608; 64 MiB: all-gather 172 / 165
-#   W=2, 256 MiB: all-gather 398 / 402, all-to-all 391 / 400, reduce-scatter 398 / 405, all-reduce 759 / 764
-#   W=2, 128 MiB: all-gather 214 / 207, all-reduce 408 / 403
-# W=3 is taken to be like W=4; W=8 is not measured.
+# Copy engines (weft.ops.staging) from so many bytes of all parts together on, by world size. W=3 is taken to be like W=4; W=8
+# is not measured.
 COPY_ENGINE = {
     "all_gather": {2: 256 << 20, 4: 128 << 20, 8: ENDLESS},
     "all_to_all": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
@@ -53,9 +41,7 @@ COPY_ENGINE = {
     "all_reduce": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
 }
 # The pieces, and the programs beside copy engines (CopyPlan), by what is done with the parts. A smaller last piece is copied
-# out sooner, one more piece is one more flag: all-reduce of 256 MiB at W=2, (1,) 871, (1, 1) 787, (3, 1) 762, (7, 1) 796.
-# Programs 16 / 32 / 64 / 132: all-reduce of 256 MiB, W=4 1447 / 1235 / 1132 / 1181, W=2 1220 / 927 / 802 / 759, where two
-# ranks' parts are long and the engines wait for their sum; all-gather, W=4 624 / 585 / 573 / 581.
+# out sooner; one more piece is one more flag. Two ranks' parts are long, and the engines wait for their sum: more programs.
 COPY_PLANS = {
     "exchange": {2: {"pieces": (3, 1), "programs": 64}},
     "add": {2: {"pieces": (3, 1), "programs": 132}, 8: {"pieces": (3, 1), "programs": 64}},
@@ -204,16 +190,11 @@ def compare(nbytes: int, limits: dict[int, int], world_size: int, why: str, sign
 MATMULS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 # Rows of the whole product up to which the library's GEMM and weft's collective, one after the other, win: the overlap
-# saves less than smaller GEMMs lose. bf16, W=4, library / best of the others in microseconds, at M=256
-# (benchmarks/lab/h200-x4-matmul.json): all_gather_matmul N=12800 K=5120 77 / 153, N=2560 36 / 55; matmul_reduce_scatter
-# N=5120 K=6400 43 / 86, K=2048 26 / 46. At M=1024 (h200-x4-candidates.json beside it): 248 / 235, 81 / 68, 134 / 125,
-# 75 / 66; matmul_all_reduce N=5120 K=6400 151 / 147.
+# saves less than smaller GEMMs lose.
 LIBRARY_ROWS = 512
-# The same of matmul_all_reduce on two ranks: M=1024 228 / 240, M=4096 930 / 849 (benchmarks/lab/h200-x2-candidates.json).
+# The same of matmul_all_reduce on two ranks.
 LIBRARY_ROWS_OF_TWO = 1024
-# From so many rows a rank on matmul_all_reduce of more than two ranks goes by blocks of rows. One kernel / two blocks, W=4,
-# which stands for others: M=8192 N=5120 K=6400 867 / 842, N=8192 K=7168 1578 / 1517, N=5120 K=2048 486 / 512; M=4096 N=5120
-# K=6400 445 / 454, K=2048 257 / 295 (benchmarks/lab/h200-gemm-ar-blocks.json).
+# From so many rows a rank on matmul_all_reduce of more than two ranks goes by blocks of rows. Measured on four.
 ROWS_IN_BLOCKS = 2048
 
 
@@ -236,7 +217,6 @@ def choose_matmul(op: str, M: int, N: int, K: int, dtype: torch.dtype, world_siz
     if caps is not None and caps.is_simulated:
         return Design(op=op, design="fused", reason="simulated: the kernel is what is to be seen")
     if op == "matmul" or world_size == 1:
-        # h200-x4-matmul.json, cuBLAS / our GEMM: 16x12800x5120 36.5 / 39.1, 16x5120x6400 20.2 / 21.6, 128x12800x5120 41 / 49.
         return Design(
             op=op, design="library", reason="cuBLAS is faster than weft's plain GEMM where both were measured"
         )

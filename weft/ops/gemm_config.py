@@ -117,8 +117,7 @@ def configured(
     """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product.
 
     With own_first a row of that order comes before, in its own bucket only: where another config is faster than the one for
-    the order of the ranks. W=4, N=12800 K=5120, with the row / with the other's config, microseconds: M=1024 201 / 210, 8192
-    1372 / 1393 (benchmarks/lab/h200-x4-segments.json).
+    the order of the ranks.
     """
     if own_first:
         found = tuned.find(f"{op}+own_first", (M, N, K), dtype, world_size, caps)
@@ -158,31 +157,20 @@ def default_config(
 
 
 def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, Any]:
-    """The fields of ``GemmConfig`` that say how library GEMMs are cut and take turns. Figures: microseconds, bf16, H200
-    (benchmarks/lab/h200-x4-segments.json; of W=2 h200-x2-candidates.json)."""
+    """The fields of ``GemmConfig`` that say how library GEMMs are cut and take turns, as measured on two and four H200s
+    (docs/experiments.md, "Overlapped products"); four stand for more."""
     if op == "all_gather_matmul":
         if world_size == 2:
-            # Two lanes beat one at all shapes. Two chunks a rank beat one at N=25600 M=2048, 802 / 821.
             return {"lanes": 2, "chunks": 2 if N >= 8192 and M // world_size >= 1024 else 1}
-        # Two ranks' rows in one GEMM / one's: N=14336 K=8192, M=1024 376 / 389, 2048 716 / 725; N=12800 K=5120, M=1024
-        # 210 / 231, 2048 362 / 378, 4096 702 / 706, 8192 1385 / 1398; N=2560 M=4096 185 / 169. Three in one are 3 % faster or
-        # slower than two, and 4 % slower at N=14336 M=8192. Of other world sizes than four nothing is measured.
+        # Two ranks' rows in one GEMM keep the SMs busier, where N makes it long enough to hide the next ranks' rows.
         return {"lanes": 2, "span": 2 if N >= 8192 else 1}
     if op == "matmul_all_reduce":
-        # W=4, two blocks of rows / one: N=5120 K=6400, M=8192 842 / 937, 16384 1702 / 1883; N=8192 K=7168, M=8192 1517 / 1638;
-        # N=5120 K=2048, two lanes, M=8192 512 / 489, 16384 927 / 934, with one lane 1269 (h200-gemm-ar-blocks.json). Ranks
-        # that differ in K must cut alike.
+        # Ranks that differ in K must cut the rows alike.
         return {"lanes": 1 if K >= 4096 else 2, "chunks": 2}
     if world_size == 2 and M >= 4096:
-        # W=2, M=8192, chunks=2 with accumulate / one GEMM a rank and a sum behind it: K=4096 543 / 572, K=12800 1627 / 1675;
-        # M=4096 275 / 277, 826 / 838; M=2048 149 / 142, 431 / 414.
         return {"lanes": 1, "chunks": 2, "accumulate": True}
-    # W=4, which stands for more ranks, N=5120, span=2 / 1: K=6400 M=1024 116 / 123, 2048 208 / 211; K=2048 M=1024 70 / 64,
-    # 2048 106 / 93.
     fields: dict[str, Any] = {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
     if world_size > 2:
-        # lanes=2 / 1: N=5120, K=6400 M=2048 211 / 208, 4096 396 / 399, 8192 808 / 815; K=2048 M=4096 157 / 157, 8192 288 / 309.
-        # own_pieces=2 / 1: K=2048 M=1024 63.2 / 64.3, 2048 90.7 / 93.2, 4096 154.7 / 156.7; K=6400 M=1024 132 / 116.
         if M >= 8192 or (M >= 4096 and K >= 4096):
             fields["lanes"] = 2
         elif K < 4096:

@@ -1,13 +1,7 @@
-"""The library's GEMM: cuBLAS, by the algorithm that was measured to be the fastest at the very shape, if one was, else as
-torch calls it.
+"""Products by cuBLAS, with the algorithm that ``weft tune gemm`` found fastest at the very shape, or else torch.mm's choice.
 
-Of bf16, from 256 rows on, the best that cuBLAS has takes 2.9 % less at full clocks than what it chooses, and 4.6 % at those of
-a GPU that has no rest (medians over the 37 of 48 products of Qwen3-32B that have a row, at most 12 and 14 %:
-benchmarks/lab/h200-cublas.json; 2.0 and 4.6 % over 34 of 58 of Llama-3-70B and symm-mem-recipes, at most 20 and 17:
-h200-cublas-other-shapes.json beside it; of the 15 that join the rows of two or three of four ranks 7 have one, at most 12:
-h200-cublas-spans.json). A whole prefill at the power limit gains less: what takes less time at a clock draws
-more power. Of 128 rows cuBLAS's choice is the best. A row stands for its own M alone: what is left over in the last round of
-tiles decides, and the algorithms of M=2048 cost M=1800 6 to 11 % (h200-cublas-ragged.json).
+From 256 rows on the tuned algorithm takes about 3 % less time on H200; of 128 rows cuBLAS's own choice is the best. A row holds
+for its own M alone, because the last round of tiles decides (docs/experiments.md, "Overlapped products").
 """
 
 from __future__ import annotations

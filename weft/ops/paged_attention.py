@@ -208,14 +208,10 @@ def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> At
     two. From three pairs for two SMs on 8 KiB, and from four an SM on 4, by programs as much smaller, of which an SM holds
     four, or eight: the first keys of all pairs are under way at once.
 
-    H200, bf16, D=128, 8 query heads a KV head, decode_attention by blocks of 64 / 32 / 16 tokens, in microseconds
-    (benchmarks/lab/h200-decode-attention.json): 2 KV heads, 64 sequences of 128 tokens 6.7 / 6.3 / 7.6, 128 of 128
-    10.3 / 9.2 / 9.5, 80 of 4000 83 / 91 / 140, 512 of 128 31 / 25 / 24; 4 KV heads, 128 of 128 19 / 15 / 15.
+    Figures: docs/experiments.md, "Attention".
     """
     block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
-    # Where three parts are the most, they are not worth their join sooner: 32 sequences of 300 tokens on 2 KV heads 8.4 us with
-    # 256 and 6.6 with 512, of 512 9.7 and 8.8, of 1024 14.0 and 14.1; 16, in four, of 1024 9.5 and 10.0
-    # (benchmarks/lab/h200-parts.json).
+    # The fewer parts there can be, the longer must a sequence be for a join to pay.
     least = 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
     if caps.arch not in ("sm_90", "sm_100") or dtype == torch.float32:
         stages = 2 if caps.arch.startswith("gfx") or dtype == torch.float32 else 3

@@ -1,4 +1,7 @@
-"""How a product of few rows is computed (weft.ops.skinny): the configs, and which call gets which."""
+"""How a product of few rows is computed (weft.ops.skinny): the configs, and which call gets which.
+
+The limits are crossovers measured on H200: docs/experiments.md, "Products of few rows".
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,21 @@ OPS = ("matmul", "matmul_silu_mul")
 MAX_PARTS = 16
 # Where the kernel behind adds them up: with more, all-reduces keep some in local memory.
 MAX_PARTS_LEFT = 3
-# Rows up to which it beats cuBLAS: 64x5120x6400 19.2 / 19.5 us, 128x5120x6400 25.3 / 21.0. Idle SMs are not why: 128x12800x5120
-# took 37.1 in 100 whole tiles and 44.7 in equal shares for all 132, the cut tiles put together by one program (36.3); and rows
-# that are not there make it slower: 96x12800x5120 40.8 (35.4), 65x 48.7 (35.5). Of a search that no file keeps.
+# Up to 64 rows this kernel is at least as fast as cuBLAS; with 128 it is a fifth slower by itself. With rows that do not fill a
+# tile (65, 96) it loses more.
 MAX_ROWS = 64
-# The same where the kernel behind adds the parts up (matmul_parts) and there are some, from LEAST_ROWS_IN_PARTS on. Decode
-# steps, ms, with cuBLAS's products / with parts, at W=2 down of 128 sequences 12.17 / 11.82, of 96 11.46 / 11.16, qkv too of
-# 128 11.77, of 96 0.4 more; at W=4's shapes qkv of 96 6.95 / 6.90, of 72 6.62 / 6.83 (benchmarks/lab/h200-128-rows.json).
+# Where the kernel behind adds the parts up (matmul_parts) it wins up to 128 rows: it may begin as the kernel before ends, which
+# cuBLAS's cannot.
 MAX_ROWS_IN_PARTS, LEAST_ROWS_IN_PARTS = 128, 96
-# Columns of a part where the kernel before is no all-reduce. With half as many nothing was gained: down at W=4's shapes 6.84 ms
-# and 6.85.
+# Columns of a part at least, where the kernel before is no all-reduce. Half as many gained nothing.
 LEAST_COLUMNS_IN_PARTS = 4096
-# So many rows, no fewer (rows that are not there take longer than others: see MAX_ROWS), of a gated one whose tiles are one
-# round: the library's way costs silu's kernel and the gap before it. Decode steps of 128 sequences at W=4's shapes, ms: the
-# library and silu_mul 7.086, this with 5 stages 7.100, 6 7.040, 7 7.012 (benchmarks/lab/h200-ahead.json). And of one in parts,
-# two programs an SM.
+# A gated product of exactly so many rows, whose tiles are one round, is as fast as cuBLAS's and saves the kernel of silu; so is
+# one in parts, with two programs an SM.
 WHOLE_ROWS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
-# Columns that a program prefetches while the kernel before it waits and leaves the memory alone, as an all-reduce does. Decode
-# steps of Qwen3-32B with 256 / none, ms, of one sequence and of 32 with W=4's shapes, then with W=2's
-# (benchmarks/lab/h200-ahead.json): qkv, behind an all-reduce, 5.01 / 5.04, 6.06 / 6.08, 8.52 / 8.56, 10.21 / 10.22. o and down,
-# behind kernels that read memory themselves, 4.96 / 4.93, 6.06 / 6.03, 8.52 / 8.52, 10.21 / 10.18: none. gate-up, behind an
-# all-reduce, 4.96 / 4.97, 6.06 / 5.99, 8.52 / 8.55, 10.21 / 10.16: none, but for up to 16 rows where tiles outnumber SMs.
+# Columns that a program prefetches while the kernel before it leaves the memory idle, as an all-reduce does. Behind a kernel
+# that reads memory itself prefetching costs time.
 AHEAD = 256
 # Steps along K that make a part worth its sum; and worth its place where the kernel behind adds the parts up.
 LEAST_STEPS, LEAST_STEPS_IN_PARTS = 8, 16
@@ -115,10 +110,7 @@ def config_for(
     M: int, N: int, K: int, caps: Capabilities, gated: bool, in_parts: bool = False, factored: bool = False
 ) -> SkinnyConfig:
     """The config for ``out`` [M, N]: of any sizes on any target, though ``configured`` asks for few of them. in_parts and
-    factored as of there.
-
-    Medians in CUDA graphs on H200, one product after the other, with cuBLAS in brackets (benchmarks/lab/h200-skinny.json).
-    """
+    factored as of there."""
     block_m = max(16, min(128, next_power_of_2(M)))
     if caps.is_simulated:
         return SkinnyConfig(block_m=16, block_n=32, block_k=64, parts=2 if K > 128 else 1)
@@ -131,39 +123,29 @@ def config_for(
     ahead = 0 if reads_before or (gated and (block_m > 16 or tiles <= caps.sms)) else AHEAD
     shared = min(2 * caps.sms // tiles, K // (128 * LEAST_STEPS_IN_PARTS))
     if in_parts and not gated and block_m <= 32 and tiles <= caps.sms < 2 * tiles and shared > 1:
-        # A program a tile would leave SMs idle: two an SM. Decode steps of Qwen3-32B, ms, before and so: W=4 one sequence
-        # 5.08 / 5.01, 8 5.36 / 5.33, 32 the same; W=2 8.70 / 8.56, 8.90 / 8.83, 9.30 / 9.25 (benchmarks/lab/h200-parts.json).
+        # A program a tile would leave SMs idle: two an SM.
         return SkinnyConfig(
             block_m=block_m, block_n=64, block_k=128, turned=True, num_stages=4, ahead=ahead, parts=shared
         )
     programs = caps.sms * (2 if block_m == 16 and K > 8192 else 1)
     if block_m <= 32:
-        # 16x2560x5120 9.5 (10.9), 16x12800x5120 33.4 (35.8), gated 34.9 (36.8); 32: 9.5 (11.1), gated 35.3 (37.5). Stages in
-        # a search that no file keeps: 32x25600x5120 64.6 with 4, 73.8 with 5 (66.3), 32x12800x5120 33.7, 36.9 (35.5);
-        # 16x5120x6400 18.4 with 7, 19.1 with 5 (18.8), 32x5120x6400 18.7, 19.5 (19.1).
         block_n, block_k, stages, turned = 64, 128, 5, True
         if not gated and block_m == 32 and tiles > caps.sms:
             stages = 4  # two programs an SM: with one at a time, 400 tiles would be four rounds of 132
         elif not gated and programs // 2 < tiles <= caps.sms:
             stages = 7  # a program a tile and one an SM, with all of its memory
         elif gated and tiles <= caps.sms:
-            # Decode steps at W=4's shapes, one sequence 4.97 with 5 stages, 4.93 with 4; 32 5.99, 5.93 (h200-ahead.json).
-            stages = 4
+            stages = 4  # in whole steps; by itself it wants 5
         elif gated and block_m == 16:
-            # Two programs an SM here too: gated 1x12800x5120 behind a norm 64.3, with one 67.8; 16 66.3, 67.0; of 32 rows two
-            # do not fit (benchmarks/lab/h200-parts.json).
-            stages = 3
+            stages = 3  # two programs an SM here too; of 32 rows two do not fit
     elif block_m == 64 and not gated and tiles <= caps.sms:
-        # One program an SM, with all of its memory. 64x5120x6400 19.2 (19.5).
+        # One program an SM, with all of its memory.
         block_n, block_k, stages, turned = 64, 128, 6, True
     elif block_m == 64:
-        # 64x12800x5120 34.9 (36.5), gated with 6400 outputs 36.0 (37.9 with its silu). With 12800, behind a norm, 69.8 with 4
-        # stages, of which two programs fit an SM, 72.9 with 6.
         block_n, block_k, turned = 64 if gated else 128, 64, True
-        stages = 4 if gated and tiles > caps.sms else 6
+        stages = 4 if gated and tiles > caps.sms else 6  # with 4 two programs fit an SM
     elif reads_before and not gated:
-        # Three programs a tile of 128 columns, so that x is read half as often as with 64. Decode steps of 128 sequences at
-        # W=2, ms, down with block_n=128 12.03, with 64 12.09.
+        # Three programs a tile of 128 columns, so that x is read half as often as with 64.
         fits = MAX_PARTS_LEFT * cdiv(N, 128) <= caps.sms and K // MAX_PARTS_LEFT >= LEAST_COLUMNS_IN_PARTS
         return SkinnyConfig(
             block_m=block_m, block_n=128, block_k=64, turned=True, num_stages=5, ahead=ahead,
@@ -176,7 +158,7 @@ def config_for(
             block_m=block_m, block_n=64, block_k=64, turned=True, num_stages=4, ahead=ahead, parts=parts
         )
     else:
-        # 128x5120x6400 25.3 (21.0): the library gets these, but for parts and whole gated tiles (configured).
+        # The library gets these, but for parts and whole gated tiles (configured).
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 7 if gated else 4, True
     steps = cdiv(K, block_k)
     return SkinnyConfig(

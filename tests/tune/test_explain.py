@@ -159,3 +159,17 @@ def test_a_product_and_a_collective_one_after_the_other_are_both_named():
     ):
         found = ops.explain(op, M=M, N=5120, K=K, world_size=4, caps=GPU)
         assert found.algorithm == "library" and said in found.reason, found.reason
+
+
+def test_the_order_of_arrival_has_rows_of_its_own(rows, capsys):
+    other = dataclasses.replace(TILE, group=4)
+    rows(("all_gather_matmul", (4096, 2560, 5120), TILE), ("all_gather_matmul+own_first", (4096, 2560, 5120), other))
+    sizes = {"M": 4096, "N": 2560, "K": 5120, "world_size": 4, "caps": GPU}
+    for own_first, config in ((False, TILE), (True, other)):
+        found = ops.explain("ag_gemm", own_first=own_first, **sizes)
+        assert found.plan == config == configured("all_gather_matmul", 4096, 2560, 5120, BF16, 4, GPU, own_first)
+        assert found.row.op == "all_gather_matmul" + "+own_first" * own_first
+    with pytest.raises(ValueError, match="own_first=True changes what all_gather_matmul gets"):
+        ops.explain("gemm_rs", own_first=True, **sizes)
+    with pytest.raises(ValueError, match="no M, N, K or own_first"):
+        ops.explain("all_reduce", (16, 5120), own_first=True)

@@ -62,7 +62,7 @@ class Explanation:
 def explain(
     op: str, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16, world_size: int | None = None,
     caps: Capabilities | None = None, *, M: int | None = None, N: int | None = None, K: int | None = None,
-    algorithm: str = "auto",
+    algorithm: str = "auto", own_first: bool = False,
 ) -> Explanation:  # fmt: skip
     """Print what a call of ``op`` gets and why, and return it.
 
@@ -72,6 +72,7 @@ def explain(
     world_size  the number of GPUs here if None; at least 1
     caps        ``team.caps``; this machine's if None
     algorithm   what a collective would be asked for
+    own_first   as of all_gather_matmul
 
         weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4)
         weft.ops.explain("all_reduce", (16, 5120), world_size=4)
@@ -98,15 +99,19 @@ def explain(
         allowed = ", ".join(map(tuned.name_of, FLOATS))
         raise ValueError(f"explain: {name} is for {allowed}, not {tuned.name_of(dtype)}")
     if name in COLLECTIVES:
-        if shape is None or sizes:
-            raise ValueError(f"explain: {name} needs shape=, the input of each rank, and no M, N, K")
+        if shape is None or sizes or own_first:
+            raise ValueError(f"explain: {name} needs shape=, the input of each rank, and no M, N, K or own_first")
         _check_collective(name, shape, world_size, algorithm)
         found = _collective(name, shape, dtype, world_size, caps or _here(world_size), algorithm)
     else:
         if len(sizes) != 3 or shape is not None:
             raise ValueError(f"explain: {name} needs M=, N= and K=, and no shape")
         _check_sizes(name, sizes, world_size)
-        found = _matmul(name, (M, N, K), dtype, world_size, caps or _here(world_size))
+        if own_first and name != "all_gather_matmul":
+            raise ValueError(
+                f"explain: own_first=True changes what all_gather_matmul gets, and nothing of {name}; leave it out"
+            )
+        found = _matmul(name, (M, N, K), dtype, world_size, caps or _here(world_size), own_first)
     print(found)
     return found
 
@@ -141,7 +146,9 @@ def _collective(
     )  # fmt: skip
 
 
-def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> Explanation:
+def _matmul(
+    op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities, own_first: bool
+) -> Explanation:
     call = f"{op} M={size[0]} N={size[1]} K={size[2]} {_on(dtype, world_size, caps)}"
     if op in skinny_config.OPS:
         few_rows, reason = skinny_config.configured(op, *size, dtype, caps)
@@ -156,8 +163,8 @@ def _matmul(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Cap
             op=op, call=call, algorithm="library", transport=None, plan=found.row.as_config(Algorithm), row=found.row,
             reason=found.reason,
         )  # fmt: skip
-    config = configured(op, *size, dtype, kept, caps)
-    found = row_for(op, *size, dtype, kept, caps)
+    config = configured(op, *size, dtype, kept, caps, own_first)
+    found = row_for(op, *size, dtype, kept, caps, own_first)
     reason = found.reason if found else choose_matmul(op, *size, dtype, kept, caps).reason
     if found is None:
         reason += _no_row(op, size, dtype, kept, caps)

@@ -114,7 +114,16 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
 def configured(
     op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities, own_first: bool = False
 ) -> GemmConfig:
-    """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product.
+    """The config of one call of ``op``: of the row that was tuned for it, else the default. M: rows of the whole product."""
+    found = row_for(op, M, N, K, dtype, world_size, caps, own_first)
+    return found.row.as_config(GemmConfig) if found else default_config(op, M, N, K, dtype, world_size, caps)
+
+
+def row_for(
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities, own_first: bool = False
+) -> tuned.Found | None:
+    """The row that decides one call, if one does. Rows above LIBRARY_ROWS say nothing of an overlapped product below it, and
+    an algorithm of the library is no config.
 
     With own_first a row of that order comes before, in its own bucket only: where another config is faster than the one for
     the order of the ranks.
@@ -122,16 +131,7 @@ def configured(
     if own_first:
         found = tuned.find(f"{op}+own_first", (M, N, K), dtype, world_size, caps)
         if found and found.exact:
-            return found.row.as_config(GemmConfig)
-    found = row_for(op, M, N, K, dtype, world_size, caps)
-    return found.row.as_config(GemmConfig) if found else default_config(op, M, N, K, dtype, world_size, caps)
-
-
-def row_for(
-    op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities
-) -> tuned.Found | None:
-    """The row that decides one call, if one does. Rows above LIBRARY_ROWS say nothing of an overlapped product below it, and
-    an algorithm of the library is no config."""
+            return found
     found = tuned.find(op, (M, N, K), dtype, world_size, caps)
     if found is None or found.row.is_algorithm:
         return None

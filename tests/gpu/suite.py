@@ -7,7 +7,7 @@ graph         captured once, replayed 20 times with new inputs, eager calls of t
 long          large all-reduces in a row, all the same: what goes wrong once in very many exchanges
 back-to-back  200 calls without a host barrier, random delays on random ranks, every result checked
 load          2,000 calls of each op, other data each time, random delays on random ranks, the bits of the first call of
-              the same data; and the same in CUDA graphs of 100 calls (only with --load)
+              the same data; and the same in CUDA graphs of 100 calls, delays among them (only with --load)
 compile       torch.compile(fullgraph=True) of a function of several ops
 
 A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if
@@ -35,9 +35,10 @@ import triton
 import weft
 from tests.ops.cases import BF16, COLLECTIVES, FP16, FP32, LARGE, OPERATIONS, Case, check, inputs_of
 from tests.ops.closeness import assert_close, assert_identical, bits
-from tests.ops.matmul_cases import LARGE_MATMULS, MATMULS, config
+from tests.ops.matmul_cases import LARGE_MATMULS, MATMUL_OPS, MATMULS, OWN_FIRST, config
 from weft import ops
 from weft.bench.machine import revision
+from weft.ops.gemm_config import DESIGNS
 
 REPLAYS = 20
 CALLS = 200
@@ -56,6 +57,7 @@ class Desynchronised(Exception):
 @dataclass
 class Group:
     name: str
+    cases: list[str] = field(default_factory=list)
     passed: int = 0
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -75,6 +77,7 @@ class Suite:
         self.groups.append(group)
         started = time.perf_counter()
         for label, launch, verify in attempts:
+            group.cases.append(label)
             wrong = self.attempt(launch, verify)
             if wrong:
                 group.failures.append(f"{label}: {wrong}")
@@ -239,7 +242,7 @@ def load(team: Any, chosen: Iterable[Case], in_graphs: bool):
                     dataset = number * 7 % DATASETS
                     result = OPERATIONS[case.op].run(case, team, *inputs[dataset])
                     wrong.add_((bits(result) != bits(first[dataset])).sum())
-                    if not in_graphs and delay.random() < 0.1:
+                    if delay.random() < 0.1:
                         torch.cuda._sleep(int(delay.random() * LONGEST_DELAY))
 
             if not in_graphs:
@@ -322,12 +325,21 @@ def of_size(table_of_cases: Iterable[Case], world_size: int) -> list[Case]:
     return [case for case in table_of_cases if case.world_size == world_size or case.op == "matmul"]
 
 
-def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
-    """One case of each algorithm: what graphs and back-to-back calls are tried with."""
+def representative(world_size: int, on_gpu: bool) -> list[Case]:
+    """One case of each algorithm and design: what graphs, back-to-back calls and loads are tried with. Of each product also one
+    as dispatch has it."""
     w = world_size
     wide = (("transport", "lamport"), ("row_bytes", 2048), ("num_warps", 2))
     in_blocks = config(16, 16, 32, design="segments", chunks=3, lanes=1)
-    matmuls = {case.op: case for case in reversed(of_size(products, w)) if case.dtype == BF16}
+    tiles, shape = (config(64, 128, 64), (w * 128, 776, 520)) if on_gpu else (config(16, 16, 32), (w * 20, 40, 48))
+    by_design = [
+        Case(op=op, world_size=w, dtype=BF16, shape=shape, config=(*tiles, ("design", design)))
+        for op in (*MATMUL_OPS[1:], *OWN_FIRST)
+        for design in DESIGNS
+    ]
+    matmuls = {
+        case.op: case for case in reversed(of_size(LARGE_MATMULS if on_gpu else MATMULS, w)) if case.dtype == BF16
+    }
     return [
         Case(op="all_reduce", world_size=w, dtype=BF16, shape=(16, 512), algorithm="one_shot"),
         Case(op="all_reduce", world_size=w, dtype=FP32, shape=(1001,), algorithm="one_shot"),
@@ -349,6 +361,7 @@ def representative(world_size: int, products: Iterable[Case]) -> list[Case]:
         Case(op="all_gather", world_size=w, dtype=BF16, shape=(5, 1001), algorithm="copy_engine"),
         Case(op="all_to_all", world_size=w, dtype=FP32, shape=(w * 3, 800), algorithm="copy_engine"),
         Case(op="matmul_all_reduce", world_size=w, dtype=BF16, shape=(w * 96 - 1, 520, 264), config=in_blocks),
+        *by_design,
         *matmuls.values(),
     ]
 
@@ -361,7 +374,7 @@ def groups_for(team: Any, with_load: bool, named: tuple[str, ...] = ()) -> dict[
     def picked(table_of_cases: Iterable[Case]) -> list[Case]:
         return [case for case in of_size(table_of_cases, w) if not named or case.op in named]
 
-    chosen = picked(representative(w, LARGE_MATMULS if on_gpu else MATMULS))
+    chosen = picked(representative(w, on_gpu))
     mixed = {"all of them mixed": chosen} if chosen else {}
     groups: dict[str, Callable[[], Iterable[Any]]] = {
         "collectives": lambda: table(team, picked(COLLECTIVES)),

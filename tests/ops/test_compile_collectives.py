@@ -45,7 +45,7 @@ KERNELS = {
 def plans(name, world_size):
     """Every plan that dispatch may choose for this kernel: of its rules, then of the rows that are shipped."""
     if name.startswith("norm"):
-        return [plan_for_rows(WIDTH, 2, 132)]
+        return [plan_for_rows(2 * WIDTH, 132)]
     table = of_world(TWO_SHOT if name == "two_shot" else ONE_CROSSING, world_size)
     ruled = [
         Plan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)

@@ -87,11 +87,12 @@ def test_explain_prints_the_row_and_why(rows, capsys):
     rows(("all_gather_matmul", (4096, 2560, 5120), TILE), ("all_reduce", (65536,), PUSH))
     found = ops.explain("ag_gemm", M=2500, N=2560, K=5120, world_size=4, caps=GPU)
     assert (found.algorithm, found.plan) == ("fused", TILE)
-    fields = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(TILE).items() if name != "design")
-    assert fields.startswith("block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, chunks=1")
+    fields = (
+        "block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, chunks=1, split=True, flatten=False"
+    )
     assert capsys.readouterr().out.splitlines() == [
         "all_gather_matmul M=2500 N=2560 K=5120 bfloat16, world_size=4, Some GPU",
-        f"  gets  fused: {fields}",
+        f"  gets  fused: {fields}, piece=2048",
         "  row   some-gpu.w4.json: all_gather_matmul bfloat16 4096x2560x5120: 7.5 µs, the default 9, the nearest row "
         "(2026-11-20, weft 0.1.0)",
     ]
@@ -121,7 +122,7 @@ def test_explain_needs_nothing_but_the_sizes(capsys):
     ("arguments", "options", "message"),
     [
         (("broadcast", (16,)), {}, "op='broadcast' is not one of"),
-        (("gemm",), {"M": -4, "N": 8, "K": 8}, "M=-4 is not positive"),
+        (("gemm",), {"M": -4, "N": 8, "K": 8}, "M=-4 is no positive integer"),
         (
             ("ag_gemm",),
             {"M": 4097, "N": 8, "K": 8, "world_size": 4},
@@ -136,6 +137,10 @@ def test_explain_needs_nothing_but_the_sizes(capsys):
         (("ag_gemm",), {"M": 64, "N": 8}, "all_gather_matmul needs M=, N= and K="),
         (("gemm", (16, 16)), {}, "matmul needs M=, N= and K="),
         (("all_reduce",), {"M": 64}, "all_reduce needs shape="),
+        (("ag_gemm",), {"M": "4", "N": 8, "K": 8, "world_size": 4}, "M='4' is no positive integer"),
+        (("ag_gemm",), {"M": 4, "N": 8, "K": 8, "algorithm": "segments"}, "and no shape or algorithm"),
+        (("all_reduce", ("a",)), {}, "is no shape; pass a tuple of sizes"),
+        ((3,), {}, "op=3 is not one of"),
     ],
 )
 def test_explain_refuses_sizes_that_do_not_fit(arguments, options, message):
@@ -173,3 +178,33 @@ def test_the_order_of_arrival_has_rows_of_its_own(rows, capsys):
         ops.explain("gemm_rs", own_first=True, **sizes)
     with pytest.raises(ValueError, match="no M, N, K or own_first"):
         ops.explain("all_reduce", (16, 5120), own_first=True)
+
+
+def test_the_norm_of_an_all_reduce(capsys):
+    for rows, world_size, algorithm in (
+        (16, 4, "one_shot"),
+        (64, 4, "two_shot"),
+        (64, 2, "one_shot"),
+        (200, 2, "two_shot"),
+    ):
+        found = ops.explain("all_reduce_rms_norm", (rows, 5120), world_size=world_size, caps=GPU)
+        assert found.algorithm == algorithm
+        assert found.plan.row_bytes == 512
+        assert f"{rows * 5120 * 2:,} bytes" in found.reason
+    assert (
+        ops.explain("all-reduce-rms-norm", (1, 5120), world_size=4, caps=GPU, algorithm="two_shot").algorithm
+        == "two_shot"
+    )
+    with pytest.raises(ValueError, match="rows of 5 elements have 10 bytes"):
+        ops.explain("all_reduce_rms_norm", (4, 5), world_size=4, caps=GPU)
+
+
+def test_only_what_means_something_to_the_design_is_shown(rows, capsys):
+    segments = dataclasses.replace(TILE, design="segments", span=2)
+    rows(("all_gather_matmul", (4096, 2560, 5120), segments), ("matmul_reduce_scatter", (4096, 2560, 5120), TILE))
+    shown = str(ops.explain("ag_gemm", M=4096, N=2560, K=5120, world_size=4, caps=GPU))
+    assert "span=2" in shown
+    assert "block_m" not in shown
+    shown = str(ops.explain("gemm_rs", M=4096, N=2560, K=5120, world_size=4, caps=GPU))
+    assert "block_m=64" in shown
+    assert "span" not in shown

@@ -21,7 +21,7 @@ import weft.language as wl
 from weft.ops import dispatch
 from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Plan, of_world
+from weft.ops.dispatch import Decision, Plan, compare, of_world
 from weft.ops.exchange import (
     STAGES,
     UNWRITTEN,
@@ -237,9 +237,18 @@ def _sums(team: Team, plan: Plan, itemsize: int, rows: int, parts: int) -> tuple
     return team.workspace(("sums over parts", plan, itemsize, rows, parts), make)
 
 
-def plan_for_rows(width: int, itemsize: int, sms: int) -> Plan:
-    """About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident."""
+def check_row(width: int, itemsize: int) -> None:
+    """ValueError unless a row of so many elements can be cut into parts."""
     row_bytes = width * itemsize
+    if row_bytes % 16 != 0 or not 0 < row_bytes <= MAX_ROW_BYTES:
+        raise ValueError(
+            f"all_reduce_rms_norm: rows of {width} elements have {row_bytes} bytes, not a multiple of 16 from "
+            f"16 to {MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
+        )
+
+
+def plan_for_rows(row_bytes: int, sms: int) -> Plan:
+    """About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident."""
     parts = min(cdiv(row_bytes, PART_BYTES), sms)
     return Plan(transport="lamport", row_bytes=cdiv(row_bytes, parts * 16) * 16, num_warps=1, programs_per_sm=16)
 
@@ -254,11 +263,25 @@ def _all_reduce_rms_norm(
 
 def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
     """The algorithm that runs, and how tiles travel. ``x``: of the shape and dtype of what does."""
-    if team.size == 1:
-        algorithm = "one_shot"  # which then sends nothing
-    elif algorithm == "auto":
-        algorithm = "one_shot" if x.nbytes <= of_world(ONE_SHOT_LIMIT, team.size) else "two_shot"
-    return algorithm, plan_for_rows(x.shape[-1], x.itemsize, team.caps.sms)
+    decision = choose(x.nbytes, x.shape[-1] * x.itemsize, team.size, team.caps.sms, algorithm)
+    return decision.algorithm, decision.plan
+
+
+def choose(nbytes: int, row_bytes: int, world_size: int, sms: int, algorithm: str = "auto") -> Decision:
+    """What a call gets. nbytes, row_bytes: of what is normed, and of a row of it. algorithm: what was asked for."""
+    if world_size == 1:
+        algorithm, reason = "one_shot", "one rank: nothing to send"
+    elif algorithm != "auto":
+        reason = f"asked for algorithm={algorithm!r}"
+    elif nbytes <= of_world(ONE_SHOT_LIMIT, world_size):
+        algorithm, reason = "one_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, "one crossing beats two", "<=")
+    else:
+        why = f"fewer bytes beat fewer crossings at world_size={world_size}"
+        algorithm, reason = "two_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, why, ">")
+    return Decision(
+        op="all_reduce_rms_norm", algorithm=algorithm, transport="lamport", reason=reason,
+        plan=plan_for_rows(row_bytes, sms),
+    )  # fmt: skip
 
 
 @_all_reduce_rms_norm.register_fake
@@ -278,7 +301,7 @@ def _all_reduce_factored_norm(
 def _(x, residual, weight, team, algorithm):
     scaled, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     width = residual.shape[-1]
-    plan = plan_for_rows(width, residual.itemsize, find_team(team).caps.sms)
+    plan = plan_for_rows(width * residual.itemsize, find_team(team).caps.sms)
     parts = cdiv(width * residual.itemsize, plan.row_bytes)
     return scaled, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
 
@@ -316,12 +339,7 @@ def all_reduce_rms_norm(
                 f"all_reduce_rms_norm: {name} has shape {tuple(tensor.shape)}; with x of {tuple(x.shape)}{of_parts} it "
                 f"must be {tuple(shape)}"
             )
-    row_bytes = residual.shape[-1] * residual.itemsize
-    if row_bytes % 16 != 0 or not 0 < row_bytes <= MAX_ROW_BYTES:
-        raise ValueError(
-            f"all_reduce_rms_norm: rows of {residual.shape[-1]} elements have {row_bytes} bytes, not a multiple of 16 from "
-            f"16 to {MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
-        )
+    check_row(residual.shape[-1], residual.itemsize)
     if factored:
         scaled, hidden, squares = torch.ops.weft.all_reduce_factored_norm.default(
             x, residual, weight, team.name, algorithm

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops import library, skinny_config, tuned
+from weft.ops.all_reduce_rms_norm import check_row
+from weft.ops.all_reduce_rms_norm import choose as choose_norm
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
 from weft.ops.registration import FLOATS, ITEM_SIZES, check_choice, check_divides
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 SHORT = {
     "gemm": "matmul", "ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
 }  # fmt: skip
+NORM = "all_reduce_rms_norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +57,8 @@ class Explanation:
     def _chosen(self) -> str:
         if self.plan is None or (self.algorithm in ("library", "copy") and not isinstance(self.plan, Algorithm)):
             return self.algorithm
-        fields = dataclasses.asdict(self.plan)
-        shown = ", ".join(f"{name}={value}" for name, value in fields.items() if name != "design")
+        fields = self.plan.in_use() if isinstance(self.plan, GemmConfig) else dataclasses.asdict(self.plan)
+        shown = ", ".join(f"{name}={value}" for name, value in fields.items())
         return f"{self.algorithm}: {shown}"
 
 
@@ -67,7 +70,7 @@ def explain(
     """Print what a call of ``op`` gets and why, and return it.
 
     op          a collective or matrix product of weft.ops; "gemm", "ag_gemm", "gemm_rs" and "gemm_ar" are understood
-    shape       of a collective's input at each rank
+    shape       of a collective's input at each rank; of all_reduce_rms_norm's x
     M, N, K     of a matrix product: rows of the whole product, N and K of one rank's GEMM
     world_size  the number of GPUs here if None; at least 1
     caps        ``team.caps``; this machine's if None
@@ -79,9 +82,9 @@ def explain(
 
     ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
-    name = op.replace("-", "_")
+    name = str(op).replace("-", "_")
     name = SHORT.get(name, name)
-    names = tuple(dict.fromkeys((*COLLECTIVES, *MATMULS, *skinny_config.OPS)))
+    names = tuple(dict.fromkeys((*COLLECTIVES, NORM, *MATMULS, *skinny_config.OPS)))
     if name not in names:
         known = ", ".join(map(repr, (*names, *SHORT)))
         raise ValueError(f"explain: op={op!r} is not one of {known}")
@@ -98,14 +101,14 @@ def explain(
     elif dtype not in FLOATS:
         allowed = ", ".join(map(tuned.name_of, FLOATS))
         raise ValueError(f"explain: {name} is for {allowed}, not {tuned.name_of(dtype)}")
-    if name in COLLECTIVES:
+    if name in (*COLLECTIVES, NORM):
         if shape is None or sizes or own_first:
             raise ValueError(f"explain: {name} needs shape=, the input of each rank, and no M, N, K or own_first")
-        _check_collective(name, shape, world_size, algorithm)
+        _check_collective(name, shape, dtype.itemsize, world_size, algorithm)
         found = _collective(name, shape, dtype, world_size, caps or _here(world_size), algorithm)
     else:
-        if len(sizes) != 3 or shape is not None:
-            raise ValueError(f"explain: {name} needs M=, N= and K=, and no shape")
+        if len(sizes) != 3 or shape is not None or algorithm != "auto":
+            raise ValueError(f"explain: {name} needs M=, N= and K=, and no shape or algorithm")
         _check_sizes(name, sizes, world_size)
         if own_first and name != "all_gather_matmul":
             raise ValueError(
@@ -116,18 +119,20 @@ def explain(
     return found
 
 
-def _check_collective(op: str, shape: Sequence[int], world_size: int, algorithm: str) -> None:
-    if isinstance(shape, int) or any(size < 0 for size in shape):
+def _check_collective(op: str, shape: Sequence[int], itemsize: int, world_size: int, algorithm: str) -> None:
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"explain: shape={shape!r} is no shape; pass a tuple of sizes")
     check_choice(op, "algorithm", algorithm, importlib.import_module(f"weft.ops.{op}").ALGORITHMS)
+    if op == NORM:
+        check_row(shape[-1] if shape else 0, itemsize)
     if op in ("reduce_scatter", "all_to_all"):
         check_divides(op, "shape[0]", shape[0] if shape else 1, world_size)
 
 
 def _check_sizes(op: str, sizes: Sequence[tuple[str, int]], world_size: int) -> None:
     for label, size in sizes:
-        if size < 1:
-            raise ValueError(f"explain: {label}={size} is not positive; pass 1 or more")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"explain: {label}={size!r} is no positive integer; pass 1 or more")
     if op in ("all_gather_matmul", "matmul_reduce_scatter"):
         check_divides(op, "M", sizes[0][1], world_size)
 
@@ -136,9 +141,13 @@ def _collective(
     op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities, algorithm: str
 ) -> Explanation:
     nbytes = math.prod(shape) * dtype.itemsize
-    decision = choose(op, nbytes, dtype, world_size, caps, algorithm=algorithm)
+    if op == NORM:
+        row_bytes = shape[-1] * dtype.itemsize
+        decision = choose_norm(nbytes, row_bytes, world_size, caps.sms, algorithm)
+    else:
+        decision = choose(op, nbytes, dtype, world_size, caps, algorithm=algorithm)
     reason = decision.reason
-    if decision.row is None:
+    if decision.row is None and op != NORM:
         reason += _no_row(op, (whole_of(op, nbytes, world_size),), dtype, world_size, caps)
     return Explanation(
         op=op, call=f"{op} of {tuple(shape)} {_on(dtype, world_size, caps)}", algorithm=decision.algorithm,

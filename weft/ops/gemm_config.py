@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Signals that a rank keeps for each peer's rows.
 MAX_CHUNKS = 8
 DESIGNS = ("fused", "segments", "library")
+# The fields of GemmConfig that mean something to segments, and those that mean nothing to one kernel.
+OF_SEGMENTS = ("chunks", "lanes", "span", "begin_first", "accumulate", "own_pieces")
+NOT_OF_FUSED = OF_SEGMENTS[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,17 @@ class GemmConfig:
             )
         if not 1 <= self.chunks <= MAX_CHUNKS:
             raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
+
+    def in_use(self) -> dict[str, Any]:
+        """The fields that mean something to the design, without it."""
+        names = [field.name for field in fields(self) if field.name != "design"]
+        if self.design == "library":
+            names = []
+        elif self.design == "segments":
+            names = [name for name in names if name in OF_SEGMENTS]
+        else:
+            names = [name for name in names if name not in NOT_OF_FUSED]
+        return {name: getattr(self, name) for name in names}
 
 
 def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> GemmConfig:
@@ -169,13 +183,13 @@ def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, 
         return {"lanes": 1 if K >= 4096 else 2, "chunks": 2}
     if world_size == 2 and M >= 4096:
         return {"lanes": 1, "chunks": 2, "accumulate": True}
-    fields: dict[str, Any] = {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
+    cut: dict[str, Any] = {"lanes": 1, "span": 2 if world_size > 2 and K >= 4096 else 1}
     if world_size > 2:
         if M >= 8192 or (M >= 4096 and K >= 4096):
-            fields["lanes"] = 2
+            cut["lanes"] = 2
         elif K < 4096:
-            fields["own_pieces"] = 2
-    return fields
+            cut["own_pieces"] = 2
+    return cut
 
 
 def _fit(size: int, low: int, high: int) -> int:

@@ -1,4 +1,5 @@
-"""What ``weft tune`` measured: a JSON file in this folder for each GPU and world size. dispatch asks ``find``.
+"""What was measured to be fastest: a JSON file in this folder for each GPU and world size. dispatch asks ``find``. Rows are
+``weft tune``'s but for those whose ``versions`` name a file in benchmarks/lab.
 
 {"schema": 1, "gpu": "NVIDIA H200", "world_size": 4, "simulated": false, "rows": [
  {"op": "all_gather_matmul", "dtype": "bfloat16", "shape": [2048, 2560, 5120], "config": {"block_m": 128, …}, "us": 71.2, …},

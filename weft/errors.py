@@ -49,13 +49,15 @@ class NotSymmetric(WeftError, ValueError):
 
 
 class AllocationMismatch(WeftError):
-    def __init__(self, rank: int, index: int, by_rank: Sequence[str]) -> None:
-        listed = "; ".join(f"rank {r}: {what}" for r, what in enumerate(by_rank))
+    """``what``: a call of ``empty()`` or ``free()`` that is not the same on all ranks; none of them has done it."""
+
+    def __init__(self, rank: int, what: str, by_rank: Sequence[str]) -> None:
+        listed = "; ".join(f"rank {r}: {found}" for r, found in enumerate(by_rank))
         super().__init__(
-            f"rank {rank}: symmetric allocation #{index} differs between ranks ({listed}). All ranks must allocate the "
-            f"same shapes and dtypes in the same order"
+            f"rank {rank}: {what} differs between ranks ({listed}). All ranks must allocate and free the same tensors in the "
+            f"same order, in heaps of the same size"
         )
-        self.rank, self.index, self.by_rank = rank, index, tuple(by_rank)
+        self.rank, self.what, self.by_rank = rank, what, tuple(by_rank)
 
 
 class PeerSilent(WeftError):

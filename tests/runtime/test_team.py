@@ -52,6 +52,16 @@ def test_ranks_that_allocate_differently_learn_it_on_every_rank(other):
         assert "rank 0: (8,) torch.float32" in message and "rank 1: " in message
 
 
+def test_heaps_of_different_sizes_come_out_on_every_rank_where_one_is_full():
+    def main(team):
+        small_on_one = weft.init(heap_bytes=(1 << 20) + (team.rank << 20))
+        with pytest.raises(AllocationMismatch, match=r"rank 0: .*, no room; rank 1: .*, at byte"):
+            small_on_one.empty(1 << 20, torch.uint8)
+        return small_on_one.empty(512, torch.uint8).numel()
+
+    assert weft.simulate(main, 2) == [512, 512]
+
+
 def test_a_rank_that_does_not_allocate_is_named():
     def main(team):
         if team.rank != 2:
@@ -135,6 +145,36 @@ def test_freed_memory_is_used_again():
     assert weft.simulate(main, 2) == [True, True]
 
 
+def test_ranks_that_free_different_tensors_learn_it_on_every_rank():
+    def main(team):
+        a, b = team.empty(64, name="a"), team.empty(64, name="b")
+        with pytest.raises(
+            AllocationMismatch, match=r"free\(\) differs .*rank 0: 'a', 128 bytes .* rank 1: 'b', 128 bytes"
+        ):
+            team.free(a if team.rank == 0 else b)
+        team.free(b)
+        return team.empty(64).data_ptr() - b.data_ptr(), a.data_ptr() < b.data_ptr()
+
+    assert weft.simulate(main, 2) == [(0, True), (0, True)]
+
+
+def test_only_a_whole_tensor_is_freed_and_once():
+    def main(team):
+        x = team.empty((4, 8), torch.float32, name="x")
+        for part in (x[1:], x[:2]):
+            with pytest.raises(ValueError, match=r"rank \d: free\(\) of \d+ bytes at byte .* the whole tensor .* once"):
+                team.free(part)
+        team.free(x.view(-1))
+        with pytest.raises(ValueError, match="freed already"):
+            team.free(x)
+        smaller = team.empty(4, torch.float32, name="has x's first bytes")
+        with pytest.raises(ValueError, match="freed already"):
+            team.free(x)
+        return smaller.data_ptr() == x.data_ptr()
+
+    assert weft.simulate(main, 2) == [True, True]
+
+
 def test_a_workspace_is_made_once():
     def main(team):
         made = []
@@ -164,7 +204,7 @@ def test_the_heap_layout_joins_free_neighbours():
     assert heap.take(3 * ALIGNMENT, "d") == c
     heap.give_back(b)
     assert heap.take(4 * ALIGNMENT, "e") == a
-    assert heap.holder(ALIGNMENT).name == "e"
+    assert heap.find(2 * ALIGNMENT) is None and heap.taken_at(a).name == "e"
     assert heap.free_bytes == ALIGNMENT
 
 

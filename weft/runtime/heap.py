@@ -37,9 +37,14 @@ class HeapLayout:
     def largest_free_bytes(self) -> int:
         return max((block.size for block in self._free), default=0)
 
+    def find(self, nbytes: int) -> int | None:
+        """The offset that ``take`` would return; None where no free block is large enough."""
+        size = _aligned(nbytes)
+        return next((block.offset for block in self._free if block.size >= size), None)
+
     def take(self, nbytes: int, name: str) -> int:
         """Offset of ``nbytes`` fresh bytes. HeapExhausted names what fills the heap."""
-        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        size = _aligned(nbytes)
         for at, block in enumerate(self._free):
             if block.size >= size:
                 rest = Block(block.offset + size, block.size - size)
@@ -62,9 +67,10 @@ class HeapLayout:
                 joined.append(free)
         self._free = joined
 
-    def holder(self, offset: int) -> Block | None:
-        """The taken block that ``offset`` lies in."""
-        for block in self._taken.values():
-            if block.offset <= offset < block.offset + block.size:
-                return block
-        return None
+    def taken_at(self, offset: int) -> Block | None:
+        """The taken block that begins at ``offset``."""
+        return self._taken.get(offset)
+
+
+def _aligned(nbytes: int) -> int:
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

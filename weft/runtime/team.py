@@ -69,11 +69,12 @@ class Team:
         self._check_not_capturing("symmetric memory")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         index = next(self._counter)
-        wanted = f"{tuple(shape)} {dtype}"
+        nbytes = _numel(shape) * dtype.itemsize
+        offset = self._layout.find(nbytes)
+        wanted = f"{tuple(shape)} {dtype}, " + ("no room" if offset is None else f"at byte {offset:,}")
         by_rank = self._platform.exchange(f"allocation #{index}", wanted)
         if any(other != wanted for other in by_rank):
-            raise AllocationMismatch(self.rank, index, by_rank)
-        nbytes = _numel(shape) * dtype.itemsize
+            raise AllocationMismatch(self.rank, f"symmetric allocation #{index}", by_rank)
         name = name or f"symmetric tensor #{index}"
         offset = self._layout.take(nbytes, name)
         tensor = self._platform.heap[offset : offset + nbytes].view(dtype).view(shape)
@@ -93,12 +94,27 @@ class Team:
         return self.zeros(shape, torch.int32, name=name or "signals")
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give a symmetric tensor's bytes back, once all ranks are done with it. Collective."""
+        """Give a symmetric tensor's bytes back, once all ranks are done with it. Collective.
+
+        ValueError for a part of a tensor and for one that was freed already, as far as its bytes show it; AllocationMismatch,
+        on all ranks, if they free different tensors.
+        """
         self._check_open("free()")
         if not self.is_symmetric(tensor):
             raise NotSymmetric(self.rank, "tensor", tensor.shape)
         offset = tensor.data_ptr() - self._platform.heap.data_ptr()
-        self.barrier()
+        nbytes = tensor.numel() * tensor.element_size()
+        block = self._layout.taken_at(offset)
+        if block is None or block.used != nbytes:
+            raise ValueError(
+                f"rank {self.rank}: free() of {nbytes:,} bytes at byte {offset:,} of the heap, where no such tensor begins: a "
+                f"part of one, or freed already; pass the whole tensor that empty() returned, once"
+            )
+        self._platform.synchronize()
+        by_rank = self._platform.exchange("free", (block.offset, block.used, block.name))
+        if any(other[:2] != (offset, nbytes) for other in by_rank):
+            listed = [f"{name!r}, {used:,} bytes at byte {start:,}" for start, used, name in by_rank]
+            raise AllocationMismatch(self.rank, "free()", listed)
         self._platform.released(tensor)
         self._layout.give_back(offset)
 

@@ -60,6 +60,17 @@ class AllocationMismatch(WeftError):
         self.rank, self.what, self.by_rank = rank, what, tuple(by_rank)
 
 
+class CallMismatch(WeftError):
+    """Ranks that met in different host calls; raised on all of them."""
+
+    def __init__(self, rank: int, number: int, by_rank: Sequence[str]) -> None:
+        listed = ", ".join(f"rank {r} is in {call}" for r, call in enumerate(by_rank))
+        super().__init__(
+            f"rank {rank}: host call #{number}: {listed}; all ranks must make the same calls in the same order"
+        )
+        self.rank, self.number, self.by_rank = rank, number, tuple(by_rank)
+
+
 class PeerSilent(WeftError):
     """A peer did not take part in a collective host call in time."""
 

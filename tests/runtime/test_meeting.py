@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.errors import NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
+from weft.errors import CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
 from weft.runtime.cuda import Place, check_peers
 from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
@@ -37,6 +37,19 @@ def test_a_rank_that_does_not_come_is_named_after_the_patience():
     for rank in (0, 2):
         assert isinstance(found[rank], PeerSilent)
         assert f"rank {rank}: rank 1 did not reach allocation #4" in str(found[rank])
+
+
+def test_ranks_in_different_calls_learn_it_on_every_rank():
+    def body(rank, meeting):
+        meeting.exchange("allocation #0", None)
+        return meeting.exchange("exchange" if rank == 1 else "barrier", rank)
+
+    for rank, error in enumerate(on_ranks(3, body)):
+        assert isinstance(error, CallMismatch)
+        assert str(error) == (
+            f"rank {rank}: host call #2: rank 0 is in barrier, rank 1 is in exchange, rank 2 is in barrier; "
+            f"all ranks must make the same calls in the same order"
+        )
 
 
 def test_a_rank_that_fails_is_learnt_of_long_before_the_patience():

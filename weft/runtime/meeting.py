@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.errors import PeerFailed, PeerSilent
+from weft.errors import CallMismatch, PeerFailed, PeerSilent
 
 # Long enough for the slowest rank to compile its kernels.
 PATIENCE_SECONDS = 300.0
@@ -25,22 +25,28 @@ class Meeting:
         self._failed = False
 
     def exchange(self, what: str, item: Any) -> list[Any]:
-        """Every rank's item, in rank order. PeerSilent after the patience, PeerFailed as soon as a peer has failed."""
+        """Every rank's item, in rank order; ``what`` names the call.
+
+        CallMismatch if they are in different calls, PeerSilent after the patience, PeerFailed as soon as a peer has failed.
+        """
         self._count += 1
         self._store.set(f"{self._count}/{self._rank}", pickle.dumps((what, item)))
         deadline = time.monotonic() + self._patience
-        items = []
+        found = []
         for peer in range(self._size):
             key = f"{self._count}/{peer}"
             # Polled, since a wait with a timeout would make the store print a warning for each one that runs out.
             if not self._watch(lambda key=key: self._store.check([key]), deadline):
                 absent = [p for p in range(self._size) if not self._store.check([f"{self._count}/{p}"])]
                 raise PeerSilent(self._rank, absent, f"{what} (host call #{self._count})", self._patience)
-            items.append(pickle.loads(self._store.get(key))[1])
+            found.append(pickle.loads(self._store.get(key)))
         # Everybody has come to this meeting, so everybody has read the one before the last.
         if self._count > 2:
             self._store.delete_key(f"{self._count - 2}/{self._rank}")
-        return items
+        calls = [call for call, _ in found]
+        if any(call != what for call in calls):
+            raise CallMismatch(self._rank, self._count, calls)
+        return [item for _, item in found]
 
     def watch(self, done: Callable[[], bool]) -> None:
         """Return once ``done()``; PeerFailed if a peer fails first."""

@@ -64,7 +64,8 @@ class Platform(Protocol):
         """``peer``'s heap as uint8 bytes that this rank can read and write."""
 
     def exchange(self, what: str, item: Any) -> list[Any]:
-        """All ranks' items, in rank order. Bounded: PeerSilent or PeerFailed instead of waiting for ever."""
+        """All ranks' items, in rank order; ``what`` is the same on all of them. Bounded: CallMismatch, PeerSilent or PeerFailed
+        (Deadlock in the simulator) instead of waiting for ever."""
 
     def synchronize(self) -> None:
         """This rank's GPU work has ended; raises what went wrong in it."""

@@ -1,5 +1,6 @@
 """Host-side meetings end in time, whatever the other ranks do. Threads stand for ranks; the store is torch's own."""
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
+from weft.runtime import cuda
 from weft.runtime.cuda import Place, check_peers
 from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
@@ -64,6 +66,16 @@ def test_a_rank_that_fails_is_learnt_of_long_before_the_patience():
     for rank, error in enumerate(others, 1):
         assert isinstance(error, PeerFailed)
         assert str(error) == f"rank {rank}: rank 0 failed: out of cheese"
+
+
+def test_a_team_has_one_name_on_all_its_ranks_whatever_else_some_of_them_made(monkeypatch):
+    names = []
+    for others in ([[0, 1], [0, 1]], []):  # what a rank has made before
+        monkeypatch.setattr(cuda, "_made", Counter())
+        made = [cuda.name_of_next(ranks) for ranks in others]
+        names.append([cuda.name_of_next([0, 1, 2, 3]) for _ in range(2)])
+        assert len({*made, *names[-1]}) == len(others) + 2
+    assert names[0] == names[1]
 
 
 def test_gpus_without_a_link_are_the_same_error_on_every_rank():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from weft.runtime.streams import own_stream
 from weft.runtime.view import RECORD_WORDS
 
 DEFAULT_HEAP_BYTES = 2 << 30
-_numbers = itertools.count()
+_made: Counter[str] = Counter()
 
 
 class Place(NamedTuple):
@@ -39,6 +39,13 @@ def check_peers(rank: int, places: Sequence[Place], can_access: Callable[[int, i
             reachable = place.host == there.host and (place == there or can_access(place.index, there.index))
             if one != other and not reachable:
                 raise NoPeerAccess(rank, one, str(place), other, str(there))
+
+
+def name_of_next(ranks: Iterable[int]) -> str:
+    """The name of a new team of these ranks of the world: the same on all of them, whatever other teams some of them made."""
+    members = "-".join(map(str, ranks))
+    _made[members] += 1
+    return f"team.{members}.{_made[members]}"
 
 
 class CudaPlatform:
@@ -95,8 +102,8 @@ class CudaPlatform:
             group = group.get_group()
         group = group or dist.group.WORLD
         store = dist.distributed_c10d._get_default_store()
-        members = "-".join(map(str, dist.get_process_group_ranks(group)))
-        return cls(group, store, f"team{next(_numbers)}.{members}", heap_bytes or DEFAULT_HEAP_BYTES)
+        name = name_of_next(dist.get_process_group_ranks(group))
+        return cls(group, store, name, heap_bytes or DEFAULT_HEAP_BYTES)
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._peers[peer]

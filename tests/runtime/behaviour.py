@@ -193,10 +193,11 @@ def teams_within_the_team(team):
     """A subset has its own ranks, heap and signals."""
     if team.size < 2:
         return []
-    inner = team.subset([team.size - 1, 0], heap_bytes=4 << 20)
+    inner = team.subset([0, team.size - 1], heap_bytes=4 << 20)
     if inner is None:
         return []
-    wrong = tiles_pushed_behind_a_signal(inner)
+    wrong = [] if inner.rank == (team.rank > 0) else [f"rank {team.rank} has become {inner.rank}"]
+    wrong += tiles_pushed_behind_a_signal(inner)
     inner.close()
     return wrong
 

@@ -119,7 +119,7 @@ def test_teams_are_found_by_name_and_init_makes_another():
 
 def test_a_subset_is_a_team_of_its_own():
     def main(team):
-        inner = team.subset([3, 1], heap_bytes=1 << 20)
+        inner = team.subset([1, 3], heap_bytes=1 << 20)
         if inner is None:
             return None
         x = inner.zeros(4, torch.float32)
@@ -127,12 +127,14 @@ def test_a_subset_is_a_team_of_its_own():
         inner.barrier()
         return inner.rank, inner.size, x[0].item()
 
-    assert weft.simulate(main, 4) == [None, (1, 2, 3.0), None, (0, 2, 1.0)]
+    assert weft.simulate(main, 4) == [None, (0, 2, 3.0), None, (1, 2, 1.0)]
 
 
 def test_subset_ranks_are_checked():
     with pytest.raises(ValueError, match=r"ranks=\[0, 4\] must be different ranks of this team, 0 to 1"):
         weft.simulate(lambda team: team.subset([0, 4]), 2)
+    with pytest.raises(ValueError, match=r"ranks=\[3, 1\] must ascend.*pass \[1, 3\]"):
+        weft.simulate(lambda team: team.subset([3, 1]), 4)
 
 
 def test_freed_memory_is_used_again():

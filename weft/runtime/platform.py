@@ -80,7 +80,7 @@ class Platform(Protocol):
     def released(self, tensor: torch.Tensor) -> None: ...
 
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> Platform | None:
-        """A platform of these ranks only; None on the others. Called by all."""
+        """A platform of these ranks only, which ascend; None on the others. Called by all."""
 
     def fail(self, message: str) -> None:
         """Tell the peers that this rank is lost."""

@@ -187,11 +187,18 @@ class Team:
         return self._platform.exchange("exchange", item)
 
     def subset(self, ranks: Sequence[int], heap_bytes: int | None = None) -> Team | None:
-        """A team of some of this team's ranks, in this order; None on the ranks left out. Collective over this team."""
+        """A team of some of this team's ranks, given in ascending order; None on the ranks left out. Collective over this team.
+
+        heap_bytes  of symmetric memory per rank; as much as this team has if None
+        """
         self._check_open("subset()")
         ranks = list(ranks)
         if len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
             raise ValueError(f"ranks={ranks} must be different ranks of this team, 0 to {self.size - 1}")
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"ranks={ranks} must ascend, as torch.distributed sorts the ranks of a group; pass {sorted(ranks)}"
+            )
         platform = self._platform.subset(ranks, heap_bytes or self._platform.heap.numel())
         return Team(platform, self._debug_seconds) if platform is not None else None
 

@@ -22,7 +22,6 @@ class Capabilities:
     memory_bytes  of the device, or 0 where nobody knows
     peer_access   bool [size]: whether this rank's kernels reach the memory of each rank; True for itself
     multicast     whether the team's heap has a multicast address, so that multimem instructions may be used
-    nvshmem       whether this torch was built with NVSHMEM and finds its library
     """
 
     device_name: str
@@ -31,7 +30,6 @@ class Capabilities:
     memory_bytes: int
     peer_access: tuple[bool, ...]
     multicast: bool = False
-    nvshmem: bool = False
 
     @property
     def is_simulated(self) -> bool:
@@ -57,7 +55,6 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
         memory_bytes=properties.total_memory,
         peer_access=tuple(peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in peers),
         multicast=multicast,
-        nvshmem=nvshmem_available(),
     )
 
 

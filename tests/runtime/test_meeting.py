@@ -78,6 +78,34 @@ def test_a_team_has_one_name_on_all_its_ranks_whatever_else_some_of_them_made(mo
     assert names[0] == names[1]
 
 
+@pytest.mark.parametrize(
+    ("num_warps", "registers", "programs"),
+    [
+        (4, 255, 2),
+        (4, 128, 4),
+        (8, 128, 2),
+        (4, 80, 6),
+        (8, 64, 4),
+        (1, 64, 32),
+        (4, 41, 10),
+        (4, 16, 16),
+        (16, 255, 1),
+    ],
+)
+def test_an_sm_holds_what_its_registers_and_warps_allow(num_warps, registers, programs):
+    """Registers are given out 8 a thread at a time, and there are 64 warps however few registers they need."""
+    assert cuda.resident_programs(num_warps, registers) == programs
+
+
+@pytest.mark.parametrize(
+    ("arch", "most_of_one_warp"), [("sm_80", 32), ("sm_86", 16), ("sm_89", 24), ("sm_120", 24), ("sm_999", 16)]
+)
+def test_small_sms_hold_fewer_programs(arch, most_of_one_warp):
+    warps = 64 if arch == "sm_80" else 48
+    assert cuda.resident_programs(1, 32, arch, warps) == most_of_one_warp
+    assert cuda.resident_programs(4, 32, arch, warps) == warps // 4
+
+
 def test_gpus_without_a_link_are_the_same_error_on_every_rank():
     places = [Place("box", 0), Place("box", 1), Place("box", 2)]
     check_peers(0, places, lambda one, other: True)

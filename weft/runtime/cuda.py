@@ -19,6 +19,10 @@ from weft.runtime.streams import own_stream
 from weft.runtime.view import RECORD_WORDS
 
 DEFAULT_HEAP_BYTES = 2 << 30
+# Programs that one SM holds at most (CUDA programming guide, compute capabilities); 16 where nobody has looked it up.
+_MOST_PROGRAMS = {
+    "sm_80": 32, "sm_89": 24, "sm_90": 32, "sm_100": 32, "sm_103": 32, "sm_110": 24, "sm_120": 24, "sm_121": 24,
+}  # fmt: skip
 _made: Counter[str] = Counter()
 
 
@@ -133,7 +137,9 @@ class CudaPlatform:
         return f"{address:#x}"
 
     def max_programs(self, num_warps: int, registers: int) -> int:
-        return self.caps.sms * resident_programs(num_warps, registers)
+        properties = torch.cuda.get_device_properties(self.device)
+        warps = properties.max_threads_per_multi_processor // properties.warp_size
+        return self.caps.sms * resident_programs(num_warps, registers, self.caps.arch, warps)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -171,18 +177,22 @@ class CudaPlatform:
         self._handle = None
 
 
-def resident_programs(num_warps: int, registers: int) -> int:
-    """Programs an SM of so many warps, with so many registers a thread and little shared memory: 65,536 registers in four
-    quarters, each of whole warps, and 32 programs, on NVIDIA from sm_80 on and not less on CDNA3."""
-    warps = 4 * (16384 // (32 * registers))
-    return max(1, min(32, warps // num_warps))
+def resident_programs(num_warps: int, registers: int, arch: str = "sm_90", max_warps: int = 64) -> int:
+    """Programs that an SM of ``max_warps`` runs at once, with ``registers`` a thread and little shared memory.
+
+    An SM has 65,536 registers in four quarters, and a warp takes them from one quarter, 256 at a time.
+    """
+    per_warp = 256 * -(-registers // 8)
+    warps = min(max_warps, 4 * (16384 // per_warp))
+    return max(1, min(_MOST_PROGRAMS.get(arch, 16), warps // num_warps))
 
 
 class CudaCopyEngine:
     """Copies and flags on one side stream: ``cudaMemcpyAsync`` between mapped addresses, so the copy engines carry them.
 
-    A flag keeps the next copy waiting for 4 µs (in a graph on H200). On a stream of its own it came when all copies had ended.
-    With a kernel that signals in its place a GEMM-RS stopped: programs that wait for it on all SMs may leave it no room.
+    Flags travel on the same stream as the data: on a stream of their own they arrived only after all copies. They are copies
+    too: a kernel that sets a flag deadlocks when the programs that wait for it fill every SM. Each flag delays the next copy
+    by 4 µs (H200, in a CUDA graph).
     """
 
     def __init__(self, platform: CudaPlatform) -> None:

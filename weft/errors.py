@@ -30,13 +30,18 @@ class TeamClosed(WeftError):
 
 
 class HeapExhausted(WeftError):
-    def __init__(self, rank: int, wanted: int, free: int, total: int, largest: Sequence[str] = ()) -> None:
+    """``free`` bytes are left, in pieces of at most ``piece`` of which ``tail`` lie at the heap's end, where it would grow."""
+
+    def __init__(
+        self, rank: int, wanted: int, free: int, piece: int, tail: int, total: int, largest: Sequence[str] = ()
+    ) -> None:
+        left = f"{free:,} left" + (f", the largest piece {piece:,}" if piece < free else "")
         held = f"; the largest tensors in it: {', '.join(largest)}" if largest else ""
         super().__init__(
-            f"rank {rank}: {wanted:,} bytes wanted of a symmetric heap of {total:,} bytes that has {free:,} left{held}. "
-            f"Make it larger: weft.init(heap_bytes={_round_up(total - free + wanted):_})"
+            f"rank {rank}: {wanted:,} bytes wanted of a symmetric heap of {total:,} bytes that has {left}{held}. "
+            f"Make it larger: weft.init(heap_bytes={_round_up(total - tail + wanted):_})"
         )
-        self.rank, self.wanted, self.free, self.total = rank, wanted, free, total
+        self.rank, self.wanted, self.free, self.piece, self.total = rank, wanted, free, piece, total
 
 
 class NotSymmetric(WeftError, ValueError):

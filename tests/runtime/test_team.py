@@ -210,6 +210,26 @@ def test_the_heap_layout_joins_free_neighbours():
     assert heap.free_bytes == ALIGNMENT
 
 
+def test_a_heap_in_pieces_says_how_large_the_largest_is_and_how_much_would_do():
+    def fill(size):
+        heap = HeapLayout(size, rank=0)
+        offsets = [heap.take(8 << 20, f"piece {n}") for n in range(8)]
+        for offset in offsets[::2]:
+            heap.give_back(offset)
+        return heap.take(20 << 20, "large")
+
+    with pytest.raises(
+        HeapExhausted, match=r"has 33,554,432 left, the largest piece 8,388,608; .*\(heap_bytes=134_217_728\)"
+    ):
+        fill(64 << 20)
+    assert fill(134_217_728) == 64 << 20
+    assert fill((64 << 20) + (20 << 20)) == 64 << 20  # what is rounded up
+    with pytest.raises(HeapExhausted, match=r"has 768 left; .*\(heap_bytes=1_048_576\)"):
+        heap = HeapLayout(1024, rank=0)
+        heap.take(1, "word")
+        heap.take(1024, "rest")
+
+
 def test_no_workspace_is_made_while_a_graph_is_captured(monkeypatch):
     """What fills it would be recorded and not done; and what a call made before it failed must not be left for the next."""
     capturing = threading.local()

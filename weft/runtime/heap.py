@@ -51,10 +51,9 @@ class HeapLayout:
                 self._free[at : at + 1] = [rest] if rest.size else []
                 self._taken[block.offset] = Block(block.offset, size, nbytes, name)
                 return block.offset
-        largest = sorted(self._taken.values(), key=lambda b: -b.size)[:3]
-        raise HeapExhausted(
-            self.rank, size, self.free_bytes, self.size, [f"{b.name} ({b.used:,} bytes)" for b in largest]
-        )
+        largest = [f"{b.name} ({b.used:,} bytes)" for b in sorted(self._taken.values(), key=lambda b: -b.size)[:3]]
+        tail = next((block.size for block in self._free if block.offset + block.size == self.size), 0)
+        raise HeapExhausted(self.rank, size, self.free_bytes, self.largest_free_bytes, tail, self.size, largest)
 
     def give_back(self, offset: int) -> None:
         block = self._taken.pop(offset)

@@ -1,5 +1,6 @@
 """launch chooses between GPUs and virtual ranks, and refuses what cannot run."""
 
+import multiprocessing
 import subprocess
 import sys
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 import weft
-from weft.errors import NoTeam, NotEnoughGPUs
+from weft.errors import NoTeam, NotEnoughGPUs, WeftError
+from weft.runtime import launch
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -42,6 +44,24 @@ def test_bad_arguments_are_named(world_size, device, said):
 def test_init_without_ranks_says_what_to_do():
     with pytest.raises(NoTeam, match="weft.simulate"):
         weft.init()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyboardInterrupt(), "KeyboardInterrupt"), (SystemExit(3), "SystemExit: 3")]
+)
+def test_a_rank_that_is_interrupted_does_not_interrupt_the_parent(error, said):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send_bytes(launch._packed(0, error, None))
+    with pytest.raises(WeftError) as caught:
+        launch._collect([ours])
+    assert str(caught.value) == f"rank 0: {said}"
+
+
+def test_the_error_of_a_rank_is_raised_in_the_parent_as_it_is():
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send_bytes(launch._packed(0, KeyError("tripped"), None))
+    with pytest.raises(KeyError, match="tripped"):
+        launch._collect([ours])
 
 
 LEAVING = """

@@ -58,9 +58,11 @@ def launch(
     device      "cuda": one process per GPU (``main`` must be importable: defined at the top of a module); "sim": virtual ranks
                 in this process; "auto": GPUs where there are enough, else "sim". Under torchrun ``main`` runs in place
     seed        of the simulator's scheduler
-    heap_bytes, debug: as in ``weft.init``
+    heap_bytes  as in ``weft.init``
+    debug       as in ``weft.init``, on GPUs. Virtual ranks take no notice: the simulator raises Deadlock at once
 
-    The first error of a rank is raised here; the other ranks are ended. NotEnoughGPUs if "cuda" was asked for in vain.
+    The first error of a rank is raised here; the other ranks are ended. A rank's KeyboardInterrupt or SystemExit is a WeftError
+    where ranks have processes of their own. NotEnoughGPUs if "cuda" was asked for in vain.
     """
     if device not in DEVICES:
         raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
@@ -142,7 +144,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     """Results of all ranks; raises the error that came first, preferring a cause to a PeerFailed that it led to."""
     results: dict[int, Any] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    first: BaseException | None = None
+    first: Exception | None = None
     while open_pipes:
         ready = wait(list(open_pipes), timeout=None if first is None else 3.0)
         if not ready:
@@ -201,9 +203,12 @@ def _end(status: int) -> None:
 
 def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:
     if error is not None:
-        error.add_note(f"in rank {rank}:\n{''.join(traceback.format_exception(error))}") if hasattr(
-            error, "add_note"
-        ) else None
+        trace = "".join(traceback.format_exception(error))
+        if not isinstance(error, Exception):
+            # The parent would take it for its own: for Ctrl-C at its own terminal, or an end of its own that was asked for.
+            error = WeftError(f"rank {rank}: {_one_line(error)}")
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"in rank {rank}:\n{trace}")
     try:
         packed = pickle.dumps((error, value))
         pickle.loads(packed)
@@ -214,4 +219,4 @@ def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:
 
 
 def _one_line(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")

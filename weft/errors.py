@@ -30,7 +30,7 @@ class TeamClosed(WeftError):
 
 
 class HeapExhausted(WeftError):
-    """``free`` bytes are left, in pieces of at most ``piece`` of which ``tail`` lie at the heap's end, where it would grow."""
+    """``free`` bytes are left, the largest piece of them ``piece``, and ``tail`` at the end, where a larger heap has more."""
 
     def __init__(
         self, rank: int, wanted: int, free: int, piece: int, tail: int, total: int, largest: Sequence[str] = ()

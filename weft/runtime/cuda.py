@@ -23,6 +23,7 @@ DEFAULT_HEAP_BYTES = 2 << 30
 _MOST_PROGRAMS = {
     "sm_80": 32, "sm_89": 24, "sm_90": 32, "sm_100": 32, "sm_103": 32, "sm_110": 24, "sm_120": 24, "sm_121": 24,
 }  # fmt: skip
+# How many teams this process has made of the same ranks.
 _made: Counter[str] = Counter()
 
 

@@ -205,7 +205,7 @@ def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:
     if error is not None:
         trace = "".join(traceback.format_exception(error))
         if not isinstance(error, Exception):
-            # The parent would take it for its own: for Ctrl-C at its own terminal, or an end of its own that was asked for.
+            # Raised again in the parent, it would interrupt or end the parent.
             error = WeftError(f"rank {rank}: {_one_line(error)}")
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"in rank {rank}:\n{trace}")

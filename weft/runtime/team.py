@@ -96,8 +96,8 @@ class Team:
     def free(self, tensor: torch.Tensor) -> None:
         """Give a symmetric tensor's bytes back, once all ranks are done with it. Collective.
 
-        ValueError for a part of a tensor and for one that was freed already, as far as its bytes show it; AllocationMismatch,
-        on all ranks, if they free different tensors.
+        ValueError for a part of a tensor, and for one that was freed already unless another of its size lies there by now;
+        AllocationMismatch, on all ranks, if they free different tensors.
         """
         self._check_open("free()")
         if not self.is_symmetric(tensor):

@@ -3,7 +3,9 @@
 import inspect
 
 import pytest
+import torch
 
+import weft
 import weft.check
 from tests.check.sweep import OPS
 from tests.runtime import behaviour
@@ -27,4 +29,19 @@ def test_all_ops_of_a_team_are_among_them():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_teams_and_words_promise_holds_under_check(behave, world_size):
     report = weft.check.check(behave, world_size, schedules=4)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "top_p"), [("gemm_ar", 2, 0.8), ("ag_rs", 2, 1.0), ("gemm_ar", 4, 1.0), ("ag_rs", 4, 0.8)]
+)
+def test_whole_fused_steps_are_clean(mode, world_size, top_p):
+    """Prefill, decode and sampling: where kernels that start early meet the ones before them."""
+
+    def main(team):
+        engine = weft.Engine(None, team, mode=mode, fused=True, dtype=torch.bfloat16, page_size=16, max_seq_len=32)
+        params = weft.SamplingParams(max_tokens=2, temperature=1.0, top_p=top_p, ignore_eos=True)
+        return [piece.token_id for piece in engine.answer(["12+3=", "1"], [params, params])]
+
+    report = weft.check.check(main, world_size, schedules=2)
     assert report.ok, str(report)

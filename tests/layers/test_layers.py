@@ -210,7 +210,10 @@ def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
         return [str(choose_plan("auto", tokens, **sizes, fused=True)) for tokens in (1, 1025, 4096)]
 
     decode, medium, prefill = weft.simulate(main, 2)[0]
-    assert decode == "gemm_ar, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks"
+    assert decode == (
+        "gemm_ar, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks; 1 tokens <= 1024: a "
+        "product is too short to hide an all-reduce, so the norm takes it along"
+    )
     assert medium == "gemm_ar, fused: 1025 tokens < 2048: too few to split over 2 ranks"
     assert prefill == "ag_rs, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
     assert weft.simulate(main, 1)[0][2] == "gemm_ar, fused: one rank: nothing to send"

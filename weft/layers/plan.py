@@ -75,6 +75,11 @@ def choose_plan(
         mode == "gemm_ar" and fused and team.size > 1 and tokens <= of_world(DEFERRED_TOKENS, team.size)
         and row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
     )  # fmt: skip
+    if deferred:
+        limit = of_world(DEFERRED_TOKENS, team.size)
+        reason += (
+            f"; {tokens} tokens <= {limit}: a product is too short to hide an all-reduce, so the norm takes it along"
+        )
     if factored is None:
         factored = dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
     return Plan(mode=mode, fused=fused, deferred=deferred, factored=deferred and factored, reason=reason)

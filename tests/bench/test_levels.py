@@ -192,6 +192,15 @@ def test_the_protocol_says_what_is_compared_first(level, key, said):
     assert more == ({key: said} if key else {})
 
 
+def test_the_protocol_of_answers_says_nothing_of_graphs_and_events():
+    made = plan("generate", "2x5+3", quick=True).protocol(False, 1.25)
+    assert list(made) == ["timing", "alternation", "rounds", "data", "statistic", "check"]
+    assert made["rounds"] == "3 of whole answers"
+    assert not any(word in str(made) for word in ("event", "graph", "120 MB", "in a row"))
+    simulated = plan("generate", "2x5+3").protocol(True, None)
+    assert "times mean nothing" in simulated["timing"] and simulated["check"] == made["check"]
+
+
 def swap_gate_and_up(model):
     for layer in model.layers:
         weight = layer.mlp.gate_up_proj.weight
@@ -407,6 +416,16 @@ def test_answers_are_checked_and_timed():
         assert found.mode == "host"
         assert found.median_us > 0 and found.first_us > 0
         assert found.tokens_per_second > 0
+
+
+def test_times_of_answers_are_those_of_the_slowest_rank():
+    def times(*each):
+        return [generate.Times(first=0.002, each=value * 1e-6, whole=0.01) for value in each]
+
+    row = canned.row((2, 5, 3), "weft.auto", "weft", reason="not timed")
+    found = generate.timed(row, [times(10, 11, 90), times(12, 13, 14)], tokens=6)
+    assert (found.p10_us, found.median_us, found.p90_us) == pytest.approx((12, 13, 14))
+    assert (found.samples, found.first_us, found.tokens_per_second) == (3, pytest.approx(2000), pytest.approx(600))
 
 
 def test_wrong_answers_are_caught(monkeypatch):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.bench.normed import NormProblem
 from weft.bench.problem import DTYPES, Problem
 from weft.bench.providers import Provider, choose
-from weft.bench.shapes import NORMED, Shape
+from weft.bench.shapes import NORMED, Shape, is_collective
 
 if TYPE_CHECKING:
     from weft.bench.measure import Meter
@@ -76,17 +76,19 @@ class Plan:
         """How the times came about, for the JSON. ``empty_us``: of two events in a graph with nothing between them."""
         if simulated:
             return {"timing": "the host's clock around simulated calls: times mean nothing", "check": CHECK}
-        return {
+        found = {
             "timing": AROUND if empty_us is None else EVENTS,
             "in a row": "[prepare all, barrier, event, op, op, …, event] in one CUDA graph, over the number of ops",
             "empty_us": empty_us,
             "alternation": "all providers of a shape in one process, every round in another order",
             "rounds": "quick" if self.quick else "full",
             "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one",
-            "input of a collective": "written on the same stream just before the barrier, not timed",
             "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
             "check": CHECK,
         }
+        if is_collective(self.op):
+            found["input of a collective"] = "written on the same stream just before the barrier, not timed"
+        return found
 
 
 def heap_bytes(plans: Sequence[Plan]) -> int:

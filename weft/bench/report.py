@@ -24,7 +24,7 @@ MODES = ("graph", "around", "eager", "wall", "host")
 class Row:
     """One provider at one shape. Times are None where it did not run; then ``reason`` says why.
 
-    median_us  of one call, the maximum over the ranks; p10_us and p90_us are that rank's
+    median_us  of one call, of the rank where it is largest; p10_us and p90_us are that rank's (of few samples least and most)
     chain_us   per call of several in a row, where they are short
     eager_us   without a graph, where that was asked for
     parts_us   what a step's time goes to, by kind of kernel, where that was asked for: of rank 0

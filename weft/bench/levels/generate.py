@@ -6,7 +6,6 @@ tokens of one sequence. Each provider runs by itself, since its memory is not an
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 from weft.bench.levels.baseline import compiled
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.sessions import TorchSession
-from weft.bench.measure import capturing, finish
+from weft.bench.measure import Spread, capturing, finish, spread
 from weft.bench.providers import Provider, Unavailable
 from weft.bench.report import Row
 from weft.bench.runner import Bench
@@ -32,9 +31,12 @@ if TYPE_CHECKING:
 # (prompt, token): as they come to the host.
 Tokens = Iterator[tuple[int, int]]
 ROUNDS, QUICK_ROUNDS = 5, 3
-# A word may be chosen that is not the eager baseline's likeliest, where rounding decides: by so many times the limit of the
-# logits' relative RMS is it allowed to lie below. The likeliest of 150,000 random words lies 5 times the RMS above any other.
+# A token passes if its logit is at most CLOSE times `StepProblem.limit` below the best, in RMS of the logits. That forgives
+# near-ties, often the runner-up: of 150,000 random words it lies 0.2 RMS below. A random token lies about 4.5 below and fails.
 CLOSE = 6.0
+CHECK = (
+    "every token of every answer, given those before it, is the one that eager torch finds likeliest, but for rounding"
+)
 
 
 class AnswersProblem:
@@ -191,6 +193,36 @@ class Times:
     whole: float
 
 
+def rounds_of(quick: bool) -> int:
+    return QUICK_ROUNDS if quick else ROUNDS
+
+
+def protocol(quick: bool) -> dict[str, Any]:
+    """How the times of ranks on GPUs come about, for the JSON."""
+    return {
+        "timing": "the host's clock, from a barrier of all ranks to the tokens on the host",
+        "alternation": "each provider by itself: one answer that is checked and not timed, then all rounds",
+        "rounds": f"{rounds_of(quick)} of whole answers",
+        "data": "random weights and prompts, the same for all providers and rounds",
+        "statistic": "of the rank whose median is largest; p10 and p90 are that rank's fastest and slowest round",
+        "check": CHECK,
+    }
+
+
+def timed(row: Row, everyone: Sequence[Sequence[Times]], tokens: int) -> Row:
+    """The row with its times. ``everyone``: each rank's rounds, of ``tokens`` in all. Every time is of the rank whose median is
+    largest; p10 and p90 of so few rounds are its fastest and its slowest one."""
+
+    def slowest(pick: Callable[[Times], float]) -> Spread:
+        return max((spread([pick(times) * 1e6 for times in ranks]) for ranks in everyone), key=lambda s: s.median)
+
+    each, whole = slowest(lambda t: t.each), slowest(lambda t: t.whole)
+    return replace(
+        row, reason=None, median_us=each.median, p10_us=each.p10, p90_us=each.p90, samples=each.samples,
+        first_us=slowest(lambda t: t.first).median, tokens_per_second=tokens / whole.median * 1e6,
+    )  # fmt: skip
+
+
 class GenerateBench(Bench):
     """A provider after the other, each checked and then timed."""
 
@@ -217,24 +249,15 @@ class GenerateBench(Bench):
             return replace(row, reason=f"wrong answer: {wrong}" if wrong else f"could not be checked: {reason}")
         if self.plan.check_only:
             return replace(row, max_abs_error=0.0, reason=None)
-        rounds = 1 if self.team.is_simulated else QUICK_ROUNDS if self.plan.quick else ROUNDS
+        rounds = 1 if self.team.is_simulated else rounds_of(self.plan.quick)
         times: list[Times] = []
         for _ in range(rounds):
             again, reason = self.together(lambda: self.round(problem, answers), launches=what)
             if again is None or reason:
                 return replace(row, reason=reason)
             times.append(again[0])
-        everyone = self.team.exchange(times)
-
-        def slowest(pick: Callable[[Times], float]) -> float:
-            return max(statistics.median(map(pick, ranks)) for ranks in everyone)
-
-        each = [time.each * 1e6 for time in times]
-        return replace(
-            row, mode="host" if self.team.is_simulated else "wall", median_us=slowest(lambda t: t.each) * 1e6,
-            p10_us=min(each), p90_us=max(each), samples=rounds, first_us=slowest(lambda t: t.first) * 1e6,
-            tokens_per_second=problem.batch * problem.new / slowest(lambda t: t.whole), reason=None,
-        )  # fmt: skip
+        mode = "host" if self.team.is_simulated else "wall"
+        return timed(replace(row, mode=mode), self.team.exchange(times), problem.batch * problem.new)
 
     def round(self, problem: AnswersProblem, answers: Callable[[], Tokens]) -> tuple[Times, list[list[int]]]:
         found: list[list[int]] = [[] for _ in range(problem.batch)]

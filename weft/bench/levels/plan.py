@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.levels import generate
 from weft.bench.levels.attempts import FORCED_STEPS
 from weft.bench.levels.breakdown import profile
-from weft.bench.levels.generate import GenerateBench
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.providers import choose
 from weft.bench.levels.steps import config_of
@@ -27,9 +27,6 @@ CHECK = (
     "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "
     "over that of the row, of logits at most 0.05 in bf16 or twice what eager torch itself is from fp32; and that the chosen "
     "words are the likeliest; before timing, and once more as it is timed"
-)
-CHECK_ANSWERS = (
-    "every token of every answer, given those before it, is the one that eager torch finds likeliest, but for rounding"
 )
 
 
@@ -62,7 +59,7 @@ class LevelPlan(Plan):
         return choose(self.op, self.modes, self.providers)
 
     def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
-        return (GenerateBench if self.op == "generate" else Bench)(team, self, empty_us, say)
+        return (generate.GenerateBench if self.op == "generate" else Bench)(team, self, empty_us, say)
 
     def problem(self, shape: Shape, team: Team) -> Any:
         return StepProblem(self, shape, team)
@@ -76,11 +73,9 @@ class LevelPlan(Plan):
         return tokens * self.config.hidden_size * DTYPES[self.dtype].itemsize
 
     def protocol(self, simulated: bool, empty_us: float | None) -> dict[str, Any]:
-        found = Plan.protocol(self, simulated, empty_us) | {"check": CHECK}
         if self.op == "generate" and not simulated:
-            found["timing"] = "the host's clock, from a barrier of all ranks to the tokens on the host"
-            found["alternation"] = "each provider by itself: an answer unchecked, then all rounds"
-            found["check"] = CHECK_ANSWERS
+            return generate.protocol(self.quick)
+        found = Plan.protocol(self, simulated, empty_us) | {"check": generate.CHECK if self.op == "generate" else CHECK}
         if self.op == "model":
             found["data"] = (
                 "random weights and prompts; what comes before a decoding step is eager torch's, the same for all providers; "

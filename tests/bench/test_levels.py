@@ -17,6 +17,7 @@ from weft.bench.levels import generate
 from weft.bench.levels.baseline import Baseline
 from weft.bench.levels.breakdown import KINDS, Kernel, breakdown, kind_of
 from weft.bench.levels.plan import LevelPlan
+from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.roofline import roofline
 from weft.bench.levels.sessions import TorchSession, build
 from weft.bench.levels.steps import TINY_CONFIG, config_of, parse_steps, words_of
@@ -256,6 +257,20 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
     assert table.sheets(found)[0].rows[0][1] == "WRONG"
 
 
+def test_a_check_that_fails_on_one_rank_is_a_row_with_its_reason(monkeypatch):
+    judge = StepProblem.judge
+
+    def failing(problem, actual, local=False):
+        if problem.team.rank == 1 and not problem.plan.check_only:
+            raise RuntimeError("no memory left")
+        return judge(problem, actual, local)
+
+    monkeypatch.setattr(StepProblem, "judge", failing)
+    (row,) = run(plan("model", "decode:2x6", providers=("torch.eager",))).rows
+    assert row.reason == "could not be checked: rank 1: RuntimeError: no memory left"
+    assert run(plan("model", "decode:2x6", providers=("torch.eager",), check_only=True)).rows[0].reason is None
+
+
 # --- what the time goes to -----------------------------------------------------------------------------------------------
 
 
@@ -440,6 +455,18 @@ def test_wrong_answers_are_caught(monkeypatch):
         (row,) = run(plan("generate", "2x5+3", providers=("torch.eager",))).rows
         assert re.search("wrong answer: .*" + complaint, row.reason)
         assert row.median_us is None
+
+
+def test_a_check_of_answers_that_fails_on_one_rank_is_a_row_with_its_reason(monkeypatch):
+    class Failing(TorchSession):
+        def __init__(self, model, batch, max_len, functions=None):
+            if model.team.rank == 1 and max_len == 5 + 3 - 1:  # the check's: of all tokens but the last
+                raise RuntimeError("no memory left")
+            super().__init__(model, batch, max_len, functions)
+
+    monkeypatch.setattr(generate, "TorchSession", Failing)
+    (row,) = run(plan("generate", "2x5+3", providers=("torch.eager",))).rows
+    assert row.reason == "could not be checked: rank 1: RuntimeError: no memory left"
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Attempt:
     local    the result is that of this rank's GEMM alone; of a layer, this rank's rows of it
     close    gives back what does not go by itself
     chosen   of a model's step: where ``run`` leaves the tokens that it chooses
+    first    of a level: answers that are compared before ``run`` is called, as (where, distance on this rank)
     """
 
     run: Callable[[int], torch.Tensor]
@@ -36,6 +37,7 @@ class Attempt:
     local: bool = False
     close: Callable[[], None] | None = None
     chosen: torch.Tensor | None = None
+    first: Callable[[], list[tuple[str, float]]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,7 @@ class Bench:
         self.providers = plan.chosen()
 
     def measure(self, shape: Shape) -> list[Row]:
-        problem, reason = self.together(lambda: self.plan.problem(shape, self.team))
+        problem, reason = self.problem(shape)
         if problem is None or reason:
             return list(self.without([shape], reason))
         rows: dict[str, Row] = {}
@@ -156,6 +156,10 @@ class Bench:
             torch.cuda.empty_cache()
         return list(rows.values())
 
+    def problem(self, shape: Shape) -> tuple[Any, str | None]:
+        """(what the providers are set to, None), or (None, why it cannot be)."""
+        return self.together(lambda: self.plan.problem(shape, self.team))
+
     @contextlib.contextmanager
     def told(self, what: str) -> Iterator[None]:
         """Says how long something took, of what may take long: whole steps of models."""
@@ -173,13 +177,19 @@ class Bench:
         attempt, reason = self.together(lambda: provider.make(problem))
         if attempt is None or reason:
             return Entrant(row=replace(row, reason=reason), attempt=Attempt(run=lambda number: torch.empty(0)))
-        _, reason = self.together(lambda: poison(problem, attempt.local))
+        reason = self.rehearsed(problem, attempt, what)
+        if not reason:
+            _, reason = self.together(lambda: poison(problem, attempt.local))
         if not reason:
             out, reason = self.together(lambda: attempt.run(0), launches=what)
         if reason:
             return Entrant(row=replace(row, reason=reason), attempt=attempt)
         finish(self.team, what)
         return Entrant(row=self.judged(row, problem, attempt, out, "wrong answer"), attempt=attempt)
+
+    def rehearsed(self, problem: Problem, attempt: Attempt, what: str) -> str | None:
+        """Why the attempt is out before its first call; None if it is not."""
+        return None
 
     def judged(self, row: Row, problem: Problem, attempt: Attempt, out: Any, complaint: str) -> Row:
         verdict, reason = self.together(lambda: problem.verdict(attempt, out))
@@ -265,6 +275,8 @@ class Bench:
     def together(self, action: Callable[[], T], launches: str | None = None) -> tuple[T | None, str | None]:
         """(what ``action`` returned, None), or (None, the first rank's reason) on all ranks if it raised on any.
 
+        ``action`` must not be collective: a rank that raises would leave the others in it. What a provider does may be, where
+        it fails on all ranks alike.
         ``launches``: what it gives to the GPU, where ranks wait for each other. OutOfStep if it raised on some only.
         """
         made, reason = None, None

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.bench.levels.baseline import compiled
+from weft.bench.levels.bench import LevelBench
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.sessions import TorchSession
 from weft.bench.measure import Spread, capturing, finish, spread
 from weft.bench.providers import Provider, Unavailable
 from weft.bench.report import Row
-from weft.bench.runner import Bench
 from weft.bench.shapes import Shape
 from weft.engine import Engine
 from weft.engine.params import SamplingParams
@@ -49,14 +49,22 @@ class AnswersProblem:
         self.step = StepProblem(replace(plan, op="model", shapes=(prefill,)), prefill, team)
         self.prompts = self.step.tokens
 
-    def judge(self, answers: list[list[int]]) -> str:
-        """Why the answers are wrong; "" if every token is one that eager torch would have chosen after those before it, but
-        for rounding. Collective."""
-        wrong = next(
+    def expect(self) -> float:
+        return self.step.distance_to_fp32()
+
+    def agree(self, distances: Sequence[float]) -> None:
+        self.step.agree(distances)
+
+    def lacking(self, answers: list[list[int]]) -> str:
+        """Which answer has not as many tokens as were asked for; "" if all have."""
+        return next(
             (f"prompt {i}: {len(a)} tokens, not {self.new}" for i, a in enumerate(answers) if len(a) != self.new), ""
         )
-        if wrong := next(filter(None, self.team.exchange(wrong)), ""):
-            return wrong
+
+    def checker(self, answers: list[list[int]]) -> Callable[[], torch.Tensor]:
+        """Allocates what a check of ``answers`` needs. The call runs eager torch over them and gives what this rank sees before
+        each token, [3, batch * new] on the host: its largest logit, the logit of the token that was given (-inf where it is
+        another rank's), and the sum of the squares of its logits."""
         model, device = self.step.baseline, self.team.device
         given = torch.tensor(answers, device=device)
         tokens = torch.cat((self.prompts, given[:, :-1]), dim=1)
@@ -65,14 +73,23 @@ class AnswersProblem:
         rows = torch.arange(self.batch, device=device)[:, None] * tokens.shape[1] + torch.arange(
             self.length - 1, tokens.shape[1], device=device
         )
-        logits = session.prefill(tokens, session.prompts(tokens.shape[1]), rows.flatten())[:, : model.real]
-        local = given.flatten() - model.start
-        mine = (local >= 0) & (local < logits.shape[1])
-        taken = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0].masked_fill(~mine, float("-inf"))
-        sums = torch.stack((logits.max(dim=1).values, taken, logits.square().sum(dim=1)))
-        everyone = torch.stack([part.to(device) for part in self.team.exchange(sums.cpu())])
-        best, taken = everyone[:, 0].amax(0), everyone[:, 1].amax(0)
-        scale = (everyone[:, 2].sum(0) / self.step.config.vocab_size).sqrt()
+
+        def seen() -> torch.Tensor:
+            logits = session.prefill(tokens, session.prompts(tokens.shape[1]), rows.flatten())[:, : model.real]
+            local = given.flatten() - model.start
+            mine = (local >= 0) & (local < logits.shape[1])
+            taken = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+            taken = taken.masked_fill(~mine, float("-inf"))
+            return torch.stack((logits.max(dim=1).values, taken, logits.square().sum(dim=1))).cpu()
+
+        return seen
+
+    def wrong(self, everyone: Sequence[torch.Tensor]) -> str:
+        """Why the answers are wrong; "" if every token is one that eager torch would have chosen after those before it, but for
+        rounding. ``everyone``: what each rank's `checker` has seen."""
+        together = torch.stack(list(everyone))
+        best, taken = together[:, 0].amax(0), together[:, 1].amax(0)
+        scale = (together[:, 2].sum(0) / self.step.config.vocab_size).sqrt()
         below = ((best - taken) / scale).view(self.batch, self.new)
         limit = CLOSE * self.step.limit
         if float(below.max()) <= limit:
@@ -223,11 +240,11 @@ def timed(row: Row, everyone: Sequence[Sequence[Times]], tokens: int) -> Row:
     )  # fmt: skip
 
 
-class GenerateBench(Bench):
+class GenerateBench(LevelBench):
     """A provider after the other, each checked and then timed."""
 
     def measure(self, shape: Shape) -> list[Row]:
-        problem, reason = self.together(lambda: AnswersProblem(self.plan, shape, self.team))
+        problem, reason = self.problem(shape)
         if problem is None or reason:
             return list(self.without([shape], reason))
         rows = []
@@ -241,34 +258,53 @@ class GenerateBench(Bench):
         answers, reason = self.together(lambda: provider.make(problem), launches=what)
         if answers is None or reason:
             return replace(row, reason=reason)
-        found, reason = self.together(lambda: self.round(problem, answers), launches=what)
+        found, reason = self.answered(problem, answers, what)
         if found is None or reason:
             return replace(row, reason=reason)
-        wrong, reason = self.together(lambda: problem.judge(found[1]))
-        if reason or wrong:
-            return replace(row, reason=f"wrong answer: {wrong}" if wrong else f"could not be checked: {reason}")
+        if reason := self.complaint(problem, found[1], what):
+            return replace(row, reason=reason)
         if self.plan.check_only:
             return replace(row, max_abs_error=0.0, reason=None)
         rounds = 1 if self.team.is_simulated else rounds_of(self.plan.quick)
         times: list[Times] = []
         for _ in range(rounds):
-            again, reason = self.together(lambda: self.round(problem, answers), launches=what)
+            again, reason = self.answered(problem, answers, what)
             if again is None or reason:
                 return replace(row, reason=reason)
             times.append(again[0])
         mode = "host" if self.team.is_simulated else "wall"
         return timed(replace(row, mode=mode), self.team.exchange(times), problem.batch * problem.new)
 
-    def round(self, problem: AnswersProblem, answers: Callable[[], Tokens]) -> tuple[Times, list[list[int]]]:
-        found: list[list[int]] = [[] for _ in range(problem.batch)]
-        missing, first_at = problem.batch, 0.0
+    def complaint(self, problem: AnswersProblem, answers: list[list[int]], what: str) -> str:
+        """Why the answers are not accepted; "" if they are."""
+        if lacking := next(filter(None, self.team.exchange(problem.lacking(answers))), ""):
+            return f"wrong answer: {lacking}"
+        checker, reason = self.together(lambda: problem.checker(answers))
+        if checker is None or reason:
+            return f"could not be checked: {reason}"
+        seen, reason = self.together(checker, launches=f"eager torch's check of {what}")
+        if reason:
+            return f"could not be checked: {reason}"
+        wrong = problem.wrong(self.team.exchange(seen))
+        return f"wrong answer: {wrong}" if wrong else ""
+
+    def answered(
+        self, problem: AnswersProblem, answers: Callable[[], Tokens], what: str
+    ) -> tuple[tuple[Times, list[list[int]]] | None, str | None]:
+        """One round, from a barrier of all ranks on: its times and the answers, as `together` gives them."""
         self.team.barrier()
-        begin = time.perf_counter()
-        for prompt, token in answers():
-            missing -= not found[prompt]
-            found[prompt].append(token)
-            if missing == 0 and not first_at:
-                first_at = time.perf_counter()
-        end = time.perf_counter()
-        each = (end - first_at) / max(1, problem.new - 1)
-        return Times(first=first_at - begin, each=each, whole=end - begin), found
+        return self.together(lambda: drawn(problem, answers), launches=what)
+
+
+def drawn(problem: AnswersProblem, answers: Callable[[], Tokens]) -> tuple[Times, list[list[int]]]:
+    found: list[list[int]] = [[] for _ in range(problem.batch)]
+    missing, first_at = problem.batch, 0.0
+    begin = time.perf_counter()
+    for prompt, token in answers():
+        missing -= not found[prompt]
+        found[prompt].append(token)
+        if missing == 0 and not first_at:
+            first_at = time.perf_counter()
+    end = time.perf_counter()
+    each = (end - first_at) / max(1, problem.new - 1)
+    return Times(first=first_at - begin, each=each, whole=end - begin), found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.bench.levels import generate
 from weft.bench.levels.attempts import FORCED_STEPS
+from weft.bench.levels.bench import LevelBench
 from weft.bench.levels.breakdown import profile
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.providers import choose
@@ -15,12 +16,12 @@ from weft.bench.levels.steps import config_of
 from weft.bench.plan import Plan
 from weft.bench.problem import DTYPES
 from weft.bench.providers import Provider
-from weft.bench.runner import Bench
 from weft.bench.shapes import Shape
 from weft.models.config import Qwen3Config
 
 if TYPE_CHECKING:
     from weft.bench.measure import Meter
+    from weft.bench.runner import Bench
     from weft.runtime.team import Team
 
 CHECK = (
@@ -59,10 +60,10 @@ class LevelPlan(Plan):
         return choose(self.op, self.modes, self.providers)
 
     def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
-        return (generate.GenerateBench if self.op == "generate" else Bench)(team, self, empty_us, say)
+        return (generate.GenerateBench if self.op == "generate" else LevelBench)(team, self, empty_us, say)
 
     def problem(self, shape: Shape, team: Team) -> Any:
-        return StepProblem(self, shape, team)
+        return (generate.AnswersProblem if self.op == "generate" else StepProblem)(self, shape, team)
 
     def parts(self, team: Team, meter: Meter | None) -> dict[str, float] | None:
         return profile(team, meter) if self.breakdown and meter is not None else None

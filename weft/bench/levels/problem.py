@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,6 +31,14 @@ LAYER_LIMIT = {"bf16": 0.02, "fp16": 0.004, "fp32": 1e-4}
 # Rounding adds up over layers, in 64 random ones to 0.07. Where the eager baseline is so far from fp32 that two which round
 # independently may be further apart than MODEL_LIMIT, so many times that distance are allowed. A few sequences show it.
 NOISE_FACTOR, NOISE_ROWS = 2.0, 2
+
+
+class Choice(NamedTuple):
+    """This rank's largest logit, the word that was chosen, and its logit if it is one of this rank's."""
+
+    best: float
+    word: int
+    logit: float | None
 
 
 class StepProblem:
@@ -65,23 +74,36 @@ class StepProblem:
         ]
         self._answers: dict[bool, torch.Tensor] = {}
         self._history: Cache | None = None
-        self._noise: float | None = None
-        self.forced: list[torch.Tensor] = []  # see attempts.check_forced
+        self._noise = 0.0
+        self.forced: list[torch.Tensor] = []  # see attempts.compare_forced
 
     @property
     def replicas(self) -> int:
         return 1 if self.op == "model" else max(2, len(self.sets))
 
+    def expect(self) -> float:
+        """Make the eager baseline's answer; `distance_to_fp32`."""
+        self.answer()
+        return self.distance_to_fp32()
+
+    def distance_to_fp32(self) -> float:
+        """Of the eager baseline's logits on this rank, of a few sequences; 0 of layers."""
+        if self.op != "model":
+            return 0.0
+        few = min(self.batch, NOISE_ROWS)
+        both = self.baseline, self.baseline.in_fp32()
+        found, exact = (step_alone(self, TorchSession(model, few, self.length)) for model in both)
+        return self.distance(found, exact)[1]
+
+    def agree(self, distances: Sequence[float]) -> None:
+        """``distances``: to fp32, of all ranks."""
+        self._noise = max(distances)
+
     @property
     def limit(self) -> float:
-        """Of `distance`. Collective at the first call."""
+        """Of `distance`, the same on all ranks once they have agreed."""
         if self.op != "model":
             return LAYER_LIMIT[self.dtype_name]
-        if self._noise is None:
-            few = min(self.batch, NOISE_ROWS)
-            both = self.baseline, self.baseline.in_fp32()
-            found, exact = (step_alone(self, TorchSession(model, few, self.length)) for model in both)
-            self._noise = max(self.team.exchange(self.distance(found, exact)[1]))
         return max(MODEL_LIMIT[self.dtype_name], NOISE_FACTOR * self._noise)
 
     @property
@@ -127,12 +149,8 @@ class StepProblem:
     # --- judging ----------------------------------------------------------------------------------------------------
 
     def verdict(self, attempt: Attempt, actual: torch.Tensor) -> Verdict:
-        """Of what ``attempt.run`` gave, and of the words it has chosen. Collective."""
-        verdict = self.judge(actual, attempt.local)
-        if attempt.chosen is None:
-            return verdict
-        wrong = self.check_choice(actual, attempt.chosen)
-        return replace(verdict, wrong=verdict.wrong or wrong)
+        """Of what ``attempt.run`` gave on this rank."""
+        return self.judge(actual, attempt.local)
 
     def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
         expected = self.answer(local)
@@ -156,15 +174,30 @@ class StepProblem:
         # Rows that pad a shard are zero in both.
         return float(error.abs().max()), float((error.square().mean(dim=1).sqrt() / scale).max())
 
-    def check_choice(self, logits: torch.Tensor, tokens: torch.Tensor) -> str:
-        """Why ``tokens`` [batch] are not the likeliest words of all ranks' ``logits``; "" if they are. Collective."""
-        mine = logits.max(dim=-1).values.tolist()
-        best = [max(row) for row in zip(*self.team.exchange(mine), strict=True)]
+    def wrong_first(self, everyone: Sequence[Sequence[tuple[str, float]]]) -> str:
+        """Why what was compared first is wrong on any rank; "" if it is not. ``everyone``: the ranks' `compare_first`."""
+        for ranks in zip(*everyone, strict=True):
+            worst = max(distance for _, distance in ranks)
+            if not worst <= self.limit:
+                return f"wrong answer: relative RMS {worst:.3g} of a row {ranks[0][0]}, more than {self.limit:g}"
+        return ""
+
+    def choices(self, logits: torch.Tensor, tokens: torch.Tensor) -> list[Choice]:
+        """Of each sequence, ``tokens`` [batch] chosen from all ranks' ``logits``: what this rank can say of it."""
         start, size = self.baseline.start, logits.shape[1]
-        wrong = ""
-        for row, word in enumerate(tokens.tolist()):
-            if start <= word < start + size and float(logits[row, word - start]) != best[row]:
-                wrong = f"sequence {row}: word {word} is not the likeliest"
-            if not 0 <= word < self.config.vocab_size:
-                wrong = f"sequence {row}: {word} is no word"
-        return next(filter(None, self.team.exchange(wrong)), "")
+        best = logits.max(dim=-1).values.tolist()
+        return [
+            Choice(best[row], word, float(logits[row, word - start]) if start <= word < start + size else None)
+            for row, word in enumerate(tokens.tolist())
+        ]
+
+    def wrong_choice(self, everyone: Sequence[Sequence[Choice]]) -> str:
+        """Why the chosen words are not the likeliest of all ranks'; "" if they are. ``everyone``: the ranks' `choices`."""
+        for row, ranks in enumerate(zip(*everyone, strict=True)):
+            best = max(choice.best for choice in ranks)
+            for rank, choice in enumerate(ranks):
+                if not 0 <= choice.word < self.config.vocab_size:
+                    return f"rank {rank}: sequence {row}: {choice.word} is no word"
+                if choice.logit is not None and choice.logit != best:
+                    return f"rank {rank}: sequence {row}: word {choice.word} is not the likeliest"
+        return ""

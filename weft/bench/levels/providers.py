@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from weft.bench.levels import generate
-from weft.bench.levels.attempts import check_first, step
+from weft.bench.levels.attempts import compare_first, step
 from weft.bench.levels.baseline import compiled
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.sessions import TorchSession, WeftSession
@@ -20,9 +20,10 @@ WEFT_MODES = ("auto", "ag_rs", "gemm_ar")
 
 def weft(problem: StepProblem, mode: str) -> Attempt:
     model = problem.model(mode)
+    attempt = step(problem, WeftSession(model, problem.batch, problem.length))
     if problem.plan.teacher_forced:
-        check_first(problem, partial(WeftSession, model))
-    return step(problem, WeftSession(model, problem.batch, problem.length))
+        attempt.first = partial(compare_first, problem, partial(WeftSession, model))
+    return attempt
 
 
 def eager(problem: StepProblem) -> Attempt:

@@ -1,5 +1,6 @@
 """`weft bench` on the levels of layers, models and whole answers: on simulated ranks, with the tiny model."""
 
+import gc
 import re
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from weft.bench.levels.breakdown import KINDS, Kernel, breakdown, kind_of
 from weft.bench.levels.plan import LevelPlan
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.roofline import roofline
-from weft.bench.levels.sessions import TorchSession, build
+from weft.bench.levels.sessions import TorchSession, build, in_mode
 from weft.bench.levels.steps import TINY_CONFIG, config_of, parse_steps, words_of
 from weft.bench.limits import Limits, limits_of
 from weft.bench.plot import svg
@@ -135,14 +136,37 @@ def test_the_baseline_is_the_model(world_size):
 
 def test_modes_share_weights():
     def main(team):
-        owner = build(TINY_CONFIG, team, "torch", torch.bfloat16)
-        other = build(TINY_CONFIG, team, "gemm_ar", torch.bfloat16, like=owner)
-        baseline = Baseline(other)
-        assert baseline.layers[1].down.data_ptr() == owner.layers[1].mlp.down_proj.weight.data_ptr()
-        assert other.lm_head.weight.data_ptr() == owner.lm_head.weight.data_ptr()
+        for config in (TINY_CONFIG, replace(TINY_CONFIG, tie_word_embeddings=True)):
+            owner = build(config, team, "torch", torch.bfloat16)
+            other, fresh = in_mode(owner, "gemm_ar"), build(config, team, "gemm_ar", torch.bfloat16)
+            assert [plain(module) for module in other.modules()] == [plain(module) for module in fresh.modules()]
+            pairs = zip(other.named_parameters(), owner.named_parameters(), fresh.named_parameters(), strict=True)
+            for (name, mine), (_, theirs), (_, same) in pairs:
+                assert mine.data_ptr() == theirs.data_ptr() and mine is not theirs, name
+                assert torch.equal(mine, same), name
+            assert other.angles is owner.angles
         return True
 
+    def plain(module):
+        return type(module), {k: v for k, v in vars(module).items() if k[0] != "_" and not isinstance(v, torch.Tensor)}
+
     assert weft.simulate(main, 1) == [True]
+
+
+def test_weights_exist_once_beside_an_engine(monkeypatch):
+    heads = []
+
+    class Counted(generate.Engine):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            shape = self.model.lm_head.weight.shape
+            alive = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.shape == shape]
+            heads.append(len({x.data_ptr() for x in alive}))
+
+    monkeypatch.setattr(generate, "Engine", Counted)
+    found = run(plan("generate", "2x5+3", modes=("ag_rs", "gemm_ar"), providers=("weft", "torch.eager")), world_size=1)
+    assert [row.reason for row in found.rows] == [None] * 3
+    assert heads == [2, 2]  # the embedding has the head's shape
 
 
 # --- checking ------------------------------------------------------------------------------------------------------------
@@ -241,13 +265,12 @@ def rolled_choice(model):
 def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
     """Of weft's models only: the baseline has the right weights."""
 
-    def spoiled(config, team, mode, dtype, like=None):
-        made = build(config, team, mode, dtype, like)
-        if like is not None:
-            spoil(made)
+    def spoiled(model, mode):
+        made = in_mode(model, mode)
+        spoil(made)
         return made
 
-    monkeypatch.setattr("weft.bench.levels.problem.build", spoiled)
+    monkeypatch.setattr("weft.bench.levels.problem.in_mode", spoiled)
     found = run(plan(level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True))
     wrong, right = found.rows
     assert re.search(complaint, wrong.reason)

@@ -6,6 +6,7 @@ tokens of one sequence. Each provider runs by itself, since its memory is not an
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -103,15 +104,14 @@ class AnswersProblem:
 
 
 def weft(problem: AnswersProblem, mode: str) -> Callable[[], Tokens]:
-    """The engine with as many seats as prompts."""
-    config = problem.step.config
+    """The engine with as many seats as prompts. It makes its random weights itself, so the baseline goes on with those."""
+    problem.step.share(None)
+    gc.collect()  # the engine before is gone, with its weights
     engine = Engine(
-        config, problem.team, mode=mode, dtype=problem.step.dtype, max_batch=problem.batch,
+        problem.step.config, problem.team, mode=mode, dtype=problem.step.dtype, max_batch=problem.batch,
         max_seq_len=problem.length + problem.new, pages=1 + problem.batch * -(-(problem.length + problem.new) // 64),
     )  # fmt: skip
-    theirs = dict(problem.step.weights.named_parameters())
-    for name, parameter in engine.model.named_parameters():
-        parameter.data = theirs[name].data
+    problem.step.share(engine.model)
     prompts = problem.prompts.tolist()
     params = [SamplingParams(max_tokens=problem.new, ignore_eos=True)] * problem.batch
 

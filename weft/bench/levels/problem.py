@@ -12,7 +12,7 @@ import torch
 from weft.bench.levels.attempts import remember, step, step_alone
 from weft.bench.levels.baseline import Baseline, Cache
 from weft.bench.levels.roofline import weights
-from weft.bench.levels.sessions import TorchSession, build, shard_of
+from weft.bench.levels.sessions import TorchSession, build, in_mode, shard_of
 from weft.bench.levels.steps import is_decode
 from weft.bench.problem import COLD_BYTES, DTYPES, Verdict
 from weft.bench.providers import Attempt
@@ -59,8 +59,7 @@ class StepProblem:
             config = replace(config, num_hidden_layers=layers)
         self.config = config
         self.sets = list(range(1 if self.op == "model" else config.num_hidden_layers))
-        self.weights: Qwen3ForCausalLM = build(config, team, "torch", self.dtype)
-        self.baseline = Baseline(self.weights)
+        self.share(build(config, team, "torch", self.dtype))
         generator = torch.Generator().manual_seed(7)
         tokens = torch.randint(config.vocab_size, (self.batch, self.length), generator=generator)
         self.tokens = tokens.to(team.device)
@@ -129,8 +128,19 @@ class StepProblem:
         return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
 
     def model(self, mode: str) -> Qwen3ForCausalLM:
-        """weft's, on these weights."""
-        return build(self.config, self.team, mode, self.dtype, like=self.weights)
+        """weft's, on the baseline's weights."""
+        return in_mode(self._weights, mode)
+
+    @property
+    def baseline(self) -> Baseline:
+        if self._baseline is None:
+            self.share(build(self.config, self.team, "torch", self.dtype))
+        return self._baseline
+
+    def share(self, model: Qwen3ForCausalLM | None) -> None:
+        """Let the baseline have the weights of ``model``, filled as `build` does it. None: it lets go of its own, for a model
+        that makes the same ones; they are made anew where none is shared."""
+        self._weights, self._baseline = model, None if model is None else Baseline(model)
 
     # --- the baseline's answer --------------------------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from weft.bench.levels.baseline import Baseline, Cache, Functions, traced_all_reduce
@@ -133,17 +135,20 @@ class WeftSession:
         return self.model.layers[index].mlp(x, replace(self.model.plan(tokens), deferred=False))
 
 
-def build(
-    config: Qwen3Config, team: Team, mode: str, dtype: torch.dtype, like: Qwen3ForCausalLM | None = None
-) -> Qwen3ForCausalLM:
-    """weft's model with random weights, or with those of ``like`` by reference."""
-    model = Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype)
-    if like is None:
-        return model.fill_dummy()
-    theirs = dict(like.named_parameters())
-    for name, parameter in model.named_parameters():
-        parameter.data = theirs[name].data
-    return model
+def build(config: Qwen3Config, team: Team, mode: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
+    """weft's model with random weights, which are the same whatever the mode."""
+    return Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype).fill_dummy()
+
+
+def in_mode(model: Qwen3ForCausalLM, mode: str) -> Qwen3ForCausalLM:
+    """The same model in another mode, its weights by reference."""
+    # What a copy takes instead of copying. Making another model would allocate its weights before it could let them go.
+    kept = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
+    made = copy.deepcopy(model, kept | {id(part): part for part in (model.team, model.angles)})
+    for module in made.modules():
+        if hasattr(module, "mode"):
+            module.mode = mode
+    return made
 
 
 def shard_of(x: torch.Tensor, team: Team) -> torch.Tensor:

@@ -197,7 +197,7 @@ def test_a_spread_is_of_the_samples():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 10, 15])
 def test_every_meter_follows_every_other_equally_often(count):
-    rounds = count * (1 + count % 2)
+    rounds = max(2, measure.balanced_rounds(count))
     orders = [measure.in_turn(count, number) for number in range(rounds)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     pairs = Counter(pair for order in orders for pair in pairwise(order))
@@ -222,9 +222,34 @@ def test_short_calls_are_many_in_a_row():
 
 
 def test_rounds_fill_the_time_within_bounds():
-    assert measure.rounds_for(0.1, quick=False) == 11
-    assert measure.rounds_for(1e-9, quick=False) == 50
-    assert measure.rounds_for(9.0, quick=True) == 3
+    assert measure.rounds_for(0.1, quick=False, count=1) == 11
+    assert measure.rounds_for(1e-9, quick=False, count=1) == 50
+    assert measure.rounds_for(9.0, quick=True, count=1) == 3
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("count", [2, 5, 8, 15, 16])
+def test_short_rounds_are_so_many_that_neighbours_are_balanced(count, quick):
+    rounds = measure.rounds_for(0.005, quick, count)
+    pairs = Counter(pair for number in range(rounds) for pair in pairwise(measure.in_turn(count, number)))
+    assert len(pairs) == count * (count - 1) and len(set(pairs.values())) == 1
+
+
+def test_long_rounds_are_no_more_than_time_allows():
+    assert measure.rounds_for(0.35 / 12, quick=True, count=16) == 16  # 1.33 times as long
+    assert measure.rounds_for(0.35 / 12, quick=True, count=8) == 16
+    assert measure.rounds_for(0.35 / 11, quick=True, count=8) == 8
+    assert measure.rounds_for(0.35 / 12, quick=True, count=15) == 12  # not balanced
+    assert measure.rounds_for(9.0, quick=True, count=5) == 3  # nor these
+
+
+@pytest.mark.parametrize(("rounds", "said"), [(4, "balanced"), (5, "not balanced")])
+def test_the_protocol_says_whether_neighbours_are_balanced(rounds, said, fake_gpus, others, monkeypatch):
+    others(library=library)
+    monkeypatch.setattr(measure, "rounds_for", lambda seconds, quick, count: rounds)
+    made = plan(providers=("weft.one_shot", "library"))  # both alone and in a row: four meters
+    assert run(made)[0][0][0].protocol["neighbours"] == said
+    assert runner.neighbours({"1 KiB": True, "1 MiB": False}) == "balanced, but not at 1 MiB: too few rounds"
 
 
 def test_weights_are_cold_again_when_they_come_round():

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 SIMULATED_RANKS = 2
-# The most that are simulated: 16 check all-reduce in 18 s (x86), 32 end in a deadlock of its first kernel on so few simulated
-# SMs, and 1000 take more memory than the host has.
+# The most that are simulated: 32 end in a deadlock, since kernels of so many ranks need more SMs than are simulated.
 MOST_SIMULATED_RANKS = 16
 
 

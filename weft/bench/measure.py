@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 # A GPU that is not done with one round after so long never will be; the longest round takes well under a second.
 PATIENCE_SECONDS = 20.0
-# Calls are timed in a row where one takes less than LONG_US alone: FEW_CALLS of them, and MANY_CALLS where it is less than
-# SHORT_US, so that 5 µs more for the first one are less than 1 % of each (4 MiB of all-reduce at W=4 read 25.5 µs with four in
-# a row and 24.0 with 64). NCCL's latency lies below SHORT_US too.
+# Calls that take less than LONG_US alone are also timed in a row: FEW_CALLS of them, or MANY_CALLS where one takes less than
+# SHORT_US. The first one takes about 5 µs more than the others, which so many share.
 SHORT_US, MANY_CALLS = 25.0, 64
 LONG_US, FEW_CALLS = 100.0, 32
+OVERRUN = 1.4
 
 
 class Stuck(WeftError):
@@ -104,15 +104,16 @@ def order(attempt_sets: int, replicas: int) -> list[int]:
 
 
 def in_turn(count: int, round: int) -> list[int]:
-    """The order of ``count`` meters in a round: over ``count`` rounds each comes once right behind each other one and once in
-    each place; where ``count`` is odd, over twice as many, twice (the design of Williams, 1949).
-
-    Neighbours are worth a microsecond or two: an all-reduce of 4 KiB alone at W=2 took 5.9 us where it took turns with itself
-    under other names, and 7.1 to 7.6 with the other algorithms' (a run that no file keeps).
-    """
+    """The order of ``count`` meters in a round. Over `balanced_rounds` each comes equally often right behind each other one and
+    in each place (the design of Williams, 1949): what ran just before is worth a microsecond of a small all-reduce."""
     first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     row = [(step + round) % count for step in first]
     return row[::-1] if round // count % 2 and count % 2 else row
+
+
+def balanced_rounds(count: int) -> int:
+    """A multiple of so many rounds balances the neighbours of ``count`` meters."""
+    return 1 if count == 1 else count * (1 + count % 2)
 
 
 def event() -> torch.cuda.Event:
@@ -273,7 +274,16 @@ def events_in_graphs(team: Team) -> float | None:
     return statistics.median(empty)
 
 
-def rounds_for(seconds_a_round: float, quick: bool) -> int:
-    """So many that a shape takes about 1.2 s of GPU time (0.35 s if quick), within bounds."""
+def rounds_for(seconds_a_round: float, quick: bool, count: int) -> int:
+    """So many rounds of ``count`` meters that a shape takes about 1.2 s of GPU time (0.35 s if quick), within bounds.
+
+    Then so many more that neighbours are balanced; fewer, where that would take more than OVERRUN times the time; unbalanced,
+    where those would be too few.
+    """
     budget, fewest, most = (0.35, 3, 12) if quick else (1.2, 6, 50)
-    return max(fewest, min(most, int(budget / max(seconds_a_round, 1e-6))))
+    affordable = max(fewest, int(budget / max(seconds_a_round, 1e-6)))
+    rounds, balanced = min(most, affordable), balanced_rounds(count)
+    more, fewer = -(-rounds // balanced) * balanced, rounds // balanced * balanced
+    if more <= OVERRUN * affordable:
+        return more
+    return fewer if fewer >= fewest else rounds

@@ -7,7 +7,7 @@ import datetime
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,6 +92,8 @@ def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Calla
                 error.reports = reports
                 _save(team, folder, report)
                 raise
+            if bench.balanced and not team.is_simulated:
+                report.protocol["neighbours"] = neighbours(bench.balanced)
             _save(team, folder, report)
             if team.rank == 0:
                 seconds = time.perf_counter() - started
@@ -107,6 +109,16 @@ def _save(team: Team, folder: Path | None, report: Report) -> None:
         write(folder / f"{report.op}.w{report.world_size}.json", [report])
 
 
+def neighbours(balanced: Mapping[str, bool]) -> str:
+    """For the protocol: at which shapes every meter came right behind every other one equally often."""
+    others = [label for label, is_balanced in balanced.items() if not is_balanced]
+    if not others:
+        return "balanced"
+    return (
+        "not balanced" if len(others) == len(balanced) else f"balanced, but not at {', '.join(others)}: too few rounds"
+    )
+
+
 def silent(line: str) -> None:
     """Says nothing."""
 
@@ -117,6 +129,7 @@ class Bench:
     def __init__(self, team: Team, plan: Plan, empty_us: float | None, say: Callable[[str], None] = silent) -> None:
         self.team, self.plan, self.empty_us, self.say = team, plan, empty_us, say
         self.providers = plan.chosen()
+        self.balanced: dict[str, bool] = {}  # by the labels of shapes: whether neighbours were
 
     def measure(self, shape: Shape) -> list[Row]:
         problem, reason = self.problem(shape)
@@ -245,7 +258,8 @@ class Bench:
         started = time.perf_counter()
         self.round(meters)
         seconds = max(self.team.exchange(time.perf_counter() - started))
-        rounds = 2 if self.team.is_simulated else measure.rounds_for(seconds, self.plan.quick)
+        rounds = 2 if self.team.is_simulated else measure.rounds_for(seconds, self.plan.quick, len(meters))
+        self.balanced[entrants[0].row.label] = rounds % measure.balanced_rounds(len(meters)) == 0
         samples: list[list[float]] = [[] for _ in meters]
         for number in range(rounds):
             # Not after the same neighbour again and again: what ran before decides clocks and caches. The same on all ranks.

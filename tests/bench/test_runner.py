@@ -147,6 +147,20 @@ def test_times_as_on_gpus(fake_gpus, others):
     assert lines[0].startswith("all-reduce W=2 96 B: 1 of 1")
 
 
+def test_without_a_graph_as_many_calls_are_timed_as_with_one(fake_gpus, others, monkeypatch):
+    counts = []
+
+    class Counted(measure.EagerMeter):
+        def __init__(self, team, attempt, numbers):
+            counts.append(len(numbers))
+            super().__init__(team, attempt, numbers)
+
+    others(library=library)
+    monkeypatch.setattr(measure, "EagerMeter", Counted)
+    (row,) = run(plan(eager=True, providers=("library",)))[0][0][0].rows
+    assert row.chain_us is not None and counts == [8, 8]  # a rank each
+
+
 def test_what_cannot_be_captured_is_timed_without_a_graph(fake_gpus, others, monkeypatch):
     def refuse(team, attempt, numbers):
         raise RuntimeError("operation not permitted when stream is capturing")

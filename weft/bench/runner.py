@@ -243,8 +243,8 @@ class Bench:
         if mode == "graph":
             one = max(team.exchange(measure.spread(meter.samples()).median))
             if one < measure.LONG_US:
-                numbers = measure.order(len(problem.sets), measure.calls_in_a_row(one))
-                entrant.chain, _ = self.together(lambda: measure.ChainMeter(team, attempt, numbers))
+                in_a_row = measure.order(len(problem.sets), measure.calls_in_a_row(one))
+                entrant.chain, _ = self.together(lambda: measure.ChainMeter(team, attempt, in_a_row))
         if self.plan.eager and mode in ("graph", "around"):
             entrant.eager = measure.EagerMeter(team, attempt, numbers)
 

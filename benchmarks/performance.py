@@ -23,8 +23,9 @@ HEAD = """# Performance
 <!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->
 
 Every provider's answer is checked against fp32 before it is timed, and rows where weft is slower stand with the others.
-A time is the median of single calls, the maximum over the ranks. Above a table stand the commit of weft that it began with and
-git's name of the sources that ran: a commit holds them if `git rev-parse COMMIT:weft` says so.
+A time is the median of single calls, the maximum over the ranks. `of limit` is the time at the best rates that we have measured
+this hardware to reach (`weft/bench/limits.py`), over that of weft. Above a table stand the commit of weft that it began with
+and git's name of the sources that ran: a commit holds them if `git rev-parse COMMIT:weft` says so.
 """
 
 

@@ -1,4 +1,4 @@
-"""What the hardware allows: bytes on the wire, operations, and the time that no implementation can beat."""
+"""Bytes on the wire, operations, and how long they take at the best rates that we have measured this hardware to reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from weft.bench.shapes import ITEMSIZE, NORMED, is_collective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Measured, not from a data sheet: link bytes/s in one direction, halves FLOP/s, memory bytes/s, seconds."""
+    """Measured averages, not from a data sheet: link bytes/s in one direction, halves FLOP/s, memory bytes/s, seconds. A single
+    run may be a few percent faster."""
 
     link: float
     flops: float

@@ -1,4 +1,4 @@
-"""What the hardware allows for a step of a model: bytes of weights and keys, operations, wire time and latencies."""
+"""A step of a model at the rates of weft.bench.limits: bytes of weights and keys, operations, wire time and latencies."""
 
 from __future__ import annotations
 
@@ -35,13 +35,8 @@ class Roofline:
 
     @property
     def floor(self) -> float:
-        """What no implementation can beat: bytes on the wire are hidden behind GEMMs."""
+        """With bytes on the wire hidden behind GEMMs as far as they can be."""
         return self.gemms + self.head + self.attention + self.latency + self.exposed
-
-    @property
-    def serial(self) -> float:
-        """The same without any overlap."""
-        return self.gemms + self.head + self.attention + self.latency + self.wire
 
 
 def weights(config: Qwen3Config, world_size: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ from weft.bench.levels.plan import LevelPlan
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.roofline import roofline
 from weft.bench.levels.sessions import TorchSession, build, in_mode
-from weft.bench.levels.steps import TINY_CONFIG, config_of, parse_steps, words_of
+from weft.bench.levels.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
 from weft.bench.limits import Limits, limits_of
 from weft.bench.plot import svg
 
@@ -54,6 +54,13 @@ def test_words_name_steps():
     assert words_of("model", None, (), (8,)) == ("decode:1x8", "prefill:1x8")
     (shape,) = parse_steps("generate", ["2x6+3"], TINY_CONFIG)
     assert (shape.size, shape.label) == ((2, 6, 3), "2 prompts of 6, 3 new")
+
+
+def test_shares_are_equal_or_refused():
+    for world_size in (1, 8, 16):
+        check_split("qwen3-32b", config_of("qwen3-32b"), world_size)
+    with pytest.raises(ValueError, match="--world-size 40 does not divide the intermediate_size=17408 of .*; take 8"):
+        check_split("qwen3-14b", config_of("qwen3-14b"), 40)
 
 
 def test_the_simulator_takes_the_steps_that_its_refusals_name():
@@ -521,7 +528,11 @@ def test_a_check_of_answers_that_fails_on_one_rank_is_a_row_with_its_reason(monk
         (["generate", "--shapes", "decode:1x4"], "is nothing to generate"),
         (["model", "--providers", "nccl"], "model has weft.auto, weft.ag_rs, weft.gemm_ar, torch.eager, torch.compile"),
         (["model", "--mode", "auto", "--providers", "weft.ag_rs"], "model has weft.auto, torch.eager, torch.compile"),
-        (["model", "--world-size", "3"], "take 1, 2, 4 or 8"),
+        (
+            ["model", "--world-size", "3"],
+            "--model tiny: num_attention_heads=8 (num_key_value_heads=4) cannot be split over world_size=3; use a world size "
+            "of 1, 2, 4, 8",
+        ),
         (["model", "--dtype", "int8"], "dtype 'int8' is unknown"),
         (["all-reduce", "--bsz", "4"], "--bsz belongs to mlp, attn, model, generate"),
         (["gemm", "--check"], "--check belongs to mlp, attn, model, generate"),

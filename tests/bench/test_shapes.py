@@ -3,7 +3,9 @@
 import pytest
 
 from weft.bench.limits import floor_us, limits_of, rate, wire_bytes
-from weft.bench.shapes import DECODE_ROWS, NORMED, OPS, ROWS, parse_shapes
+from weft.bench.problem import DTYPES
+from weft.bench.shapes import DECODE_ROWS, ITEMSIZE, MODELS, NORMED, OPS, ROWS, parse_shapes
+from weft.models.config import Qwen3Config
 
 
 def sizes(op, *words, world_size=4, **more):
@@ -34,6 +36,15 @@ def test_named_sets_have_all_rows_that_divide():
     assert len(sizes("gemm-ar", "qwen3-32b")) == 2 * len(ROWS)
     assert len(sizes("gemm", "llama3-70b")) == 4 * len(ROWS)
     assert len(sizes("ag-gemm", "symm-mem-recipes")) == 9
+
+
+def test_the_set_of_a_published_model_has_its_sizes():
+    """Written down twice: shapes are read without torch."""
+    model, config = MODELS["qwen3-32b"], Qwen3Config.named("qwen3-32b")
+    assert (model.hidden, model.intermediate) == (config.hidden_size, config.intermediate_size)
+    heads = config.num_attention_heads, config.num_key_value_heads
+    assert (model.query, model.key_value) == tuple(count * config.head_dim for count in heads)
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEMSIZE
 
 
 def test_collectives_take_bytes_and_powers_of_four():

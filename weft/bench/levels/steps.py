@@ -7,6 +7,7 @@ Of ``generate`` it is (batch, prompt, new): prompts of so many tokens, and how m
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from weft.bench.shapes import LEVELS, Shape
+from weft.layers.attention import check_heads
 from weft.models.config import PUBLISHED, Qwen3Config
 
 RUN_TYPES = ("prefill", "decode")
@@ -53,13 +55,14 @@ def config_of(model: str, layers: int | None = None) -> Qwen3Config:
 
 def check_split(model: str, config: Qwen3Config, world_size: int) -> None:
     """ValueError where the ranks cannot have equal shares."""
-    heads, intermediate = config.num_attention_heads, config.intermediate_size
-    kv_heads = config.num_key_value_heads
-    whole = kv_heads % world_size == 0 or world_size % kv_heads == 0
-    if heads % world_size or intermediate % world_size or not whole:
+    try:
+        check_heads(config.num_attention_heads, config.num_key_value_heads, world_size)
+    except ValueError as error:
+        raise ValueError(f"--model {model}: {error}") from error
+    if config.intermediate_size % world_size:
         raise ValueError(
-            f"--world-size {world_size}: {model} has {heads} heads, {kv_heads} KV heads and {intermediate} intermediate "
-            f"features, which do not divide into so many shares; take 1, 2, 4 or 8"
+            f"--world-size {world_size} does not divide the intermediate_size={config.intermediate_size} of {model}; take "
+            f"{math.gcd(config.intermediate_size, world_size)}"
         )
 
 

@@ -22,7 +22,7 @@ from weft.bench.problem import Problem, Verdict, poison
 from weft.bench.providers import Attempt, Provider, Unavailable
 from weft.bench.report import Report, Row, write
 from weft.bench.shapes import Shape
-from weft.errors import PeerFailed, PeerSilent, WeftError
+from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
 from weft.ops import barrier
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # Nobody goes on after these.
-FATAL = (Stuck, PeerFailed, PeerSilent)
+FATAL = (Stuck, CallMismatch, PeerFailed, PeerSilent)
 
 
 class OutOfStep(WeftError):

@@ -272,16 +272,20 @@ def test_progress_comes_while_a_rank_loads(byte_model, as_processes):
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n"])
-def test_a_stranger_at_the_port_keeps_nobody_out(byte_model, as_processes, monkeypatch, words):
-    launch = workers.launch
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_stranger_at_the_port_keeps_nobody_out(byte_model, as_processes, monkeypatch, words, stays):
+    launch, connections = workers.launch, []
 
     def after_a_stranger(main, world_size, device, args):
-        with socket.create_connection(args[0]) as connection:
-            connection.sendall(words)
+        connections.append(socket.create_connection(args[0]))
+        connections[0].sendall(words)
+        if not stays:
+            connections[0].close()
         return launch(main, world_size, device, args)
 
     monkeypatch.setattr(workers, "launch", after_a_stranger)
     as_processes(byte_model).close()
+    connections[0].close()
 
 
 def test_ranks_that_cannot_load_raise_one_error(as_processes):

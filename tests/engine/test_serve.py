@@ -1,9 +1,12 @@
 """How far ranks run ahead of their parent, and that they stop together: threads for processes, counted steps for a model's."""
 
+import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import threading
+from multiprocessing.connection import Listener
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +50,7 @@ class CountedEngine:
 class Ranks:
     """Three of them, and their parent."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, load=lambda rank, progress: None, progress=None):
         together = threading.Barrier(3)
         self.engines = [CountedEngine(together) for _ in range(3)]
         self.stats, errors = [], []
@@ -60,7 +63,10 @@ class Ranks:
                     errors.append(error)
                     together.abort()
 
-            threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+            threads = [
+                threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+                for rank in range(world_size)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -69,8 +75,8 @@ class Ranks:
                 raise errors[0]
 
         monkeypatch.setattr(workers, "launch", launch)
-        options = SimpleNamespace(build=lambda team, progress: self.engines[team.rank])
-        self.workers = workers.ProcessWorkers(3, options, None)
+        options = SimpleNamespace(build=lambda team, told: load(team.rank, told) or self.engines[team.rank])
+        self.workers = workers.ProcessWorkers(3, options, progress)
 
     def ask(self, steps, ahead, prompt="x"):
         return self.workers.ask(([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append, ahead)
@@ -120,6 +126,68 @@ def ends(monkeypatch):
     ends, client = [], serve.Client
     monkeypatch.setattr(serve, "Client", lambda *given, **named: ends.append(client(*given, **named)) or ends[-1])
     return ends
+
+
+def rank_of_a_process(address, key):
+    options = SimpleNamespace(build=lambda team, progress: CountedEngine(threading.Barrier(1)))
+    serve.serve(SimpleNamespace(rank=0), address, key, options)
+
+
+def test_an_interrupt_does_not_end_a_rank():
+    """Ctrl-C goes to all processes of a terminal."""
+    with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
+        process = multiprocessing.get_context("fork").Process(
+            target=rank_of_a_process, args=(listener.address, b"key"), daemon=True
+        )
+        process.start()
+        parent = listener.accept()
+    assert [parent.recv(), parent.recv()] == [0, ("loaded", None)]
+    os.kill(process.pid, signal.SIGINT)
+    parent.send(((["x"], [SamplingParams(max_tokens=2)]), serve.Allowance(steps=8, last=True)))
+    assert [parent.recv()[0] for _ in range(3)] == ["pieces", "pieces", "stats"]
+    parent.close()
+    process.join(timeout=30)
+    assert process.exitcode == 0
+
+
+def test_progress_is_rank_0_s_whoever_comes_first(monkeypatch):
+    client, others, seen = serve.Client, threading.Semaphore(0), threading.Event()
+
+    def connected(*given, **named):
+        if threading.current_thread().name == "rank 0":
+            assert all(others.acquire(timeout=30) for _ in range(2))
+        pipe = client(*given, **named)
+        others.release()
+        return pipe
+
+    def load(rank, progress):
+        progress(rank, 9)
+        assert rank == 0 or seen.wait(timeout=30)
+
+    monkeypatch.setattr(serve, "Client", connected)
+    found = []
+    ranks = Ranks(monkeypatch, load, lambda *given: (found.append(given), seen.set()))
+    ranks.workers.close()
+    assert found == [(0, 9)]
+
+
+def test_ranks_that_load_end_when_their_parent_is_interrupted(monkeypatch):
+    failed = []
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    def load(rank, progress):
+        while True:
+            try:
+                progress(rank, 9)
+            except (serve._ParentClosed, OSError):
+                failed.append(rank)
+                raise
+
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(monkeypatch, load, interrupted)
+    assert sorted(failed) == [0, 1, 2]
 
 
 def test_no_message_waits_for_the_acknowledgement_of_another(ends, ranks):

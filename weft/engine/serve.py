@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 from contextlib import closing, suppress
@@ -33,11 +34,20 @@ def serve(team: Team, address: tuple[str, int], key: bytes, options: EngineOptio
     That the parent has closed, all ranks learn where they read from it, at the same step; rank 0 goes on with them until then.
     """
     if (process := multiprocessing.parent_process()) is not None:
+        # Ctrl-C reaches every process of a terminal, and the parent decides when ranks end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with, args=(process.sentinel,), name="weft parent watch", daemon=True).start()
     with Client(address, authkey=key) as parent:
+
+        def loading(*bytes_read: int) -> None:
+            if parent.poll():  # nothing is asked of ranks that load: this is the end of the pipe
+                raise _ParentClosed
+            if team.rank == 0:
+                parent.send(("progress", bytes_read))
+
         send_at_once(parent)
         parent.send(team.rank)
-        engine = options.build(team, lambda *bytes_read: parent.send(("progress", bytes_read)))
+        engine = options.build(team, loading)
         parent.send(("loaded", None))
         with suppress(_ParentClosed):
             while True:

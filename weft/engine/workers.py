@@ -6,13 +6,14 @@ import atexit
 import dataclasses
 import queue
 import secrets
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,26 +172,23 @@ class ProcessWorkers:
 
     def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
         self._key = secrets.token_bytes(32)
-        self._listener = Listener(("127.0.0.1", 0), backlog=world_size, authkey=self._key)
         self._error: BaseException | None = None
         self._ranks: dict[int, Connection] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._latest: _Answer | None = None  # of which more is to come
         self._closed = False
         self._lock = threading.Lock()
-        arguments = (self._listener.address, self._key, options)
+        server = socket.create_server(("127.0.0.1", 0), backlog=world_size)
+        arguments = (server.getsockname(), self._key, options)
         self._thread = threading.Thread(
             target=self._run, args=(world_size, arguments), name="weft workers", daemon=True
         )
         self._thread.start()
-        threading.Thread(target=self._accept, args=(world_size,), name="weft callers", daemon=True).start()
         self._sender = threading.Thread(target=self._send, name="weft sender", daemon=True)
         self._sender.start()
         try:
-            while len(self._ranks) < world_size:
-                self._thread.join(timeout=0.05)
-                if not self._thread.is_alive():
-                    raise self._failure()
+            with server:
+                self._accept(server, world_size)
             self._wait_until_loaded(progress)
         except BaseException:
             self.close()
@@ -229,10 +227,9 @@ class ProcessWorkers:
         self._closed = True
         self._outbox.put(None)
         self._sender.join(timeout=30)  # what one rank has been told, all have
-        for pipe in self._ranks.values():
+        for pipe in list(self._ranks.values()):
             pipe.close()  # a rank that reads from it ends
         self._ranks = {}
-        self._listener.close()
         self._thread.join(timeout=30)
 
     def _run(self, world_size: int, arguments: tuple) -> None:
@@ -241,30 +238,32 @@ class ProcessWorkers:
         except BaseException as error:
             self._error = error
 
-    def _accept(self, world_size: int) -> None:
-        found = {}
+    def _accept(self, server: socket.socket, world_size: int) -> None:
+        server.settimeout(0.05)
+        while len(self._ranks) < world_size:
+            if not self._thread.is_alive():
+                raise self._failure()
+            with suppress(TimeoutError):
+                pipe = Connection(server.accept()[0].detach())
+                threading.Thread(target=self._meet, args=(pipe,), name="weft caller", daemon=True).start()
+
+    def _meet(self, pipe: Connection) -> None:
+        """A rank, or a stranger who tries ports and may say nothing for ever: nobody waits for one."""
         try:
-            while len(found) < world_size:
-                try:
-                    pipe = self._listener.accept()
-                except (EOFError, OSError, AuthenticationError):
-                    if self._closed:
-                        return
-                    continue  # a stranger, who looks for open ports
-                send_at_once(pipe)
-                found[pipe.recv()] = pipe
-                self._ranks = dict(found)
-        except (EOFError, OSError):
-            return  # closed, or a rank has failed: the launch says why
+            deliver_challenge(pipe, self._key)
+            answer_challenge(pipe, self._key)
+            send_at_once(pipe)
+            self._ranks[pipe.recv()] = pipe
+        except (EOFError, OSError, AuthenticationError):
+            pipe.close()
+        if self._closed:  # meanwhile, perhaps without this one
+            pipe.close()
 
     def _wait_until_loaded(self, progress: Progress | None) -> None:
-        for rank, pipe in self._ranks.items():
-            while True:
-                kind, value = self._receive_from(pipe)
-                if kind == "loaded":
-                    break
-                if rank == 0 and progress is not None:
-                    progress(*value)
+        for rank in range(len(self._ranks)):  # rank 0 first: it alone says how far it is
+            while (message := self._receive_from(self._ranks[rank])) != ("loaded", None):
+                if progress is not None:
+                    progress(*message[1])
 
     def _send(self) -> None:
         """What a thread of its own does, which no interrupt reaches: every message goes to all ranks, or to none."""

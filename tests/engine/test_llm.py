@@ -52,6 +52,19 @@ def test_one_set_of_parameters_serves_all_prompts_and_none_is_the_default(llm):
     assert len(llm.generate([[1, 2, 3]])[0].token_ids) <= 64
 
 
+def test_one_prompt_given_several_times_has_several_answers_as_of_an_engine(llm, byte_model):
+    def main(team):
+        return weft.Engine(byte_model, team, mode="torch").generate(
+            ["7"] * 4, max_new_tokens=6, temperature=3.0, seed=5
+        )
+
+    params = SamplingParams(max_tokens=6, temperature=3.0, seed=5)
+    found = llm.generate(["7"] * 4, params)
+    assert [found] == weft.simulate(main, 1)
+    assert len({tuple(one.token_ids) for one in found}) == 4
+    assert llm.generate(["7"] * 2, [params] * 2) == [found[0]] * 2
+
+
 def test_pieces_stream_and_an_undrawn_rest_is_in_nobodys_way(llm):
     pieces = llm.stream(PROMPTS, SamplingParams(max_tokens=5))
     assert next(pieces).prompt == 0
@@ -145,6 +158,8 @@ def test_what_is_wrong_is_said_once_and_the_next_request_is_answered(llm):
         llm.generate(["x", ""])
     with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
         llm.generate(PROMPTS, [SamplingParams()])
+    with pytest.raises(ValueError, match="params=3 is not a SamplingParams or a list of them"):
+        llm.generate("x", 3)
     assert len(llm.generate("x", SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 

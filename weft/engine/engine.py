@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence, Set
 from contextlib import closing
-from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import torch
 
 from weft.engine.answers import Completion, FinishReason, Piece, Prompt, Stats, as_prompts, check_prompt, join_pieces
 from weft.engine.batch import Batch
-from weft.engine.params import SamplingParams
+from weft.engine.params import SamplingParams, one_each
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
@@ -136,9 +135,7 @@ class Engine:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} is not a positive integer")
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
         prompts = as_prompts(prompts)
-        return self.answer(
-            prompts, [replace(params, seed=seed_of(params.seed, index)) for index in range(len(prompts))]
-        )
+        return self.answer(prompts, one_each(params, len(prompts)))
 
     def answer(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Generator[Piece, None, None]:
         """The same for prompts with parameters of their own."""
@@ -314,8 +311,3 @@ def _one_by_one(steps: Generator[list[Piece], None, None]) -> Generator[Piece, N
     with closing(steps):
         for pieces in steps:
             yield from pieces
-
-
-def seed_of(seed: int, index: int) -> int:
-    """Of the prompt at `index` of a call: its own, so that one prompt given twice is answered twice. The first has `seed`."""
-    return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)

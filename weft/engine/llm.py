@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
 from weft.engine.chat import ChatTemplate, Message
-from weft.engine.params import SamplingParams
+from weft.engine.params import SamplingParams, one_each
 from weft.engine.text import load_tokenizer
 from weft.engine.workers import (
     GENERATE_AHEAD,
@@ -110,7 +110,8 @@ class LLM:
     ) -> list[Completion]:
         """One completion a prompt, in order. prompts: text or lists of token ids. params: one for all, or one each.
 
-        One for all: every prompt draws with the same seed. ValueError for a prompt without an answer.
+        With one `params`, prompt i draws with its own seed, derived from `params.seed` (the first with that itself); pass a
+        list to choose every seed. ValueError for a prompt without an answer.
         """
         prompts = as_prompts(prompts)
         return join_pieces(self._ask(prompts, params, GENERATE_AHEAD), len(prompts))
@@ -157,7 +158,9 @@ class LLM:
         if self._workers is None:
             raise WeftError("this LLM is closed; make a new one")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = one_each(params or SamplingParams(), len(prompts))
+        elif not isinstance(params, Sequence):
+            raise ValueError(f"params={params!r} is not a SamplingParams or a list of them")
         return self._workers.ask((prompts, list(params)), self._keep, ahead)
 
     def _rendered(

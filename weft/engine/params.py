@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 GREEDY, SAMPLED, NUCLEUS = range(3)  # how much a token's choice takes: each can do what those before it can
@@ -16,7 +16,8 @@ class SamplingParams:
 
     top_p       only the most likely tokens that together reach it are drawn
     max_tokens  of the answer; it is shorter where it would outgrow the model
-    seed        the same seed and prompt give the same answer, whatever the world size and the other requests
+    seed        fixes the random numbers, which depend on seed, position and token only. Logits still round differently for
+                another world size, batch or GPU, so an answer may change there
     stop        strings that end an answer, and are not part of it
     stop_token_ids  tokens that do, whose text is not part of it
     ignore_eos  go on after an end-of-sequence token
@@ -63,3 +64,8 @@ class SamplingParams:
         if self.temperature == 0.0:
             return GREEDY
         return SAMPLED if self.top_p == 1.0 else NUCLEUS
+
+
+def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:
+    """The same for every prompt of a call, but each with its own seed, so that one prompt given twice is answered twice."""
+    return [replace(params, seed=(params.seed + index * 0x9E3779B97F4A7C15) % (1 << 63)) for index in range(prompts)]

@@ -5,8 +5,9 @@
     top_p        the same, among the most likely words that together reach top_p
 
 The ranks exchange a (value, word) a sequence, and for top_p sums of probabilities, never logits. The noise is a function of
-(seed of the request, position of the token, word), so the choice does not depend on the world size or on what else is in
-the batch. All ranks choose alike: what they compare has been exchanged, and sums are of integers, in no order that matters.
+(seed of the request, position of the token, word), so equal logits give the same choice, whatever the world size and the
+rest of the batch. All ranks choose alike: what they compare has been exchanged, and sums are of integers, in no order that
+matters.
 """
 
 from __future__ import annotations

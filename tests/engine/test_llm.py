@@ -101,9 +101,25 @@ def test_a_stream_that_is_left_ends_with_the_step_that_runs_on_all_virtual_ranks
         stream.close()
     del stream
     steps.go_on.set()
-    workers.VirtualWorkers.close()  # waits for them
+    workers.VirtualWorkers._wait()
     assert steps.ran == {0: 3, 1: 3}
     assert len(llm.generate("x", SamplingParams(max_tokens=5))[0].token_ids) == 5
+
+
+def test_a_closed_llm_computes_no_further_step_of_a_stream_that_is_held(byte_model, monkeypatch):
+    steps = GatedSteps(monkeypatch)
+    llm = weft.LLM(byte_model, 2, device="sim", mode="torch")
+    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=80, ignore_eos=True))
+    assert next(stream).prompt == 0 and steps.reached.wait(timeout=30)
+    _, closed = llm._workers._own
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    assert closed.wait(timeout=30)
+    steps.go_on.set()
+    closing.join(timeout=30)
+    assert steps.ran == {0: 3, 1: 3}
+    with pytest.raises(WeftError, match="this LLM is closed"):
+        list(stream)
 
 
 def test_llms_of_one_process_and_its_threads_wait_for_each_other(llm, byte_model):
@@ -124,16 +140,31 @@ def test_llms_of_one_process_and_its_threads_wait_for_each_other(llm, byte_model
     assert [piece.token_id for piece in undrawn] == expected[PROMPTS[0]]
 
 
-def test_a_process_ends_with_an_answer_undrawn(byte_model):
-    program = (
-        "import atexit, sys, threading\n"
-        "atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))\n"
-        "import weft\n"
-        "llm = weft.LLM(sys.argv[1], 2, device='sim', mode='torch')\n"
-        "print(next(llm.stream('x', weft.SamplingParams(max_tokens=80))).prompt)"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, str(byte_model)], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n['MainThread']\n", "")
+END_OF_A_PROCESS = """
+import atexit, sys, threading
+steps = []
+atexit.register(lambda: print(len(steps), [thread.name for thread in threading.enumerate()]))  # the last of all
+import weft
+from weft.engine.batch import Batch
+from weft.engine.workers import VirtualWorkers
+
+def counted(batch, step=Batch.step):
+    steps.append(batch)
+    if len(steps) == 3:
+        VirtualWorkers._latest[1].wait(timeout=30)  # until the end of the process closes the answer
+    return step(batch)
+
+llm = weft.LLM(sys.argv[1], 1, device="sim", mode="torch")
+Batch.step = counted
+stream = llm.stream("x", weft.SamplingParams(max_tokens=80, ignore_eos=True))
+print(next(stream).prompt)
+"""
+
+
+def test_a_process_ends_with_an_answer_that_is_held_undrawn(byte_model):
+    command = [sys.executable, "-c", END_OF_A_PROCESS, str(byte_model)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n3 ['MainThread']\n", "")
 
 
 def test_a_chat_is_the_rendered_text(byte_model, tmp_path, monkeypatch):

@@ -71,13 +71,20 @@ class VirtualWorkers:
     """
 
     _lock = threading.Lock()
-    _thread: threading.Thread | None = None
+    _latest: tuple[threading.Thread, threading.Event] | None = (
+        None  # of this process: what computes an answer, its `closed`
+    )
 
     def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
         self._world_size, self._options, self._progress = world_size, options, progress
+        self._own: tuple[threading.Thread, threading.Event] | None = None
+
+        def build(team: Team) -> None:
+            options.build(team)
+
         with self._lock:
             self._wait()
-            self._launch(lambda team: options.build(team) and None)  # says at once what is wrong
+            self._launch(build)  # says at once what is wrong
 
     def ask(
         self, requests: Requests, keep: Callable[[Stats], None], ahead: int = STREAM_AHEAD
@@ -112,6 +119,8 @@ class VirtualWorkers:
                 self._launch(rank)
             except BaseException as error:
                 found.put(("error", error))
+            # Nobody reads this but who draws on after `close`.
+            found.put(("error", WeftError("this LLM is closed; make a new one")))
 
         def receive() -> tuple[str, Any]:
             message = found.get()
@@ -123,26 +132,36 @@ class VirtualWorkers:
         with self._lock:
             self._wait()
             thread.start()
-            VirtualWorkers._thread = thread
+            self._own = VirtualWorkers._latest = thread, closed
         return _unpacked(receive, keep, closed)
 
     def _launch(self, main: Callable[..., Any]) -> None:
         launch(main, self._world_size, "sim")
 
+    def close(self) -> None:
+        """They end with every call. The last may not have been drawn to its end: it ends with the step that runs."""
+        _end(self._own)
+
     @classmethod
-    def close(cls) -> None:
-        """They end with every call; the last may not have been drawn to its end."""
-        with cls._lock:
-            cls._wait()
+    def end(cls) -> None:
+        """The same for whoever's call is the latest of this process."""
+        _end(cls._latest)
 
     @classmethod
     def _wait(cls) -> None:
-        if cls._thread is not None:
-            cls._thread.join()
+        if cls._latest is not None:
+            cls._latest[0].join()
+
+
+def _end(answer: tuple[threading.Thread, threading.Event] | None) -> None:
+    if answer is not None:
+        thread, closed = answer
+        closed.set()
+        thread.join()
 
 
 # The end of the process would cut off a thread in the middle of torch, which aborts.
-atexit.register(VirtualWorkers.close)
+atexit.register(VirtualWorkers.end)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

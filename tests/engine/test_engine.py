@@ -11,7 +11,7 @@ from weft.engine import Engine, SamplingParams
 from weft.engine.answers import join_pieces
 from weft.engine.text import load_tokenizer
 from weft.errors import CheckpointError
-from weft.models import Qwen3Config
+from weft.models import Checkpoint, Qwen3Config
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
 
@@ -467,6 +467,30 @@ def test_a_tokenizer_larger_than_the_model_is_refused(byte_model, tmp_path):
     tokenizer.save(str(copied / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="tokenizer.json has 258 tokens, but config.json says vocab_size=257"):
         generate(copied, "x")
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"mode": "fast"}, "mode='fast' is unknown"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 is not supported"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0 is not a positive integer"),
+        ({"max_batch": 0}, "max_batch=0 is not a positive integer"),
+        ({"page_size": 20}, "page_size=20 is not one of"),
+        ({"pages": 1}, "pages=1 is less than 2"),
+        ({"memory_fraction": 5}, r"memory_fraction=5 is not in \(0, 1\]"),
+        ({"max_seq_len": 10**9}, "max_seq_len=1000000000 is not in 2 .. max_position_embeddings=96"),
+        ({}, "no tokenizer.json in it"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_before_the_weights_are_read(byte_model, tmp_path, monkeypatch, engine, message):
+    copied = shutil.copytree(byte_model, tmp_path / "copy")
+    if not engine:
+        (copied / "tokenizer.json").unlink()
+    monkeypatch.setattr(Checkpoint, "load", lambda *given: pytest.fail("the weights are read"))
+    with pytest.raises(ValueError, match=message):
+        weft.simulate(lambda team: Engine(copied, team, **engine), 1)
 
 
 @pytest.mark.parametrize("mode", ["torch", "ag_rs", "gemm_ar"])

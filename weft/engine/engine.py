@@ -9,16 +9,16 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
+from tokenizers import Tokenizer
 
 from weft.engine.answers import Completion, FinishReason, Piece, Prompt, Stats, as_prompts, check_prompt, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.params import SamplingParams, one_each
-from weft.engine.runner import Runner
+from weft.engine.runner import Runner, check_sizes
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
 from weft.errors import CheckpointError
 from weft.layers.plan import Mode, check_mode
-from weft.layers.step import check_page_size
 from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
 
@@ -62,24 +62,26 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         begin = time.perf_counter()
+        # Whatever can be wrong is said before the weights are read.
         check_mode(mode)
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens} is not a positive integer")
-        check_page_size(page_size)  # before the weights are read
-        self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
-        if isinstance(model, Qwen3Config):
-            self.model = Qwen3ForCausalLM(model, team, mode=mode, dtype=dtype, fused=fused).fill_dummy()
-        else:
-            checkpoint = Checkpoint(BUILTIN if model is None else model)
-            words = {"mode": mode, "dtype": dtype, "fused": fused, "progress": progress}
-            self.model = Qwen3ForCausalLM.from_pretrained(checkpoint, team, **words)
-            self.tokenizer = load_tokenizer(checkpoint.directory)
-            self.eos_token_ids = checkpoint.eos_token_ids()
-            self._check_tokenizer(checkpoint)
-        limit = self.model.config.max_position_embeddings
+        check_sizes(max_batch, page_size, pages, memory_fraction)
+        checkpoint = None if isinstance(model, Qwen3Config) else Checkpoint(BUILTIN if model is None else model)
+        config = model if checkpoint is None else Qwen3Config.from_dict(checkpoint.config)
+        limit = config.max_position_embeddings
         self.max_seq_len = limit if max_seq_len is None else max_seq_len
         if not 2 <= self.max_seq_len <= limit:
             raise ValueError(f"max_seq_len={max_seq_len} is not in 2 .. max_position_embeddings={limit}")
+        self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
+        if checkpoint is not None:
+            self.tokenizer, self.eos_token_ids = load_tokenizer(checkpoint.directory), checkpoint.eos_token_ids()
+            _check_tokenizer(self.tokenizer, checkpoint, config.vocab_size)
+        self.model = Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype, fused=fused)
+        if checkpoint is None:
+            self.model.fill_dummy()
+        else:
+            checkpoint.load(self.model.shards(), progress)
         runner = Runner(
             self.model,
             max_batch=max_batch,
@@ -299,12 +301,12 @@ class Engine:
             new += rest
         return new, "stop" if stopped else "length" if last else None
 
-    def _check_tokenizer(self, checkpoint: Checkpoint) -> None:
-        size, vocab_size = self.tokenizer.get_vocab_size(), self.model.config.vocab_size
-        if size > vocab_size:
-            raise CheckpointError(
-                f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
-            )
+
+def _check_tokenizer(tokenizer: Tokenizer, checkpoint: Checkpoint, vocab_size: int) -> None:
+    if (size := tokenizer.get_vocab_size()) > vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
+        )
 
 
 def _one_by_one(steps: Generator[list[Piece], None, None]) -> Generator[Piece, None, None]:

@@ -54,11 +54,7 @@ class Runner:
         memory_fraction: float = 0.8,
         cuda_graph: bool | None = None,
     ) -> None:
-        if max_batch < 1:
-            raise ValueError(f"max_batch={max_batch} is not a positive integer")
-        if not 0 < memory_fraction <= 1:
-            raise ValueError(f"memory_fraction={memory_fraction} is not in (0, 1]")
-        check_page_size(page_size)
+        check_sizes(max_batch, page_size, pages, memory_fraction)
         self.model, self.team, self.max_batch, self.page_size = model, model.team, max_batch, page_size
         self.max_seq_len = max_seq_len or model.config.max_position_embeddings
         on_gpu = self.team.device.type == "cuda"
@@ -66,8 +62,6 @@ class Runner:
         max_pages = -(-self.max_seq_len // page_size)
         if pages is None:
             pages = min(1 + max_batch * max_pages, self._affordable_pages(memory_fraction))
-        elif pages < 2:
-            raise ValueError(f"pages={pages} is less than 2: page 0 is nobody's")
         self.cache = model.new_cache(pages, page_size)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -254,6 +248,17 @@ class Runner:
         else:
             budget = VIRTUAL_CACHE_BYTES
         return max(2, min(self.team.exchange(budget // page_bytes)))
+
+
+def check_sizes(max_batch: int, page_size: int, pages: int | None, memory_fraction: float) -> None:
+    """ValueError for what no Runner can have, whatever the model."""
+    if max_batch < 1:
+        raise ValueError(f"max_batch={max_batch} is not a positive integer")
+    check_page_size(page_size)
+    if pages is not None and pages < 2:
+        raise ValueError(f"pages={pages} is less than 2: page 0 is nobody's")
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction} is not in (0, 1]")
 
 
 def _padded(rows: list[list[int]], width: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.console import check_simulable, check_torchrun, one_line_errors
+from weft.console import check_torchrun, one_line_errors
 from weft.tune.command import tune
 
 if TYPE_CHECKING:
@@ -116,7 +116,10 @@ def generate(
 ) -> None:
     """Continue prompts with a model that is spread over several ranks."""
     with one_line_errors(traceback):
-        from weft.models import Qwen3Config
+        import torch
+
+        from weft.models import Checkpoint, Qwen3Config
+        from weft.models.config import check_simulable
         from weft.runtime.launch import DEVICES, is_simulated, launch
 
         _one_of("device", device, DEVICES)
@@ -143,8 +146,13 @@ def generate(
             max_seq_len=max_seq_len,
             page_size=page_size,
         )
-        if options.dummy is not None and is_simulated(world_size, device):
-            check_simulable(str(model), options.dummy, "the built-in model, without --model and --dummy-weights")
+        if model is not None and is_simulated(world_size, device):
+            config = options.dummy or Qwen3Config.from_dict(Checkpoint(model).config)
+            flags = "--model and --dummy-weights" if dummy_weights else "--model"
+            remedy = f"run it on a machine with GPUs, or run the built-in model, without {flags}"
+            if device == "auto" and (gpus := torch.cuda.device_count()):
+                remedy = f"--world-size {world_size} needs {world_size} GPUs and this machine has {gpus}"
+            check_simulable(f"--model {model}", config, remedy)
         launch(generate_on_rank, world_size=world_size, device=device, args=(options,))
 
 

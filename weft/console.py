@@ -18,9 +18,6 @@ from weft.errors import WeftError
 if TYPE_CHECKING:
     from weft.models import Qwen3Config
 
-# qwen3-0.6b takes a minute for two tokens on two ranks, and qwen3-32b 64 GB.
-SIMULATED_PARAMETERS = 100_000_000
-
 
 def talks() -> bool:
     """One process prints: under torchrun every rank comes here."""
@@ -62,11 +59,9 @@ def words(flag: str, text: str | None) -> tuple[str, ...]:
 
 def check_simulable(model: str, config: Qwen3Config, small: str) -> None:
     """ValueError for a model that is too large for simulated ranks. ``small``: the flags of one that is not."""
-    if config.parameters > SIMULATED_PARAMETERS:
-        raise ValueError(
-            f"--model {model} has {config.parameters / 1e9:.2g} billion parameters, and simulated ranks take at most "
-            f"{SIMULATED_PARAMETERS / 1e9:g}; run it on a machine with GPUs, or run {small}"
-        )
+    from weft.models.config import check_simulable
+
+    check_simulable(f"--model {model}", config, f"run it on a machine with GPUs, or run {small}")
 
 
 def check_torchrun(device: str) -> None:

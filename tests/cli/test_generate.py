@@ -122,6 +122,17 @@ def test_bad_input(arguments, says):
     one_line(weft(*arguments, *ranks), says)
 
 
+def test_a_large_checkpoint_does_not_become_a_simulation(checkpoint, monkeypatch):
+    edit_config(checkpoint, hidden_size=4096, intermediate_size=8192, vocab_size=1000)
+    says = " billion parameters, and simulated ranks take at most 0.1; "
+    one_line(
+        weft("--model", checkpoint), f"{says}run it on a machine with GPUs, or run the built-in model, without --model"
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    result = CliRunner().invoke(app, ["generate", "--model", str(checkpoint), "--world-size", "4"])
+    one_line(result, f"{says}--world-size 4 needs 4 GPUs and this machine has 2")
+
+
 @pytest.mark.parametrize("command", [["generate"], ["bench", "gemm"], ["tune", "gemm"]], ids=lambda words: words[0])
 @pytest.mark.parametrize(
     ("device", "why"),

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import weft
 from weft import SamplingParams
@@ -16,6 +17,7 @@ from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
 from weft.engine.text import load_tokenizer
 from weft.errors import NotEnoughGPUs, WeftError
+from weft.models import Qwen3Config
 
 PROMPTS = ["a prompt", "x"]
 
@@ -207,6 +209,29 @@ def test_a_model_that_cannot_run_is_refused_when_the_llm_is_made(byte_model):
         weft.LLM(byte_model, 2, device="tpu")
     with pytest.raises(NotEnoughGPUs):
         weft.LLM(byte_model, 1024, device="cuda")
+
+
+LARGE = {"hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 1000}  # 0.27 billion parameters
+
+
+def test_a_large_checkpoint_does_not_become_a_simulation(byte_model, tmp_path, monkeypatch):
+    config = json.loads((byte_model / "config.json").read_text()) | LARGE
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    says = r"has 0\.2. billion parameters, and simulated ranks take at most 0.1; "
+    with pytest.raises(ValueError, match=rf"model='{tmp_path}' {says}run it on GPUs"):
+        weft.LLM(tmp_path, 2, device="sim")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for model in (tmp_path, Qwen3Config.from_dict(config)):
+        with pytest.raises(ValueError, match=f"{says}world_size=4 needs 4 GPUs and this machine has 2"):
+            weft.LLM(model, 4)
+
+
+def test_an_llm_on_a_virtual_rank_is_refused_by_what_to_use(byte_model):
+    def main(team):
+        with pytest.raises(WeftError, match=r"one that exists already; use weft.Engine\(model, team\)"):
+            weft.LLM(byte_model, device="sim")
+
+    weft.simulate(main, 1)
 
 
 @pytest.fixture

@@ -24,8 +24,10 @@ from weft.engine.workers import (
 )
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.layers.plan import Mode
-from weft.models import Progress, Qwen3Config
+from weft.models import Checkpoint, Progress, Qwen3Config
 from weft.models.builtin import PATH as BUILTIN
+from weft.models.config import check_simulable
+from weft.runtime import simulate
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
 
 
@@ -92,10 +94,14 @@ class LLM:
             world_size, device = started.world_size, "cuda"
         else:
             gpus = torch.cuda.device_count()
-            device = "sim" if is_simulated(world_size, device) else "cuda"
-            world_size = world_size or (gpus if device == "cuda" else DEFAULT_VIRTUAL_RANKS)
-            if device == "cuda" and not 0 < world_size <= gpus:
+            simulated = is_simulated(world_size, device)
+            world_size = world_size or (DEFAULT_VIRTUAL_RANKS if simulated else gpus)
+            if simulated:
+                too_few = f"world_size={world_size} needs {world_size} GPUs and this machine has {gpus}"
+                _check_virtual(options.model, too_few if device == "auto" and gpus else "run it on GPUs")
+            elif not 0 < world_size <= gpus:
                 raise NotEnoughGPUs(world_size or 1, gpus)
+            device = "sim" if simulated else "cuda"
         self.world_size, self.device = world_size, device
         self.stats: Stats | None = None
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
@@ -193,3 +199,15 @@ class LLM:
 
     def _keep(self, stats: Stats) -> None:
         self.stats = stats
+
+
+def _check_virtual(model: Path | Qwen3Config, remedy: str) -> None:
+    """ValueError for a model that is too large for virtual ranks, WeftError for any where one of them asks for more."""
+    if getattr(simulate._THIS_THREAD, "cluster", None) is not None:
+        raise WeftError(
+            "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"
+        )
+    if isinstance(model, Qwen3Config):
+        check_simulable("this model", model, remedy)
+    else:
+        check_simulable(f"model={str(model)!r}", Qwen3Config.from_dict(Checkpoint(model).config), remedy)

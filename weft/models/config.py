@@ -23,6 +23,9 @@ PUBLISHED = {
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
 }
 
+# qwen3-0.6b takes a minute for two tokens on two simulated ranks, and qwen3-32b 64 GB.
+SIMULATED_PARAMETERS = 100_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config:
@@ -127,3 +130,12 @@ class Qwen3Config:
                 f"num_key_value_heads={config.num_key_value_heads}"
             )
         return config
+
+
+def check_simulable(model: str, config: Qwen3Config, remedy: str) -> None:
+    """ValueError for a model that is too large for simulated ranks. `model`: what the message calls it."""
+    if config.parameters > SIMULATED_PARAMETERS:
+        raise ValueError(
+            f"{model} has {config.parameters / 1e9:.2g} billion parameters, and simulated ranks take at most "
+            f"{SIMULATED_PARAMETERS / 1e9:g}; {remedy}"
+        )

@@ -1,5 +1,7 @@
 """The runner: prompts padded or as they are, buckets with empty seats, rows that the device already knows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -152,6 +154,16 @@ def test_buckets_are_powers_of_two_and_the_whole_batch(byte_model):
         return runner.buckets, [runner.bucket(batch) for batch in (1, 2, 3, 5, 6)]
 
     assert on_one_rank(main, byte_model) == ([1, 2, 4, 6], [1, 2, 4, 6, 6])
+
+
+def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(9_000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000 + sum(emptied), 1 << 40))
+    model = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
+    team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
+    runner = SimpleNamespace(model=model, page_size=16, team=team)
+    assert Runner._affordable_pages(runner, 0.8) == 20
 
 
 def test_what_does_not_fit_is_refused(byte_model):

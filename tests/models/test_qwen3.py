@@ -303,18 +303,18 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(monkeypat
     ):
         weft.simulate(lambda team: Qwen3ForCausalLM(config, team), 2)
 
-    def on_gpu(size, free, reserved=0, allocated=0):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    def on_gpu(size, free, unused=0):
+        emptied = []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(unused))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free + sum(emptied), 1 << 40))
         check_memory(config, SimpleNamespace(device=torch.device("cuda", 1), size=size, rank=1), torch.bfloat16)
 
     with pytest.raises(ModelTooLarge, match=r"rank 1: 65.5 GB .* the 30 GB of cuda:1 that are free; take more GPUs"):
         on_gpu(1, 30_000_000_000)
     on_gpu(4, 30_000_000_000)
-    on_gpu(2, 30_000_000_000, reserved=8_000_000_000, allocated=1_000_000_000)
+    on_gpu(2, 30_000_000_000, unused=7_000_000_000)
     with pytest.raises(ModelTooLarge):
-        on_gpu(2, 30_000_000_000, reserved=8_000_000_000, allocated=7_000_000_000)
+        on_gpu(2, 30_000_000_000, unused=1_000_000_000)
 
 
 def test_heads_that_fused_kernels_do_not_take_are_refused_before_any_weight():

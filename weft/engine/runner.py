@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +12,7 @@ from weft.engine.params import GREEDY, SamplingParams
 from weft.engine.prefill import PaddedPrefill, Read, shape_of
 from weft.engine.sampling import Choice, choose_tokens
 from weft.layers.step import check_page_size, upload
-
-if TYPE_CHECKING:
-    from weft.models.qwen3 import Qwen3ForCausalLM
+from weft.models.qwen3 import Qwen3ForCausalLM, free_bytes
 
 # Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
@@ -244,7 +241,7 @@ class Runner:
         data = self.model.new_cache(1, self.page_size).data
         page_bytes = data.numel() * data.element_size()
         if self.team.device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(self.team.device)[0] * fraction)
+            budget = int(free_bytes(self.team.device) * fraction)
         else:
             budget = VIRTUAL_CACHE_BYTES
         return max(2, min(self.team.exchange(budget // page_bytes)))

@@ -92,13 +92,18 @@ def check_memory(config: Qwen3Config, team: Team, dtype: torch.dtype) -> None:
     memory: int | None
     virtual = team.device.type != "cuda"
     if not virtual:
-        # What torch holds and nobody uses is free too.
-        unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
-        memory, where, shares = torch.cuda.mem_get_info(team.device)[0] + unused, f"{team.device} that are free", 1
+        memory, where, shares = free_bytes(team.device), f"{team.device} that are free", 1
     else:
         memory, where, shares = memory_of_this_machine(), "this machine, which virtual ranks share", team.size
     if memory is not None and share * shares > memory:
         raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."), virtual)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, for a new tensor. What torch holds and no tensor uses is given back first, so that it counts; what it keeps for
+    CUDA graphs does not."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def memory_of_this_machine() -> int | None:

@@ -112,6 +112,9 @@ def generate(
     max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = 64,
     max_seq_len: Annotated[int | None, typer.Option(help="Prompt and answer together [default: the model's]")] = None,
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = 64,
+    heap_bytes: Annotated[
+        int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
+    ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Continue prompts with a model that is spread over several ranks."""
@@ -153,7 +156,7 @@ def generate(
             if device == "auto" and (gpus := torch.cuda.device_count()):
                 remedy = f"--world-size {world_size} needs {world_size} GPUs and this machine has {gpus}"
             check_simulable(f"--model {model}", config, remedy)
-        launch(generate_on_rank, world_size=world_size, device=device, args=(options,))
+        launch(generate_on_rank, world_size=world_size, device=device, args=(options,), heap_bytes=heap_bytes)
 
 
 def generate_on_rank(team: Team, options: GenerateOptions) -> None:

@@ -43,6 +43,12 @@ def test_flags_reach_the_engine():
     assert weft("--stop", "9", "--world-size", 1).stdout.strip() == "123+456=57"
 
 
+def test_the_heap_s_size_is_a_flag():
+    assert weft("--world-size", 2, "--heap-bytes", 3 << 20).stdout.strip() == "123+456=579"
+    result = weft("--world-size", 2, "--mode", "ag_rs", "--heap-bytes", 1 << 14)
+    assert result.exit_code == 2 and "bytes wanted of a symmetric heap of 16,384" in result.stderr
+
+
 def test_the_plan_is_shown():
     result = weft("--world-size", 2, "--max-new-tokens", 1)
     assert "prompts of 8 tokens: gemm_ar, unfused: 8 tokens < " in result.stderr

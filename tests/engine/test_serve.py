@@ -55,7 +55,7 @@ class Ranks:
         self.engines = [CountedEngine(together) for _ in range(3)]
         self.stats, errors = [], []
 
-        def launch(main, world_size, device, args):
+        def launch(main, world_size, device, args, heap_bytes):
             def run(rank):
                 try:
                     main(SimpleNamespace(rank=rank), *args)
@@ -75,7 +75,9 @@ class Ranks:
                 raise errors[0]
 
         monkeypatch.setattr(workers, "launch", launch)
-        options = SimpleNamespace(build=lambda team, told: load(team.rank, told) or self.engines[team.rank])
+        options = SimpleNamespace(
+            build=lambda team, told: load(team.rank, told) or self.engines[team.rank], heap_bytes=None
+        )
         self.workers = workers.ProcessWorkers(3, options, progress)
 
     def ask(self, steps, ahead, prompt="x"):

@@ -41,6 +41,8 @@ class LLM:
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
                 one, made anew for every call; "auto": GPUs where there are enough
+    heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted, where `chunk_tokens`
+                of a wide model need more, says how much
     progress    called with (bytes read, bytes to read) while rank 0's weights load
 
     The others are as of weft.Engine. On GPUs a script must be importable: guard its top level with `if __name__ ==
@@ -65,6 +67,7 @@ class LLM:
         memory_fraction: float = 0.8,
         chunk_tokens: int = 4096,
         cuda_graph: bool = True,
+        heap_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         if device not in DEVICES:
@@ -89,6 +92,7 @@ class LLM:
             memory_fraction=memory_fraction,
             chunk_tokens=chunk_tokens,
             cuda_graph=cuda_graph,
+            heap_bytes=heap_bytes,
         )
         if started is not None:
             world_size, device = started.world_size, "cuda"

@@ -45,7 +45,7 @@ GENERATE_AHEAD = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What each rank's Engine is made of; see there."""
+    """What each rank's Engine is made of, see there, and its team."""
 
     model: Path | Qwen3Config | None
     mode: Mode = "auto"
@@ -58,9 +58,11 @@ class EngineOptions:
     memory_fraction: float = 0.8
     chunk_tokens: int = 4096
     cuda_graph: bool = True
+    heap_bytes: int | None = None
 
     def build(self, team: Team, progress: Progress | None = None) -> Engine:
         words = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del words["heap_bytes"]
         return Engine(words.pop("model"), team, **words, progress=progress)
 
 
@@ -136,7 +138,7 @@ class VirtualWorkers:
         return _unpacked(receive, keep, closed)
 
     def _launch(self, main: Callable[..., Any]) -> None:
-        launch(main, self._world_size, "sim")
+        launch(main, self._world_size, "sim", heap_bytes=self._options.heap_bytes)
 
     def close(self) -> None:
         """They end with every call. The last may not have been drawn to its end: it ends with the step that runs."""
@@ -200,7 +202,7 @@ class ProcessWorkers:
         server = socket.create_server(("127.0.0.1", 0), backlog=world_size)
         arguments = (server.getsockname(), self._key, options)
         self._thread = threading.Thread(
-            target=self._run, args=(world_size, arguments), name="weft workers", daemon=True
+            target=self._run, args=(world_size, arguments, options.heap_bytes), name="weft workers", daemon=True
         )
         self._thread.start()
         self._sender = threading.Thread(target=self._send, name="weft sender", daemon=True)
@@ -251,9 +253,9 @@ class ProcessWorkers:
         self._ranks = {}
         self._thread.join(timeout=30)
 
-    def _run(self, world_size: int, arguments: tuple) -> None:
+    def _run(self, world_size: int, arguments: tuple, heap_bytes: int | None) -> None:
         try:
-            launch(serve, world_size, "cuda", args=arguments)
+            launch(serve, world_size, "cuda", args=arguments, heap_bytes=heap_bytes)
         except BaseException as error:
             self._error = error
 
@@ -336,7 +338,7 @@ class RankWorkers:
     """This process, one of the ranks that torchrun has started. All of them make the same calls."""
 
     def __init__(self, options: EngineOptions, progress: Progress | None) -> None:
-        self._team = init()
+        self._team = init(heap_bytes=options.heap_bytes)
         self._engine = options.build(self._team, progress if self._team.rank == 0 else None)
 
     def ask(

@@ -430,10 +430,12 @@ def test_an_answer_ends_where_the_model_does(byte_model):
         ([3.0], r"prompts\[0\]=3.0 is not a string or a list of token ids"),
         ([torch.tensor([1, 2])], r"prompts\[0\]=tensor\(\[1, 2\]\) is not a string or a list of token ids"),
         (torch.tensor([1, 2]), r"prompts=tensor\(\[1, 2\]\) is not a string, a list of token ids or a list of these"),
-        ([True, False], r"prompts\[0\]=\[True, False\] is not a string or a list of token ids"),
+        ([True, False], r"prompts\[0\]\[0\]=True is not a token id"),
+        ([1] * 20_000 + [2.5], r"^prompts\[0\]\[20000\]=2.5 is not a token id$"),
+        ([bytes(60_000)], r"^prompts\[0\]=b.{199}\.\.\. is not a string or a list of token ids$"),
         (b"bytes", r"prompts\[0\]=b'bytes' is not a string or a list of token ids"),
         ({"prompt": "x"}, r"prompts=\{'prompt': 'x'\} is not a string"),
-        ([[1, 257]], r"prompts\[0\] holds a token id outside 0 .. 256"),
+        ([[1, 257, -1]], r"prompts\[0\]\[1\]=257 is a token id outside 0 .. 256"),
         ("y" * 96, r"prompts\[0\] has 96 tokens .* max_seq_len=96; shorten it to 95 tokens"),
     ],
 )
@@ -454,8 +456,13 @@ def test_max_seq_len_bounds_prompt_and_answer(byte_model):
 
 def test_ranks_that_ask_for_different_things_are_told_so(byte_model):
     def main(team):
-        with pytest.raises(ValueError, match="rank 1 asked for .*rank 0 for .*all ranks must pass the same"):
-            Engine(byte_model, team, mode="torch").stream("x", seed=team.rank)
+        engine = Engine(byte_model, team, mode="torch")
+        with pytest.raises(
+            ValueError, match="rank 1 asked for SamplingParams.*seed=1.*rank 0 for .*seed=0.*must pass the same"
+        ):
+            engine.stream("x", seed=team.rank)
+        with pytest.raises(ValueError, match="^rank 1 asked for 'y', rank 0 for None; all ranks must pass the same$"):
+            engine.stream(["x" * 90, "y"][: 1 + team.rank])
 
     weft.simulate(main, 2)
 

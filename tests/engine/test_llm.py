@@ -183,6 +183,13 @@ def test_a_chat_is_the_rendered_text(byte_model, tmp_path, monkeypatch):
         assert list(llm.stream_chat(messages, params)) == list(llm.stream("[user]hi", params))
         with pytest.raises(ValueError, match="messages is empty"):
             llm.chat([])
+        for wrong, says in (
+            (messages[0], "of messages, or of lists"),
+            ("hi", "of messages, or of lists"),
+            ([3], "messages=3 is"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                llm.chat(wrong)
     assert len(read) == 1
 
 

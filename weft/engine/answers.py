@@ -55,7 +55,7 @@ class Stats:
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, text or token ids, is a list of one. ValueError for what is no prompt, before a rank meets with it."""
     if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts={prompts!r} is not a string, a list of token ids or a list of these")
+        raise ValueError(f"prompts={quoted(prompts)} is not a string, a list of token ids or a list of these")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     for index, prompt in enumerate(prompts):
@@ -65,10 +65,19 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def check_prompt(name: str, prompt: Prompt) -> None:
     """Bytes and booleans are integers to Python, and not token ids."""
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
-    are_ids = is_list and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-    if not (isinstance(prompt, str) or are_ids):
-        raise ValueError(f"{name}={prompt!r} is not a string or a list of token ids")
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")
+    for index, token in enumerate(prompt):
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"{name}[{index}]={quoted(token)} is not a token id")
+
+
+def quoted(value: object) -> str:
+    """As Python writes it, cut where it would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:

@@ -41,6 +41,8 @@ class ChatTemplate:
         {"enable_thinking": False}. ValueError for messages that it refuses."""
         from jinja2 import TemplateError
 
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages={messages!r} is not a list of messages")
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise ValueError(f"messages[{index}]={message!r} is not a dictionary with role and content")

@@ -5,13 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence, Set
 from contextlib import closing
+from itertools import zip_longest
 from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
 
-from weft.engine.answers import Completion, FinishReason, Piece, Prompt, Stats, as_prompts, check_prompt, join_pieces
+from weft.engine.answers import (
+    Completion,
+    FinishReason,
+    Piece,
+    Prompt,
+    Stats,
+    as_prompts,
+    check_prompt,
+    join_pieces,
+    quoted,
+)
 from weft.engine.batch import Batch
 from weft.engine.params import SamplingParams, one_each
 from weft.engine.runner import Runner, check_sizes
@@ -151,7 +162,11 @@ class Engine:
         asked = self.team.exchange((prompts, params))
         for rank, other in enumerate(asked):
             if other != asked[0]:
-                raise ValueError(f"rank {rank} asked for {other}, rank 0 for {asked[0]}; all ranks must pass the same")
+                pairs = (pair for parts in zip(other, asked[0], strict=True) for pair in zip_longest(*parts))
+                one, first = next(pair for pair in pairs if pair[0] != pair[1])
+                raise ValueError(
+                    f"rank {rank} asked for {quoted(one)}, rank 0 for {quoted(first)}; all ranks must pass the same"
+                )
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts; pass one each")
         if not prompts:
@@ -238,7 +253,7 @@ class Engine:
         check_prompt(name, prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"{name}={prompt!r} is text, and this model has no tokenizer; pass token ids")
+                raise ValueError(f"{name}={quoted(prompt)} is text, and this model has no tokenizer; pass token ids")
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:  # half of a surrogate pair
@@ -250,7 +265,8 @@ class Engine:
             raise ValueError(f"{name}={prompt!r} is empty; a prompt needs at least one token")
         vocab_size = self.model.config.vocab_size
         if not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise ValueError(f"{name} holds a token id outside 0 .. {vocab_size - 1}")
+            index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
+            raise ValueError(f"{name}[{index}]={ids[index]} is a token id outside 0 .. {vocab_size - 1}")
         if len(ids) >= self.max_seq_len:
             raise ValueError(
                 f"{name} has {len(ids)} tokens and leaves no room for an answer in max_seq_len={self.max_seq_len}; "
@@ -260,7 +276,7 @@ class Engine:
 
     def _sequence(self, prompt: list[int], params: SamplingParams) -> Running:
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r} is not a SamplingParams")
+            raise ValueError(f"params={quoted(params)} is not a SamplingParams")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs text, and this model has no tokenizer")
         vocab_size = self.model.config.vocab_size

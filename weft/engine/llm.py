@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
+from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces, quoted
 from weft.engine.chat import ChatTemplate, Message
 from weft.engine.params import SamplingParams, one_each
 from weft.engine.text import load_tokenizer
@@ -170,7 +170,7 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = one_each(params or SamplingParams(), len(prompts))
         elif not isinstance(params, Sequence):
-            raise ValueError(f"params={params!r} is not a SamplingParams or a list of them")
+            raise ValueError(f"params={quoted(params)} is not a SamplingParams or a list of them")
         return self._workers.ask((prompts, list(params)), self._keep, ahead)
 
     def _rendered(
@@ -181,6 +181,8 @@ class LLM:
             raise ValueError("messages is empty; pass at least one")
         if self.directory is None:
             raise ValueError("a model with random weights has no chat template; pass token ids to generate()")
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise ValueError(f"messages={quoted(messages)} is not a list of messages, or of lists of them")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         if self._chat is None:
             self._chat = ChatTemplate(self.directory), load_tokenizer(self.directory)

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.console import check_torchrun, one_line_errors
+from weft.console import DTYPES, check_torchrun, one_line_errors
 from weft.tune.command import tune
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(check)
 app.command()(tune)
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-
 
 # --- weft generate ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +67,7 @@ class GenerateOptions:
         from weft.layers import MODES
 
         _one_of("mode", self.mode, MODES)
-        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.model is not None and not self.model.is_dir():
             raise ValueError(
                 f"--model {self.model}: no such directory; pass one with config.json and *.safetensors in it"
@@ -102,7 +99,7 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto",
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "auto",
+    dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto",
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
     ] = False,
@@ -166,7 +163,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
     from weft.engine import Engine
 
     talks = team.rank == 0
-    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype = None if options.dtype == "auto" else getattr(torch, DTYPES[options.dtype])
     with _loading(talks) as progress:
         engine = Engine(
             options.dummy or options.model,
@@ -217,15 +214,16 @@ def _print_answers(prompts: tuple[str, ...], pieces: Iterator[Piece]) -> None:
 
 
 def _print_speed(engine: Engine, team: Team, options: GenerateOptions) -> None:
-    stats = engine.stats
+    stats, runner = engine.stats, engine.batch.runner
     ranks = f"{team.size} rank{'s' if team.size > 1 else ''}"
     where = f"{ranks}, simulated" if team.is_simulated else f"{ranks} on {team.caps.device_name}"
     note = " (the simulator's times mean nothing)" if team.is_simulated else ""
+    chunks = f", up to {runner.longest_prefill} at once" if runner.longest_prefill < stats.prompt_tokens else ""
+    decode = f"decode: {engine.model.plan(runner.largest_decode)}" if runner.largest_decode else "no decode steps"
     typer.echo(
         f"first token after {stats.time_to_first_token:.3f} s, {stats.tokens_per_second:.1f} tokens/s{note}\n"
         f"mode {options.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
-        f"prompts of {stats.prompt_tokens} tokens: {engine.model.plan(stats.prompt_tokens)}\n"
-        f"decode: {engine.model.plan(len(options.inputs))}",
+        f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}",
         err=True,
     )
 

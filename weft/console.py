@@ -18,6 +18,10 @@ from weft.errors import WeftError
 if TYPE_CHECKING:
     from weft.models import Qwen3Config
 
+# What a flag may say → torch's name.
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES |= {name: name for name in DTYPES.values()}
+
 
 def talks() -> bool:
     """One process prints: under torchrun every rank comes here."""

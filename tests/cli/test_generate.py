@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from weft.cli import app
+from weft.engine import engine as engine_module
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.config import PUBLISHED
 
@@ -52,7 +53,21 @@ def test_the_heap_s_size_is_a_flag():
 def test_the_plan_is_shown():
     result = weft("--world-size", 2, "--max-new-tokens", 1)
     assert "prompts of 8 tokens: gemm_ar, unfused: 8 tokens < " in result.stderr
-    assert "decode: gemm_ar, unfused: 1 tokens < " in result.stderr
+    assert result.stderr.endswith("no decode steps\n")
+    # Three prompts and two seats: a bucket of two. The third is read later.
+    prompts = ("--prompt", "20+22=", "--prompt", "123+456=", "--prompt", "1+1=")
+    result = weft("--world-size", 2, "--max-batch", 2, "--page-size", 16, *prompts)
+    assert "prompts of 18 tokens, up to 14 at once: gemm_ar, unfused: 14 tokens < " in result.stderr
+    assert "decode: gemm_ar, unfused: 2 tokens < " in result.stderr
+
+
+def test_dtypes_have_the_names_of_torch_and_of_weft_bench(monkeypatch):
+    made = []
+    monkeypatch.setattr(engine_module, "Qwen3ForCausalLM", lambda *given, dtype, **named: made.append(dtype) or 1 / 0)
+    for name in ("fp32", "float32", "bf16", "bfloat16"):
+        with pytest.raises(ZeroDivisionError):
+            raise weft("--world-size", 1, "--dtype", name).exception
+    assert made == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
 def test_random_weights_of_a_published_model_answer_in_token_ids(monkeypatch):
@@ -104,7 +119,7 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--model", "/nowhere"], "/nowhere: no such directory"),
         (["--mode", "fast"], "choose one of torch, ag_rs, gemm_ar, auto"),
         (["--device", "tpu"], "choose one of auto, cuda, sim"),
-        (["--dtype", "int8"], "choose one of auto, bfloat16, float16, float32"),
+        (["--dtype", "int8"], "choose one of auto, bf16, fp16, fp32, bfloat16, float16, float32"),
         (["--world-size", "7"], "7"),
         (["--world-size", "0"], "0"),
         (["--prompt", "1+" * 5000], "tokens"),

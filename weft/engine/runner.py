@@ -69,6 +69,8 @@ class Runner:
         self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.buckets = [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
         self.capture_seconds = 0.0
+        # The largest passes so far, in tokens, padding included.
+        self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._prompts: dict[tuple[int, int], PaddedPrefill] = {}
         self._met: set[tuple[int, int] | None] = set()
@@ -78,7 +80,10 @@ class Runner:
     def read(self, reads: Sequence[Read]) -> None:
         """Prompts, or parts of them, into the cache; `tokens` then holds the next token of each that was to be chosen."""
         shape = shape_of(reads) if self.cuda_graph else None
-        if shape is not None and (shape in self._prompts or shape in self._met):
+        padded = shape is not None and (shape in self._prompts or shape in self._met)
+        tokens = shape[0] * shape[1] if padded else sum(len(read.tokens) for read in reads)
+        self.longest_prefill = max(self.longest_prefill, tokens)
+        if padded:
             chosen = self._read_padded(reads, shape)
         else:
             # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
@@ -157,6 +162,7 @@ class Runner:
     def decode(self) -> None:
         """One more token for everyone who has been placed, captured first where that is due."""
         batch = self.bucket(max(self._rows) + 1)
+        self.largest_decode = max(self.largest_decode, batch)
         self.step(batch, max(row.params.kind for row in self._rows.values()))
         # As the device counts on.
         self._rows = {

@@ -21,9 +21,9 @@ Progress = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """Opens every file once and checks that it is whole; tensors are read only when asked for, and only their shards.
+    """Reads config.json at once. `load` opens each file of weights once, and reads only the shards that are asked for.
 
-    CheckpointError, in one line, for a directory that cannot be loaded.
+    CheckpointError, in one line, for what is missing, damaged or of another shape, from whichever call meets with it.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:

@@ -131,7 +131,7 @@ class Qwen3ForCausalLM(nn.Module):
         config: Qwen3Config,
         team: Team,
         *,
-        mode: Mode = "gemm_ar",
+        mode: Mode = "auto",
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ class Qwen3ForCausalLM(nn.Module):
         directory: str | PathLike[str] | Checkpoint,
         team: Team,
         *,
-        mode: Mode = "gemm_ar",
+        mode: Mode = "auto",
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
         progress: Progress | None = None,

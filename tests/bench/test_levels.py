@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import weft
 from benchmarks import performance, targets
 from tests.bench import canned
+from tests.teacher_forced import all_logits
 from weft.bench import report, runner, table
 from weft.bench.command import bench
 from weft.bench.levels import generate
@@ -127,7 +128,7 @@ def test_the_baseline_is_the_model(world_size):
     def main(team):
         model = build(TINY_CONFIG, team, "torch", torch.float32)
         tokens = torch.randint(130, (3, 9), generator=torch.Generator().manual_seed(0))
-        expected = model.logits(tokens)
+        expected = all_logits(model, tokens)
         session = TorchSession(Baseline(model), 3, 9)
         found = [session.prefill(tokens[:, :6], session.prompts(6))]
         found += [session.decode(tokens[:, place], torch.full((3,), place)) for place in (6, 7, 8)]

@@ -124,7 +124,7 @@ def assert_nothing_is_left(engine):
 def test_a_stream_that_is_closed_leaves_nothing_behind(byte_model, eight_tokens, made, drawn, late):
     def main(team):
         engine = Engine(byte_model, team, mode="torch", **made)
-        engine.batch._late = late
+        engine.batch._steps_behind = late
         steps = counted(engine.batch)
         pieces = engine.stream(PROMPTS, max_new_tokens=30)
         for _ in range(drawn):
@@ -155,7 +155,7 @@ def counted(batch):
 def test_a_stream_that_all_ranks_close_alike_leaves_them_alike(byte_model, eight_tokens):
     def main(team):
         engine = Engine(byte_model, team, mode="torch", chunk_tokens=5)
-        engine.batch._late = 1
+        engine.batch._steps_behind = 1
         steps = counted(engine.batch)
         for drawn in (1, 4, 9):
             pieces = engine.stream(PROMPTS, max_new_tokens=30)
@@ -192,7 +192,7 @@ def test_an_answer_closed_while_prompts_are_read_runs_no_further_step(byte_model
 def test_a_closed_stream_does_not_disturb_another(byte_model, eight_tokens, late):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
-        engine.batch._late = late
+        engine.batch._steps_behind = late
         kept, left = engine.stream(PROMPTS, max_new_tokens=8), engine.stream(PROMPTS[::-1], max_new_tokens=30)
         begun = [next(kept) for _ in range(4)]
         for _ in range(5):
@@ -227,7 +227,7 @@ def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_
 def test_first_tokens_are_awaited_in_their_step_unless_prompts_wait(byte_model):
     def main(team, late, max_batch):
         engine = Engine(byte_model, team, mode="torch", max_batch=max_batch)
-        engine.batch._late = late
+        engine.batch._steps_behind = late
         numbers = [engine.submit(prompt, SamplingParams(max_tokens=4)) for prompt in PROMPTS[:2]]
         steps, tokens = [], {number: [] for number in numbers}
         while engine.has_work:
@@ -248,13 +248,13 @@ def test_first_tokens_are_awaited_in_their_step_unless_prompts_wait(byte_model):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("where", ["read", "place", "decode"])
+@pytest.mark.parametrize("where", ["prefill", "set_seats", "decode"])
 def test_after_a_step_that_fails_all_requests_go_on_without_a_gap(byte_model, where, late):
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
 
     def main(team, failing):
         engine = Engine(byte_model, team, mode="torch")
-        engine.batch._late = late
+        engine.batch._steps_behind = late
         made, done = getattr(engine.batch.runner, where), []
 
         def step(*arguments):

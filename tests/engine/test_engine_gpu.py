@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 import weft
 from weft.engine import Engine, Runner, SamplingParams
-from weft.engine.params import NUCLEUS
+from weft.engine.params import Kind
 from weft.engine.runner import Row
 from weft.models import Qwen3ForCausalLM
 
@@ -85,11 +85,11 @@ def replayed(team, directory, replays, dtype):
         states = []
         with nullcontext() if pdl else one_kernel_after_the_other():
             for _ in range(count):
-                runner.place({})
-                runner.place(rows)
+                runner.set_seats({})
+                runner.set_seats(rows)
                 runner.cache.data.copy_(context)
                 runner.tokens.copy_(start)
-                runner.step(bucket, NUCLEUS)
+                runner.step(bucket, Kind.NUCLEUS)
                 states.append((runner.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
         for tokens, cached in states:
             assert torch.equal(tokens, states[0][0]) and torch.equal(cached, states[0][1]), (

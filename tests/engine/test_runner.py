@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import weft
-from weft.engine.params import GREEDY, NUCLEUS, SamplingParams
-from weft.engine.prefill import PaddedPrefill, Read, shape_of
+from weft.engine.params import Kind, SamplingParams
+from weft.engine.prefill import PaddedPrefill, PrefillChunk, shape_of
 from weft.engine.runner import Row, Runner
 from weft.models import Qwen3ForCausalLM
 
@@ -29,7 +29,7 @@ def prompt(length, seed=0):
 def reads_of(*lengths, params=SAMPLE):
     """Prompts of these lengths at seats 0, 1, …, each with pages of its own, in falling order."""
     return [
-        Read(
+        PrefillChunk(
             seat=seat,
             tokens=prompt(length, seat),
             before=0,
@@ -54,7 +54,7 @@ def test_shapes_pad_little():
     assert shape(7, 16, 3) == (4, 16)
     assert shape(*[64] * 32) == (32, 64)
     assert shape(90, 1, 1) is None  # 4 x 128 for 92 tokens
-    continued = Read(seat=0, tokens=[1], before=16, pages=[1, 2], params=SAMPLE, choose=True)
+    continued = PrefillChunk(seat=0, tokens=[1], before=16, pages=[1, 2], params=SAMPLE, choose=True)
     assert shape_of([continued]) is None
 
 
@@ -67,11 +67,11 @@ def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
 
     def main(model):
         runner = new_runner(model)
-        runner.read(reads)
+        runner.prefill(reads)
         prefill = PaddedPrefill(model, model.new_cache(49, 16), *shape)
         prefill.cache.data[:, :, 0] = 50.0
         prefill.load(reads)
-        prefill.run(NUCLEUS)
+        prefill.run(Kind.NUCLEUS)
         return runner.tokens[:count], prefill.chosen[:count], runner.cache.data, prefill.cache.data
 
     expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused)
@@ -87,13 +87,13 @@ def test_empty_seats_of_a_bucket_change_nothing(byte_model, fused):
         found = []
         for bucket in (3, 4, 8):
             runner = new_runner(model)
-            runner.read(reads)
-            runner.place(
+            runner.prefill(reads)
+            runner.set_seats(
                 {read.seat: Row(position=len(read.tokens), pages=read.pages, params=read.params) for read in reads}
             )
             tokens = []
             for _ in range(4):
-                runner.step(bucket, NUCLEUS)
+                runner.step(bucket, Kind.NUCLEUS)
                 tokens.append(runner.tokens[:3].clone())
             found.append((torch.stack(tokens), runner.positions.clone(), runner.cache.data[:, :, 1:]))
         return found
@@ -112,10 +112,12 @@ def test_a_page_table_in_another_order_gives_the_same_tokens(byte_model):
             runner = new_runner(model)
             [read] = reads_of(40)
             pages = order(read.pages)
-            runner.read([Read(seat=0, tokens=read.tokens, before=0, pages=pages, params=SAMPLE, choose=True)])
+            runner.prefill(
+                [PrefillChunk(seat=0, tokens=read.tokens, before=0, pages=pages, params=SAMPLE, choose=True)]
+            )
             tokens = []
             for step in range(20):
-                runner.place({0: Row(position=40 + step, pages=pages, params=SAMPLE)})
+                runner.set_seats({0: Row(position=40 + step, pages=pages, params=SAMPLE)})
                 runner.decode()
                 tokens.append(runner.tokens[0].item())
             found.append(tokens)
@@ -132,10 +134,10 @@ def test_only_what_the_device_does_not_know_is_sent(byte_model):
         send = runner._send
         runner._send = lambda changed, gone: (sent.append((sorted(changed), gone)), send(changed, gone))
         rows = {seat: Row(position=3, pages=[1 + seat], params=SAMPLE) for seat in range(3)}
-        runner.place(rows)
+        runner.set_seats(rows)
         for step in range(1, 4):
             runner.decode()
-            runner.place(
+            runner.set_seats(
                 {
                     seat: Row(position=3 + step, pages=[1 + seat] + [9] * (seat == 1 and step == 2), params=SAMPLE)
                     for seat in range(3)
@@ -168,10 +170,6 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
 
 def test_what_does_not_fit_is_refused(byte_model):
     def main(model):
-        runner = new_runner(model)
-        runner.occupy(8, 80)
-        with pytest.raises(ValueError, match="8 sequences of 96 tokens need 56 pages, and there are 48"):
-            runner.occupy(8, 96)
         with pytest.raises(ValueError, match="max_batch=0 is not a positive integer"):
             Runner(model, max_batch=0)
         with pytest.raises(ValueError, match="pages=1 is less than 2"):
@@ -181,6 +179,5 @@ def test_what_does_not_fit_is_refused(byte_model):
         for page_size in (24, 0, -16):
             with pytest.raises(ValueError, match=f"page_size={page_size} is not one of 16, 32, 64, 128, 256"):
                 Runner(model, page_size=page_size)
-        runner.step(8, GREEDY)
 
     on_one_rank(main, byte_model)

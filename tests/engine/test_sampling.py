@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import weft
-from weft.engine.params import GREEDY, HOTTEST, NUCLEUS, SAMPLED, SamplingParams
+from weft.engine.params import HOTTEST, Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens, gumbel
 from weft.layers import VocabParallelHead
 
@@ -25,7 +25,7 @@ def choose(logits, temperature, top_p=1.0, seed=0, position=0, kind=None, world_
         position=column(position, torch.int64),
     )
     if kind is None:
-        kind = NUCLEUS if (choice.top_p < 1).any() else SAMPLED
+        kind = Kind.NUCLEUS if (choice.top_p < 1).any() else Kind.SAMPLED
 
     def main(team):
         head = VocabParallelHead(vocab_size, 8, team=team, mode="torch", dtype=torch.float32)
@@ -99,10 +99,10 @@ def test_the_kept_tokens_are_those_of_sorting(temperature, top_p, world_size):
     assert {word for word in kept if probabilities[word] > 1e-3} <= found <= kept
 
 
-@pytest.mark.parametrize("kind", [SAMPLED, NUCLEUS])
+@pytest.mark.parametrize("kind", [Kind.SAMPLED, Kind.NUCLEUS])
 def test_every_world_size_chooses_alike(kind):
     logits = torch.randn(50, 101, generator=torch.Generator().manual_seed(2)) * 3
-    words = {"temperature": 1.0, "top_p": 1.0 if kind == SAMPLED else 0.9, "seed": torch.arange(50), "position": 7}
+    words = {"temperature": 1.0, "top_p": 1.0 if kind == Kind.SAMPLED else 0.9, "seed": torch.arange(50), "position": 7}
     alone = choose(logits, **words)
     assert len(alone.unique()) > 20
     for world_size in (2, 4):
@@ -117,7 +117,7 @@ def test_each_sequence_of_a_mixed_batch_is_served_as_alone():
     assert together[0] == logits[0].argmax() and together[3] == logits[3].argmax()
     for row in range(6):
         one = slice(row, row + 1)
-        kind = GREEDY if temperature[row] == 0 else SAMPLED if top_p[row] == 1 else NUCLEUS
+        kind = Kind.GREEDY if temperature[row] == 0 else Kind.SAMPLED if top_p[row] == 1 else Kind.NUCLEUS
         alone = choose(logits[one], temperature[one], top_p[one], seed[one], position[one], kind=kind)
         assert together[row] == alone[0]
 
@@ -139,7 +139,7 @@ def test_equally_likely_tokens_are_all_kept_whatever_the_sign_of_zero():
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("kind", [GREEDY, SAMPLED, NUCLEUS])
+@pytest.mark.parametrize("kind", [Kind.GREEDY, Kind.SAMPLED, Kind.NUCLEUS])
 def test_fused_kernels_choose_what_torch_does(kind, world_size):
     logits = torch.randn(12, 3000, generator=torch.Generator().manual_seed(4)) * 3
     logits[3, 700:900] = logits[3].max()  # equal ones, over two ranks

@@ -28,18 +28,18 @@ def run(scheduler, sequences, late=0):
     history = []
     while not all(one.done for one in sequences):
         spans = [(span.sequence.number, span.start, span.length) for span in scheduler.next_chunk()]
-        going_on = scheduler.next_decode()
-        if going_on is None:
+        decoding = scheduler.next_decode()
+        if decoding is None:
             land(scheduler, sequences)
-            going_on = scheduler.next_decode()
-            assert going_on is not None
-        for one in going_on:
+            decoding = scheduler.next_decode()
+            assert decoding is not None
+        for one in decoding:
             assert len(one.pages) * PAGE >= one.cached  # room for what this step writes
         taken = [page for one in scheduler.seated for page in one.pages]
         assert len(taken) == len(set(taken)) and 0 not in taken
         assert scheduler.pool.free + len(taken) == scheduler.pool.capacity
-        history.append((spans, [one.number for one in going_on]))
-        if late == 0 or len(history) % 2 == 0 or not (spans or going_on):
+        history.append((spans, [one.number for one in decoding]))
+        if late == 0 or len(history) % 2 == 0 or not (spans or decoding):
             land(scheduler, sequences)
         assert len(history) < 10_000
     assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity

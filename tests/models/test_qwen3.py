@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import weft
+from tests.teacher_forced import all_logits
 from weft.engine import Runner, SamplingParams
-from weft.engine.prefill import Read
+from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Row
 from weft.errors import ModelTooLarge
 from weft.layers import choose_plan, rotary_angles
@@ -43,15 +44,15 @@ def greedy(model, prompts, steps):
     runner = Runner(model, max_batch=len(prompts), page_size=16, max_seq_len=128)
     params = SamplingParams()
     pages = [list(range(1 + 8 * seat, 9 + 8 * seat)) for seat in range(len(prompts))]
-    runner.read(
+    runner.prefill(
         [
-            Read(seat=seat, tokens=prompt, before=0, pages=pages[seat], params=params, choose=True)
+            PrefillChunk(seat=seat, tokens=prompt, before=0, pages=pages[seat], params=params, choose=True)
             for seat, prompt in enumerate(prompts)
         ]
     )
     tokens = [runner.tokens.clone()]
     for step in range(steps - 1):
-        runner.place(
+        runner.set_seats(
             {
                 seat: Row(position=len(prompt) + step, pages=pages[seat], params=params)
                 for seat, prompt in enumerate(prompts)
@@ -92,7 +93,7 @@ def plain_ops(monkeypatch):
 
 def check_logits_and_tokens(team, directory, mode, tokens, steps, fused=False):
     model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode, fused=fused)
-    return model.logits(tokens), greedy(model, tokens.tolist(), steps) if steps else None
+    return all_logits(model, tokens), greedy(model, tokens.tolist(), steps) if steps else None
 
 
 @pytest.mark.parametrize(("tied", "kv_heads"), GQA)
@@ -265,7 +266,7 @@ def test_of_the_test_a_mutant_is_far_beyond_the_tolerance(make_checkpoint, mutat
     def main(team):
         model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="torch")
         mutate(model)
-        return model.logits(tokens)
+        return all_logits(model, tokens)
 
     [logits] = weft.simulate(main, 1)
     assert relative_rms(logits, reference_logits(reference, tokens)) > 0.1  # bf16 noise is 0.03: seen on GPUs too

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import weft
+from tests.teacher_forced import all_logits
 from weft.models import Qwen3ForCausalLM
 
 TOLERANCE = 0.05  # relative RMS of the logits; bf16's own noise at these weights is about 0.024
@@ -39,7 +40,7 @@ def teacher_forced(team, directory, mode, fused, tokens):
     for at in range(2, length):
         step = model.decode_step(torch.full((batch,), at, device=team.device), table, 16)
         decoded.append(gathered(tokens[:, at : at + 1], step, cache))
-    return [found.cpu() for found in (model.logits(tokens), torch.cat(in_chunks, 1), torch.cat(decoded, 1))]
+    return [found.cpu() for found in (all_logits(model, tokens), torch.cat(in_chunks, 1), torch.cat(decoded, 1))]
 
 
 def relative_rms(found, expected):

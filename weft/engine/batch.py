@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from weft.engine.pages import PagePool
-from weft.engine.prefill import Read
+from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Row, Runner
 from weft.engine.scheduler import Scheduler, Sequence, Span
 
 
-class Flight(NamedTuple):
+class PendingTokens(NamedTuple):
     """The tokens that a step has chosen, on their way to the host: of these sequences, at these seats."""
 
     tokens: torch.Tensor
@@ -33,50 +33,53 @@ class Batch:
         self.runner, self.team = runner, runner.team
         pool = PagePool(runner.cache.pages, runner.page_size)
         self.scheduler = Scheduler(pool, runner.max_batch, chunk_tokens)
-        self._late = 1 if self.team.device.type == "cuda" else 0
-        self._flights: deque[list[Flight]] = deque()
+        self._steps_behind = 1 if self.team.device.type == "cuda" else 0
+        self._pending: deque[list[PendingTokens]] = deque()
 
     @property
     def has_work(self) -> bool:
-        return not self.scheduler.idle or bool(self._flights)
+        return not self.scheduler.idle or bool(self._pending)
 
     def step(self) -> list[tuple[Sequence, int]]:
-        """Launches a chunk of the waiting prompts and one token for everyone who has been read; the tokens that have arrived
-        meanwhile, in order. Before the next step the caller appends each to its sequence, or calls `scheduler.finish`; of a
-        sequence that has ended, one more token may arrive, which is nobody's."""
-        first: list[Flight] = []
+        """Launches a chunk of the waiting prompts and one token for everyone who has been read. Returns the tokens that have
+        arrived meanwhile, in order: (sequence, token).
+
+        Before the next step the caller appends each to its sequence's `tokens`, or calls `scheduler.finish`. A sequence that
+        has ended may get one more token, which the caller drops. After an error, call `restart`.
+        """
+        first: list[PendingTokens] = []
         spans = self.scheduler.next_chunk()
         if spans:
-            self.runner.read([_read(span) for span in spans])
-            first = self._send_home([span.sequence for span in spans if span.last])
-        going_on = self.scheduler.next_decode()
-        if going_on is None:  # pages have run out, and who gives way depends on what is in flight
-            self._flights.append(first)
-            return self._arrivals(0)
-        next_ones: list[Flight] = []
-        if going_on:
-            self._place(going_on)
+            self.runner.prefill([_chunk(span) for span in spans])
+            first = self._copy_to_host([span.sequence for span in spans if span.last])
+        decoding = self.scheduler.next_decode()
+        if decoding is None:  # pages have run out, and who gives way depends on what is in flight
+            self._pending.append(first)
+            return self._collect(0)
+        next_ones: list[PendingTokens] = []
+        if decoding:
+            self._seat(decoding)
             self.runner.decode()
-            next_ones = self._send_home(going_on)
+            next_ones = self._copy_to_host(decoding)
         at_once = first and next_ones and not self.scheduler.has_prompts
         launched = [first, next_ones] if at_once else [first + next_ones]
-        self._flights += [flights for flights in launched if flights]
-        return self._arrivals(self._late if first or next_ones else 0)
+        self._pending += [tokens for tokens in launched if tokens]
+        return self._collect(self._steps_behind if first or next_ones else 0)
 
     def restart(self) -> None:
         """After a step that failed: what the device was told and the host has not heard of is forgotten, and told again."""
-        self._flights.clear()
+        self._pending.clear()
         self.scheduler.restart()
-        self.runner.forget()
+        self.runner.invalidate_seats()
 
-    def _place(self, sequences: list[Sequence]) -> None:
+    def _seat(self, sequences: list[Sequence]) -> None:
         highest = max(sequence.seat for sequence in sequences) + 1
         if self.runner.bucket(len(self.scheduler.seated)) < self.runner.bucket(highest):
             self.runner.move(self.scheduler.compact())
-        self.runner.place({s.seat: Row(position=s.cached - 1, pages=s.pages, params=s.params) for s in sequences})
+        self.runner.set_seats({s.seat: Row(position=s.cached - 1, pages=s.pages, params=s.params) for s in sequences})
 
-    def _send_home(self, sequences: list[Sequence]) -> list[Flight]:
-        """Their tokens, as chosen by what was launched last, begin their way to the host."""
+    def _copy_to_host(self, sequences: list[Sequence]) -> list[PendingTokens]:
+        """Begins to copy the tokens that were chosen last, of these sequences."""
         if not sequences:
             return []
         on_gpu = self.team.device.type == "cuda"
@@ -87,31 +90,31 @@ class Batch:
         if on_gpu:
             copied = torch.cuda.Event()
             copied.record()
-        return [Flight(tokens, copied, [(sequence.seat, sequence) for sequence in sequences])]
+        return [PendingTokens(tokens, copied, [(sequence.seat, sequence) for sequence in sequences])]
 
-    def _arrivals(self, later: int) -> list[tuple[Sequence, int]]:
+    def _collect(self, later: int) -> list[tuple[Sequence, int]]:
         """The tokens of all steps in flight but the `later` last ones."""
         arrived = []
-        while len(self._flights) > later:
-            for flight in self._flights.popleft():
-                arrived += self._landed(flight)
+        while len(self._pending) > later:
+            for pending in self._pending.popleft():
+                arrived += self._wait_for(pending)
         return arrived
 
-    def _landed(self, flight: Flight) -> list[tuple[Sequence, int]]:
-        if flight.copied is not None:
+    def _wait_for(self, pending: PendingTokens) -> list[tuple[Sequence, int]]:
+        if pending.copied is not None:
             try:
-                flight.copied.synchronize()
+                pending.copied.synchronize()
             except RuntimeError:
                 self.team.synchronize()  # names the wait that gave up, where that is why
                 raise
-        tokens = flight.tokens.tolist()
-        return [(sequence, tokens[seat]) for seat, sequence in flight.seated]
+        tokens = pending.tokens.tolist()
+        return [(sequence, tokens[seat]) for seat, sequence in pending.seated]
 
 
-def _read(span: Span) -> Read:
+def _chunk(span: Span) -> PrefillChunk:
     sequence = span.sequence
     tokens = sequence.prompt + sequence.tokens
-    return Read(
+    return PrefillChunk(
         seat=sequence.seat,
         tokens=tokens[span.start : span.start + span.length],
         before=span.start,

@@ -119,9 +119,14 @@ class Engine:
         seed: int = 0,
         stop: str | Sequence[str] = (),
     ) -> list[Completion]:
-        """One completion a prompt. ValueError for an empty prompt, and for one that leaves no room in `max_seq_len`.
+        """One Completion for each prompt, in order. Collective.
 
-        An answer is shorter than `max_new_tokens` where it would outgrow `max_seq_len`: finish_reason "length".
+        prompts  text or lists of token ids
+        seed     prompt i draws with its own seed, derived from this one
+        stop     as of SamplingParams
+
+        An answer is shorter than `max_new_tokens` where it would outgrow `max_seq_len`: finish_reason "length". ValueError for
+        an empty prompt, for one that leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
         prompts = as_prompts(prompts)
         pieces = self.stream(
@@ -139,10 +144,10 @@ class Engine:
         seed: int = 0,
         stop: str | Sequence[str] = (),
     ) -> Generator[Piece, None, None]:
-        """The same, a piece as soon as its token is there: for every step the prompts that go on, in order.
+        """Yields a Piece for each new token, as soon as the host has it; arguments as of `generate`.
 
-        Arguments are checked at once, not at the first piece. Every rank must draw the same pieces, and close the stream behind
-        the same one: what has not been answered by then leaves the batch.
+        Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
+        prompts from the batch. Bad arguments raise ValueError here, not at the first piece.
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} is not a positive integer")
@@ -151,13 +156,13 @@ class Engine:
         return self.answer(prompts, one_each(params, len(prompts)))
 
     def answer(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Generator[Piece, None, None]:
-        """The same for prompts with parameters of their own."""
+        """As `stream`, with parameters for each prompt: `params[i]` are those of `prompts[i]`."""
         return _one_by_one(self.answer_in_steps(prompts, params))
 
     def answer_in_steps(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> Generator[list[Piece], None, None]:
-        """The same, step by step: the pieces that have arrived with each, which may be none."""
+        """As `answer`, but yields once a step: a list of the pieces that have arrived with it, which may be empty."""
         prompts, params = list(prompts), list(params)
         asked = self.team.exchange((prompts, params))
         for rank, other in enumerate(asked):
@@ -178,7 +183,8 @@ class Engine:
         return self._answer(sequences)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> int:
-        """One more request, which joins the batch when there is room; `step` gives its pieces under this number."""
+        """Adds one request, which joins the batch when there is room. Returns its number, which `step` puts into its pieces as
+        `prompt`. Collective: all ranks submit the same requests between the same steps. ValueError as of `generate`."""
         sequence = self._sequence(self._encode("prompt", prompt), params)
         self.batch.scheduler.check(sequence)
         self._enter(sequence)
@@ -186,11 +192,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Some request has not ended, or some piece has not been given."""
         return self.batch.has_work or bool(self._held)
 
     def step(self) -> list[Piece]:
-        """Launches a chunk of the waiting prompts and one token for everyone who has been read; the pieces of submitted
-        requests that have arrived meanwhile (on GPUs those of the step before), `prompt` being the request's number."""
+        """Launches a chunk of the waiting prompts and one token for everyone who has been read. Returns the pieces of submitted
+        requests that have arrived meanwhile, on GPUs those of the step before. Collective; call it while `has_work`."""
         self._step()
         return self._take({piece.prompt for piece in self._held} - self._streamed)
 

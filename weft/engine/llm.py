@@ -129,12 +129,12 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[Piece, None, None]:
-        """The same, a piece of some prompt as soon as its token is there.
+        """Like `generate`, but yields pieces as tokens arrive.
 
-        A stream that is closed or dropped before its end stops: the ranks run 64 more steps at most, and the next call does
-        not wait for more. `stats` stay those of the answer before. One that a name still holds is kept though its loop was
-        left: it stays to be drawn, and the next call computes its rest first, under torchrun beside its own; close it, or
-        draw it in `contextlib.closing`. On GPUs a caller who falls 64 steps behind is waited for, and `stats` count that time.
+        Closing or dropping the generator stops the answer: on GPUs the ranks run at most 64 more steps, virtual ranks end the
+        one that runs, and `stats` stay those of the answer before. Leaving a `for` loop does not close a generator that still
+        has a name; the next call then first computes its rest (under torchrun, beside its own). Use `contextlib.closing`.
+        On GPUs the ranks wait for a caller who falls 64 steps behind, and `stats` count that time.
         """
         return self._ask(as_prompts(prompts), params, STREAM_AHEAD)
 

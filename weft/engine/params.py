@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from numbers import Real
 
-GREEDY, SAMPLED, NUCLEUS = range(3)  # how much a token's choice takes: each can do what those before it can
 HOTTEST = 1e30  # all words have long been alike, and times the noise, of up to 23, it is still far from fp32's infinity
+
+
+class Kind(IntEnum):
+    """How much the choice of a token takes: each can do what those before it can."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    NUCLEUS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +68,10 @@ class SamplingParams:
             raise ValueError(f"stop={self.stop!r} holds something that is not a non-empty string")
 
     @property
-    def kind(self) -> int:
+    def kind(self) -> Kind:
         if self.temperature == 0.0:
-            return GREEDY
-        return SAMPLED if self.top_p == 1.0 else NUCLEUS
+            return Kind.GREEDY
+        return Kind.SAMPLED if self.top_p == 1.0 else Kind.NUCLEUS
 
 
 def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:

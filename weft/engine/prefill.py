@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.engine.params import SamplingParams
+from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
 from weft.layers.step import PagedCache, Step, cells_of, runs, upload
 from weft.models.qwen3 import Qwen3ForCausalLM
@@ -20,7 +20,7 @@ SLACK = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class PrefillChunk:
     """`tokens` of one sequence, after `before` that are cached. choose: its next token is chosen behind them."""
 
     seat: int
@@ -31,12 +31,12 @@ class Read:
     choose: bool
 
 
-def shape_of(reads: Sequence[Read]) -> tuple[int, int] | None:
+def shape_of(chunks: Sequence[PrefillChunk]) -> tuple[int, int] | None:
     """(sequences, tokens of each), both powers of two, that all fit without much padding; None where there is no such."""
-    if any(read.before for read in reads):
+    if any(chunk.before for chunk in chunks):
         return None
-    batch = 1 << (len(reads) - 1).bit_length()
-    lengths = [len(read.tokens) for read in reads]
+    batch = 1 << (len(chunks) - 1).bit_length()
+    lengths = [len(chunk.tokens) for chunk in chunks]
     length = max(SHORTEST, 1 << (max(lengths) - 1).bit_length())
     fits = batch * length <= max(FREE_TOKENS, int(SLACK * sum(lengths)))
     return (batch, length) if fits else None
@@ -72,17 +72,17 @@ class PaddedPrefill:
             chunks=runs([(0, length)] * batch),
         )
 
-    def load(self, reads: Sequence[Read]) -> None:
+    def load(self, chunks: Sequence[PrefillChunk]) -> None:
         """Of the host's lists; nothing is waited for."""
-        missing = self.batch - len(reads)
+        missing = self.batch - len(chunks)
         size, width = self.cache.page_size, self.table.shape[1]
-        tokens = torch.tensor([read.tokens + [0] * (self.length - len(read.tokens)) for read in reads])
-        pages = torch.tensor([(read.pages + [0] * width)[:width] for read in reads])
-        lengths = torch.tensor([len(read.tokens) for read in reads])
-        places = torch.arange(self.length).expand(len(reads), -1)
+        tokens = torch.tensor([chunk.tokens + [0] * (self.length - len(chunk.tokens)) for chunk in chunks])
+        pages = torch.tensor([(chunk.pages + [0] * width)[:width] for chunk in chunks])
+        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
+        places = torch.arange(self.length).expand(len(chunks), -1)
         slots = pages.gather(1, places // size) * size + places % size
         slots = torch.where(places < lengths[:, None], slots, -1)
-        params = [read.params for read in reads]
+        params = [chunk.params for chunk in chunks]
         for target, source, padding in (
             (self.tokens, tokens.flatten(), 0),
             (self.slots, slots.flatten(), -1),
@@ -92,10 +92,10 @@ class PaddedPrefill:
             (self.temperature, torch.tensor([p.temperature for p in params]), 0.0),
             (self.top_p, torch.tensor([p.top_p for p in params]), 1.0),
         ):
-            rest = source.new_full((missing * (len(source) // len(reads)), *source.shape[1:]), padding)
+            rest = source.new_full((missing * (len(source) // len(chunks)), *source.shape[1:]), padding)
             target.copy_(upload(torch.cat((source, rest)), target.device))
 
-    def run(self, kind: int) -> None:
+    def run(self, kind: Kind) -> None:
         """Keys and values into the cache, the token after each prompt into `chosen`."""
         cells = None if self.step.plan.fused else cells_of(self.slots, self.cache.page_size)
         step = replace(self.step, cells=cells)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.engine.params import GREEDY, SamplingParams
-from weft.engine.prefill import PaddedPrefill, Read, shape_of
+from weft.engine.params import Kind, SamplingParams
+from weft.engine.prefill import PaddedPrefill, PrefillChunk, shape_of
 from weft.engine.sampling import Choice, choose_tokens
 from weft.layers.step import check_page_size, upload
 from weft.models.qwen3 import Qwen3ForCausalLM, free_bytes
@@ -36,8 +36,8 @@ class Runner:
                  memory holds (virtual ranks: 256 MiB), and no more than all seats can fill
     cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed; None: where the team is on GPUs
 
-    A step has no host in it: model, head and choice of tokens read and write device memory at fixed addresses. A bucket is a
-    power of two or max_batch; the seats of a bucket that nobody has are padding: position -1.
+    A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
+    graph per batch bucket (powers of two, and max_batch) and kind of choice. Unused seats have position -1.
     """
 
     def __init__(
@@ -73,77 +73,77 @@ class Runner:
         self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._prompts: dict[tuple[int, int], PaddedPrefill] = {}
-        self._met: set[tuple[int, int] | None] = set()
+        self._shapes_seen: set[tuple[int, int] | None] = set()
         self._pool = None
         self._rows: dict[int, Row | None] = {}
 
-    def read(self, reads: Sequence[Read]) -> None:
-        """Prompts, or parts of them, into the cache; `tokens` then holds the next token of each that was to be chosen."""
-        shape = shape_of(reads) if self.cuda_graph else None
-        padded = shape is not None and (shape in self._prompts or shape in self._met)
-        tokens = shape[0] * shape[1] if padded else sum(len(read.tokens) for read in reads)
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Writes prompts, or parts of them, into the cache; `tokens[seat]` is then the next token, of those with `choose`."""
+        shape = shape_of(chunks) if self.cuda_graph else None
+        padded = shape is not None and (shape in self._prompts or shape in self._shapes_seen)
+        tokens = shape[0] * shape[1] if padded else sum(len(chunk.tokens) for chunk in chunks)
         self.longest_prefill = max(self.longest_prefill, tokens)
         if padded:
-            chosen = self._read_padded(reads, shape)
+            chosen = self._prefill_padded(chunks, shape)
         else:
             # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
-            self._met.add(shape)
+            self._shapes_seen.add(shape)
             # Sequences of one length are one attention.
-            reads = sorted(reads, key=lambda read: (read.before, len(read.tokens)))
-            chosen = self._read_as_they_are(reads)
-        ends = [index for index, read in enumerate(reads) if read.choose]
+            chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
+            chosen = self._prefill_as_they_are(chunks)
+        ends = [index for index, chunk in enumerate(chunks) if chunk.choose]
         if ends:
-            seats = upload(torch.tensor([reads[index].seat for index in ends]), self.team.device)
+            seats = upload(torch.tensor([chunks[index].seat for index in ends]), self.team.device)
             if len(ends) < len(chosen):
                 chosen = chosen[upload(torch.tensor(ends), self.team.device)]
             self.tokens.index_copy_(0, seats, chosen)
 
-    def _read_padded(self, reads: Sequence[Read], shape: tuple[int, int]) -> torch.Tensor:
+    def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: tuple[int, int]) -> torch.Tensor:
         """The token after each, and of padding behind them: [shape[0]]"""
-        kind = max(read.params.kind for read in reads)
+        kind = max(chunk.params.kind for chunk in chunks)
         if shape not in self._prompts:
             self._prompts[shape] = PaddedPrefill(self.model, self.cache, *shape)
         prompts = self._prompts[shape]
-        prompts.load(reads)
+        prompts.load(chunks)
         self._replay((shape, kind), lambda: prompts.run(kind))
         return prompts.chosen
 
-    def _read_as_they_are(self, reads: Sequence[Read]) -> torch.Tensor:
+    def _prefill_as_they_are(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
         """The token after each that is to have one chosen."""
         device = self.team.device
-        width = max(len(read.pages) for read in reads)
-        table = upload(_padded([read.pages for read in reads], width).to(torch.int32), device)
-        tokens = upload(torch.tensor([token for read in reads for token in read.tokens]), device)
-        step = self.model.prefill_step([(read.before, len(read.tokens)) for read in reads], table, self.page_size)
-        ends = torch.tensor([len(read.tokens) for read in reads]).cumsum(0) - 1
-        chosen = [index for index, read in enumerate(reads) if read.choose]
+        width = max(len(chunk.pages) for chunk in chunks)
+        table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
+        tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
+        step = self.model.prefill_step([(chunk.before, len(chunk.tokens)) for chunk in chunks], table, self.page_size)
+        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+        chosen = [index for index, chunk in enumerate(chunks) if chunk.choose]
         if not chosen:
             self.model.fill_cache(tokens, step, self.cache)
             return tokens[:0]
         logits = self.model(tokens, step, self.cache, upload(ends[chosen], device))
-        reads = [reads[index] for index in chosen]
-        params = [read.params for read in reads]
+        chunks = [chunks[index] for index in chosen]
+        params = [chunk.params for chunk in chunks]
         choice = Choice(
             **_of_params(params, device),
-            position=upload(torch.tensor([read.before + len(read.tokens) for read in reads]), device),
+            position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
         )
         kind = max(p.kind for p in params)
         return choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
 
-    def place(self, rows: dict[int, Row]) -> None:
-        """Who sits where in the next decode step; other seats are empty. Only what the device does not know is sent."""
+    def set_seats(self, rows: dict[int, Row]) -> None:
+        """Says who sits where in the next decode step; all other seats are empty. Sends only what the device does not know."""
         changed = {seat: row for seat, row in rows.items() if self._rows.get(seat) != row}
         gone = [seat for seat in self._rows if seat not in rows]
         if changed or gone:
             self._send(changed, gone)
         self._rows = rows
 
-    def forget(self) -> None:
-        """What the device knows of its seats is uncertain: the next `place` sends all."""
+    def invalidate_seats(self) -> None:
+        """After an error, what the device knows of its seats is uncertain: the next `set_seats` sends all."""
         self._rows = dict.fromkeys(range(self.max_batch))
 
     def move(self, moves: list[tuple[int, int]]) -> None:
-        """The tokens of seats (from, to): their sequences will be placed anew."""
+        """Moves the tokens of seats, (from, to); `set_seats` comes before the next decode step."""
         sources, targets = (upload(torch.tensor(seats), self.team.device) for seats in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
 
@@ -160,7 +160,7 @@ class Runner:
                 getattr(self, name).index_copy_(0, seats, values)
 
     def decode(self) -> None:
-        """One more token for everyone who has been placed, captured first where that is due."""
+        """One more token for everyone who has a seat, and the positions after it, as of `step`."""
         batch = self.bucket(max(self._rows) + 1)
         self.largest_decode = max(self.largest_decode, batch)
         self.step(batch, max(row.params.kind for row in self._rows.values()))
@@ -169,33 +169,29 @@ class Runner:
             seat: Row(position=row.position + 1, pages=row.pages, params=row.params) for seat, row in self._rows.items()
         }
 
-    def occupy(self, batch: int, context: int) -> None:
-        """Seats 0 .. batch - 1 as if each had read `context` tokens, for measurements: whatever the cache holds is theirs.
-
-        ValueError where there are not enough pages.
-        """
-        each = context // self.page_size + 1
-        if batch * each >= self.cache.pages:
-            raise ValueError(
-                f"{batch} sequences of {context} tokens need {batch * each} pages, and there are {self.cache.pages - 1}"
-            )
-        pages = [list(range(1 + seat * each, 1 + (seat + 1) * each)) for seat in range(batch)]
-        self.place({seat: Row(position=context, pages=pages[seat], params=SamplingParams()) for seat in range(batch)})
-
     def bucket(self, batch: int) -> int:
         """The smallest bucket that holds so many seats."""
         return next(size for size in self.buckets if size >= batch)
 
-    def step(self, batch: int, kind: int = GREEDY) -> None:
-        """One decode step of seats 0 .. batch - 1 as they are, choosing tokens in the way of `kind`."""
+    def step(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
+        """One decode step of seats 0 .. batch - 1: their `tokens` become the next ones, their `positions` count on (-1 stays).
+
+        batch  a bucket
+        kind   the greatest of the seats' `params.kind`; a lesser one would choose wrong
+
+        Captures the bucket's graph first where there is none. Returns before the GPU has ended.
+        """
         if not self.cuda_graph:
             self._eager_step(batch, kind)
             return
         self.capture(batch, kind)
         self._graphs[batch, kind].replay()
 
-    def capture(self, batch: int, kind: int = GREEDY) -> None:
-        """The graph of a bucket, unless it is there. What the seats hold stays as it is: warming up, they count as empty."""
+    def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
+        """Makes the graph that `step` replays, unless it is there. Collective, and it waits for the GPU.
+
+        `tokens`, `positions` and the cache stay as they are: all seats are empty while it warms up.
+        """
         if (batch, kind) in self._graphs:
             return
         kept = self.tokens.clone(), self.positions.clone()
@@ -229,7 +225,7 @@ class Runner:
         self.team.barrier()
         self.capture_seconds += time.perf_counter() - begin
 
-    def _eager_step(self, batch: int, kind: int) -> None:
+    def _eager_step(self, batch: int, kind: Kind) -> None:
         positions = self.positions[:batch]
         step = self.model.decode_step(positions, self.table[:batch], self.page_size)
         logits = self.model(self.tokens[:batch], step, self.cache)

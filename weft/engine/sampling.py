@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from weft import ops
-from weft.engine.params import GREEDY, NUCLEUS
+from weft.engine.params import Kind
 from weft.layers.parallel import all_gather
 from weft.layers.vocabulary import VocabParallelHead
 from weft.ops.likelihood_above import LOWEST, SHIFTS, narrow
@@ -46,28 +46,28 @@ class Choice:
 
 
 def choose_tokens(
-    head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: int, *, fused: bool = False
+    head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: Kind, *, fused: bool = False
 ) -> torch.Tensor:
     """This rank's logits [B, V'/W] → the chosen words [B] int64, the same on every rank.
 
     kind   the greatest of the sequences' kinds (params.py); lesser ones among them are served right
     fused  by weft.ops' kernels; else by the torch operations below, on fp32 logits. Collective
     """
-    if kind == GREEDY:
+    if kind == Kind.GREEDY:
         return head.argmax(logits, fused=fused)
     if fused:
         return _draw_fused(head, logits, choice, kind)
     words = torch.arange(head.start, head.start + head.local_size, device=logits.device)
     # Times the temperature, and not the logits divided by it: 0 is then greedy and nothing overflows.
     scores = logits + choice.temperature[:, None] * gumbel(choice.seed, choice.position, words)
-    if kind == NUCLEUS:
+    if kind == Kind.NUCLEUS:
         scores = scores.masked_fill(~likeliest(head, logits, choice.temperature, choice.top_p), float("-inf"))
     return head.argmax(scores, fused=False)
 
 
-def _draw_fused(head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: int) -> torch.Tensor:
+def _draw_fused(head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: Kind) -> torch.Tensor:
     floor = None
-    if kind == NUCLEUS:
+    if kind == Kind.NUCLEUS:
         best = _over_ranks(head, ops.best_words(logits, head.start))[..., 0].flatten(0, 1).amax(dim=0)
         floor = torch.full_like(choice.seed, LOWEST, dtype=torch.int32)
         wanted = torch.empty_like(choice.seed)

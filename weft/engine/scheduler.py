@@ -131,8 +131,10 @@ class Scheduler:
         return length
 
     def next_decode(self) -> list[Sequence] | None:
-        """The sequences that go on by one token, oldest first, each with a page for it. None: pages have run out, and tokens
-        of the sequence that is to give way are still in flight: ask again when the host knows them."""
+        """Chooses who decodes one token, oldest first, and gives each the page it needs, preempting the youngest if necessary.
+
+        None: no page is free, and the youngest has tokens in flight. Collect them, then call again.
+        """
         running = [s for s in self.seated if s.running and s.launched < s.budget]
         ready: list[Sequence] = []
         for sequence in running:

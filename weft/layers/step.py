@@ -34,9 +34,7 @@ class PagedCache:
         return self.data.shape[2]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer; a cache of one layer serves all in turn."""
-        if self.data.shape[0] == 1:
-            index = 0
+        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer."""
         return self.data[index, 0], self.data[index, 1]
 
 

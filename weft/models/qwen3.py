@@ -203,10 +203,9 @@ class Qwen3ForCausalLM(nn.Module):
         sizes = {"hidden_size": self.config.hidden_size, "dtype": self.dtype}
         return choose_plan(self.mode, tokens, **sizes, team=self.team, fused=self.fused)
 
-    def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE, *, layers: int | None = None) -> PagedCache:
-        """`layers` 1: a cache that all layers write in turn, enough for a forward pass that nothing follows."""
+    def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE) -> PagedCache:
         kv_heads = self.layers[0].self_attn.num_kv_heads
-        sizes = (layers or len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
+        sizes = (len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
         return PagedCache(*sizes, dtype=self.dtype, device=self.team.device)
 
     def decode_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
@@ -238,15 +237,6 @@ class Qwen3ForCausalLM(nn.Module):
     def fill_cache(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> None:
         """The same, of a prompt's part that no token is chosen after."""
         self._run(tokens, step, cache)
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Teacher-forced: tokens[batch, length] → all logits [batch, length, V] in fp32, the same on every rank."""
-        batch, length = tokens.shape
-        each = -(-length // DEFAULT_PAGE_SIZE)
-        cache = self.new_cache(1 + batch * each, layers=1)
-        pages = 1 + torch.arange(batch * each, dtype=torch.int32, device=tokens.device).view(batch, each)
-        step = self.prefill_step([(0, length)] * batch, pages)
-        return self.lm_head.gather(self(tokens.flatten(), step, cache)).float().view(batch, length, -1)
 
     def _run(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
         x, hidden = self.embed_tokens(tokens, step.plan), None

@@ -40,7 +40,7 @@ class LLM:
     model       a Qwen3 checkpoint directory; None: the built-in one, which adds; a Qwen3Config: random weights, no tokenizer
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
-                one, made anew for every call; "auto": GPUs where there are enough
+                one, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs where there are enough
     heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted, where `chunk_tokens`
                 of a wide model need more, says how much
     progress    called with (bytes read, bytes to read) while rank 0's weights load

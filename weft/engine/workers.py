@@ -73,9 +73,8 @@ class VirtualWorkers:
     """
 
     _lock = threading.Lock()
-    _latest: tuple[threading.Thread, threading.Event] | None = (
-        None  # of this process: what computes an answer, its `closed`
-    )
+    # Of this process's latest answer: what computes it, and its `closed`.
+    _latest: tuple[threading.Thread, threading.Event] | None = None
 
     def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
         self._world_size, self._options, self._progress = world_size, options, progress

@@ -1,11 +1,15 @@
 """What the words become: they compile for every GPU, and on sm_90 the PTX shows what they promise."""
 
+import re
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import weft
 import weft.language as wl
 from tests.compiling import TARGETS, a_view, compiled
 from weft.language.shmem import CMP_GE, SIGNAL_ADD
@@ -141,6 +145,14 @@ def test_on_gfx942_every_wave_s_stores_are_in_memory_before_the_barrier_of_a_rel
     positions(asm[found[4] :], "_store_dword", *done, "global_atomic_add")
 
 
+def test_on_an_amd_gpu_without_a_lowering_notify_is_a_compile_time_error_that_says_so(monkeypatch):
+    monkeypatch.setitem(TARGETS, "gfx950", GPUTarget("hip", "gfx950", 64))
+    with pytest.raises(triton.CompilationError) as caught:
+        compiled(store_then_release, X, SIGNALS, SIGNALS, a_view(), 4096, arch="gfx950")
+    assert "notify, fence and gather_stores are not written for this AMD GPU" in _whole_story(caught.value)
+    assert compiled(push_tile, X, X, a_view(), 1024, arch="gfx950").asm["amdgcn"]
+
+
 def test_notify_without_tma_has_the_barrier_before_the_release_on_sm_80():
     ptx = compiled(every_word, X, X, SIGNALS, 100, a_view(), 1024, arch="sm_80").asm["ptx"]
     assert "cp.async.bulk" not in ptx and "fence.proxy" not in ptx
@@ -201,3 +213,51 @@ def test_put_comes_after_what_the_program_stored_and_before_what_it_stores():
     """By other threads than those that copy."""
     ptx = compiled(put_between_stores, X, X, 1 << 10, a_view(), BLOCK=1024, arch="sm_90").asm["ptx"]
     positions(ptx, "st.global", "bar.sync", "ld.global", "st.global", "bar.sync", "st.global")
+
+
+@triton.jit
+def receive_in_turns(out, inbox, n, team, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    for turn in tl.static_range(2):
+        here, old = inbox + turn * BLOCK + at, inbox + (1 - turn) * BLOCK + at
+        tl.store(out + turn * BLOCK + at, wl.lamport_receive(here, old, at < n, team, False), mask=at < n)
+
+
+@pytest.mark.parametrize("block", [1, 32, 64])
+def test_no_warp_clears_a_small_block_that_another_still_loads(block):
+    x = torch.zeros(256)
+    ptx = compiled(receive_in_turns, x, x, 4096, a_view(), block, arch="sm_90", num_warps=4).asm["ptx"]
+    # Stored are a clearing, what was received, then the next clearing.
+    _, received, _, _ = (match.start() for match in re.finditer(r"st\.global", ptx))
+    seen = ptx.rindex("ld.volatile.global", 0, received)
+    # All load it after each element has been seen, and go on after all have.
+    assert "bar.sync" in ptx[ptx.rindex("ld.volatile.global", 0, seen) : seen]
+    assert "bar.sync" in ptx[seen:received]
+
+
+def test_one_warp_receives_a_small_block_without_a_barrier():
+    x = torch.zeros(256)
+    assert "bar.sync" not in compiled(receive_in_turns, x, x, 4096, a_view(), 16, arch="sm_90", num_warps=1).asm["ptx"]
+
+
+@triton.jit
+def send_and_receive(x, out, inbox, team, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    wl.lamport_store(wl.symm_at(inbox, 1 - wl.rank(team), team) + at, tl.load(x + at), at < BLOCK)
+    tl.store(out + at, wl.lamport_load(inbox + at, at < BLOCK, team))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_rounds_to_minus_zero_arrives_as_zero(dtype):
+    sent = torch.tensor([-0.0, -1e-12, -1e-45, 1e-12, -1.0, -3e-8, 0.0, 2.0])
+
+    def main(team):
+        inbox = team.empty((8,), dtype)
+        inbox.copy_(torch.full((8,), -0.0))
+        team.barrier()
+        out = torch.empty(8, dtype=dtype)
+        send_and_receive[(1,)](sent, out, inbox, team.view, BLOCK=8)
+        return out
+
+    for out in weft.simulate(main, 2):
+        assert torch.equal(out, sent.to(dtype)) and not torch.signbit(out[out == 0]).any()

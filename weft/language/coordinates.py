@@ -20,9 +20,10 @@ def num_ranks(team, _semantic=None):
 def symm_at(ptr, peer, team):
     """The symmetric object behind ``ptr``, in ``peer``'s memory.
 
-    ``ptr``: scalar pointer into this rank's symmetric heap. ``peer``: int in ``0 .. num_ranks(team) - 1``; for
-    ``peer == rank(team)`` the result is ``ptr``. What is known of ``ptr``'s alignment up to 16 bytes stays known, so tile
-    stores through the result are as wide as local ones. One load and one add.
+    ``ptr``: scalar pointer into this rank's symmetric heap. ``peer``: an int32 scalar or block, each in
+    ``0 .. num_ranks(team) - 1``; the result has its shape. For ``peer == rank(team)`` it is ``ptr``. What is known of
+    ``ptr``'s alignment up to 16 bytes stays known, so tile stores through the result are as wide as local ones. One load and
+    one add.
     """
     item: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     # Deltas are multiples of 16 bytes. Said of an element offset and added to a typed pointer, the compiler keeps it;

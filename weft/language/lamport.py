@@ -18,7 +18,11 @@ from weft.language.lowering import stock
 
 @triton.jit
 def lamport_store(ptr, x, mask):
-    """Store ``x`` so that a ``lamport_load`` of the same elements sees it arrive; -0.0 is sent as +0.0."""
+    """Store ``x`` so that a ``lamport_load`` of the same elements sees it arrive.
+
+    ``x`` is rounded to the buffer's dtype first; a result of -0.0 is sent as +0.0.
+    """
+    x = x.to(ptr.dtype.element_ty)
     stock.store_flagged(ptr, tl.where(x == 0, tl.zeros_like(x), x), mask)
 
 
@@ -42,17 +46,30 @@ def lamport_load(ptr, mask, team):
     else:
         while stock.count_unwritten(x) > 0:
             x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+    return _seen_by_all(x, ptr, mask)
+
+
+@triton.jit
+def _seen_by_all(x, ptr, mask):
+    """``x``, the elements behind ``ptr``, which have come: all warps have them, and this program may clear them."""
+    if stock.is_loaded_by_several_warps(x):
+        # Several warps load the same element of a small block. A warp goes on by what it saw itself or by what another one saw,
+        # so each loads once more what is there. None may clear the block before all have seen it.
+        tl.debug_barrier()
+        x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+        tl.debug_barrier()
     return x
 
 
 @triton.jit
 def lamport_receive(ptr, old, mask, team, ordered=True):
-    """The elements behind ``ptr`` as of ``lamport_load``; those behind ``old`` are cleared, and if ``ordered`` (a bool, at run
-    time too) what this program stores after this call is stored after that; else what the next kernel stores.
+    """Wait for the block behind ``ptr``, which is returned as of ``lamport_load``, and clear the block behind ``old``, which
+    nobody else touches meanwhile.
 
-    Nobody else touches ``old`` meanwhile. Like any store, a clearing may be overtaken by a later one of the same program;
-    a fence would keep them apart by waiting for all its stores to remote memory. ``old`` is loaded again while the data are
-    under way.
+    If ``ordered`` (a bool, at run time too), everything this program stores afterwards comes after the clearing. We poll
+    ``old`` until it reads as cleared. This suffices because a thread loads what it has itself stored, and because a volatile
+    load is served by the L2 of this GPU, which is also where peers' stores arrive. PTX alone does not promise it. A fence
+    would, but it waits for all stores to peers, too. If not ``ordered``, the clearing is complete when the kernel ends.
     """
     lamport_clear(old, mask)
     if ordered:
@@ -90,6 +107,7 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team):
         while stock.count_unwritten(x) > 0:
             x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
             y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+        x = _seen_by_all(x, ptr, mask)
         # Apart from the block: warps load keys of their own, and each goes on by what it has itself seen.
         while stock.count_unwritten(y) > 0:
             y = tl.load(key, mask=key_mask, other=0.0, volatile=True)

@@ -7,11 +7,9 @@ from weft.language.lowering import stock
 
 @triton.jit
 def zero_here():
-    """0, an int32 scalar, which the compiler does not know: what it is added to is computed here, and not before.
+    """An int32 zero that the compiler cannot fold.
 
-    Compilers move what a loop does not change out of it, addresses above all. Kept in registers along an inner loop that
-    needs them all, such as the one over K of a matrix product, they are spilled. ``x + 16 * wl.zero_here()`` is ``x``, of
-    the same alignment up to 16, and moves above nothing that stands before it. Nothing but 0 on GPUs other than NVIDIA's
-    and in the simulator.
+    Add ``16 * wl.zero_here()``, which keeps alignments up to 16, to an address to have it computed at this point and not
+    hoisted out of a loop, where it would occupy registers and spill. A plain 0 on targets other than NVIDIA's.
     """
     return stock.zero_here()

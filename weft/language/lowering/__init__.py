@@ -1,1 +1,2 @@
-"""What stands under the words: stock Triton (``stock``), PTX (``ptx``, the one file with assembly), the simulator."""
+"""What stands under the words: stock Triton (``stock``), NVIDIA's and AMD's assembly (``ptx`` and ``gcn``, no
+other file has any), the simulator (``simulated``)."""

@@ -1,4 +1,4 @@
-"""What stock Triton leaves out on AMD: CDNA3 assembly."""
+"""All the assembly for AMD GPUs: what stock Triton leaves out on CDNA3 (gfx942)."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""NVIDIA assembly, all of it. Each function says which instruction it is and why stock Triton does not give it.
+"""All the assembly for NVIDIA GPUs. Each function says which instruction it is and why stock Triton does not give it.
 
 Every thread of the program runs each of these; where one thread must act, the predicate is inside.
 """

@@ -46,7 +46,11 @@ def drain_tma_stores():
 def complete_stores():
     """This thread's ordinary stores are where a release by another thread, behind a barrier, may count on them. Nothing to do
     on NVIDIA, whose barrier sees to that."""
-    if target_info.is_hip_cdna3():
+    if target_info.is_hip():
+        tl.static_assert(
+            target_info.is_hip_cdna3(),
+            "notify, fence and gather_stores are not written for this AMD GPU, only for gfx942",
+        )
         gcn.complete_stores()
 
 
@@ -114,6 +118,14 @@ def count_unwritten(x):
 @triton.jit
 def count_written(x, mask):
     return tl.sum((mask & (is_unwritten(x) == 0)).to(tl.int32))
+
+
+@tl.core.builtin
+def is_loaded_by_several_warps(x, _semantic=None):
+    """Whether there are fewer elements in the block ``x`` than threads, so that several warps load the same: a compile-time
+    constant. (One warp's threads load together.)"""
+    options = _semantic.builder.options
+    return tl.constexpr(options.num_warps > 1 and x.numel.value < options.num_warps * options.warp_size)
 
 
 @triton.jit

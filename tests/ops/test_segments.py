@@ -1,15 +1,21 @@
 """How rows are cut and joined for library GEMMs, and calls that follow each other with rows in either order."""
 
+import re
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+import weft
 import weft.check
+from tests.compiling import compiled
 from tests.ops.closeness import assert_close
 from weft.ops.all_gather_matmul import run as all_gather_matmul
 from weft.ops.gemm_config import GemmConfig
-from weft.ops.segments import pieces_of, runs_of
+from weft.ops.segments import SUM_BLOCK, part_of, pieces_of, rows_of, runs_of, sum_kernel
 
 
 @given(st.integers(1, 9), st.integers(0, 8), st.integers(1, 9))
@@ -45,3 +51,40 @@ def test_calls_of_both_orders_of_rows_may_follow_each_other(world_size):
 
     report = weft.check.check(main, world_size, schedules=20)
     assert report.ok, str(report)
+
+
+@triton.jit
+def note_parts(found, M, N, BLOCK: tl.constexpr, WORLD: tl.constexpr):
+    for rank in range(WORLD):
+        first, count, first_row = part_of(rank, M, N, BLOCK, WORLD)
+        at = found + (rank * tl.num_programs(0) + tl.program_id(0)) * 3
+        tl.store(at, first)
+        tl.store(at + 1, count)
+        tl.store(at + 2, first_row)
+
+
+@pytest.mark.parametrize(("M", "N"), [(300_000, 16_384), (7, 1000), (1, 3000), (40, 33)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_parts_hold_every_element_of_a_rank_once_however_many_there_are(world, M, N):
+    """More than 2**31 at W=2, where a rank's sums go by segments because 32 bits could not count them."""
+
+    def main(team):
+        found = team.local((world, 5, 3), torch.int64)
+        note_parts[(5,)](found, M, N, BLOCK=1024, WORLD=world)
+        return found.tolist()
+
+    [found] = weft.simulate(main, 1)
+    for rank, parts in enumerate(found):
+        rows = rows_of(rank, M, world)
+        size, end = (rows.stop - rows.start) * N, 0
+        for first, count, first_row in parts:
+            assert first_row == rows.start and first % 1024 == 0
+            assert count == 0 or first == end
+            end += count
+        assert end == size
+
+
+def test_a_block_of_a_sum_begins_where_64_bits_say():
+    x = torch.zeros(16, dtype=torch.bfloat16)
+    ttir = compiled(sum_kernel, x, x, x, 1 << 33, 1 << 32, SLOTS=1, BLOCK=SUM_BLOCK, arch="sm_90").asm["ttir"]
+    assert re.search(r"muli .* : i64", ttir) and not re.search(r"muli .* : i32", ttir)

@@ -71,9 +71,10 @@ def sum_kernel(out, own, slots, slot_size, n, SLOTS: tl.constexpr, BLOCK: tl.con
     order           own + slots 0, 1, … , summed in fp32, rounded once: the same every run
     """
     wl.follow_previous_kernel()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = added(own, slots, slot_size, at, n, SLOTS)
-    tl.store(out + at, x.to(out.dtype.element_ty), mask=at < n)
+    at, first = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64) * BLOCK
+    rest = tl.minimum(n - first, BLOCK).to(tl.int32)
+    x = added(own + first, slots + first, slot_size, at, rest, SLOTS)
+    tl.store(out + first + at, x.to(out.dtype.element_ty), mask=at < rest)
 
 
 @triton.jit
@@ -104,36 +105,38 @@ def share_kernel(out, own, slots, slot_size, results, ready, flags, epoch, M, N,
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
     now = tl.load(epoch)
-    first, last, first_row = part_of(me, M, N, BLOCK, world)
-    target = out + first_row.to(tl.int64) * N
-    for start in range(first, last, BLOCK):
+    first, count, first_row = part_of(me, M, N, BLOCK, world)
+    result, target = results + me.to(tl.int64) * slot_size + first, out + first_row * N + first
+    # In 32 bits: from a 0 that it knows, LLVM counts in 64, which takes half as many instructions again for what is copied.
+    begin = 16 * wl.zero_here()
+    for start in range(begin, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        total = added(own, slots, slot_size, at, last, world - 1).to(out.dtype.element_ty)
+        total = added(own + first, slots + first, slot_size, at, count, world - 1).to(out.dtype.element_ty)
         for step in tl.static_range(1, world):
-            there = wl.symm_at(results + me.to(tl.int64) * slot_size, (me + step) % world, team)
-            tl.store(there + at, total, mask=at < last)
-        tl.store(target + at, total, mask=at < last)
+            tl.store(wl.symm_at(result, (me + step) % world, team) + at, total, mask=at < count)
+        tl.store(target + at, total, mask=at < count)
     for step in tl.static_range(1, world):
         wl.notify(ready + me * flags + tl.program_id(0), (me + step) % world, now, team)
     for step in range(1, world):
         peer = (me + step) % world
-        first, last, first_row = part_of(peer, M, N, BLOCK, world)
-        source, target = results + peer.to(tl.int64) * slot_size, out + first_row.to(tl.int64) * N
+        first, count, first_row = part_of(peer, M, N, BLOCK, world)
+        source, target = results + peer.to(tl.int64) * slot_size + first, out + first_row * N + first
         wl.wait(ready + peer * flags + tl.program_id(0), now, team)
-        for start in range(first, last, BLOCK):
+        for start in range(begin, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            tl.store(target + at, tl.load(source + at, mask=at < last, other=0.0), mask=at < last)
+            tl.store(target + at, tl.load(source + at, mask=at < count, other=0.0), mask=at < count)
 
 
 @triton.jit
 def part_of(rank, M, N, BLOCK: tl.constexpr, world: tl.constexpr):
-    """This program's share of ``rank``'s rows of [M, N], in whole blocks: its first element, the last one's successor, both
-    counted from the rank's first row, and that row."""
+    """This program's share of ``rank``'s rows of [M, N], in whole blocks: its first element (int64), counted from the rank's
+    first row; how many it has (int32, perhaps 0); and that row (int64). A rank may have 2**31 elements, a program has less."""
+    rank = rank.to(tl.int64)
     first_row = rank * M // world
-    count = ((rank + 1) * M // world - first_row) * N
-    of_part = tl.cdiv(tl.cdiv(count, BLOCK), tl.num_programs(0)) * BLOCK
-    first = tl.minimum(tl.program_id(0) * of_part, count)
-    return first, tl.minimum(first + of_part, count), first_row
+    of_rank = ((rank + 1) * M // world - first_row) * N
+    of_part = tl.cdiv(tl.cdiv(of_rank, BLOCK).to(tl.int32), tl.num_programs(0)) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * of_part
+    return first, tl.maximum(tl.minimum(of_rank - first, of_part), 0).to(tl.int32), first_row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,7 +213,8 @@ def send_partials(
 ) -> Iterator[tuple[int, slice, Any]]:  # fmt: skip
     """partial = a[M, K] @ b[N, K].T in every peer's rows, by pieces, each sent to its owner's slot for this rank.
 
-    begun      a mark: ``slots`` are free from there on
+    begun      a mark behind ``begin_kernel``. The caller has forked the copy engine behind it, so no copy reaches a peer's slot
+               too early. It only delays the GEMMs of the side lanes, so that they start one after another
     own_first  the order of the ranks' rows in a and partial (place_of), W times as many as one's
     block      the number of the flag that stands for all of an owner's rows. None: one for each of ``config.chunks`` pieces
     turn       of the first GEMM
@@ -222,7 +226,7 @@ def send_partials(
         for number, piece in pieces_of(last - first, config.chunks if block is None else 1):
             with lanes.turn(turn):
                 if turn % config.lanes:
-                    # Behind the first GEMM's start: one GEMM after the other gets the SMs, not two at once.
+                    # Start this GEMM after the first one has begun, so that two GEMMs do not share the SMs.
                     lanes.after(begun)
                 library.matmul(a[first:last][piece], b, partial[first:last][piece])
                 team.copy_engine.fork()

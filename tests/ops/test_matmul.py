@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 
 import pytest
 import torch
@@ -265,15 +266,40 @@ def test_wrong_arguments_are_refused(call, message):
     weft.simulate(main, 2)
 
 
-def test_ranks_must_bring_as_many_columns_as_each_other():
+@pytest.mark.parametrize("op", FUSED)
+def test_ranks_must_bring_what_the_others_do(op):
+    rows = "a_shard.shape[0]" if op == "all_gather_matmul" else "a.shape[0]"
+
     def main(team):
-        a = torch.ones(4, 8)
-        for _ in range(2):
-            with pytest.raises(
-                ValueError, match=r"b is \[16, 8\] on rank 0, \[24, 8\] on rank 1; pass the same number"
-            ):
-                ops.all_gather_matmul(a, torch.ones(16 + 8 * team.rank, 8), team)
-        assert ops.all_gather_matmul(a, torch.ones(16, 8), team).shape == (8, 16)
+        def call(M=4, N=16, dtype=FP32, **more):
+            return getattr(ops, op)(torch.ones(M, 8, dtype=dtype), torch.ones(N, 8, dtype=dtype), team, **more)
+
+        for given, message in (
+            ({"M": 16 + 16 * team.rank}, f"{rows} is 16 on rank 0, 32 on rank 1"),
+            ({"N": 16 + 8 * team.rank}, "b.shape[0] is 16 on rank 0, 24 on rank 1"),
+            ({"dtype": (BF16, FP32)[team.rank]}, "dtype is torch.bfloat16 on rank 0, torch.float32 on rank 1"),
+            ({"own_first": team.rank == 0}, "own_first is True on rank 0, False on rank 1"),
+        ):
+            if op == "matmul_all_reduce" and "own_first" in given:
+                continue
+            for _ in range(2):
+                with pytest.raises(ValueError, match=re.escape(f"{op}: {message}; pass the same on all ranks")):
+                    call(**given)
+        return call().shape
+
+    rows_of_result = {"all_gather_matmul": 8, "matmul_reduce_scatter": 2, "matmul_all_reduce": 4}[op]
+    assert weft.simulate(main, 2) == [(rows_of_result, 16)] * 2
+
+
+def test_ranks_meet_once_for_what_they_bring(monkeypatch):
+    def main(team):
+        def call():
+            for op in FUSED:
+                getattr(ops, op)(torch.ones(4, 8), torch.ones(16, 8), team)
+
+        call()
+        monkeypatch.setattr(team, "exchange", None)
+        call()
 
     weft.simulate(main, 2)
 

@@ -125,8 +125,9 @@ def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team, *, own
                own_first. For what treats every row alike, as an MLP does: rows come in the order in which they arrive, so that
                one GEMM computes all that are not the own ones
 
-    Every rank has its own b (its share of N); M, N, K and own_first are the same on all ranks. Collective: all ranks call
-    it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit; HeapExhausted.
+    Every rank has its own b (its share of N); M, N, K, dtype and own_first are the same on all ranks, which meet on the host
+    at the first call with them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes
+    or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     gemm.check_operands("all_gather_matmul", a_shard, b, team.device, "a_shard")
     return torch.ops.weft.all_gather_matmul.default(a_shard, b, team.name, own_first)
@@ -140,7 +141,8 @@ def run(
         return run_matmul(a_shard, b, config)
     shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
-    _check_columns(team, N, K)
+    given = {"a_shard.shape[0]": rows, "b.shape[0]": N, "b.shape[1]": K, "dtype": b.dtype, "own_first": own_first}
+    gemm.agree("all_gather_matmul", team, given)
     config = config or configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps, own_first)
     gemm.check_design("all_gather_matmul", config, "fused", "segments", "library")
     out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
@@ -152,20 +154,6 @@ def run(
     else:
         _run_fused(shard, b, out, team, config, own_first)
     return out
-
-
-def _check_columns(team: Team, N: int, K: int) -> None:
-    """All ranks' b are alike, or a ValueError on all of them: with other tiles, or by another design, they would wait for
-    each other for ever. The ranks meet once for each shape of b; one that comes with a new shape alone is told by the meeting.
-    """
-    seen = team.workspace("all_gather_matmul shapes", set)
-    if (N, K) in seen:
-        return
-    everyone = team.exchange((N, K))
-    if len(set(everyone)) > 1:
-        shapes = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in enumerate(everyone))
-        raise ValueError(f"all_gather_matmul: b is {shapes}; pass the same number of rows and columns on all ranks")
-    seen.add((N, K))
 
 
 def _run_fused(

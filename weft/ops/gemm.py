@@ -171,6 +171,27 @@ def check_design(op: str, config: GemmConfig, *designs: str) -> None:
         raise ValueError(f"{op}: design={config.design!r} is not one of {', '.join(map(repr, designs))}")
 
 
+def agree(op: str, team: Team, given: dict[str, Any]) -> None:
+    """``given``, values by their names, is the same on all ranks, or a ValueError on all of them: with other tiles, or by
+    another design, they would wait for each other for ever.
+
+    The ranks meet once for each set of values; one that comes with new ones alone is told by the meeting.
+    """
+    seen = team.workspace("gemm agreed", set)
+    key = op, *given.values()
+    if key in seen:
+        return
+    everyone = team.exchange({"op": op, **given})
+    different = [
+        f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}"
+        for name in ("op", *given)
+        if len(set(values := [of_rank.get(name) for of_rank in everyone])) > 1
+    ]
+    if different:
+        raise ValueError(f"{op}: {'; '.join(different)}; pass the same on all ranks")
+    seen.add(key)
+
+
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     """``x`` where its rows are dense and do not overlap (a slice of rows or columns is), else a dense copy."""
     dense = x.shape[1] == 1 or x.stride(1) == 1

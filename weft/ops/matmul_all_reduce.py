@@ -195,9 +195,10 @@ class Workspace:
 def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Tensor:
     """The sum over ranks of a[M, K] @ b[N, K].T -> [M, N], bitwise the same on all ranks.
 
-    a and b hold this rank's share of K; M and N are the same on all ranks. Partial results travel in the dtype of a and
-    b (fp16, bf16, fp32) and are summed in fp32, in an order that depends on the tile only. Collective: all ranks call
-    it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit; HeapExhausted.
+    a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which meet on the host at the
+    first call with them. Partial results travel in the dtype of a and b (fp16, bf16, fp32) and are summed in fp32, in an order
+    that depends on the tile only. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes,
+    dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     gemm.check_operands("matmul_all_reduce", a, b, team.device)
     return torch.ops.weft.matmul_all_reduce.default(a, b, team.name)
@@ -209,6 +210,7 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
         return run_matmul(a, b, config)
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
+    gemm.agree("matmul_all_reduce", team, {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype})
     config = config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
     gemm.check_design("matmul_all_reduce", config, "fused", "segments", "library")
     if config.design == "library":

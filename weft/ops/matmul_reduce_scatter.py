@@ -167,10 +167,10 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
 
     own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, that of ``all_gather_matmul`` with own_first
 
-    a and b hold this rank's share of K; M, N and own_first are the same on all ranks. Partial results travel in the
-    dtype of a and b (fp16, bf16, fp32) and are summed in fp32, in an order that depends on the row only. Collective:
-    all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit;
-    HeapExhausted.
+    a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which meet on the
+    host at the first call with them. Partial results travel in the dtype of a and b (fp16, bf16, fp32) and are summed in fp32,
+    in an order that depends on the row only. Collective: all ranks call it, in the same order, on one stream. ValueError for
+    shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     gemm.check_operands("matmul_reduce_scatter", a, b, team.device)
     M, world = a.shape[0], team.size
@@ -190,6 +190,8 @@ def run(
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     world, (M, K), N = team.size, a.shape, b.shape[0]
     rows = M // world
+    given = {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype, "own_first": own_first}
+    gemm.agree("matmul_reduce_scatter", team, given)
     config = config or configured("matmul_reduce_scatter", M, N, K, a.dtype, world, team.caps)
     gemm.check_design("matmul_reduce_scatter", config, "fused", "segments", "library")
     if config.accumulate and world != 2:

@@ -16,8 +16,9 @@ from tests.ops.cases import BF16, COLLECTIVES, FP32, OPERATIONS, Case, check, in
 from tests.ops.closeness import assert_identical
 from weft import ops
 from weft.errors import TeamClosed
-from weft.ops import dispatch, exchange
+from weft.ops import dispatch, exchange, tuned
 from weft.ops.dispatch import Plan
+from weft.runtime import capabilities
 
 
 def run_cases(team, cases: Iterable[Case], calls: int = 3):
@@ -255,3 +256,45 @@ def test_a_stage_holds_its_rows_and_then_its_keys():
                 assert torch.equal(rows[peer, :100] ^ keys[peer, 0], torch.arange(100) + 1000 * (peer + 1))
 
     weft.simulate(main, 3, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"transport": "flags"}, "transport='flags' is not one of 'lamport', 'keyed', 'none'"),
+        ({"row_bytes": 40}, "row_bytes=40 is not a positive multiple of 16"),
+        ({"row_bytes": 0}, "row_bytes=0 is not a positive multiple of 16"),
+        ({"num_warps": 3}, "num_warps=3 is not a power of two"),
+        ({"programs_per_sm": 0}, "programs_per_sm=0 is not positive"),
+    ],
+)
+def test_plans_that_no_kernel_has_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**{"transport": "lamport", "row_bytes": 64, "num_warps": 1} | fields)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_rows_that_would_overrun_the_workspace_are_refused(op):
+    """48 bytes are sent as 64."""
+    module, transport = importlib.import_module(f"weft.ops.{op}"), "lamport" if "reduce" in op else "keyed"
+    plan = Plan(transport=transport, row_bytes=48, num_warps=1)
+
+    def main(team):
+        arguments = ("one_shot", plan) if op == "all_reduce" else (plan,)
+        with pytest.raises(ValueError, match="row_bytes=48 is not a power of two: 64 bytes .* pass 64"):
+            module.run(torch.ones(200), team, *arguments)
+
+    weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize("stale", [{"stages": 4}, {"transport": None}, {"algorithm": None}])
+def test_a_tuned_row_of_another_version_says_to_tune_again(monkeypatch, tmp_path, stale):
+    path = tuned.file_for("Some GPU", 4, tmp_path)
+    monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: path)
+    fields = {"algorithm": "two_shot", "transport": "lamport", "row_bytes": 512, "num_warps": 1, "programs_per_sm": 4}
+    fields = {name: value for name, value in (fields | stale).items() if value is not None}
+    row = tuned.Row(op="all_reduce", dtype="bfloat16", shape=(1 << 20,), config=fields, us=1.0)
+    tuned.write(path, tuned.Table(gpu="Some GPU", world_size=4, rows=(row,)))
+    caps = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
+    with pytest.raises(ValueError, match=r"tuned row all_reduce bfloat16 1048576 does not fit .*; run weft tune again"):
+        dispatch.choose("all_reduce", 1 << 20, BF16, 4, caps)

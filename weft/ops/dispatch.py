@@ -48,15 +48,17 @@ COPY_PLANS = {
 }
 # Pieces and slots begin on as many bytes.
 LINE_BYTES = 16
+TRANSPORTS = ("lamport", "keyed", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How tiles travel (weft.ops.exchange).
 
-    transport        "lamport" or "keyed"
-    row_bytes        what goes to one peer at once, a multiple of 16
-    num_warps        of a program
+    transport        "lamport" or "keyed"; "none" where there is one rank
+    row_bytes        what goes to one peer at once: a power of two of at least 16, or in all_reduce_rms_norm, which cuts rows
+                     into even parts, a multiple of 16
+    num_warps        of a program, a power of two
     programs_per_sm  at most; fewer where registers do not suffice
     """
 
@@ -64,6 +66,18 @@ class Plan:
     row_bytes: int
     num_warps: int
     programs_per_sm: int = 32
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r} is not one of {', '.join(map(repr, TRANSPORTS))}")
+        if self.transport == "none":
+            return
+        if self.row_bytes < 16 or self.row_bytes % 16:
+            raise ValueError(f"row_bytes={self.row_bytes} is not a positive multiple of 16")
+        if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
+            raise ValueError(f"num_warps={self.num_warps} is not a power of two")
+        if self.programs_per_sm < 1:
+            raise ValueError(f"programs_per_sm={self.programs_per_sm} is not positive; pass 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,26 +110,27 @@ def choose(
     """The decision for one call. ``nbytes``: of the input at each rank. ``algorithm``: what the caller asked for.
 
     ``caps``: ``team.caps``, which names the GPU; without it, or without a row for it, the rules decide. ValueError for
-    an unknown op.
+    an unknown op, and for a row whose fields are not those of now.
     """
     decision = choose_by_rule(op, nbytes, world_size, algorithm=algorithm)
     whole = whole_of(op, nbytes, world_size)
     found = tuned.find(op, (whole,), dtype, world_size, caps)
     if found is None or world_size == 1:
         return decision
-    fields = dict(found.row.config)
-    chosen = fields.pop("algorithm")
+    chosen, tuned_for, plan = found.row.as_config(tuned_plan)
     # What fits the alignment of this very message; an algorithm that was asked for runs.
     transport = transport_of(op, whole, world_size, chosen)
-    fits = fields["transport"] == transport and (transport != "flags" or has_even_lines(whole, world_size))
+    fits = tuned_for == transport and (transport != "flags" or has_even_lines(whole, world_size))
     if not fits or algorithm not in ("auto", chosen):
         return decision
-    plan: Plan | CopyPlan
-    if chosen == "copy_engine":
-        plan = CopyPlan(pieces=tuple(fields["pieces"]), programs=fields["programs"])
-    else:
-        plan = Plan(**fields)
     return Decision(op=op, algorithm=chosen, transport=transport, reason=found.reason, plan=plan, row=found.row)
+
+
+def tuned_plan(*, algorithm: str, transport: str, **fields: Any) -> tuple[str, str, Plan | CopyPlan]:
+    """The algorithm, the transport and the plan of a row's config, whose tuples JSON has made lists."""
+    if algorithm != "copy_engine":
+        return algorithm, transport, Plan(transport=transport, **fields)
+    return algorithm, transport, CopyPlan(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
 def choose_by_rule(op: str, nbytes: int, world_size: int, *, algorithm: str = "auto") -> Decision:

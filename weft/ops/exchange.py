@@ -21,16 +21,22 @@ all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
 
 Who signals whom: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
 
-Reuse. A ``receive`` also clears what the ``receive`` before it read, and if ``ordered`` returns only when that is in memory
-(``lamport_receive``). A program writes epoch k over epoch k - S at a peer, whose program must have received *and cleared*
-k - S by then. With S = 6, and so with more, it has. The orders of sends (s) and receives (r) in use, and what a peer r' must
-have done before s k:
+Reuse. A stage may be overwritten once its reader has cleared it. A program sends epoch k into the stage of epoch k - S, so the
+peer must have cleared k - S by then. A ``receive`` clears what the ``receive`` before it read, and if ``ordered`` returns only
+when that is in memory (``lamport_receive``). S = 6 suffices, and so does more, for each order of sends (s) and receives (r):
 
-    in turns     s0 r0 s1 r1 s2 ...                     r k-1 here, so s k-1 there, after r' k-2: cleared up to k-3
-    one ahead    s0 s1 r0 s2 r1 s3 ...                  r k-2 here, so s k-2 there, after r' k-4: cleared up to k-5
-    two shots    sA0 sA1 rA0 sB0 rB0 sA2 rA1 sB1 ...    epochs in the order of sends: A0 = 0, A1 = 1, B0 = 2, A2 = 3, ...
-                 k = A(t+1) = 2t+1: r B(t-1) = k-1 here, so sent there, after r' A(t-1) = k-4: cleared all before that, k-6 too
-                 k = B(t) = 2t+2:   r A(t) = k-3 here, so sent there, after r' B(t-2) = k-4: cleared all before that, k-6 too
+    in turns   s0 r0 s1 r1 s2 ...
+               Before we send k we received k - 1. The peer sent k - 1 only after receiving k - 2, and that receive cleared
+               k - 3: all up to k - 3 are cleared.
+    one ahead  s0 s1 r0 s2 r1 s3 ...
+               Before we send k we received k - 2. The peer sent k - 2 only after receiving k - 4, and that receive cleared
+               k - 5: all up to k - 5 are cleared.
+    two shots  sA0 sA1 rA0 sB0 rB0 sA2 rA1 sB1 rB1 ...      epochs count the sends: A(t) = 2t - 1, but A0 = 0; B(t) = 2t + 2
+               Before we send A(t) = k we received B(t-2) = k - 1. The peer sent it only after receiving A(t-2) = k - 4, and
+               had then cleared B(t-3) = k - 3 and A(t-3) = k - 6, and what is older of both: all up to k - 5 are cleared.
+               Before we send B(t) = k we received A(t) = k - 3. The peer sent it only after receiving B(t-2) = k - 4, and
+               had then cleared A(t-2) = k - 7 and B(t-3) = k - 6, and what is older of both: all up to k - 6 are cleared.
+               (The last B has a number less, as no A goes before it; the distances to it are then less by one as well.)
 
 A launch begins with at most two sends; its first one comes after the last receive of the launch before, which is the
 last epoch in all three orders. Whole rows are written in every epoch (beyond ragged edges with zeros) and whole rows
@@ -168,10 +174,10 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
     world: tl.constexpr = wl.num_ranks(team)
     STAGE: tl.constexpr = stage_words(rows.dtype, WIDTH, TRANSPORT, world)
     KEY: tl.constexpr = key_words(rows.dtype)
-    STAGES: tl.constexpr = stages_of(row_bytes_of(rows.dtype, WIDTH))
+    OF_SLOT: tl.constexpr = stages_of(row_bytes_of(rows.dtype, WIDTH))
     columns = tl.arange(0, BLOCK)
     inside = is_sent(team, ROWS) & (columns < WIDTH)[None, :]
-    stage = wl.symm_at(slot + (epoch % STAGES) * STAGE, send_order(team, ROWS), team)[:, None]
+    stage = wl.symm_at(slot + (epoch % OF_SLOT) * STAGE, send_order(team, ROWS), team)[:, None]
     row = stage + wl.rank(team) * WIDTH + columns[None, :]
     if TRANSPORT == "keyed":
         key = find_key(rows)
@@ -209,14 +215,14 @@ def receive(own, slot, epoch, before, team, ordered, ROWS: tl.constexpr, TRANSPO
     BLOCK: tl.constexpr = own.shape[0]
     world: tl.constexpr = wl.num_ranks(team)
     STAGE: tl.constexpr = stage_words(own.dtype, WIDTH, TRANSPORT, world)
-    STAGES: tl.constexpr = stages_of(row_bytes_of(own.dtype, WIDTH))
+    OF_SLOT: tl.constexpr = stages_of(row_bytes_of(own.dtype, WIDTH))
     me = wl.rank(team)
     ranks, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     from_others = (ranks < world) & (ranks != me)
     there = from_others[:, None] & (columns < WIDTH)[None, :]
     here = (ranks * WIDTH)[:, None] + columns[None, :]
-    stage = slot + (epoch % STAGES) * STAGE
-    old = slot + ((before + STAGES) % STAGES) * STAGE
+    stage = slot + (epoch % OF_SLOT) * STAGE
+    old = slot + ((before + OF_SLOT) % OF_SLOT) * STAGE
     if TRANSPORT == "keyed":
         keys = world * WIDTH + ranks * key_words(own.dtype)
         received, key = wl.lamport_receive_keyed(
@@ -289,7 +295,8 @@ def launch(
     *arguments: Any, **constants: Any,
 ) -> None:  # fmt: skip
     """Run ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)`` with a program for each
-    of ``tiles``, or as many as can be resident. What travels has the dtype of ``out``.
+    of ``tiles``, or as many as can be resident. What travels has the dtype of ``out``. A kernel sends PART elements to a
+    peer at once, or where it has no such constant BLOCK. ValueError where these are not ``plan.row_bytes``.
 
     All of them are resident, by ``team.max_programs``: programs end without the kernels behind them, which start only when
     all of these run, and kernels beside or before them end by themselves. Not a cooperative launch, by which the driver would
@@ -297,12 +304,18 @@ def launch(
     128 x 5120 19.3 and 17.8.
     """
     itemsize = max(2, out.itemsize)  # bytes travel as words of two
+    block = next_power_of_2(plan.row_bytes // itemsize)
+    if constants.get("PART", block) * itemsize != plan.row_bytes:
+        raise ValueError(
+            f"row_bytes={plan.row_bytes} is not a power of two: {block * itemsize} bytes would go to a peer at once, for which "
+            f"the workspace has no room; pass {block * itemsize}"
+        )
     slots = slots_of(team, plan, itemsize)
     buffer = slots.buffer.view(out.dtype if out.itemsize == itemsize else torch.int16)
     programs = min(tiles, slots.programs)
     kernel[(programs,)](
         x, out, n, buffer, slots.epochs, team.view, *arguments,
-        BLOCK=next_power_of_2(plan.row_bytes // itemsize), ROWS=next_power_of_2(team.size),
+        BLOCK=block, ROWS=next_power_of_2(team.size),
         TRANSPORT=plan.transport, **constants,
         num_warps=plan.num_warps, **target_options(team, slots.registers),
     )  # fmt: skip

@@ -322,6 +322,7 @@ def test_the_schemas_and_fakes_tell_the_truth():
     [
         (torch.ones(3, 2), r"squares is torch.float32 \(3, 2\) on cpu; .*float32 \[2, parts\]"),
         (torch.ones(2), r"squares is torch.float32 \(2,\)"),
+        (torch.ones(2, 0), r"squares is torch.float32 \(2, 0\)"),
         (torch.ones(2, 1).double(), r"squares is torch.float64"),
     ],
 )

@@ -100,6 +100,24 @@ def test_one_buffer_serves_call_after_call_where_two_are_too_large(monkeypatch, 
     check_replicated(weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0}))
 
 
+def test_a_design_that_was_asked_for_is_not_replaced(monkeypatch):
+    """One rank has no segments but its own, which are the library's."""
+    module, asked = importlib.import_module("weft.ops.matmul"), GemmConfig(block_m=16, block_n=16, block_k=16)
+    segments = dataclasses.replace(asked, design="segments")
+    monkeypatch.setattr(module, "matmul_kernel", None)
+
+    def main(team):
+        a, b = torch.ones(4, 8), torch.ones(3, 8)
+        with pytest.raises(ValueError, match="matmul: design='segments' is not one of 'fused', 'library'"):
+            module.run(a, b, segments)
+        for op in FUSED:
+            assert_identical(
+                importlib.import_module(f"weft.ops.{op}").run(a, b, team, segments), torch.full((4, 3), 8.0)
+            )
+
+    weft.simulate(main, 1)
+
+
 def test_many_rows_a_rank_are_all_reduced_in_two_blocks():
     h200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
     for world_size, rows, blocks in (
@@ -116,16 +134,17 @@ def test_many_rows_a_rank_are_all_reduced_in_two_blocks():
 
 
 def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
-    module, chosen = (
-        importlib.import_module("weft.ops.matmul_all_reduce"),
-        GemmConfig(block_m=16, block_n=16, block_k=16),
-    )
+    module = importlib.import_module("weft.ops.matmul_all_reduce")
     monkeypatch.setattr(module, "MOST_ELEMENTS", 1)
 
     def main(team):
         generator = torch.Generator().manual_seed(team.rank)
         a, b = (torch.randn(size, generator=generator) for size in ((40, 24), (20, 24)))
-        found = module.run(a, b, team, chosen)
+        found = module.run(a, b, team)
+        with pytest.raises(
+            ValueError, match="design='fused' has slots of .* for M=40, N=20, .* pass design='segments'"
+        ):
+            module.run(a, b, team, GemmConfig(block_m=16, block_n=16, block_k=16))
         assert ("matmul_all_reduce segments", torch.float32) in team._workspaces
         return found, a @ b.T
 

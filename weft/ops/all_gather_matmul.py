@@ -136,9 +136,10 @@ def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team, *, own
 def run(
     a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None, own_first: bool = False
 ) -> torch.Tensor:
-    """``all_gather_matmul`` of checked arguments, with a chosen config, the same on all ranks."""
+    """``all_gather_matmul`` of checked arguments, with a chosen config, the same on all ranks. One rank: ``matmul``, where
+    segments, of which there is one, are the library's GEMM."""
     if team.size == 1:
-        return run_matmul(a_shard, b, config)
+        return run_matmul(a_shard, b, gemm.for_one_rank(config))
     shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
     given = {"a_shard.shape[0]": rows, "b.shape[0]": N, "b.shape[1]": K, "dtype": b.dtype, "own_first": own_first}

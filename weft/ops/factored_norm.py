@@ -30,7 +30,7 @@ class FactoredNorm:
     ``qk_norm_rope`` in the place of a product of them.
 
     scaled   [..., H]: hidden * the norm's weight, rounded to their dtype; or a product of that
-    squares  fp32 [..., parts]: what adds up to the mean of each row's hidden^2
+    squares  fp32 [..., parts], at least one: what adds up to the mean of each row's hidden^2
     eps      of the norm
     """
 
@@ -65,7 +65,10 @@ def product(op: str, x: FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
 
 def check_squares(op: str, x: FactoredNorm, weight: torch.Tensor) -> None:
     rows, given = x.scaled.shape[0], x.squares
-    if given.dtype != torch.float32 or given.dim() != 2 or given.shape[0] != rows or given.device != weight.device:
+    fits = (
+        given.dim() == 2 and given.shape[0] == rows and given.shape[1] > 0
+    )  # no part would say "not factored" to a kernel
+    if given.dtype != torch.float32 or not fits or given.device != weight.device:
         raise ValueError(
             f"{op}: squares is {given.dtype} {tuple(given.shape)} on {given.device}; pass what all_reduce_rms_norm "
             f"returned, float32 [{rows}, parts] on {weight.device}"

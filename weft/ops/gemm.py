@@ -11,7 +11,7 @@ addresses are computed where they are used (``wl.zero_here``), and a large tile 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -169,6 +169,11 @@ def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.devi
 def check_design(op: str, config: GemmConfig, *designs: str) -> None:
     if config.design not in designs:
         raise ValueError(f"{op}: design={config.design!r} is not one of {', '.join(map(repr, designs))}")
+
+
+def for_one_rank(config: GemmConfig | None) -> GemmConfig | None:
+    """What ``matmul`` makes of a fused op's config: a library GEMM for each rank's rows is the library's GEMM."""
+    return replace(config, design="library") if config is not None and config.design == "segments" else config
 
 
 def agree(op: str, team: Team, given: dict[str, Any]) -> None:

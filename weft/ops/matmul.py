@@ -60,8 +60,8 @@ def matmul(a: torch.Tensor | FactoredNorm, b: torch.Tensor) -> torch.Tensor:
 
 
 def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | Algorithm | None = None) -> torch.Tensor:
-    """``matmul`` of checked arguments, with a chosen config or algorithm of the library, or a fused op's config where there is
-    one rank. A config of design "library" is as torch calls it."""
+    """``matmul`` of checked arguments, with a chosen config or algorithm of the library. A config of design "library" is as
+    torch calls it. ValueError for a config of design "segments", which is for ops of several ranks."""
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     caps = capabilities_of(a.device)
@@ -69,8 +69,10 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | Algorithm | None 
         return library.by(config, a, b)
     if config is None and (few_rows := skinny.chosen_for("matmul", a, b, caps)) is not None:
         return skinny.run(a, b, few_rows, gated=False)
-    if config is not None and config.design == "library":
-        return a @ b.T
+    if config is not None:
+        gemm.check_design("matmul", config, "fused", "library")
+        if config.design == "library":
+            return a @ b.T
     config = config or configured("matmul", M, N, K, a.dtype, 1, caps)
     if config.design == "library":
         return library.matmul(a, b)

@@ -21,6 +21,7 @@ from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
 from weft.ops.segments import SUM_WARPS, Segments, add_up, await_flags, pieces_of, rows_of, send_partials, share
 from weft.ops.tiles import (
+    Tiles,
     as_argument,
     at_place,
     first_tile,
@@ -205,13 +206,15 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
 
 
 def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None) -> torch.Tensor:
-    """``matmul_all_reduce`` of checked arguments, with a chosen config, the same on all ranks."""
+    """``matmul_all_reduce`` of checked arguments, with a chosen config, the same on all ranks. One rank: ``matmul``, where
+    segments, of which there is one, are the library's GEMM. ValueError if a config of design "fused" has sums that the kernel
+    cannot count (MOST_ELEMENTS); what is chosen here then has segments."""
     if team.size == 1:
-        return run_matmul(a, b, config)
+        return run_matmul(a, b, gemm.for_one_rank(config))
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     gemm.agree("matmul_all_reduce", team, {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype})
-    config = config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
+    asked, config = config, config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
     gemm.check_design("matmul_all_reduce", config, "fused", "segments", "library")
     if config.design == "library":
         in_parts = choose("all_reduce", M * N * a.itemsize, a.dtype, team.size, team.caps).algorithm == "one_shot"
@@ -223,20 +226,25 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
             partial = library.matmul(a, b)
         return torch.ops.weft.all_reduce.default(partial, team.name, "auto")
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    if config.design == "segments":
+    tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
+    slot_size = cdiv(tiles.count, team.size) * config.block_m * config.block_n
+    elements = (team.size - 1) * gemm.capacity_for(slot_size)
+    if config.design == "segments" or (asked is None and elements > MOST_ELEMENTS):
         _run_segments(a, b, out, team, config)
+    elif elements > MOST_ELEMENTS:
+        raise ValueError(
+            f"matmul_all_reduce: design='fused' has slots of {elements} elements for M={M}, N={N}, and can count "
+            f"{MOST_ELEMENTS}; pass design='segments'"
+        )
     else:
-        _run_fused(a, b, out, team, config)
+        _run_fused(a, b, out, team, config, tiles, slot_size)
     return out
 
 
-def _run_fused(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig) -> None:
+def _run_fused(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, tiles: Tiles, slot_size: int
+) -> None:
     (M, K), N = a.shape, b.shape[0]
-    tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
-    slot_size = cdiv(tiles.count, team.size) * config.block_m * config.block_n
-    if (team.size - 1) * gemm.capacity_for(slot_size) > MOST_ELEMENTS:
-        _run_segments(a, b, out, team, config)
-        return
     parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
     space = _workspace(team, a.dtype, slot_size)
     operands, descriptors = gemm.operands(a, b, config)

@@ -184,9 +184,10 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
 def run(
     a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None, own_first: bool = False
 ) -> torch.Tensor:
-    """``matmul_reduce_scatter`` of checked arguments, with a chosen config, the same on all ranks."""
+    """``matmul_reduce_scatter`` of checked arguments, with a chosen config, the same on all ranks. One rank: ``matmul``, where
+    segments, of which there is one, are the library's GEMM."""
     if team.size == 1:
-        return run_matmul(a, b, config)
+        return run_matmul(a, b, gemm.for_one_rank(config))
     a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
     world, (M, K), N = team.size, a.shape, b.shape[0]
     rows = M // world

@@ -55,7 +55,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         config = prefill.config_for((1, 128, 0, 0, 0), 2, group, D, dtype, caps)
         constexprs = prefill.constants(config, heads=2, group=group, page=page, D=D)
         kernel = paged_prefill_attention_kernel
-        return compiled(kernel, x, x, x, INTS, x, 40, 128, 0, 0, 0, 0.1, arch=arch, **constexprs, **options)
+        return compiled(kernel, x, x, x, INTS, x, 40, 1, 128, 0, 0, 0, 0.1, arch=arch, **constexprs, **options)
     if name.startswith("decode_attention"):
         in_parts = name == "decode_attention_of_parts"
         constexprs = constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=True)

@@ -14,6 +14,7 @@ from tests.ops.cases import BF16, FP16, FP32
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, everywhere, random, undivided
 from weft import ops
+from weft.ops.arithmetic import cdiv
 from weft.ops.factored_norm import FactoredNorm
 
 attention = importlib.import_module("weft.ops.paged_attention")
@@ -236,6 +237,40 @@ def test_no_races():
 
     report = weft.check.check(layer, 1, schedules=20)
     assert report.ok, str(report)
+
+
+class Launch:
+    """Stands for a kernel, and keeps the grids that it was asked for."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *_, **__: None
+
+
+def many_rows(rows):
+    ints, logits = torch.zeros(rows, dtype=torch.int32), torch.ones(rows, 2)
+    cache, pages = torch.empty(1, 1, 64, 16), torch.zeros(1, cdiv(rows, 64), dtype=torch.int32)
+    return {
+        "silu_mul": lambda: ops.silu_mul(torch.empty(4 * rows, 2)),
+        "best_words": lambda: ops.best_words(logits, 0),
+        "likelihood_above": lambda: ops.likelihood_above(logits, ints.float(), ints.float(), ints, 28),
+        "paged_prefill_attention": lambda: ops.paged_prefill_attention(
+            torch.empty(rows, 16, 16), cache, cache, pages, [(1, rows, 0, 0, 0)]
+        ),
+    }
+
+
+@pytest.mark.parametrize("op", many_rows(1))
+def test_more_rows_than_a_grid_has_along_any_axis_but_the_first(op, monkeypatch):
+    """65,535 programs are CUDA's limit along the others."""
+    kernel = Launch()
+    monkeypatch.setattr(importlib.import_module(f"weft.ops.{op}"), f"{op}_kernel", kernel)
+    weft.simulate(lambda team: many_rows(70_000)[op](), 1)
+    [(first, *others)] = kernel.grids
+    assert first >= 70_000 and all(count < 100 for count in others)
 
 
 def test_schemas_and_fakes_tell_the_truth():

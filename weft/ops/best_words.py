@@ -60,10 +60,10 @@ def best_words_kernel(
 ):  # fmt: skip
     """pairs[p, b] = (score, word) of the greatest score among words p * part .. of row b, of equals the lowest word.
 
-    grid: (parts, B). Words whose logits are below what `floor` (as `ordered` integers) allows count as -inf.
+    grid: (B, parts). Words whose logits are below what `floor` (as `ordered` integers) allows count as -inf.
     """
-    row = tl.program_id(1)
-    begin = tl.program_id(0) * part
+    row = tl.program_id(0)
+    begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, N)
     wl.follow_previous_kernel()
     source = logits + row.to(tl.int64) * stride
@@ -87,7 +87,7 @@ def best_words_kernel(
         word = tl.where(better, here, word)
     greatest = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == greatest, word, 2147483647), axis=0)
-    place = pairs + (tl.program_id(0) * tl.num_programs(1) + row) * 2
+    place = pairs + (tl.program_id(1) * tl.num_programs(0) + row) * 2
     tl.store(place, greatest)
     tl.store(place + 1, (first + chosen).to(tl.float32))
 
@@ -163,7 +163,7 @@ def _best_words(
     parts, part = parts_of(max(1, batch), max(1, words), caps.sms)
     pairs = torch.empty((parts, batch, 2), dtype=torch.float32, device=logits.device)
     if batch > 0:
-        best_words_kernel[(parts, batch)](
+        best_words_kernel[(batch, parts)](
             logits, logits.stride(0), *(x if x is None else x.contiguous() for x in (temperature, seed, position, floor)),
             pairs, words, first, part,
             SAMPLED=temperature is not None, FLOORED=floor is not None, BLOCK=BLOCK, **launch_options(caps),

@@ -30,9 +30,9 @@ SHIFTS = tuple(range(28, -1, -4))
 def likelihood_above_kernel(
     logits, stride, best, temperature, low, above, N, part, shift, THRESHOLDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """above[p, i, b]: the module's, over words p * part .. of row b.        grid: (parts, B)"""
-    row = tl.program_id(1)
-    begin = tl.program_id(0) * part
+    """above[p, i, b]: the module's, over words p * part .. of row b.        grid: (B, parts)"""
+    row = tl.program_id(0)
+    begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, N)
     wl.follow_previous_kernel()
     source = logits + row.to(tl.int64) * stride
@@ -47,7 +47,7 @@ def likelihood_above_kernel(
         mass = (tl.exp((logit - greatest) / heat) * 1099511627776.0).to(tl.int64)
         step = (ordered(logit).to(tl.int64) - least) >> shift
         sums += tl.sum(tl.where(step[:, None] >= index[None, :], mass[:, None], 0), axis=0)
-    tl.store(above + (tl.program_id(0) * THRESHOLDS + index) * tl.num_programs(1) + row, sums)
+    tl.store(above + (tl.program_id(1) * THRESHOLDS + index) * tl.num_programs(0) + row, sums)
 
 
 @triton.jit(do_not_specialize=["parts", "shift"])
@@ -113,7 +113,7 @@ def _likelihood_above(
     parts, part = parts_of(max(1, batch), max(1, words), caps.sms)
     above = torch.empty((parts, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
     if batch > 0:
-        likelihood_above_kernel[(parts, batch)](
+        likelihood_above_kernel[(batch, parts)](
             logits, logits.stride(0), best.contiguous(), temperature.contiguous(), low, above, words, part, shift,
             THRESHOLDS=THRESHOLDS, BLOCK=BLOCK, **launch_options(caps),
         )  # fmt: skip

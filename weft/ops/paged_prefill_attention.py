@@ -97,22 +97,23 @@ def over_keys(
     return largest, total, acc
 
 
-@triton.jit(do_not_specialize=["max_pages", "length", "before", "first_token", "first_sequence"])
+@triton.jit(do_not_specialize=["max_pages", "batch", "length", "before", "first_token", "first_sequence"])
 def paged_prefill_attention_kernel(
-    q, keys, values, pages, out, max_pages, length, before, first_token, first_sequence, scale,
+    q, keys, values, pages, out, max_pages, batch, length, before, first_token, first_sequence, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[b, t, h, :] = softmax(q[b, t, h, :] . keys of b up to before + t * scale) @ values of b        0 <= t < length
 
-    grid: (batch * HEADS, cdiv(length * GROUP, BLOCK_M)), the tiles with most keys first
+    grid: (batch * HEADS * cdiv(length * GROUP, BLOCK_M),): of all sequences and KV heads the tiles with most keys first
 
     q, out  [batch, length, HEADS * GROUP, D] from row first_token on. Tile i of a sequence and KV head has rows i * BLOCK_M
             and on of its length * GROUP: token t's heads are rows t * GROUP .. (t + 1) * GROUP - 1
     pages   [batch, max_pages] from row first_sequence on: key i of b lies in page pages[b, i // PAGE]; keys behind
             before + length - 1 are not used
     """
-    pair, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    pair = tl.program_id(0) % (batch * HEADS)
+    tile = tl.cdiv(length * GROUP, BLOCK_M) - 1 - tl.program_id(0) // (batch * HEADS)
     sequence, head = pair // HEADS, pair % HEADS
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
@@ -227,8 +228,8 @@ def run(
         if batch * length == 0:
             continue
         how = config or config_for(chunk, heads, group, D, q.dtype, caps)
-        paged_prefill_attention_kernel[(batch * heads, cdiv(length * group, how.block_m))](
-            q, keys, values, pages, out, pages.shape[1], length, before, token, sequence, scale * LOG2_E,
+        paged_prefill_attention_kernel[(batch * heads * cdiv(length * group, how.block_m),)](
+            q, keys, values, pages, out, pages.shape[1], batch, length, before, token, sequence, scale * LOG2_E,
             **constants(how, heads=heads, group=group, page=page, D=D), **launch_options(caps),
         )  # fmt: skip
     return out

@@ -23,13 +23,14 @@ MAX_ROWS = 4
 def silu_mul_kernel(
     gate_up, stride, squares, eps, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr
 ):
-    """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles along N, tiles along M)
+    """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles,), those along N first
 
     gate_up  [M, 2 N], rows ``stride`` apart. In fp32, rounded once
     squares  fp32 [M, SQUARES]: of gate_up's rows times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: as they are
     """
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    across = tl.cdiv(N, BLOCK)
+    rows = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     at = gate_up + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     wl.follow_previous_kernel()
@@ -72,7 +73,7 @@ def _silu_mul(gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -
         gate_up = rows_contiguous(gate_up)
         rows = min(MAX_ROWS, next_power_of_2(M))
         block = TILE // rows
-        silu_mul_kernel[(cdiv(N, block), cdiv(M, rows))](
+        silu_mul_kernel[(cdiv(N, block) * cdiv(M, rows),)](
             gate_up, gate_up.stride(0), gate_up if squares is None else squares.contiguous(), eps, out, M, N,
             ROWS=rows, BLOCK=block, SQUARES=0 if squares is None else squares.shape[1],
             **launch_options(capabilities_of(out.device)),

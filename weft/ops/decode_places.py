@@ -21,7 +21,10 @@ BLOCK = 128
 def decode_places_kernel(
     positions, pages, at, slots, lengths, tickets, batch, width, ticket_count, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The module's, and tickets[:] = 0.        grid: (max(cdiv(batch, BLOCK), cdiv(ticket_count, BLOCK)),)"""
+    """Write at, slots and lengths for each sequence as in the module's formula, and set all tickets to 0.
+
+    grid: (cdiv(max(batch, ticket_count), BLOCK),)
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < batch
     wl.follow_previous_kernel()

@@ -25,7 +25,7 @@ class Lanes:
     def __init__(self, device: torch.device, count: int) -> None:
         self._count, self._on_gpu = count, device.type == "cuda"
         if self._on_gpu:
-            # One more than are used: the caller's may be one of them.
+            # Make one stream more than needed, because the caller's stream may be one of them.
             self._streams = [own_stream(device) for _ in range(count)]
             self._urgent = own_stream(device, priority=-1)
 

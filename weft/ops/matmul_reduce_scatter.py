@@ -57,8 +57,9 @@ def matmul_reduce_scatter_kernel(
     signals  every rank s, per tile of owner o: stores the tile at o, then arrived[slot of s, tile] = epoch at o
     waits    own tiles, after their GEMM: arrived[d, tile] >= epoch, d = 0 .. W - 2
     order    own partial (fp32) + those of ranks me + 1, me + 2, … (in out's dtype), summed in fp32: the same every run
-    reuse    slots are double-buffered by epoch. A rank writes half h again two calls later. It has then left the call
-             between, in which it waited for every rank, which sent after it had ended the call before, the reader of h.
+    reuse    slots are double-buffered by epoch. Rank s writes half h for owner o in call e and again in call e + 2. In
+             between, s finished call e + 1, in which it waited for a tile from o. o sent that tile after it finished call e,
+             and so after it read half h.
              outbox: a tile has left it when the next tile's GEMM ends, and only then is it filled again.
     progress before a program waits it has sent and announced all its earlier tiles
 
@@ -282,7 +283,7 @@ def _run_segments(
                     done = lanes.mark()
                     # Behind the last part's GEMM, or beside the next one's.
                     with nullcontext() if is_last else lanes.urgent():
-                        # Programs of the sum fill the SMs as soon as they may: no GEMM that peers wait for may come after.
+                        # Queue the sum behind the GEMMs that peers wait for, or its programs would take the SMs first.
                         for mark in (begun, computed, done):
                             lanes.after(mark)
                         await_flags(space.flags[:, number:], space.epoch, team)

@@ -16,6 +16,7 @@ import argparse
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from weft.bench.command import check_simulable_ranks, on_rank, show, weft_failed
 from weft.bench.levels.command import LevelFlags, level_plan
 from weft.bench.measure import Stuck
 from weft.bench.plan import Plan, heap_bytes
-from weft.bench.report import Report
+from weft.bench.report import Report, write_last
 from weft.bench.runner import OutOfStep
 from weft.bench.shapes import LEVELS, OPS, parse_shapes
 from weft.console import check_output, words
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
             on_rank,
             world_size,
             "sim" if simulated else "cuda",
-            args=(plans, options.out),
+            args=(plans, partial(write_last, options.out)),
             heap_bytes=None if simulated else heap_bytes(plans),
         )[0]
     except (Stuck, OutOfStep) as error:

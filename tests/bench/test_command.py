@@ -6,9 +6,10 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import run as benchmarks_run
-from weft.bench import report
+from weft.bench import report, runner
 from weft.bench.command import bench
 from weft.bench.shapes import COLLECTIVES, NORMED, OPS
+from weft.errors import WeftError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -40,6 +41,49 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
             assert row.reason == "needs GPUs; these are simulated ranks"
 
 
+def test_designs_are_checked_in_the_simulator_and_by_name():
+    named = CliRunner().invoke(app, ["ag-gemm", "--check-only", "--providers", "weft.segments"])
+    assert named.exit_code == 0, named.output
+    assert "weft.segments" in named.stdout and "weft.auto" not in named.stdout
+    everything = CliRunner().invoke(app, ["gemm-ar", "--check-only", "--world-size", "3"])
+    assert everything.exit_code == 0, everything.output
+    assert everything.stdout.count("right") == 4
+
+
+def test_providers_of_other_ops_are_named_when_they_are_left_out():
+    result = CliRunner().invoke(app, ["all-reduce", "--check-only", "--providers", "weft.auto,cublas"])
+    assert result.exit_code == 0, result.output
+    assert "weft: all-reduce has no provider cublas; the others are measured\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (WeftError("rank 1: gone"), 1, "rank 1: gone"),
+        (KeyboardInterrupt(), 130, "interrupted, so the rest was not measured"),
+    ],
+)
+def test_what_was_measured_before_a_run_ends_early_is_shown_and_written(error, status, said, monkeypatch, tmp_path):
+    measure, file = runner.Bench.measure, tmp_path / "x.json"
+
+    def failing(bench, shape):
+        if (bench.team.size, bench.team.rank, shape.size) == (3, 0, (240,)):
+            raise error
+        return measure(bench, shape)
+
+    monkeypatch.setattr(runner.Bench, "measure", failing)
+    words = ["all-gather", "--check-only", "--providers", "weft.auto", "--json", str(file)]
+    result = CliRunner().invoke(app, [*words, "--shapes", "96,240", "--world-size", "2,3"])
+    assert result.exit_code == status, result.output
+    assert f"weft: {said}" in result.stderr
+    assert result.stdout.count("right") == 3
+    found = report.read(file)
+    assert [(one.world_size, report.shapes_of(one)) for one in found] == [(2, [(96,), (240,)]), (3, [(96,)])]
+    file.unlink()
+    result = CliRunner().invoke(app, [*words, "--shapes", "240", "--world-size", "3"])
+    assert result.exit_code == (2 if status == 1 else 130) and not file.exists()
+
+
 def test_check_only_at_two_world_sizes():
     result = CliRunner().invoke(
         app, ["all-gather", "--check-only", "--world-size", "2,3", "--providers", "weft", "--shapes", "96,240"]
@@ -56,7 +100,7 @@ def test_check_only_at_two_world_sizes():
         (["all"], "op 'all' is unknown"),
         (["gemm", "--shapes", "qwen4"], "neither a set"),
         (["ag-gemm", "--shapes", "4096,12800,5121"], "simulated ranks take at most 512 in each of M, N and K"),
-        (["gemm", "--providers", "weft,cudnn"], "provider 'cudnn' is unknown"),
+        (["gemm", "--providers", "weft,cudnn"], "provider 'cudnn' is unknown; gemm has weft.auto, cublas"),
         (["all-reduce", "--providers", "cublas"], "it has weft.auto"),
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
         (["all-reduce-rms-norm", "--shapes", "3,16,16"], "neither a set (qwen3-32b, llama3-70b) nor M,H"),

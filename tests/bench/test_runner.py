@@ -15,8 +15,10 @@ from tests.bench import canned
 from weft.bench import baselines, measure, runner
 from weft.bench.plan import Plan, heap_bytes
 from weft.bench.problem import Problem
-from weft.bench.providers import Attempt, Provider, Unavailable, choose
+from weft.bench.providers import DESIGNED, WEFT, Attempt, Provider, Unavailable, choose, config_of
 from weft.bench.shapes import Shape, parse_shapes
+from weft.ops.gemm_config import DESIGNS, configured, segments_for
+from weft.runtime.capabilities import Capabilities
 
 
 class Event:
@@ -298,8 +300,33 @@ def test_providers_are_chosen_by_name_and_family():
         "nccl.window",
         "torch.two_shot",
     ]
+    assert [p.name for p in choose("gemm-ar", ["weft"])] == [
+        f"weft.{name}" for name in ("auto", "fused", "segments", "library")
+    ]
+    assert [p.name for p in choose("gemm-ar", []) if p.role == "weft"] == ["weft.auto"]
+    assert {p.name for p in choose("gemm-ar", [], simulated=True)} >= {"weft.fused", "weft.segments", "weft.library"}
     assert [(p.name, p.role) for p in choose("gemm-rs", ["cublas"])] == [("cublas", "ceiling")]
     assert [(p.name, p.role) for p in choose("gemm", ["cublas"])] == [("cublas", "other")]
+
+
+@pytest.mark.parametrize("op", DESIGNED)
+def test_a_design_by_name_has_its_own_config(op):
+    """Also where dispatch takes another one, by rule or by a row that was tuned."""
+    h200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 4)
+    for m in (16, 4096, 8192):
+        team = types.SimpleNamespace(size=4, caps=h200)
+        problem = types.SimpleNamespace(
+            op=op, shape=Shape(size=(m, 5120, 6400), label=""), dtype=torch.bfloat16, team=team
+        )
+        for design in DESIGNS:
+            assert config_of(problem, design).design == design
+        cut = segments_for(WEFT[op], m, 5120, 6400, 4)
+        auto = configured(WEFT[op], m, 5120, 6400, torch.bfloat16, 4, h200)
+        assert config_of(problem, auto.design) == auto
+        if auto.design != "segments":
+            assert cut.items() <= config_of(problem, "segments").in_use().items()
+        if auto.design != "fused":
+            assert config_of(problem, "fused").chunks == 1
 
 
 def test_the_heap_grows_with_the_largest_shape():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,6 +21,7 @@ from weft.errors import WeftError
 if TYPE_CHECKING:
     from weft.bench.plan import Plan
     from weft.bench.report import Report
+    from weft.bench.runner import Save
     from weft.runtime.team import Team
 
 SIMULATED_RANKS = 2
@@ -62,6 +65,13 @@ class BenchOptions:
         if self.plot is not None:
             check_matplotlib()
 
+    def lacking(self) -> list[str]:
+        """Of ``providers``, those that only other ops have."""
+        from weft.bench.providers import lacking
+        from weft.bench.shapes import LEVELS
+
+        return [] if self.op in LEVELS else lacking(self.op, self.providers)
+
 
 def bench(
     op: Annotated[
@@ -81,7 +91,11 @@ def bench(
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
     providers: Annotated[
-        str | None, typer.Option(help="Names or families, as in weft,nccl,torch [default: all]")
+        str | None,
+        typer.Option(
+            help="Names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, weft.segments and "
+            "weft.library, the designs of ag-gemm, gemm-rs and gemm-ar]"
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write what was measured there")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it there (SVG)")] = None,
@@ -127,36 +141,45 @@ def bench(
                 breakdown=breakdown,
             ),
         )
+        plans, simulated = _plans(options)
+        if talks() and (absent := options.lacking()):
+            typer.echo(f"weft: {options.op} has no provider {', '.join(absent)}; the others are measured", err=True)
         reports: list[Report] = []
-        lost = _measure(options, reports)
+        lost = _measure(plans, simulated, options.json, reports)
         if talks():
             show(reports)
             _write(options, reports)
             if lost is not None:
-                typer.echo(f"weft: {lost}", err=True)
+                typer.echo(f"weft: {str(lost) or 'interrupted, so the rest was not measured'}", err=True)
+        if lost is not None and traceback:
+            raise lost
     if lost is not None:
-        sys.stdout.flush()
-        os._exit(1)  # an orderly end would wait for the kernels that never end
+        leave(130 if isinstance(lost, KeyboardInterrupt) else 1)
     raise typer.Exit(1 if weft_failed(reports) else 0)
 
 
-def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
-    """Append a report for each world size; the error that ended the run early, if one did.
+def leave(status: int) -> NoReturn:
+    """End the command after a run that ended early."""
+    from weft.runtime.launch import coordinates
 
-    Everything that can be refused is refused before the first rank starts.
-    """
-    from weft.bench.measure import Stuck
-    from weft.bench.plan import Plan, heap_bytes
-    from weft.bench.runner import OutOfStep
+    if coordinates() is not None:
+        sys.stdout.flush()
+        os._exit(status)  # this process is a rank, and an orderly end would wait for kernels that never end
+    raise typer.Exit(status)
+
+
+def _plans(options: BenchOptions) -> tuple[list[tuple[int, Plan]], bool]:
+    """What to measure at each world size, and whether in the simulator. Everything that can be refused is refused here, before
+    the first rank starts."""
+    from weft.bench.plan import Plan
     from weft.bench.shapes import LEVELS, parse_shapes
-    from weft.runtime.launch import launch
 
     sizes, simulated = ranks(options.world_sizes, options.device)
     how: dict[str, Any] = {
         "dtype": options.dtype, "providers": options.providers, "check_only": options.check_only, "quick": options.quick,
         "eager": options.eager, "command": options.command,
     }  # fmt: skip
-    plans = [
+    plans: list[Plan] = [
         level_plan(options.op, options.level, options.shapes, size, simulated=simulated, **how)
         if options.op in LEVELS
         else Plan(
@@ -166,18 +189,40 @@ def _measure(options: BenchOptions, reports: list[Report]) -> WeftError | None:
         )
         for size in sizes
     ]
-    for size, plan in zip(sizes, plans, strict=True):
-        try:
-            reports += launch(
-                on_rank,
-                size,
-                "sim" if simulated else "cuda",
-                args=((plan,), None),
-                heap_bytes=None if simulated else heap_bytes((plan,)),
-            )[0]
-        except (Stuck, OutOfStep) as error:
-            reports += error.reports
-            return error
+    return list(zip(sizes, plans, strict=True)), simulated
+
+
+def _measure(
+    plans: list[tuple[int, Plan]], simulated: bool, json: Path | None, reports: list[Report]
+) -> WeftError | KeyboardInterrupt | None:
+    """Append a report for each world size; what ended the run early, if something did. It is raised if nothing was measured.
+
+    ``json``: written after every shape.
+    """
+    from weft.bench.plan import heap_bytes
+    from weft.bench.report import read, write_all
+    from weft.runtime.launch import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        # Ranks are other processes: what they had found comes from here if they are lost.
+        found = Path(folder) / "found.json"
+        for size, plan in plans:
+            before = list(reports)
+            try:
+                reports += launch(
+                    on_rank,
+                    size,
+                    "sim" if simulated else "cuda",
+                    args=((plan,), partial(write_all, [found, *([json] if json else [])], before)),
+                    heap_bytes=None if simulated else heap_bytes((plan,)),
+                )[0]
+            except (WeftError, KeyboardInterrupt) as error:
+                # Of Stuck and OutOfStep, with the reason at all shapes that were not measured.
+                more = getattr(error, "reports", None) or (read(found)[len(before) :] if found.is_file() else [])
+                reports += more
+                if not any(report.rows for report in reports):
+                    raise
+                return error
     return None
 
 
@@ -214,12 +259,12 @@ def check_simulable_ranks(world_size: int) -> None:
         )
 
 
-def on_rank(team: Team, plans: tuple[Plan, ...], folder: Path | None) -> list[Report]:
+def on_rank(team: Team, plans: tuple[Plan, ...], save: Save) -> list[Report]:
     """What each rank runs. Rank 0 says how far it is."""
     from weft.bench.runner import run_plans
 
     with progress(team.rank == 0) as say:
-        return run_plans(team, plans, folder, say)
+        return run_plans(team, plans, save, say)
 
 
 def show(reports: list[Report]) -> None:

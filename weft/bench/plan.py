@@ -47,8 +47,8 @@ class Plan:
         """Of which model the op is; "" where that is in the shapes."""
         return ""
 
-    def chosen(self) -> tuple[Provider, ...]:
-        return choose(self.op, self.providers)
+    def chosen(self, simulated: bool = False) -> tuple[Provider, ...]:
+        return choose(self.op, self.providers, simulated)
 
     def problem(self, shape: Shape, team: Team) -> Any:
         """What the providers are set to at this shape; weft.bench.problem.Problem says what it can do."""

@@ -1,16 +1,18 @@
-"""Every way to do an op, in one registry: weft's algorithms as its modules list them, then the baselines."""
+"""Every way to do an op, in one registry: weft's algorithms and designs as its modules list them, then the baselines."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft import ops
 from weft.bench.shapes import COLLECTIVES, NORMED, OPS
+from weft.ops import gemm_config
+from weft.ops.gemm_config import GemmConfig
 
 if TYPE_CHECKING:
     from weft.bench.problem import Problem
@@ -42,12 +44,16 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """``make`` may raise Unavailable; it is called by all ranks, and may take part in collective calls."""
+    """``make`` may raise Unavailable; it is called by all ranks, and may take part in collective calls.
+
+    on_request  on GPUs it runs only where its name or family is given
+    """
 
     name: str
     ops: tuple[str, ...]
     role: str
     make: Callable[[Problem], Attempt]
+    on_request: bool = False
 
 
 NORM_EPS = 1e-6
@@ -64,6 +70,8 @@ WEFT = {
     "gemm-rs": "matmul_reduce_scatter",
     "gemm-ar": "matmul_all_reduce",
 }
+# Ops whose module takes a GemmConfig, each of its designs a provider.
+DESIGNED = ("ag-gemm", "gemm-rs", "gemm-ar")
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
@@ -72,22 +80,30 @@ def providers_for(op: str) -> tuple[Provider, ...]:
     return (*_of_weft(op), *(provider for provider in BASELINES if op in provider.ops))
 
 
-def choose(op: str, words: Sequence[str]) -> tuple[Provider, ...]:
-    """The providers of ``op`` that ``words`` name, all if there are none. "torch" also names every "torch.…".
+def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:
+    """The providers of ``op`` that ``words`` name. "torch" also names every "torch.…". Without words all of them; on GPUs
+    all but those on request.
 
     ValueError for a word that names none of any op, or where none is left for this one.
     """
     available = providers_for(op)
     if not words:
-        return available
-    known = sorted({provider.name for name in (*OPS, NORMED) for provider in providers_for(name)})
+        return tuple(provider for provider in available if simulated or not provider.on_request)
+    known = {provider.name for name in (*OPS, NORMED) for provider in providers_for(name)}
+    names = ", ".join(provider.name for provider in available)
     for word in words:
         if not any(named_by(word, name) for name in known):
-            raise ValueError(f"provider {word!r} is unknown; choose from {', '.join(known)}")
+            raise ValueError(f"provider {word!r} is unknown; {op} has {names}")
     chosen = tuple(provider for provider in available if any(named_by(word, provider.name) for word in words))
     if not chosen:
-        raise ValueError(f"{op} has no provider {', '.join(words)}; it has {', '.join(p.name for p in available)}")
+        raise ValueError(f"{op} has no provider {', '.join(words)}; it has {names}")
     return chosen
+
+
+def lacking(op: str, words: Sequence[str]) -> list[str]:
+    """Those of ``words`` that name providers of other ops only."""
+    names = [provider.name for provider in providers_for(op)]
+    return [word for word in words if not any(named_by(word, name) for name in names)]
 
 
 def named_by(word: str, name: str) -> bool:
@@ -97,7 +113,17 @@ def named_by(word: str, name: str) -> bool:
 def _of_weft(op: str) -> list[Provider]:
     module = importlib.import_module(f"weft.ops.{WEFT[op]}")
     named = [algorithm for algorithm in getattr(module, "ALGORITHMS", ()) if algorithm != "auto"]
-    return [
+    designs = [
+        Provider(
+            name=f"weft.{design}",
+            ops=(op,),
+            role="weft",
+            make=lambda problem, design=design: _designed(problem, design),
+            on_request=True,
+        )
+        for design in (gemm_config.DESIGNS if op in DESIGNED else ())
+    ]
+    algorithms = [
         Provider(
             name=f"weft.{algorithm}",
             ops=(op,),
@@ -108,6 +134,7 @@ def _of_weft(op: str) -> list[Provider]:
         )
         for algorithm in ("auto", *named)
     ]
+    return algorithms + designs
 
 
 def _weft(problem: Problem, options: dict[str, Any]) -> Attempt:
@@ -127,6 +154,29 @@ def _weft(problem: Problem, options: dict[str, Any]) -> Attempt:
     if problem.op == "gemm":
         return Attempt(run=lambda number: function(*problem.sets[number], **options))
     return Attempt(run=lambda number: function(*problem.sets[number], team, **options))
+
+
+def _designed(problem: Problem, design: str) -> Attempt:
+    run, team = importlib.import_module(f"weft.ops.{WEFT[problem.op]}").run, problem.team
+    config = config_of(problem, design)
+    return Attempt(run=lambda number: run(*problem.sets[number], team, config))
+
+
+def config_of(problem: Problem, design: str) -> GemmConfig:
+    """What ``weft.auto`` takes, if it is of this design; else the default with what the rules say of this design."""
+    op, team = WEFT[problem.op], problem.team
+    call = (op, *problem.shape.size, problem.dtype, team.size, team.caps)
+    found = gemm_config.configured(*call)
+    if found.design == design:
+        return found
+    default = gemm_config.default_config(*call)
+    if default.design == design:
+        return default
+    if team.size == 1 and design == "segments":
+        design = "library"  # all rows are this rank's: one GEMM of the library
+    unset = {field.name: field.default for field in fields(GemmConfig) if field.name in gemm_config.OF_SEGMENTS}
+    cut = gemm_config.segments_for(op, *problem.shape.size, team.size) if design == "segments" else {}
+    return replace(default, **{**unset, **cut, "design": design})
 
 
 def copy_into(buffer: torch.Tensor, x: torch.Tensor) -> None:

@@ -85,6 +85,17 @@ def write(path: Path, reports: Iterable[Report]) -> None:
     put(path, to_json(reports))
 
 
+def write_all(paths: Sequence[Path], before: Sequence[Report], reports: Sequence[Report]) -> None:
+    """Those of ``before`` and ``reports`` into each of ``paths``."""
+    for path in paths:
+        write(path, [*before, *reports])
+
+
+def write_last(folder: Path, reports: Sequence[Report]) -> None:
+    """The last one into a file of its own, OP.wW.json."""
+    write(folder / f"{reports[-1].op}.w{reports[-1].world_size}.json", reports[-1:])
+
+
 def put(path: Path, text: str) -> None:
     """The file is there whole or as it was before, whenever the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)

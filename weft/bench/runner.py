@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from weft.bench.measure import Meter, Stuck, finish
 from weft.bench.plan import Plan
 from weft.bench.problem import Problem, Verdict, poison
 from weft.bench.providers import Attempt, Provider, Unavailable
-from weft.bench.report import Report, Row, write
+from weft.bench.report import Report, Row
 from weft.bench.shapes import Shape
 from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
 from weft.ops import barrier
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 T = TypeVar("T")
+Save = Callable[[list[Report]], None]
 # Nobody goes on after these.
 FATAL = (Stuck, CallMismatch, PeerFailed, PeerSilent)
 
@@ -56,10 +56,10 @@ class Entrant:
         return [meter for meter in (self.single, self.chain, self.eager) if meter is not None]
 
 
-def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Callable[[str], None]) -> list[Report]:
+def run_plans(team: Team, plans: Sequence[Plan], save: Save | None, say: Callable[[str], None]) -> list[Report]:
     """Measure ``plans`` one after the other; the same reports on every rank.
 
-    folder  where rank 0 writes OP.wW.json after every shape, so that a run that is killed leaves what it found
+    save    called by rank 0 after every shape with the reports so far, so that a run that is killed leaves what it found
     say     called by rank 0 with a line for each shape
 
     Stuck or OutOfStep if a provider's kernels do not end; its ``reports`` hold what was found, and why not the rest.
@@ -70,6 +70,7 @@ def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Calla
     empty_us = measure.events_in_graphs(team)
     empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
     here, reports = machine.describe(team), []
+    save = save if save is not None and team.rank == 0 else silent
     for plan in plans:
         bench = plan.bench(team, empty_us, say if team.rank == 0 else silent)
         report = Report(
@@ -90,23 +91,18 @@ def run_plans(team: Team, plans: Sequence[Plan], folder: Path | None, say: Calla
             except (Stuck, OutOfStep) as error:
                 report.rows += bench.without(plan.shapes[number:], f"not measured: {error}")
                 error.reports = reports
-                _save(team, folder, report)
+                save(reports)
                 raise
             if bench.balanced and not team.is_simulated:
                 report.protocol["neighbours"] = neighbours(bench.balanced)
-            _save(team, folder, report)
+            save(reports)
             if team.rank == 0:
                 seconds = time.perf_counter() - started
                 say(f"{plan.op} W={team.size} {shape.label}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
         if team.rank == 0 and team.device.type == "cuda":
             report.machine["afterwards"] = machine.state()
-            _save(team, folder, report)
+            save(reports)
     return reports
-
-
-def _save(team: Team, folder: Path | None, report: Report) -> None:
-    if folder is not None and team.rank == 0:
-        write(folder / f"{report.op}.w{report.world_size}.json", [report])
 
 
 def neighbours(balanced: Mapping[str, bool]) -> str:
@@ -119,8 +115,8 @@ def neighbours(balanced: Mapping[str, bool]) -> str:
     )
 
 
-def silent(line: str) -> None:
-    """Says nothing."""
+def silent(told: Any) -> None:
+    """Says nothing, and writes nothing."""
 
 
 class Bench:
@@ -128,7 +124,7 @@ class Bench:
 
     def __init__(self, team: Team, plan: Plan, empty_us: float | None, say: Callable[[str], None] = silent) -> None:
         self.team, self.plan, self.empty_us, self.say = team, plan, empty_us, say
-        self.providers = plan.chosen()
+        self.providers = plan.chosen(team.is_simulated)
         self.balanced: dict[str, bool] = {}  # by the labels of shapes: whether neighbours were
 
     def measure(self, shape: Shape) -> list[Row]:

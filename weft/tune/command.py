@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -107,10 +105,7 @@ def tune(
         return
     if talks():
         typer.echo(f"weft: {lost}", err=True)
-    if _is_one_rank():
-        sys.stdout.flush()
-        os._exit(1)  # an orderly end would wait for the kernels that never end
-    raise typer.Exit(2 if isinstance(lost, SimulatorMissing) else 1)
+    bench_command.leave(2 if isinstance(lost, SimulatorMissing) else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +223,3 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     chosen = outcome.winner + (" (the default)" if outcome.winner == outcome.default else "")
     default = "–" if row.default_us is None else f"{row.default_us:.4g}"
     return outcome.label, chosen, f"{row.us:.4g}", default, gain, str(outcome.tried), str(len(outcome.dropped))
-
-
-def _is_one_rank() -> bool:
-    from weft.runtime.launch import coordinates
-
-    return coordinates() is not None

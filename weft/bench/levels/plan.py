@@ -56,7 +56,7 @@ class LevelPlan(Plan):
     def subject(self) -> str:
         return self.model if self.layers is None else f"{self.model}, {self.layers} layers"
 
-    def chosen(self) -> tuple[Provider, ...]:
+    def chosen(self, simulated: bool = False) -> tuple[Provider, ...]:
         return choose(self.op, self.modes, self.providers)
 
     def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:

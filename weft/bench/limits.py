@@ -10,8 +10,8 @@ from weft.bench.shapes import ITEMSIZE, NORMED, is_collective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Measured averages, not from a data sheet: link bytes/s in one direction, halves FLOP/s, memory bytes/s, seconds. A single
-    run may be a few percent faster."""
+    """Measured averages, not from a data sheet: link bytes/s in one direction, halves FLOP/s, memory bytes/s, seconds of one
+    crossing to a peer. A single run may be a few percent faster."""
 
     link: float
     flops: float
@@ -20,8 +20,9 @@ class Limits:
 
 
 # By the driver's name of the GPU. H200: NVLink 4 through NVSwitch without multicast; copies of 132 CTAs 359 GB/s,
-# bf16 GEMMs on random data 770-803 TFLOP/s, weights streamed at 4.3 TB/s, one flag there and back 2.43 µs.
-GPUS = {"NVIDIA H200": Limits(link=360e9, flops=790e12, memory=4.3e12, latency=2.4e-6)}
+# bf16 GEMMs on random data 770-803 TFLOP/s, weights streamed at 4.3 TB/s, one flag there and back 2.43 µs: a floor has one
+# crossing, half of that.
+GPUS = {"NVIDIA H200": Limits(link=360e9, flops=790e12, memory=4.3e12, latency=1.2e-6)}
 
 
 def limits_of(gpu: str) -> Limits | None:
@@ -50,7 +51,7 @@ def operations(op: str, size: Sequence[int]) -> float:
 
 
 def floor_us(op: str, world_size: int, size: Sequence[int], dtype: str, limits: Limits | None) -> float | None:
-    """Wire time + latency of a collective, max(T_gemm, T_comm) of a GEMM op; None where the limits are not known."""
+    """Wire time + one crossing of a collective, max(T_gemm, T_comm) of a GEMM op; None where the limits are not known."""
     if limits is None or (not is_collective(op) and dtype == "fp32"):
         return None
     itemsize = ITEMSIZE[dtype]

@@ -125,6 +125,7 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use --device sim"),
         (["gemm", "--plot", "x.png"], "name the file x.svg"),
+        (["gemm", "--plot", "x.svg", "--json", "x.svg"], "--json and --plot are both x.svg; name two files"),
         (["gemm", "--plot", "/proc/foo/x.svg"], "--plot /proc/foo/x.svg: no file can be written there"),
         (["gemm", "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory); name another"),
         (["gemm", "--json", ""], "--json .: no file can be written there (Is a directory)"),

@@ -119,6 +119,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
         (["gemm", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: no file can be written there"),
         (["gemm", "--world-size", "1,2", "--json", "x.json"], "--json x.json: a file holds one world size"),
         (["gemm", "--out", __file__], "not a file of weft tune"),
+        (["gemm", "--out", "x.json", "--json", "./x.json"], "--out and --json are both x.json; name two files"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, message):
@@ -128,6 +129,16 @@ def test_a_mistake_is_one_line_and_exit_2(arguments, message):
     assert re.search(message, result.stderr)
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_a_file_that_is_no_table_is_refused_by_name(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text("[1, 2]")
+    result = tune("gemm", "--out", str(file))
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"weft: {file}: not a file of weft tune, schema 1: schema is another\n",
+    )
 
 
 def test_without_the_simulator_s_packages_it_is_exit_2(monkeypatch):

@@ -58,6 +58,7 @@ class BenchOptions:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
         check_output("--json", self.json)
         check_output("--plot", self.plot)
+        check_apart("--json", self.json, "--plot", self.plot)
         if self.plot is not None and self.plot.suffix != ".svg":
             raise ValueError(
                 f"--plot {self.plot}: plots are SVG pictures; name the file {self.plot.with_suffix('.svg')}"
@@ -156,6 +157,12 @@ def bench(
     if lost is not None:
         leave(130 if isinstance(lost, KeyboardInterrupt) else 1)
     raise typer.Exit(1 if weft_failed(reports) else 0)
+
+
+def check_apart(flag: str, file: Path | None, other_flag: str, other: Path | None) -> None:
+    """ValueError if both are the same file: the one would be written over the other."""
+    if file is not None and other is not None and file.resolve() == other.resolve():
+        raise ValueError(f"{flag} and {other_flag} are both {file}; name two files")
 
 
 def leave(status: int) -> NoReturn:

@@ -47,6 +47,7 @@ class TuneOptions:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
+        bench_command.check_apart("--out", self.out, "--json", self.json)
         for flag, file in (("--out", self.out), ("--json", self.json)):
             if file is not None and len(self.world_sizes) > 1:
                 raise ValueError(

@@ -187,7 +187,7 @@ def read(path: Path) -> Table:
     """ValueError, with the file's name, for what is not a table of this schema."""
     try:
         document = json.loads(path.read_text())
-        if document.pop("schema", None) != SCHEMA:
+        if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise ValueError("schema is another")
         rows = tuple(Row(**{**row, "shape": tuple(row["shape"])}) for row in document.pop("rows"))
         return Table(rows=rows, **document)

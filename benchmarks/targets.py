@@ -141,12 +141,29 @@ def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
+def files_of(paths: list[Path]) -> list[Path]:
+    """ValueError for a path that there is not, and for a folder with no results in it."""
+    files = []
+    for path in paths:
+        below = sorted(path.rglob("*.w*.json")) if path.is_dir() else [path] if path.exists() else []
+        if not below:
+            raise ValueError(f"{path} has no results, OP.wW.json; name a file or folder of benchmarks/run.py")
+        files += below
+    return files
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, help="JSON files or folders of them")
+    parser.add_argument(
+        "paths", nargs="+", type=Path, help="JSON files, or folders that hold them as OP.wW.json at any depth"
+    )
     paths = parser.parse_args(arguments).paths
-    files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
-    found = [line for file in files for report in read(file) if not report.is_simulated for line in lines(report)]
+    try:
+        reports = [report for file in files_of(paths) for report in read(file)]
+    except (OSError, ValueError) as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 2
+    found = [line for report in reports if not report.is_simulated for line in lines(report)]
     width = max((len(line.target) for line in found), default=0)
     for line in found:
         print(f"{line.target:{width}}  {line.measured:34}  {line.met}")

@@ -437,7 +437,7 @@ def test_runs_with_no_step_in_common_share_a_table():
 
 
 def test_targets_of_models_are_met_or_missed(tmp_path, capsys):
-    report.write(tmp_path / "x.json", [canned_model()])
+    report.write(tmp_path / "model.w4.json", [canned_model()])
     assert targets.main([str(tmp_path)]) == 1
     told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert told == [

@@ -31,11 +31,12 @@ def test_json_comes_back_as_it_was(tmp_path):
         ('"samples"', '"sample"', "sample"),
         ('"no such op"', "null", "neither a time, an error nor a reason"),
         ("{", "", "x.json"),
+        ("", "[1]", "schema is None"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_by_name(tmp_path, old, new, message):
     file = tmp_path / "x.json"
-    file.write_text(report.to_json([canned.all_reduce()]).replace(old, new, 1))
+    file.write_text(report.to_json([canned.all_reduce()]).replace(old, new, 1) if old else new)
     with pytest.raises(ValueError, match=message) as caught:
         report.read(file)
     assert "x.json" in str(caught.value)
@@ -153,7 +154,9 @@ def test_the_page_is_written_from_the_results(tmp_path, capsys):
 
 
 def test_targets_are_met_or_missed(tmp_path, capsys):
-    report.write(tmp_path / "x.json", [canned.all_reduce(), canned.ag_gemm()])
+    (tmp_path / "check").mkdir()
+    (tmp_path / "check" / "sweep.json").write_text("{}")
+    report.write(tmp_path / "h200-x4" / "both.w4.json", [canned.all_reduce(), canned.ag_gemm()])
     assert targets.main([str(tmp_path)]) == 1
     told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert told == [
@@ -167,6 +170,20 @@ def test_targets_are_met_or_missed(tmp_path, capsys):
         "ag-gemm W=4 8192x12800x5120 <= 0.97 x cublas 1480.00 / 1500.00 = 0.99 MISSED",
         "4 met, 4 missed of 8",
     ]
+
+
+def test_paths_without_results_are_one_line_and_exit_2(tmp_path, capsys):
+    (tmp_path / "x.json").write_text("{}")
+    for path, said in (
+        (
+            tmp_path / "missing",
+            f"{tmp_path}/missing has no results, OP.wW.json; name a file or folder of benchmarks/run.py",
+        ),
+        (tmp_path, f"{tmp_path} has no results, OP.wW.json; name a file or folder of benchmarks/run.py"),
+        (tmp_path / "x.json", f"{tmp_path}/x.json: not a results file of schema 1: schema is None"),
+    ):
+        assert targets.main([str(path)]) == 2
+        assert capsys.readouterr() == ("", f"weft: {said}\n")
 
 
 def test_the_other_targets(capsys, tmp_path):

@@ -114,8 +114,9 @@ def read(path: Path) -> list[Report]:
 
 def from_json(text: str) -> list[Report]:
     document = json.loads(text)
-    if document.get("schema") != SCHEMA:
-        raise ValueError(f"schema is {document.get('schema')!r}")
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"schema is {schema!r}")
     reports = []
     for fields in document["reports"]:
         rows = [Row(**{**row, "shape": tuple(row["shape"])}) for row in fields["rows"]]

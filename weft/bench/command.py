@@ -278,8 +278,6 @@ def show(reports: list[Report]) -> None:
     from weft.bench import table
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
     for report in reports:
         for made in table.sheets(report):
             table.show(made, console)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from weft.bench import command as bench_command
+from weft.bench.table import show_cells
 from weft.console import check_output, numbers, one_line_errors, progress, talks
 from weft.errors import SimulatorMissing, WeftError
 
@@ -197,21 +197,15 @@ def on_rank(team: Team, plans: tuple[TunePlan, ...], tried: Path | None) -> list
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:
     """A line for each shape, what was dropped and why, and where it was written."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
-    simulated = run.device == "sim"
-    table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(("shape", "chosen", "µs", "default µs", "gain", "tried", "dropped")):
-        justify = "left" if number < 2 else "right"
-        table.add_column(Text(name, style="bold"), justify=justify, no_wrap=True)
-    for outcome in outcomes:
-        table.add_row(*map(Text, _cells(outcome)))
     console.print(Text(f"{plan.op}, {plan.dtype}, world size {run.world_size}", style="bold"))
-    console.print(table)
+    header = ("shape", "chosen", "µs", "default µs", "gain", "tried", "dropped")
+    show_cells(header, [list(map(Text, _cells(outcome))) for outcome in outcomes], console, left=2)
     for name, reason in dict.fromkeys(pair for outcome in outcomes for pair in outcome.dropped):
         console.print(Text(f"dropped {name}: {reason}", style="dim"), soft_wrap=True)
-    if simulated:
-        console.print("Simulated ranks: the search was gone through, times mean nothing, and no op will use them.")
+    if run.device == "sim":
+        console.print(
+            "Simulated ranks: the search was gone through, times mean nothing, and no op will use them.", soft_wrap=True
+        )
     if plan.out is not None:
         console.print(f"written to {plan.out}", soft_wrap=True)
 

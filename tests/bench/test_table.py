@@ -92,6 +92,16 @@ def test_an_unknown_gpu_has_no_limit():
     other = canned.all_reduce()
     other.machine["gpu"] = "some GPU"
     assert {row[-1] for row in table.sheet(other).rows} == {"–"}
+    unknown = "No limits: the rates that they rest on are known of NVIDIA H200, not of some GPU."
+    assert table.sheet(other).notes[1] == unknown
+    assert unknown not in table.sheet(canned.all_reduce()).notes
+
+
+def test_answers_were_checked_only_where_some_were():
+    checked, unchecked = "answers were checked, times mean nothing.", "no answer was checked, times mean nothing."
+    for more, said in (({"max_abs_error": 0.0}, checked), ({"reason": "needs GPUs"}, unchecked)):
+        made = canned.report("all-reduce", 2, [canned.row((96,), "nccl", "other", **more)], simulated=True)
+        assert table.sheet(made).notes[0] == f"Simulated ranks: {said}"
 
 
 def test_printed_and_as_markdown():

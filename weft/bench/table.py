@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench.limits import floor_us, limits_of, rate
+from weft.bench.limits import GPUS, floor_us, limits_of, rate
 from weft.bench.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
 from weft.bench.shapes import LEVELS, is_collective
 
@@ -112,10 +112,9 @@ def plain(value: float | None, form: str) -> str:
 
 
 def _notes(report: Report, providers: Sequence[str]) -> list[str]:
-    if report.is_simulated:
-        notes = ["Simulated ranks: answers were checked, times mean nothing."]
-    else:
-        notes = ["Median of single calls, the maximum over the ranks. Speed-up: weft.auto over the fastest other."]
+    notes = about_machine(
+        report, "Median of single calls, the maximum over the ranks. Speed-up: weft.auto over the fastest other."
+    )
     rows = report.rows
     if any(row.chain_us is not None for row in rows):
         notes.append("In brackets: per call of several in a row.")
@@ -127,6 +126,16 @@ def _notes(report: Report, providers: Sequence[str]) -> list[str]:
         ceilings = ", ".join(dict.fromkeys(row.provider for row in rows if row.role == "ceiling"))
         notes.append(f"{ceilings}: the GEMM alone, no provider of the op.")
     return notes + reasons(report, providers)
+
+
+def about_machine(report: Report, times: str) -> list[str]:
+    """What stands first below a table; ``times``: how those of GPUs came about."""
+    if report.is_simulated:
+        ran = any(row.median_us is not None or row.max_abs_error is not None for row in report.rows)
+        return [f"Simulated ranks: {'answers were checked' if ran else 'no answer was checked'}, times mean nothing."]
+    gpu = report.machine["gpu"]
+    unknown = f"No limits: the rates that they rest on are known of {', '.join(GPUS)}, not of {gpu}."
+    return [times] if limits_of(gpu) is not None else [times, unknown]
 
 
 def reasons(report: Report, providers: Sequence[str]) -> list[str]:

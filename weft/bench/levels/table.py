@@ -9,7 +9,7 @@ from weft.bench.levels.roofline import roofline
 from weft.bench.levels.steps import MODELS, config_of
 from weft.bench.limits import limits_of
 from weft.bench.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
-from weft.bench.table import NONE, Sheet, microseconds, plain, reasons, speed_up
+from weft.bench.table import NONE, Sheet, about_machine, microseconds, plain, reasons, speed_up
 
 
 def sheet(report: Report) -> Sheet:
@@ -115,12 +115,10 @@ def _time(value: float, milli: bool) -> str:
 
 
 def _notes(report: Report, providers: Sequence[str]) -> list[str]:
-    if report.is_simulated:
-        notes = ["Simulated ranks: answers were checked, times mean nothing."]
-    else:
-        notes = [
-            "Median, the maximum over the ranks. Speed-up: weft.auto over the faster of torch's; the best mode without it."
-        ]
+    notes = about_machine(
+        report,
+        "Median, the maximum over the ranks. Speed-up: weft.auto over the faster of torch's; the best mode without it.",
+    )
     if any(row.eager_us is not None and row.mode != "eager" for row in report.rows):
         notes.append("After the stroke: without a CUDA graph.")
     if any(row.mode == "eager" for row in report.rows):

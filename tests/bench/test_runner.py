@@ -1,6 +1,7 @@
 """The measuring itself: wrong answers, providers that fail, do not end or cannot be captured, and every meter's graph."""
 
 import contextlib
+import dataclasses
 import pickle
 import threading
 import types
@@ -86,7 +87,13 @@ def library(problem):
     return Attempt(
         run=lambda number: buffers[number].copy_(problem.team.library.all_reduce(buffers[number])),
         prepare=lambda number: buffers[number].copy_(problem.sets[number][0]),
+        in_place=True,
     )
+
+
+def once(problem):
+    """Right once after each time that its input is written, and says nothing of it."""
+    return dataclasses.replace(library(problem), in_place=False)
 
 
 def wrong(problem):
@@ -125,9 +132,9 @@ def plan(op="all-reduce", shapes=("96",), **more):
 
 
 def test_times_as_on_gpus(fake_gpus, others):
-    others(library=library, wrong=wrong, unwritten=unwritten, missing=missing)
+    others(library=library, wrong=wrong, unwritten=unwritten, missing=missing, once=once)
     everywhere, lines = run(
-        plan(eager=True, quick=True, providers=("weft.auto", "library", "wrong", "unwritten", "missing"))
+        plan(eager=True, quick=True, providers=("weft.auto", "library", "wrong", "unwritten", "missing", "once"))
     )
     reports = everywhere[0][0], everywhere[1][0]
     assert reports[0].rows == reports[1].rows  # every rank knows all, whichever lives to tell it
@@ -143,6 +150,8 @@ def test_times_as_on_gpus(fake_gpus, others):
     assert rows["wrong"].reason.startswith("wrong answer: rank 0: ")
     assert rows["wrong"].median_us is None
     assert rows["unwritten"].reason.startswith("wrong answer: rank 0: 48 of 48 elements")
+    assert rows["once"].reason.startswith("wrong answer in a row: rank 0: ")
+    assert rows["once"].median_us is None
     assert rows["missing"].reason == "not in this torch"
     assert reports[0].protocol["empty_us"] == 1.5
     assert lines == [lines[0]]
@@ -268,11 +277,12 @@ def test_the_protocol_says_whether_neighbours_are_balanced(rounds, said, fake_gp
     assert runner.neighbours({"1 KiB": True, "1 MiB": False}) == "balanced, but not at 1 MiB: too few rounds"
 
 
-def test_weights_are_cold_again_when_they_come_round():
+@pytest.mark.parametrize("size", [(16, 8192, 512), (16, 1024, 1024), (1, 512, 512)])
+def test_weights_are_cold_again_when_they_come_round(size):
     team = types.SimpleNamespace(is_simulated=False, size=4, rank=0, device=torch.device("cpu"))
-    problem = Problem("gemm", Shape(size=(16, 8192, 512), label=""), "bf16", team)
-    nbytes = 8192 * 512 * 2
-    assert nbytes * (len(problem.sets) - 1) >= 100e6
+    problem = Problem("gemm", Shape(size=size, label=""), "bf16", team)
+    (m, n, k), calls = size, len(problem.sets)
+    assert (m + n) * k * 2 * (calls - 1) >= 120e6
     assert problem.replicas == len(problem.sets)
     assert not torch.equal(problem.sets[0][1], problem.sets[1][1])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,22 +100,25 @@ def nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
         call(out, x, group=group)
         return out
 
-    return _collective(problem, buffers, run, close)
+    return _collective(problem, buffers, run, close, in_place=problem.op == "all-reduce")
 
 
-def _collective(problem: Problem, buffers: list[torch.Tensor], run: Callable, close: Close = None) -> Attempt:
+def _collective(
+    problem: Problem, buffers: list[torch.Tensor], run: Callable, close: Close = None, in_place: bool = False
+) -> Attempt:
     def prepare(number: int) -> None:
         copy_into(buffers[number], problem.sets[number][0])
 
     for number in reversed(range(len(buffers))):
         prepare(number)  # 0 last: the first call, which is checked, takes it, and buffers may be shared
-    return Attempt(run=run, prepare=prepare, close=close)
+    return Attempt(run=run, prepare=prepare, close=close, in_place=in_place)
 
 
 def torch_all_reduce(problem: Problem, call: Callable) -> Attempt:
     name, (x, *_) = group_of(problem).group_name, problem.sets[0]
     buffer = symmetric(problem, tuple(x.shape))
-    return _collective(problem, [buffer] * len(problem.sets), lambda number: call(buffer, name))
+    buffers = [buffer] * len(problem.sets)
+    return _collective(problem, buffers, lambda number: call(buffer, name), in_place=call is two_shot)
 
 
 def one_shot(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -149,7 +153,7 @@ def nccl_then_norm(problem: Problem, norm: Callable) -> Attempt:
         dist.all_reduce(x, group=group)
         return x
 
-    return then_norm(problem, [x.clone() for x, *_ in problem.sets], call, norm)
+    return replace(then_norm(problem, [x.clone() for x, *_ in problem.sets], call, norm), in_place=True)
 
 
 def torch_then_norm(problem: Problem, norm: Callable) -> Attempt:

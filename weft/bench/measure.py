@@ -62,6 +62,10 @@ class Spread:
 
 
 class Meter(Protocol):
+    """``out``: what the last call of a round gives, to set 0."""
+
+    out: Any
+
     def replay(self) -> None:
         """Give one round of work to the GPU."""
 
@@ -145,6 +149,7 @@ def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 
 def _prepare(attempt: Attempt, numbers: Sequence[int]) -> None:
+    """Those that share a buffer have the last one's input in it."""
     if attempt.prepare is not None:
         for number in numbers:
             attempt.prepare(number)
@@ -174,12 +179,13 @@ class ChainMeter:
     def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
         self._graph, self._count = torch.cuda.CUDAGraph(), len(numbers)
         self._start, self._end = event(), event()
+        self.out: Any = None
         with capturing(self._graph):
-            _prepare(attempt, sorted(set(numbers)))
+            _prepare(attempt, sorted(set(numbers), reverse=True))
             barrier(team)
             self._start.record()
             for number in numbers:
-                attempt.run(number)
+                self.out = attempt.run(number)
             self._end.record()
 
     def replay(self) -> None:
@@ -197,7 +203,7 @@ class AroundMeter:
         self.out: Any = None
         for graph, with_op in zip(self._graphs, (False, True), strict=True):
             with capturing(graph):
-                _prepare(attempt, sorted(set(numbers)))
+                _prepare(attempt, sorted(set(numbers), reverse=True))
                 barrier(team)
                 for number in numbers if with_op else ():
                     self.out = attempt.run(number)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.normed import NormProblem
-from weft.bench.problem import DTYPES, Problem
+from weft.bench.problem import DTYPES, MOST_SETS, Problem
 from weft.bench.providers import Provider, choose
 from weft.bench.shapes import NORMED, Shape, is_collective
 
@@ -21,7 +21,7 @@ HEAP_FACTOR = 8
 
 EVENTS = "[prepare, barrier of all ranks on the GPU, event, op, event] in one CUDA graph; nothing subtracted"
 AROUND = "a CUDA graph of [prepare, barrier, op, op, …] minus one of [prepare, barrier], timed from outside and divided"
-CHECK = "every answer against fp32 before timing, and once more as it is timed"
+CHECK = "every answer against fp32 before timing, and once more as it is timed, alone and in a row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +82,15 @@ class Plan:
             "empty_us": empty_us,
             "alternation": "all providers of a shape in one process, every round in another order",
             "rounds": "quick" if self.quick else "full",
-            "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one",
+            "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one, if "
+            f"{MOST_SETS} are enough",
             "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
             "check": CHECK,
         }
+        if self.op in ("all-reduce", NORMED):
+            found["in a row"] += (
+                "; baselines that reduce in place go on with their own sums, which grow and are not checked"
+            )
         if is_collective(self.op):
             found["input of a collective"] = "written on the same stream just before the barrier, not timed"
         return found

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Between two uses of the same weights so many other bytes are read: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6
+# A set is a call in every CUDA graph, so that small ones are many calls; of those with large results, few.
+MOST_SETS, FEW_SETS, RESULT_BYTES = 256, 24, 4e9
 FP32_EPS = torch.finfo(torch.float32).eps
 
 Inputs = tuple[torch.Tensor, ...]
@@ -58,7 +60,9 @@ class Problem:
         if self.op in COLLECTIVES:
             return 4 if self.shape.size[0] <= 1 << 24 else 2
         nbytes = sum(math.prod(size) for size in self._sizes()) * self.dtype.itemsize
-        return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
+        m, n, _ = self.shape.size
+        most = max(FEW_SETS, min(MOST_SETS, int(RESULT_BYTES / (m * n * self.dtype.itemsize))))
+        return min(most, 1 + math.ceil(COLD_BYTES / nbytes))
 
     def _sizes(self) -> list[tuple[int, ...]]:
         """Of one rank's inputs."""

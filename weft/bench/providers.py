@@ -29,6 +29,7 @@ class Attempt:
     run      (number of the set) -> the result; given to the current stream, captured if the provider can be
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
     local    the result is that of this rank's GEMM alone; of a layer, this rank's rows of it
+    in_place the result is where the input was: right once after each ``prepare``
     close    gives back what does not go by itself
     chosen   of a model's step: where ``run`` leaves the tokens that it chooses
     first    of a level: answers that are compared before ``run`` is called, as (where, distance on this rank)
@@ -37,6 +38,7 @@ class Attempt:
     run: Callable[[int], torch.Tensor]
     prepare: Callable[[int], None] | None = None
     local: bool = False
+    in_place: bool = False
     close: Callable[[], None] | None = None
     chosen: torch.Tensor | None = None
     first: Callable[[], list[tuple[str, float]]] | None = None

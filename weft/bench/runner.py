@@ -213,7 +213,7 @@ class Bench:
 
     def set_up(self, problem: Problem, entrant: Entrant) -> None:
         """The entrant's meters, its answer checked once more as they give it. No ``single`` if it is out."""
-        team, attempt, what = self.team, entrant.attempt, f"{entrant.row.provider} at {problem.shape.label}"
+        team, attempt = self.team, entrant.attempt
         numbers = measure.order(len(problem.sets), problem.replicas)
         if team.is_simulated:
             meter: Any = measure.HostMeter(team, attempt, numbers[-1:])
@@ -224,25 +224,36 @@ class Bench:
             meter, reason = self.together(lambda: make(team, attempt, numbers))
             if reason:
                 meter, mode, reason = measure.EagerMeter(team, attempt, numbers), "eager", f"not captured: {reason}"
-        for tensor in () if meter.out is None else meter.out if isinstance(meter.out, tuple) else (meter.out,):
-            tensor.fill_(math.nan)
-        _, failure = self.together(meter.replay, launches=what)
-        if failure:
-            entrant.row = replace(entrant.row, reason=failure)
-            return
-        finish(team, what)
-        row = self.judged(entrant.row, problem, attempt, meter.out, "wrong answer when timed")
+        row = self.replayed(problem, entrant, meter, "wrong answer when timed")
         entrant.row = replace(row, mode=mode, reason=row.reason or reason)
         if row.reason:
             return
-        entrant.single = meter
+        chain = None
         if mode == "graph":
             one = max(team.exchange(measure.spread(meter.samples()).median))
             if one < measure.LONG_US:
                 in_a_row = measure.order(len(problem.sets), measure.calls_in_a_row(one))
-                entrant.chain, _ = self.together(lambda: measure.ChainMeter(team, attempt, in_a_row))
+                chain, _ = self.together(lambda: measure.ChainMeter(team, attempt, in_a_row))
+        if chain is not None:
+            entrant.row = self.replayed(problem, entrant, chain, "wrong answer in a row")
+            if entrant.row.reason:
+                return
+        entrant.single, entrant.chain = meter, chain
         if self.plan.eager and mode in ("graph", "around"):
             entrant.eager = measure.EagerMeter(team, attempt, numbers)
+
+    def replayed(self, problem: Problem, entrant: Entrant, meter: Meter, complaint: str) -> Row:
+        """The entrant's row after a round of ``meter``, whose last answer is checked. It has a reason if it is out."""
+        attempt, what = entrant.attempt, f"{entrant.row.provider} at {problem.shape.label}"
+        for tensor in () if meter.out is None else meter.out if isinstance(meter.out, tuple) else (meter.out,):
+            tensor.fill_(math.nan)
+        _, failure = self.together(meter.replay, launches=what)
+        if failure:
+            return replace(entrant.row, reason=failure)
+        finish(self.team, what)
+        if attempt.in_place and isinstance(meter, (measure.ChainMeter, measure.AroundMeter)):
+            return entrant.row  # it went on with its own sums, for which there is no answer
+        return self.judged(entrant.row, problem, attempt, meter.out, complaint)
 
     # --- all of them ------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ def _notes(report: Report, providers: Sequence[str]) -> list[str]:
 def about_machine(report: Report, times: str) -> list[str]:
     """What stands first below a table; ``times``: how those of GPUs came about."""
     if report.is_simulated:
-        ran = any(row.median_us is not None or row.max_abs_error is not None for row in report.rows)
+        ran = any(row.max_abs_error is not None or _cell(row) not in ("", NONE) for row in report.rows)
         return [f"Simulated ranks: {'answers were checked' if ran else 'no answer was checked'}, times mean nothing."]
     gpu = report.machine["gpu"]
     unknown = f"No limits: the rates that they rest on are known of {', '.join(GPUS)}, not of {gpu}."

@@ -45,10 +45,11 @@ def progress(shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    """None twice."""
     found = words(flag, text)
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
         raise ValueError(f"--{flag} {text} is not a list of positive numbers, as in 2,4")
-    return tuple(map(int, found))
+    return tuple(dict.fromkeys(map(int, found)))
 
 
 def words(flag: str, text: str | None) -> tuple[str, ...]:

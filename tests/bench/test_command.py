@@ -86,7 +86,7 @@ def test_what_was_measured_before_a_run_ends_early_is_shown_and_written(error, s
 
 def test_check_only_at_two_world_sizes():
     result = CliRunner().invoke(
-        app, ["all-gather", "--check-only", "--world-size", "2,3", "--providers", "weft", "--shapes", "96,240"]
+        app, ["all-gather", "--check-only", "--world-size", "2,3,2", "--providers", "weft", "--shapes", "96,240"]
     )
     assert result.exit_code == 0, result.output
     assert "world size 2" in result.stdout

@@ -18,6 +18,7 @@ from weft.bench.command import bench
 from weft.bench.levels import generate
 from weft.bench.levels.baseline import Baseline
 from weft.bench.levels.breakdown import KINDS, Kernel, breakdown, kind_of
+from weft.bench.levels.command import LevelFlags, level_plan
 from weft.bench.levels.plan import LevelPlan
 from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.roofline import roofline
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machi
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("bench")(bench)
 # 390 GB/s of NVLink and 5 µs an all-reduce: what the sums below were done with by hand.
+HOW = {"dtype": "bf16", "providers": (), "check_only": False, "quick": False, "eager": False, "command": ""}
 ASSUMED = Limits(link=390e9, flops=780e12, memory=4.3e12, latency=5e-6)
 
 
@@ -499,6 +501,12 @@ def test_a_check_of_answers_that_fails_on_one_rank_is_a_row_with_its_reason(monk
     assert row.reason == "could not be checked: rank 1: RuntimeError: no memory left"
 
 
+def test_generate_checks_every_token_with_check_or_without():
+    made = level_plan("generate", LevelFlags(check=True), ("2x5+3",), 2, simulated=True, **HOW)
+    LevelFlags(check=True).check_op("generate", (), False)
+    assert made == level_plan("generate", LevelFlags(), ("2x5+3",), 2, simulated=True, **HOW)
+
+
 # --- mistakes ------------------------------------------------------------------------------------------------------------
 
 
@@ -516,8 +524,7 @@ def test_a_check_of_answers_that_fails_on_one_rank_is_a_row_with_its_reason(monk
         ),
         (["generate", "--shapes", "11x90+10"], "at most 1,024 tokens, of all sequences together; take 10x90+10, or"),
         (["mlp", "--shapes", "decode:5x256"], "take decode:4x256, or"),
-        (["generate", "--check"], "--check belongs to single steps (mlp, attn, model); generate times whole answers"),
-        (["generate", "--breakdown"], "--breakdown belongs to single steps"),
+        (["generate", "--breakdown"], "--breakdown belongs to single steps (mlp, attn, model); generate times whole"),
         (["generate", "--eager", "--check-only"], "--eager belongs to single steps"),
         (["model", "--bsz", "0"], "--bsz 0 is not a list of positive numbers"),
         (["model", "--bsz", "1", "--shapes", "decode:1x4"], "leave one of them out"),
@@ -537,6 +544,8 @@ def test_a_check_of_answers_that_fails_on_one_rank_is_a_row_with_its_reason(monk
         (["model", "--dtype", "int8"], "dtype 'int8' is unknown"),
         (["all-reduce", "--bsz", "4"], "--bsz belongs to mlp, attn, model, generate"),
         (["gemm", "--check"], "--check belongs to mlp, attn, model, generate"),
+        (["gemm", "--breakdown"], "--breakdown belongs to mlp, attn, model; gemm takes --shapes"),
+        (["gemm", "--layers", "0"], "--layers belongs to mlp"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, message):

@@ -47,6 +47,17 @@ def test_the_set_of_a_published_model_has_its_sizes():
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEMSIZE
 
 
+def test_sets_and_sizes_are_listed_with_commas():
+    both = sizes("gemm", "qwen3-32b", "llama3-70b")
+    assert sizes("gemm", "qwen3-32b,llama3-70b") == both
+    assert sizes("gemm", "8,16,32,Qwen3-32B/o:1,2, llama3-70b/o:4") == [
+        (8, 16, 32), (1, 5120, 2048), (2, 5120, 2048), (4, 8192, 2048),
+    ]  # fmt: skip
+    assert sizes("gemm", "qwen3-32b,8,16,32") == [*sizes("gemm", "qwen3-32b"), (8, 16, 32)]
+    assert sizes(NORMED, "qwen3-32b:1,2,llama3-70b:4", "6,6144") == [(1, 5120), (2, 5120), (4, 8192), (6, 6144)]
+    assert sizes("all-reduce", "sizes,4096, 12KiB") == [*sizes("all-reduce"), (12288,)]
+
+
 def test_collectives_take_bytes_and_powers_of_four():
     assert sizes("all-reduce", "64KiB,1MiB", "4096", "65536") == [(65536,), (1 << 20,), (4096,)]
     assert sizes("all-gather")[0] == (1024,)
@@ -99,7 +110,9 @@ def test_the_simulator_gets_tiny_ones(op):
         ("gemm", "qwen3-32b:0", "0 are not rows"),
         ("gemm", "qwen3-32b:1,,2", "1,,2 are not rows"),
         ("all-reduce", "10", "take 16"),
-        ("all-reduce", "qwen3-32b", "neither a set"),
+        ("all-reduce", "Qwen3-32B", "--shapes 'Qwen3-32B' is neither a set"),
+        ("gemm", "Qwen4", "--shapes 'Qwen4' is neither a set"),
+        ("all-reduce", "10B", "--shapes 10B: 10 bytes do not"),
         ("all-reduce", "0", "neither a set"),
     ],
 )
@@ -153,13 +166,13 @@ def test_the_wire_carries_the_fewest_bytes():
 
 def test_the_floor_is_the_larger_of_both():
     h200 = limits_of("NVIDIA H200")
-    assert floor_us("all-reduce", 2, (360_000,), "bf16", h200) == pytest.approx(1.0 + 2.4)
+    assert floor_us("all-reduce", 2, (360_000,), "bf16", h200) == pytest.approx(1.0 + 1.2)
     # Weights of 65.5 MB at 4.3 TB/s; 2 * 8192 * 12800 * 5120 / 790e12; a wire that is slower than the GEMM.
     assert floor_us("gemm", 4, (128, 5120, 6400), "bf16", h200) == pytest.approx(15.9, abs=0.1)
     assert floor_us("ag-gemm", 4, (8192, 12800, 5120), "bf16", h200) == pytest.approx(1359, abs=1)
     assert floor_us("ag-gemm", 4, (8192, 256, 5120), "bf16", h200) == pytest.approx(174.8, abs=0.1)
     assert floor_us("gemm", 4, (128, 5120, 6400), "fp32", h200) is None
     assert floor_us("gemm", 4, (128, 5120, 6400), "bf16", limits_of("some GPU")) is None
-    assert floor_us(NORMED, 2, (36, 5000), "bf16", h200) == pytest.approx(1.0 + 2.4)
+    assert floor_us(NORMED, 2, (36, 5000), "bf16", h200) == pytest.approx(1.0 + 1.2)
     assert rate("gemm", 1, (1000, 1000, 1000), "bf16", 2.0) == pytest.approx(1000)
     assert rate("all-reduce", 2, (1_000_000,), "bf16", 10.0) == pytest.approx(100)

@@ -87,7 +87,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of layers "
-            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64. May be repeated"
+            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64. Several with commas, or repeated"
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
@@ -111,7 +111,7 @@ def bench(
     ctx: Annotated[str | None, typer.Option(help="Tokens of each, as in 128,1024")] = None,
     mode: Annotated[str | None, typer.Option(help="auto, ag_rs, gemm_ar [default: all]")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="First compare logits over given tokens, or all layers")
+        bool, typer.Option("--check", help="First compare logits over given tokens, or all layers [generate: always]")
     ] = False,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the time of a step goes to")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,

@@ -83,7 +83,7 @@ def parse_shapes(
     """The shapes that ``words`` name, in their order, none twice; the op's first set if there are no words.
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
-           BYTES,BYTES,… (64KiB, 1MiB) of a collective
+           BYTES,BYTES,… (64KiB, 1MiB) of a collective; or several of them with commas between
     dtype  bounds the rows of all-reduce-rms-norm; Plan refuses one that is unknown
     tiny   for simulated ranks: named sets become a few small shapes, and large ones are refused
 
@@ -92,14 +92,26 @@ def parse_shapes(
     check_op(op, (NORMED,))
     read = _collective if op in COLLECTIVES else _normed if op == NORMED else _gemm
     found: dict[tuple[int, ...], Shape] = {}
-    for word in words or sets_for(op)[:1]:
-        for shape in read(op, word.strip().lower(), world_size, tiny):
+    for word in [one for several in words for one in _apart(several)] or sets_for(op)[:1]:
+        for shape in read(op, word, world_size, tiny):
             if op == NORMED:
                 _check_width(op, word, shape.size, dtype)
             if tiny:
                 _check_simulable(op, word, shape.size, world_size)
             found.setdefault(shape.size, shape)
     return tuple(found.values())
+
+
+def _apart(text: str) -> list[str]:
+    """The words of a list: a number belongs to the numbers before it, or to the rows of a set."""
+    found: list[str] = []
+    for part in text.split(","):
+        word = found[-1] if found else ""
+        if word and not part.strip()[:1].isalpha() and (":" in word or not word[:1].isalpha()):
+            found[-1] = f"{word},{part.strip()}"
+        else:
+            found.append(part.strip())
+    return found
 
 
 def check_op(op: str, others: Sequence[str] = ()) -> None:
@@ -139,7 +151,7 @@ def _check_simulable(op: str, word: str, size: tuple[int, ...], world_size: int)
 
 
 def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
-    if word == "sizes":
+    if word.lower() == "sizes":
         # Every rank's part starts on 16 bytes, so that any algorithm may be tried.
         step = 16 * world_size
         sizes = [size // step * step for size in (TINY_SIZES if tiny else SIZES) if size >= step]
@@ -155,14 +167,14 @@ def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
 
 
 def _bytes(op: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*(b|kib|mib|gib)?", text.strip())
+    match = re.fullmatch(r"(\d+)\s*(b|kib|mib|gib)?", text.strip().lower())
     if not match or int(match[1]) == 0:
         raise ValueError(f"--shapes {text!r} is neither a set of {op} (sizes) nor bytes (4096, 64KiB, 1MiB)")
     return int(match[1]) * {None: 1, "b": 1, "kib": KIB, "mib": MIB, "gib": 1 << 30}[match[2]]
 
 
 def _normed(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
-    name, _, rows = word.partition(":")
+    name, _, rows = word.lower().partition(":")
     if re.fullmatch(r"[1-9]\d*,[1-9]\d*", word):
         sizes = [tuple(map(int, word.split(",")))]
     elif name not in sets_for(op) or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", rows):
@@ -193,7 +205,7 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
             raise ValueError(f"--shapes {word} is not M,N,K: three positive numbers, as in 4096,12800,5120")
         _check_rows(op, word, size[:1], world_size)
         return [Shape(size=size, label="x".join(map(str, size)))]
-    match = re.fullmatch(r"([a-z0-9-]+)(?:/([a-z0-9-]+))?(?::([\d,]+))?", word)
+    match = re.fullmatch(r"([a-z0-9-]+)(?:/([a-z0-9-]+))?(?::([\d,]+))?", word.lower())
     name, part, rows = match.groups() if match else (word, None, None)
     if name not in sets_for(op):
         raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets_for(op))}) nor M,N,K")

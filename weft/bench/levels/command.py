@@ -11,6 +11,9 @@ from weft.console import check_simulable
 if TYPE_CHECKING:
     from weft.bench.levels.plan import LevelPlan
 
+# What generate, which times whole answers, has no use for. It checks every token, with --check or without.
+OF_STEPS = ("--run-type", "--breakdown", "--eager")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelFlags:
@@ -31,13 +34,13 @@ class LevelFlags:
             "--model": self.model, "--layers": self.layers, "--run-type": self.run_type, "--bsz": self.batches,
             "--ctx": self.contexts, "--mode": self.modes, "--check": self.check, "--breakdown": self.breakdown,
         }  # fmt: skip
-        return [name for name, value in names.items() if value]
+        return [name for name, value in names.items() if value not in (None, ()) and value is not False]
 
     def check_op(self, op: str, shapes: tuple[str, ...], eager: bool) -> None:
         """ValueError for flags of a level with another op, and for two ways to say the same."""
         if op not in LEVELS:
-            if self.given():
-                raise ValueError(f"{self.given()[0]} belongs to {', '.join(LEVELS)}; {op} takes --shapes")
+            for flag in self.given():
+                raise ValueError(f"{flag} belongs to {', '.join(levels_of(flag))}; {op} takes --shapes")
             return
         from weft.bench.levels.providers import WEFT_MODES
         from weft.bench.levels.steps import RUN_TYPES
@@ -46,9 +49,9 @@ class LevelFlags:
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
         if op == "generate" and self.run_type:
             raise ValueError(f"--run-type {self.run_type}: generate prefills and decodes; leave it out")
-        for name, given in (("--check", self.check), ("--breakdown", self.breakdown), ("--eager", eager)):
+        for name, given in (("--breakdown", self.breakdown), ("--eager", eager)):
             if op == "generate" and given:
-                others = ", ".join(level for level in LEVELS if level != op)
+                others = ", ".join(levels_of(name))
                 raise ValueError(
                     f"{name} belongs to single steps ({others}); generate times whole answers; leave it out"
                 )
@@ -57,6 +60,11 @@ class LevelFlags:
         for mode in self.modes:
             if mode not in WEFT_MODES:
                 raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}")
+
+
+def levels_of(flag: str) -> list[str]:
+    """The levels that take it."""
+    return [level for level in LEVELS if level != "generate" or flag not in OF_STEPS]
 
 
 def level_plan(
@@ -93,7 +101,7 @@ def level_plan(
         dtype=dtype,
         providers=providers,
         modes=flags.modes,
-        teacher_forced=flags.check,
+        teacher_forced=flags.check and level != "generate",
         breakdown=flags.breakdown,
         check_only=check_only,
         quick=quick,

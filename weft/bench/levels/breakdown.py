@@ -14,16 +14,20 @@ from weft.bench.measure import Meter, finish
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# In the order of the tables. "gemm+communication" are kernels that do both; a norm that is fused into an all-reduce counts as
-# communication, one that torch.compile has fused into other work on elements as pointwise.
-KINDS = ("attention", "gemm", "gemm+communication", "communication", "pointwise", "other", "gap")
+# In the order of the tables. "gemm+communication" and "all-reduce + norm" are kernels that do both; a norm that
+# torch.compile has fused into other work on elements counts as pointwise.
+KINDS = (
+    "attention", "gemm", "gemm+communication", "communication", "all-reduce + norm", "norms", "pointwise", "other", "gap",
+)  # fmt: skip
 # The first that matches a kernel's name decides. Of weft by kernel; of libraries by what their names have in common:
 # nvjet, cutlass and xmma are cuBLAS's, fmha and flash torch's SDPA, triton_… torch.compile's, which spells out what it fused.
 NAMES = (
+    ("all-reduce + norm", r"all_reduce_rms_norm"),
     ("gemm+communication", r"all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce"),
     ("attention", r"attention|flash|fmha|\bsdpa|cudnn_generated"),
     ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|all_to_all|PtoP|^(begin|wait|sum|share|copy|add)_kernel"),
-    ("pointwise", r"rms_norm|qk_norm_rope|silu_mul_kernel|^triton_(poi|red|per)_(?!.*_(mm|addmm|linear)(_|$))"),
+    ("norms", r"^(?!triton_).*(rms_norm|layer_norm)"),
+    ("pointwise", r"qk_norm_rope|silu_mul_kernel|^triton_(poi|red|per)_(?!.*_(mm|addmm|linear)(_|$))"),
     ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|matmul_kernel|skinny|sum_parts|splitk|cublas|dot_kernel|_(mm|addmm|linear)(_|$)"),
     ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),
 )  # fmt: skip

@@ -62,8 +62,9 @@ def breakdown_sheet(report: Report) -> Sheet | None:
     ]
     if layers > 1:
         notes.append(f"The whole step over its {layers} layers, so embedding and head are in it.")
-    if "gemm+communication" in kinds:
-        notes.append("gemm+communication: kernels that do both.")
+    both = [kind for kind in kinds if "+" in kind]
+    if both:
+        notes.append(f"{', '.join(both)}: kernels that do both.")
     return Sheet(
         title=f"{report.op} of {report.subject}, world size {report.world_size}: µs a layer",
         header=("step", "provider", *kinds, "sum"),

@@ -37,6 +37,18 @@ def test_every_op_is_searched_and_written(op, tmp_path):
     row.as_config(spaces.CollectiveConfig if op in SMALL else spaces.GemmConfig)
 
 
+def test_calls_with_own_first_have_rows_of_their_own(tmp_path):
+    file, tried = tmp_path / "x.json", tmp_path / "tried.json"
+    result = tune(
+        "ag-gemm", "ag-gemm+own_first", "--quick", "--shapes", "4,24,16", "--out", str(file), "--json", str(tried)
+    )
+    assert result.exit_code == 0, result.output
+    assert {row.op for row in tuned.read(file).rows} == {"all_gather_matmul", "all_gather_matmul+own_first"}
+    plain, own = json.loads(tried.read_text())["shapes"]
+    assert (plain["op"], own["op"]) == ("ag-gemm", "ag-gemm+own_first")
+    assert plain["dropped"] == own["dropped"] == {}  # each has the right answer in its order
+
+
 def test_a_second_search_adds_to_the_file(tmp_path):
     file = tmp_path / "x.json"
     for shape in ("96", "2048"):
@@ -102,6 +114,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
     ("arguments", "message"),
     [
         (["all"], "op 'all' is unknown"),
+        (["gemm-rs+own_first"], r"op 'gemm-rs\+own_first' is unknown"),
         (["gemm", "--shapes", "qwen4"], "neither a set"),
         (["ag-gemm", "--shapes", "4096,12800,5121"], "simulated ranks take at most 512 in each of M, N and K"),
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),

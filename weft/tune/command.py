@@ -40,9 +40,10 @@ class TuneOptions:
         from weft.bench.problem import DTYPES
         from weft.bench.shapes import check_op
         from weft.runtime.launch import DEVICES
+        from weft.tune.spaces import OWN_FIRST
 
         for op in self.shapes_by_op():
-            check_op(op)
+            check_op(op, (f"ag-gemm{OWN_FIRST}",))
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
@@ -68,8 +69,8 @@ def tune(
         list[str],
         typer.Argument(
             metavar="OP[@SHAPES]...",
-            help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar; several are searched in "
-            "one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+            help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar, and ag-gemm+own_first, "
+            "the order of rows in an MLP; several are searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
         ),
     ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
@@ -124,20 +125,24 @@ def plan(options: TuneOptions) -> list[Run]:
     from weft.bench.shapes import parse_shapes
     from weft.ops import tuned
     from weft.tune.search import TunePlan, world_of
+    from weft.tune.spaces import OWN_FIRST
 
     sizes, simulated = bench_command.ranks(options.world_sizes, options.device)
     check_output("--json", options.json)
     runs = []
     for size in sizes:
         plans = []
-        for op, shapes in options.shapes_by_op().items():
+        for name, shapes in options.shapes_by_op().items():
+            op = name.removesuffix(OWN_FIRST)
             file, world = options.out, world_of(op, size)
             if file is None and not simulated:
                 file = tuned.file_for(torch.cuda.get_device_name(), world)
             if file is not None:
                 _check_file(file, None if simulated else torch.cuda.get_device_name(), world, simulated)
             parsed = parse_shapes(op, shapes, size, tiny=simulated)
-            plans.append(TunePlan(op=op, shapes=parsed, dtype=options.dtype, quick=options.quick, out=file))
+            plans.append(
+                TunePlan(op=op, shapes=parsed, dtype=options.dtype, quick=options.quick, out=file, own_first=name != op)
+            )
         if options.out is not None and len(worlds := {world_of(plan.op, size) for plan in plans}) > 1:
             raise ValueError(
                 f"--out {options.out}: a file holds one world size, and gemm's rows are of 1, the others' of {max(worlds)}; "
@@ -197,7 +202,7 @@ def on_rank(team: Team, plans: tuple[TunePlan, ...], tried: Path | None) -> list
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:
     """A line for each shape, what was dropped and why, and where it was written."""
     console = Console(highlight=False)
-    console.print(Text(f"{plan.op}, {plan.dtype}, world size {run.world_size}", style="bold"))
+    console.print(Text(f"{plan.name}, {plan.dtype}, world size {run.world_size}", style="bold"))
     header = ("shape", "chosen", "µs", "default µs", "gain", "tried", "dropped")
     show_cells(header, [list(map(Text, _cells(outcome))) for outcome in outcomes], console, left=2)
     for name, reason in dict.fromkeys(pair for outcome in outcomes for pair in outcome.dropped):

@@ -51,13 +51,23 @@ MOVES, QUICK_MOVES = 3, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePlan:
-    """One op to tune at one world size. ``out``: where rank 0 writes after every shape; None: nowhere."""
+    """One op to tune at one world size.
+
+    out        where rank 0 writes after every shape; None: nowhere
+    own_first  of ag-gemm: calls with it
+    """
 
     op: str
     shapes: tuple[Shape, ...]
     dtype: str = "bf16"
     quick: bool = False
     out: Path | None = None
+    own_first: bool = False
+
+    @property
+    def name(self) -> str:
+        """On the command line."""
+        return self.op + (spaces.OWN_FIRST if self.own_first else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +129,7 @@ def search_one(
     for number, shape in enumerate(plan.shapes):
         started = time.perf_counter()
         try:
-            outcome = tune_shape(bench, shape, plan.quick, versions)
+            outcome = tune_shape(bench, shape, plan.quick, versions, plan.own_first)
         except WeftError:
             raise
         except RuntimeError as error:  # of CUDA: what it was about to do is lost, on every rank in its own way
@@ -129,7 +139,7 @@ def search_one(
             if plan.out is not None and outcome.row is not None:
                 save(plan.out, team, plan.op, outcome.row)
             seconds = time.perf_counter() - started
-            say(f"{plan.op} {told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
+            say(f"{plan.name} {told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
         yield outcomes
     outcomes = reconciled(outcomes)
     if team.rank == 0 and plan.out is not None:
@@ -166,10 +176,11 @@ def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [chosen.get(outcome.label, outcome) for outcome in outcomes]
 
 
-def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcome:
+def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str, own_first: bool = False) -> Outcome:
     """Rounds of candidates at one shape. Collective."""
     team, op = bench.team, bench.plan.op
-    problem, reason = bench.together(lambda: Problem(op, shape, bench.plan.dtype, team))
+    make, named = (spaces.OwnFirst, WEFT[op] + spaces.OWN_FIRST) if own_first else (Problem, WEFT[op])
+    problem, reason = bench.together(lambda: make(op, shape, bench.plan.dtype, team))
     if problem is None or reason:
         return Outcome(label=shape.label, row=None, reason=reason or "")
     if reason := spaces.decided(problem):
@@ -206,7 +217,7 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str) -> Outcom
     if us is None:
         return Outcome(row=None, reason=f"no candidate ran: {dropped[0][1] if dropped else 'there is none'}", **found)
     row = tuned.Row(
-        op=WEFT[op], dtype=tuned.name_of(bench_dtype(bench)), shape=shape.size, config=fields_of(best), us=round(us, 2),
+        op=named, dtype=tuned.name_of(bench_dtype(bench)), shape=shape.size, config=fields_of(best), us=round(us, 2),
         default_us=None if default_us is None else round(default_us, 2), candidates=len(seen) - len(dropped),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(), versions=versions,
     )  # fmt: skip
@@ -244,7 +255,7 @@ def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence
     """All candidates at each shape by their labels: the times that they were compared by, why others were dropped."""
     shapes = [
         {
-            "op": plan.op, "shape": shape.size, "label": shape.label, "dtype": plan.dtype, "chosen": outcome.winner,
+            "op": plan.name, "shape": shape.size, "label": shape.label, "dtype": plan.dtype, "chosen": outcome.winner,
             "default": outcome.default, "us": {spaces.label(config): round(us, 2) for config, us in outcome.times.items()},
             "dropped": dict(outcome.dropped),
         }

@@ -25,6 +25,8 @@ from weft.runtime.cublaslt import Algorithm
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
+# Behind the name of an op: of calls with own_first, which have rows of their own (weft.ops.gemm_config.row_for).
+OWN_FIRST = "+own_first"
 # Shared memory of an SM of sm_90 and sm_100 less what Triton takes beside the operands' stages. Too much is found by the
 # compiler as well, after seconds.
 STAGES_BYTES = 220 << 10
@@ -114,6 +116,13 @@ class CopyConfig:
         return dispatch.CopyPlan(pieces=tuple(self.pieces), programs=self.programs)
 
 
+class OwnFirst(Problem):
+    """ag-gemm with own_first: each rank's own rows come first in its answer, then those of the ranks after it."""
+
+    def gathered(self, number: int) -> torch.Tensor:
+        return Problem.gathered(self, number).roll(-self.team.rank * self.sets[number][0].shape[0], 0)
+
+
 Config = GemmConfig | CollectiveConfig | CopyConfig | Algorithm
 
 
@@ -150,7 +159,8 @@ def attempt(problem: Problem, config: Config) -> Attempt:
     """The op with ``config``, as the harness calls any provider."""
     team, sets = problem.team, problem.sets
     if problem.op not in COLLECTIVES:
-        return Attempt(run=lambda number: call(problem.op, config, sets[number], team))
+        own_first = (True,) if isinstance(problem, OwnFirst) else ()
+        return Attempt(run=lambda number: call(problem.op, config, sets[number], team, *own_first))
     buffers = [x.clone() for (x,) in sets]
     return Attempt(
         run=lambda number: call(problem.op, config, (buffers[number],), team),
@@ -158,12 +168,14 @@ def attempt(problem: Problem, config: Config) -> Attempt:
     )
 
 
-def call(op: str, config: Config, inputs: Inputs, team: Team) -> torch.Tensor:
+def call(op: str, config: Config, inputs: Inputs, team: Team, own_first: bool = False) -> torch.Tensor:
     run = importlib.import_module(f"weft.ops.{WEFT[op]}").run
     if op in COLLECTIVES:
         algorithm = (config.algorithm,) if op == "all-reduce" else ()
         return run(*inputs, team, *algorithm, config.plan())
-    return run(*inputs, config) if op == "gemm" else run(*inputs, team, config)
+    if op == "gemm":
+        return run(*inputs, config)
+    return run(*inputs, team, config, own_first) if own_first else run(*inputs, team, config)
 
 
 def decided(problem: Problem) -> str:

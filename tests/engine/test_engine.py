@@ -224,6 +224,18 @@ def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_
     assert found == [*alone[:2], alone[2][:6]]
 
 
+def test_sequences_that_fill_a_page_each_run_together():
+    """The built-in model's 64 positions are one page."""
+
+    def main(team):
+        engine = Engine(None, team, mode="torch", max_batch=2)
+        for prompt in ("1+1=", "20+22="):
+            engine.submit(prompt, SamplingParams(max_tokens=2))
+        return sorted(piece.prompt for piece in engine.step())
+
+    assert weft.simulate(main, 1) == [[0, 0, 1, 1]]
+
+
 def test_first_tokens_are_awaited_in_their_step_unless_prompts_wait(byte_model):
     def main(team, late, max_batch):
         engine = Engine(byte_model, team, mode="torch", max_batch=max_batch)
@@ -287,10 +299,14 @@ def test_after_a_step_that_fails_all_requests_go_on_without_a_gap(byte_model, wh
 def test_a_request_that_can_never_fit_is_refused_and_the_engine_goes_on(byte_model):
     def main(team):
         engine = Engine(byte_model, team, mode="torch", page_size=16, pages=1 + 3)
-        with pytest.raises(
-            ValueError, match="request 1: a prompt of 30 tokens and an answer of up to 20 need 4 KV pages"
-        ):
-            engine.generate(["ok", "y" * 30], max_new_tokens=20)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"prompts\[1\] of 30 tokens and .* up to 20 need 4 KV pages"):
+                engine.generate(["ok", "y" * 30], max_new_tokens=20)
+        with pytest.raises(ValueError, match="prompt of 30 tokens and an answer of up to 20 need 4 KV pages"):
+            engine.submit("y" * 30, SamplingParams(max_tokens=20))
+        assert engine.submit("ok", SamplingParams(max_tokens=1)) == 0  # the first that was not refused
+        while engine.has_work:
+            engine.step()
         return engine.generate("ok", max_new_tokens=8)
 
     assert weft.simulate(main, 1) == generate(byte_model, "ok", max_new_tokens=8)

@@ -49,7 +49,7 @@ def run(scheduler, sequences, late=0):
 def submitted(scheduler, *sizes):
     sequences = [sequence(number, *size) for number, size in enumerate(sizes)]
     for one in sequences:
-        scheduler.check(one)
+        scheduler.check("prompt", one)
         scheduler.submit(one)
     return sequences
 
@@ -92,13 +92,24 @@ def test_the_youngest_gives_its_pages_back_and_is_read_again_with_its_answer():
     assert all(length > 15 for _, _, length in again[1:]) and len(again) == 1 + scheduler.preemptions
 
 
-def test_a_request_that_could_not_run_even_alone_is_refused_by_its_number():
+def test_only_sequences_that_may_grow_have_a_page_kept_for_them():
+    def seated(*sizes):
+        scheduler = Scheduler(PagePool(1 + 2, PAGE), max_batch=2, chunk_tokens=64)
+        sequences = submitted(scheduler, *sizes)
+        scheduler.next_chunk()
+        return [one.number for one in sequences if one.seat is not None]
+
+    assert seated((10, 7), (10, 7)) == [0, 1]  # of 17 tokens 16 are cached
+    assert seated((10, 8), (10, 7)) == [0]
+
+
+def test_a_request_that_could_not_run_even_alone_is_refused_by_the_caller_s_name():
     scheduler = Scheduler(PagePool(1 + 4, PAGE), max_batch=4, chunk_tokens=64)
-    scheduler.check(sequence(0, 40, 25))  # 64 tokens are cached, the last one never
+    scheduler.check("prompts[7]", sequence(0, 40, 25))  # 64 tokens are cached, the last one never
     with pytest.raises(
-        ValueError, match="request 7: a prompt of 40 tokens and an answer of up to 26 need 5 KV pages of 16"
+        ValueError, match=r"prompts\[7\] of 40 tokens and an answer of up to 26 need 5 KV pages of 16 .* raise pages="
     ):
-        scheduler.check(sequence(7, 40, 26))
+        scheduler.check("prompts[7]", sequence(0, 40, 26))
 
 
 def test_seats_are_filled_up_from_below():

@@ -104,7 +104,7 @@ class Engine:
         )
         self.batch = Batch(runner, chunk_tokens)
         self._texts: dict[int, TextStream | None] = {}
-        self._submitted = 0
+        self._entered = 0
         self._held: list[Piece] = []  # arrived, and not yet asked for
         self._streamed: set[int] = set()  # requests whose pieces a stream gives
         self.stats = Stats(load_seconds=time.perf_counter() - begin)
@@ -178,15 +178,15 @@ class Engine:
             raise ValueError("prompts is empty; pass at least one")
         encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
         sequences = [self._sequence(ids, one) for ids, one in zip(encoded, params, strict=True)]
-        for sequence in sequences:
-            self.batch.scheduler.check(sequence)
+        for index, sequence in enumerate(sequences):
+            self.batch.scheduler.check(f"prompts[{index}]", sequence)
         return self._answer(sequences)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> int:
         """Adds one request, which joins the batch when there is room. Returns its number, which `step` puts into its pieces as
         `prompt`. Collective: all ranks submit the same requests between the same steps. ValueError as of `generate`."""
         sequence = self._sequence(self._encode("prompt", prompt), params)
-        self.batch.scheduler.check(sequence)
+        self.batch.scheduler.check("prompt", sequence)
         self._enter(sequence)
         return sequence.number
 
@@ -289,11 +289,11 @@ class Engine:
         vocab_size = self.model.config.vocab_size
         if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
             raise ValueError(f"stop_token_ids holds {largest}, outside 0 .. {vocab_size - 1}")
-        number, self._submitted = self._submitted, self._submitted + 1
         budget = min(params.max_tokens, self.max_seq_len - len(prompt))
-        return Running(number=number, prompt=prompt, params=params, budget=budget)
+        return Running(prompt=prompt, params=params, budget=budget)
 
     def _enter(self, sequence: Running) -> None:
+        sequence.number, self._entered = self._entered, self._entered + 1
         self.batch.scheduler.submit(sequence)
         text = None if self.tokenizer is None else TextStream(self.tokenizer, sequence.params.stop)
         self._texts[sequence.number] = text

@@ -20,7 +20,7 @@ from weft.engine.params import SamplingParams
 class Sequence:
     """A request on its way.
 
-    number    in order of submission
+    number    in the order of the engine's requests; -1: not among them yet
     budget    tokens of the answer at most: of `params` and of the model
     tokens    of the answer, as far as the host knows them
     launched  of the answer, as far as the device was told to make them
@@ -29,10 +29,10 @@ class Sequence:
     running   all but the token chosen last is cached: decode steps take it from here
     """
 
-    number: int
     prompt: list[int]
     params: SamplingParams
     budget: int
+    number: int = -1
     tokens: list[int] = field(default_factory=list)
     launched: int = 0
     cached: int = 0
@@ -69,16 +69,18 @@ class Scheduler:
         self.preemptions = 0
         self._free_seats = list(range(max_batch - 1, -1, -1))
 
-    def check(self, sequence: Sequence) -> None:
-        """ValueError for one that could not run even alone."""
-        # The last token of an answer is never cached.
-        needed = self.pool.needed(len(sequence.prompt) + sequence.budget - 1)
-        if needed > self.pool.capacity:
+    def check(self, name: str, sequence: Sequence) -> None:
+        """ValueError for one that could not run even alone. `name`: what the caller calls its prompt."""
+        if (needed := self._pages_at_the_end(sequence)) > self.pool.capacity:
             raise ValueError(
-                f"request {sequence.number}: a prompt of {len(sequence.prompt)} tokens and an answer of up to "
-                f"{sequence.budget} need {needed} KV pages of {self.pool.page_size} tokens, and there are "
-                f"{self.pool.capacity}; lower max_tokens, shorten the prompt, or give the cache more memory"
+                f"{name} of {len(sequence.prompt)} tokens and an answer of up to {sequence.budget} need {needed} KV pages "
+                f"of {self.pool.page_size} tokens, and there are {self.pool.capacity}; lower max_tokens, shorten the prompt, "
+                f"or raise pages= (where it is not given, memory_fraction=)"
             )
+
+    def _pages_at_the_end(self, sequence: Sequence) -> int:
+        # The last token of an answer is never cached.
+        return self.pool.needed(len(sequence.prompt) + sequence.budget - 1)
 
     def submit(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -109,8 +111,9 @@ class Scheduler:
                 left -= self._read(sequence, left, spans)
         while left and self.waiting and self._free_seats:
             sequence = self.waiting[0]
-            # All its pages, and one for each of the others to grow into, lest it be preempted as soon as it has been read.
-            if self.pool.needed(sequence.to_read) + len(self.seated) > self.pool.free:
+            # All its pages, and one for each of the others that may grow, lest it be preempted as soon as it has been read.
+            growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.seated)
+            if self.pool.needed(sequence.to_read) + growing > self.pool.free:
                 break
             self.waiting.popleft()
             sequence.seat = self._free_seats.pop()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import weft
+import weft.engine.runner as runner_module
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, shape_of
 from weft.engine.runner import Row, Runner
@@ -166,6 +167,32 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
     runner = SimpleNamespace(model=model, page_size=16, team=team)
     assert Runner._affordable_pages(runner, 0.8) == 20
+
+
+def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
+    free = [70_000, 30_000, 50_000]
+    monkeypatch.setattr(runner_module, "free_bytes", lambda device: free[device.index])
+    model = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
+
+    def main(team, fraction):
+        on_gpu = SimpleNamespace(device=torch.device("cuda", team.rank), exchange=team.exchange)
+        return Runner._affordable_pages(SimpleNamespace(model=model, page_size=16, team=on_gpu), fraction)
+
+    # Of 400 bytes each.
+    assert weft.simulate(main, 3, args=(1.0,)) == [75] * 3
+    assert weft.simulate(main, 3, args=(0.4,)) == [30] * 3
+
+
+def test_the_cache_is_no_larger_than_memory_or_all_seats_can_fill(byte_model, monkeypatch):
+    def main(model):
+        page = model.new_cache(1, 16).data.nbytes
+        found = []
+        for memory in (10 * page - 1, 10 * page, 1000 * page):
+            monkeypatch.setattr(runner_module, "VIRTUAL_CACHE_BYTES", memory)
+            found.append(Runner(model, max_batch=3, page_size=16, max_seq_len=90).cache.pages)
+        return found
+
+    assert on_one_rank(main, byte_model) == [9, 10, 1 + 3 * 6]  # 90 tokens take six pages
 
 
 def test_what_does_not_fit_is_refused(byte_model):

@@ -1,6 +1,7 @@
 """Engine: text in, text out, the same on every rank, over any number of ranks, alone or in a batch."""
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -468,6 +469,16 @@ def test_max_seq_len_bounds_prompt_and_answer(byte_model):
     assert len(completion.token_ids) == 7
     with pytest.raises(ValueError, match="max_seq_len=97 is not in 2 .. max_position_embeddings=96"):
         weft.simulate(main, 1, args=(97,))
+
+
+def test_positions_without_end_cost_nothing_where_max_seq_len_is_given(byte_model, tmp_path):
+    copied = shutil.copytree(byte_model, tmp_path / "copy")
+    config = json.loads((copied / "config.json").read_text()) | {"max_position_embeddings": 10**12}
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="^max_seq_len=1000000000000 is more than 16777216, .*; pass a smaller one$"):
+        generate(copied, "x")
+    options = {"max_new_tokens": 8, "engine": {"max_seq_len": 96}}
+    assert generate(copied, "x", **options) == generate(byte_model, "x", **options)
 
 
 def test_ranks_that_ask_for_different_things_are_told_so(byte_model):

@@ -101,6 +101,8 @@ def test_a_config_of_transformers_4_is_read(make_checkpoint):
         ({"rms_norm_eps": None}, "rms_norm_eps=None is not a positive number"),
         ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' is not a positive number"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not an object"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is not true or false"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
         ({"intermediate_size": 64}, r"gate_proj.weight has shape \(96, 48\), but config.json asks for \(64, 48\)"),
     ],
@@ -144,6 +146,13 @@ def remove_weights(directory):
         path.unlink()
 
 
+def number_in_index(directory):
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = 3
+    path.write_text(json.dumps(index))
+
+
 def drop_tensor(directory):
     for path in directory.glob("model-*.safetensors"):
         tensors = load_file(path)
@@ -170,6 +179,7 @@ def quantize_tensor(directory):
         (truncate_file, "truncated or damaged"),
         (truncate_header, "truncated or damaged"),
         (remove_weights, "no model.safetensors"),
+        (number_in_index, "model.safetensors.index.json has 3 for a file's name"),
         (drop_tensor, "tensor model.norm.weight is missing"),
         (quantize_tensor, "tensor model.layers.0.mlp.up_proj.weight is of F8_E4M3, so it has been quantized"),
     ],
@@ -194,3 +204,15 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(copy, generat
     if generation is not None:
         path.write_text(json.dumps(generation))
     assert Checkpoint(directory).eos_token_ids() == expected
+
+
+@pytest.mark.parametrize("wrong", [[[174]], 174.0, "174", {"a": 1}, True, -1], ids=str)
+def test_end_of_sequence_ids_that_could_never_come_are_refused(copy, wrong):
+    directory, edit = copy
+    for name in ("config.json", "generation_config.json"):
+        edit(eos_token_id=wrong)
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint(directory).eos_token_ids()
+        expected = f"{directory / name}: eos_token_id={wrong!r} is not a token id or a list of them"
+        assert str(caught.value) == expected
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))

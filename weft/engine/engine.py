@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence, Set
 from contextlib import closing
+from dataclasses import replace
 from itertools import zip_longest
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ from weft.models.builtin import PATH as BUILTIN
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
+
+MOST_POSITIONS = 1 << 24
 
 
 class Engine:
@@ -84,10 +87,17 @@ class Engine:
         self.max_seq_len = limit if max_seq_len is None else max_seq_len
         if not 2 <= self.max_seq_len <= limit:
             raise ValueError(f"max_seq_len={max_seq_len} is not in 2 .. max_position_embeddings={limit}")
+        if self.max_seq_len > MOST_POSITIONS:
+            raise ValueError(
+                f"max_seq_len={self.max_seq_len} is more than {MOST_POSITIONS}, up to which fp32 counts positions exactly; "
+                f"pass a smaller one"
+            )
         self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
         if checkpoint is not None:
             self.tokenizer, self.eos_token_ids = load_tokenizer(checkpoint.directory), checkpoint.eos_token_ids()
             _check_tokenizer(self.tokenizer, checkpoint, config.vocab_size)
+        # Its table of angles is as long as it is said to be: no longer than anything here can be.
+        config = replace(config, max_position_embeddings=self.max_seq_len)
         self.model = Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype, fused=fused)
         if checkpoint is None:
             self.model.fill_dummy()

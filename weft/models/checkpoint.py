@@ -50,12 +50,17 @@ class Checkpoint:
 
     def eos_token_ids(self) -> frozenset[int]:
         """From generation_config.json, or else config.json; empty where neither names any."""
-        found = None
-        if (self.directory / "generation_config.json").exists():
-            found = self.read_json("generation_config.json").get("eos_token_id")
+        name, found = "generation_config.json", None
+        if (self.directory / name).exists():
+            found = self.read_json(name).get("eos_token_id")
         if found is None:
-            found = self.config.get("eos_token_id")
-        return frozenset([found] if isinstance(found, int) else found or ())
+            name, found = "config.json", self.config.get("eos_token_id")
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise CheckpointError(
+                f"{self.directory / name}: eos_token_id={found!r} is not a token id or a list of them"
+            )
+        return frozenset(ids)
 
     def load(self, shards: Mapping[str, Shard], progress: Progress | None = None) -> None:
         """Fills every shard from the tensor of the same name. Tensors that no shard asks for are left alone."""
@@ -87,6 +92,10 @@ class Checkpoint:
             if not isinstance(weight_map, dict):
                 raise CheckpointError(
                     f"{self.directory}: model.safetensors.index.json has no weight_map; download it again"
+                )
+            if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
+                raise CheckpointError(
+                    f"{self.directory}: model.safetensors.index.json has {wrong[0]!r} for a file's name; download it again"
                 )
             names = sorted(set(weight_map.values()))
         elif (self.directory / "model.safetensors").exists():

@@ -119,8 +119,12 @@ class Qwen3Config:
             dtype=DTYPES[dtype],
         )
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            if not isinstance(value := getattr(config, name), int) or value < 1:
+            if type(value := getattr(config, name)) is not int or value < 1:
                 raise CheckpointError(f"config.json: {name}={value!r} is not a positive integer")
+        if not isinstance(config.tie_word_embeddings, bool):
+            raise CheckpointError(
+                f"config.json: tie_word_embeddings={config.tie_word_embeddings!r} is not true or false"
+            )
         for name in ("rms_norm_eps", "rope_theta"):
             if not isinstance(value := getattr(config, name), (int, float)) or not value > 0:
                 raise CheckpointError(f"config.json: {name}={value!r} is not a positive number")

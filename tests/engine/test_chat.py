@@ -15,7 +15,17 @@ TEMPLATE = """{%- if tools %}
         {{- raise_exception('begin with the user') }}
     {%- endif %}
     {%- if message.role == 'skip' %}{% continue %}{% endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {%- set eos_token = 'of the block' %}
+            {{- message.content or '' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|im_end|>' + '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
@@ -30,6 +40,13 @@ CONVERSATIONS = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "a\n\nb"},
         {"role": "skip", "content": ""},
+    ],
+    [
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "one"},
+        {"role": "assistant", "tool_calls": [{"name": "größer"}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": "three"},
     ],
 ]
 
@@ -73,9 +90,44 @@ def test_what_cannot_be_rendered_is_refused(tmp_path):
     template = ChatTemplate(directory_with(tmp_path, chat_template=TEMPLATE))
     with pytest.raises(ValueError, match="the chat template refuses these messages: begin with the user"):
         template.render([{"role": "assistant", "content": "x"}])
-    with pytest.raises(ValueError, match=r"messages\[0\]='hello' is not a dictionary with role and content"):
+    with pytest.raises(ValueError, match=r"messages\[0\]='hello' is not a dictionary with a role"):
         template.render(["hello"])
     with pytest.raises(ValueError, match="refuses these messages"):  # a sandbox
         ChatTemplate(
             directory_with(tmp_path, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
         ).render([])
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 1 // messages[0].content }}", "fails on these messages: ZeroDivisionError: "),
+        ("{{ range(10**9) }}", "fails on these messages: OverflowError: "),
+        ("{{ 'x' + messages[1].content }}", "fails on these messages: TypeError: can only concatenate str"),
+        ("{{ raise_exception('a\nb') }}", "refuses these messages: a b"),
+        ("{{ messages[2].content + 'x' }}", "refuses these messages: 'dict object' has no attribute 'content'"),
+    ],
+)
+def test_a_template_that_fails_says_why_in_a_line(tmp_path, template, says):
+    messages = [{"role": "user", "content": 0}, {"role": "assistant", "content": None}, {"role": "assistant"}]
+    with pytest.raises(ValueError) as caught:
+        ChatTemplate(directory_with(tmp_path, chat_template=template)).render(messages)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"variables=\['x'\] is not a dictionary"):
+        ChatTemplate(tmp_path).render(messages, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: holds a JSON list, not an object"),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', "chat_template is a list of what are not objects"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: not readable as text"),
+        ("chat_template.jinja", b"{% generation %}", "not valid Jinja"),
+    ],
+)
+def test_files_that_hold_no_template_are_refused(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        ChatTemplate(tmp_path)
+    assert "\n" not in str(caught.value)

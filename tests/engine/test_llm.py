@@ -181,6 +181,8 @@ def test_a_chat_is_the_rendered_text(byte_model, tmp_path, monkeypatch):
         assert llm.chat(messages, params, variables={"style": "!"}) == llm.generate("[user]hi!", params)
         assert llm.chat([messages, messages], params) == llm.generate(["[user]hi"] * 2, params)
         assert list(llm.stream_chat(messages, params)) == list(llm.stream("[user]hi", params))
+        with pytest.raises(ValueError, match="a message is not text that UTF-8 can hold"):
+            llm.chat([{"role": "user", "content": "\ud800"}])
         with pytest.raises(ValueError, match="messages is empty"):
             llm.chat([])
         for wrong, says in (

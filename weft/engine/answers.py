@@ -66,6 +66,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def check_prompt(name: str, prompt: Prompt) -> None:
     """Bytes and booleans are integers to Python, and not token ids."""
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair
+            raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")

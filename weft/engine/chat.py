@@ -6,9 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from weft.engine.answers import quoted
 from weft.errors import CheckpointError
+from weft.models.checkpoint import read_object
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 Message = Mapping[str, Any]
 
@@ -20,50 +25,72 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path) -> None:
-        from jinja2 import TemplateSyntaxError  # torch needs it too
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
         self.directory = directory
         self._special, source = _read(directory)
-        # As templates are written for: transformers' settings and the names that it adds.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise CheckpointError(f"{directory}: its chat template is not valid Jinja ({error})") from None
+            self._template = _environment().from_string(source)
+        except Exception as error:  # mostly TemplateSyntaxError
+            raise CheckpointError(f"{directory}: its chat template is not valid Jinja ({_line(error)})") from None
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """The prompt behind which the assistant's answer comes. `variables`: what else the template knows, such as
-        {"enable_thinking": False}. ValueError for messages that it refuses."""
+        {"enable_thinking": False}. ValueError for messages that it refuses or fails on."""
         from jinja2 import TemplateError
 
+        if variables is not None and not isinstance(variables, Mapping):
+            raise ValueError(f"variables={quoted(variables)} is not a dictionary")
         if not isinstance(messages, Sequence):
-            raise ValueError(f"messages={messages!r} is not a list of messages")
+            raise ValueError(f"messages={quoted(messages)} is not a list of messages")
         for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise ValueError(f"messages[{index}]={message!r} is not a dictionary with role and content")
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise ValueError(
+                    f"messages[{index}]={quoted(message)} is not a dictionary with a role, and mostly content"
+                )
         words = {**self._special, **(variables or {}), "messages": list(messages), "add_generation_prompt": True}
         try:
-            return self._template.render(**words)
+            return self._template.render(words)
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
+            raise ValueError(f"the chat template refuses these messages: {_line(error)}") from None
+        except Exception as error:  # of its own arithmetic, or of content that is None
+            line = f"{type(error).__name__}: {_line(error)}"
+            raise ValueError(f"the chat template fails on these messages: {line}") from None
+
+
+def _environment() -> Environment:
+    """What templates are written for: transformers' settings, the names that it adds, and its tag `generation`."""
+    from jinja2 import nodes  # torch needs it too
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Marks what the assistant has said, for training. Here it is only a scope."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
 def _read(directory: Path) -> tuple[dict[str, str], str]:
     """(special tokens by name, the template's source)"""
-    path = directory / "tokenizer_config.json"
+    path, separate = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config = read_object(path) if path.exists() else {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error}); download it again") from None
-    separate = directory / "chat_template.jinja"
-    source = separate.read_text(encoding="utf-8") if separate.exists() else config.get("chat_template")
+        source = separate.read_text(encoding="utf-8") if separate.exists() else config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{separate}: not readable as text ({error}); download it again") from None
     if isinstance(source, list):  # several by name
-        source = {one["name"]: one["template"] for one in source}.get("default")
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in source):
+            raise CheckpointError(f"{path}: chat_template is a list of what are not objects with name and template")
+        source = {one["name"]: one.get("template") for one in source}.get("default")
     if not isinstance(source, str):
         raise CheckpointError(
             f"{directory}: no chat template in tokenizer_config.json and no chat_template.jinja; pass text to generate()"
@@ -85,3 +112,7 @@ def _refuse(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -271,10 +271,6 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name}={quoted(prompt)} is text, and this model has no tokenizer; pass token ids")
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:  # half of a surrogate pair
-                raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
             ids = self.tokenizer.encode(prompt).ids
         else:
             ids = list(prompt)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces, quoted
+from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, check_prompt, join_pieces, quoted
 from weft.engine.chat import ChatTemplate, Message
 from weft.engine.params import SamplingParams, one_each
 from weft.engine.text import load_tokenizer
@@ -187,8 +187,10 @@ class LLM:
         if self._chat is None:
             self._chat = ChatTemplate(self.directory), load_tokenizer(self.directory)
         template, tokenizer = self._chat
-        # The template has written the special tokens; the tokenizer must not add more.
         texts = [template.render(conversation, variables) for conversation in conversations]
+        for text in texts:
+            check_prompt("a message", text)
+        # The template has written the special tokens; the tokenizer must not add more.
         return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def close(self) -> None:

@@ -20,6 +20,19 @@ Progress = Callable[[int, int], None]
 """progress(bytes read so far, bytes to read), of this rank."""
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Of a JSON file. FileNotFoundError where there is none, CheckpointError where it holds no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}, not an object; download it again")
+    return content
+
+
 class Checkpoint:
     """Reads config.json at once. `load` opens each file of weights once, and reads only the shards that are asked for.
 
@@ -35,18 +48,12 @@ class Checkpoint:
         self.config = self.read_json("config.json")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            return read_object(self.directory / name)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.directory}: no {name} in it, so it is not a Hugging Face checkpoint"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{path}: not readable as JSON ({error}); download it again") from None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}, not an object; download it again")
-        return content
 
     def eos_token_ids(self) -> frozenset[int]:
         """From generation_config.json, or else config.json; empty where neither names any."""

@@ -119,6 +119,7 @@ def generate(
         import torch
 
         from weft.models import Checkpoint, Qwen3Config
+        from weft.models.checkpoint import as_directory
         from weft.models.config import check_simulable
         from weft.runtime.launch import DEVICES, is_simulated, launch
 
@@ -132,7 +133,7 @@ def generate(
             raise ValueError(f"--prompt-tokens {prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt")
         options = GenerateOptions(
             prompts=tuple(prompt or ["123+456="]),
-            model=Path(model) if model is not None and not dummy_weights else None,
+            model=as_directory(model) if model is not None and not dummy_weights else None,
             dummy=Qwen3Config.named(model) if dummy_weights else None,
             prompt_tokens=prompt_tokens,
             mode=mode,

@@ -110,8 +110,8 @@ class NotEnoughGPUs(WeftError):
         super().__init__(
             f"world_size={world_size} needs {world_size} GPU{'s' if world_size > 1 else ''} and this machine has "
             + f"{available}; use "
-            + (f"--world-size {available} or " if available else "")
-            + "--device sim (virtual ranks)"
+            + (f"a world size of {available} or " if available else "")
+            + "device sim (virtual ranks)"
         )
         self.world_size, self.available = world_size, available
 

@@ -123,7 +123,7 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--dtype", "int8"], "dtype 'int8' is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
-        (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use --device sim"),
+        (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),
         (["gemm", "--plot", "x.png"], "name the file x.svg"),
         (["gemm", "--plot", "x.svg", "--json", "x.svg"], "--json and --plot are both x.svg; name two files"),
         (["gemm", "--plot", "/proc/foo/x.svg"], "--plot /proc/foo/x.svg: no file can be written there"),

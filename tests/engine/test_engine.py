@@ -4,12 +4,13 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 import weft
 from weft.engine import Engine, SamplingParams
-from weft.engine.answers import join_pieces
+from weft.engine.answers import as_prompts, join_pieces
 from weft.engine.text import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config
@@ -313,6 +314,20 @@ def test_a_request_that_can_never_fit_is_refused_and_the_engine_goes_on(byte_mod
     assert weft.simulate(main, 1) == generate(byte_model, "ok", max_new_tokens=8)
 
 
+def test_numpy_s_integers_are_integers(byte_model):
+    sizes = {"max_batch": 2, "page_size": 16, "pages": 9, "chunk_tokens": 4, "max_seq_len": 32}
+    params = {"max_tokens": 5, "seed": 3, "stop_token_ids": [7]}
+
+    def main(team, integer):
+        made = Engine(byte_model, team, mode="torch", **{name: integer(value) for name, value in sizes.items()})
+        words = {**params, "max_tokens": integer(5), "seed": integer(3), "stop_token_ids": [integer(7)]}
+        prompt = [integer(token) for token in (5, 6, 7)]
+        [found] = join_pieces(made.answer(as_prompts(prompt), [SamplingParams(temperature=1.0, **words)]), 1)
+        return found
+
+    assert weft.simulate(main, 1, args=(np.int32,)) == weft.simulate(main, 1, args=(int,))
+
+
 def test_ignore_eos_goes_on(byte_model):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
@@ -513,6 +528,15 @@ def test_a_tokenizer_larger_than_the_model_is_refused(byte_model, tmp_path):
         ({"page_size": 20}, "page_size=20 is not one of"),
         ({"pages": 1}, "pages=1 is less than 2"),
         ({"memory_fraction": 5}, r"memory_fraction=5 is not in \(0, 1\]"),
+        ({"memory_fraction": "1"}, r"memory_fraction='1' is not in \(0, 1\]"),
+        ({"max_batch": 10**9}, "max_batch=1000000000 is more than 65536"),
+        ({"max_batch": "4"}, "max_batch='4' is not a positive integer"),
+        ({"pages": 10**12}, r"pages=1000000000000 are more than the \d+ of 64 tokens that rank 0 has memory for"),
+        ({"pages": 4.0}, "pages=4.0 is not a positive integer"),
+        ({"page_size": 16.0}, "page_size=16.0 is not an integer"),
+        ({"page_size": "16"}, "page_size='16' is not an integer"),
+        ({"chunk_tokens": True}, "chunk_tokens=True is not a positive integer"),
+        ({"max_seq_len": 10.0}, "max_seq_len=10.0 is not a positive integer"),
         ({"max_seq_len": 10**9}, "max_seq_len=1000000000 is not in 2 .. max_position_embeddings=96"),
         ({}, "no tokenizer.json in it"),
     ],

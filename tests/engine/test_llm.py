@@ -205,19 +205,30 @@ def test_what_is_wrong_is_said_once_and_the_next_request_is_answered(llm):
     assert len(llm.generate("x", SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 
-def test_a_model_that_cannot_run_is_refused_when_the_llm_is_made(byte_model):
+def test_a_model_that_cannot_run_is_refused_when_the_llm_is_made(byte_model, monkeypatch):
     with pytest.raises(ValueError, match="no such directory"):
         weft.LLM("/nowhere", 2, device="sim")
     with pytest.raises(ValueError, match="world_size=3; use a world size of 1, 2, 4"):
         weft.LLM(byte_model, 3, device="sim")
-    with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="world_size=0 is not a positive integer"):
         weft.LLM(byte_model, 0, device="sim")
+    for world_size in ("2", 2.0, True):
+        with pytest.raises(ValueError, match=f"world_size={world_size!r} is not a positive integer"):
+            weft.LLM(byte_model, world_size, device="sim")
+    with pytest.raises(ValueError, match="model='' names no directory"):
+        weft.LLM("", 1, device="sim")
     with pytest.raises(ValueError, match="page_size=0 is not one of 16, 32, 64, 128, 256"):
         weft.LLM(byte_model, 1, device="sim", page_size=0)
     with pytest.raises(ValueError, match="device='tpu' is not one of auto, cuda, sim"):
         weft.LLM(byte_model, 2, device="tpu")
-    with pytest.raises(NotEnoughGPUs):
+    gpus = torch.cuda.device_count()
+    with pytest.raises(NotEnoughGPUs, match="needs 1024 GPUs and this machine has .*device sim"):
         weft.LLM(byte_model, 1024, device="cuda")
+    for name, value in (("RANK", "9"), ("WORLD_SIZE", "10"), ("LOCAL_RANK", "9"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    says = rf"torchrun started 10 ranks, and this machine has {gpus} GPUs; .* LLM\(world_size=10, device='sim'\)"
+    with pytest.raises(WeftError, match=says):
+        weft.LLM(byte_model)
 
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 1000}  # 0.27 billion parameters

@@ -123,7 +123,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
         (["gemm", "--dtype", "int8"], "--dtype int8 is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
-        (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use --device sim"),
+        (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),
         (["gemm", "--world-size", "1,2", "--out", "x.json"], "a file holds one world size"),
         (["gemm", "gemm-rs", "--out", "x.json"], "gemm's rows are of 1, the others' of 2"),
         (["gemm-rs@llama"], "neither a set"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, NamedTuple
+
+from weft.engine.params import is_integer
 
 FinishReason = Literal["eos", "stop", "length"]
 Prompt = str | Sequence[int]
@@ -56,7 +59,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, text or token ids, is a list of one. ValueError for what is no prompt, before a rank meets with it."""
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts={quoted(prompts)} is not a string, a list of token ids or a list of these")
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         prompts = [prompts]
     for index, prompt in enumerate(prompts):
         check_prompt(f"prompts[{index}]", prompt)
@@ -74,7 +77,7 @@ def check_prompt(name: str, prompt: Prompt) -> None:
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")
     for index, token in enumerate(prompt):
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not is_integer(token):
             raise ValueError(f"{name}[{index}]={quoted(token)} is not a token id")
 
 

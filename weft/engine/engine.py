@@ -25,14 +25,15 @@ from weft.engine.answers import (
     quoted,
 )
 from weft.engine.batch import Batch
-from weft.engine.params import SamplingParams, one_each
-from weft.engine.runner import Runner, check_sizes
+from weft.engine.params import SamplingParams, one_each, positive
+from weft.engine.runner import Runner, checked_sizes
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
 from weft.errors import CheckpointError
 from weft.layers.plan import Mode, check_mode
 from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
+from weft.models.qwen3 import check_cache
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -78,13 +79,12 @@ class Engine:
         begin = time.perf_counter()
         # Whatever can be wrong is said before the weights are read.
         check_mode(mode)
-        if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={chunk_tokens} is not a positive integer")
-        check_sizes(max_batch, page_size, pages, memory_fraction)
+        chunk_tokens = positive("chunk_tokens", chunk_tokens)
+        max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
         checkpoint = None if isinstance(model, Qwen3Config) else Checkpoint(BUILTIN if model is None else model)
         config = model if checkpoint is None else Qwen3Config.from_dict(checkpoint.config)
         limit = config.max_position_embeddings
-        self.max_seq_len = limit if max_seq_len is None else max_seq_len
+        self.max_seq_len = limit if max_seq_len is None else positive("max_seq_len", max_seq_len)
         if not 2 <= self.max_seq_len <= limit:
             raise ValueError(f"max_seq_len={max_seq_len} is not in 2 .. max_position_embeddings={limit}")
         if self.max_seq_len > MOST_POSITIONS:
@@ -92,6 +92,8 @@ class Engine:
                 f"max_seq_len={self.max_seq_len} is more than {MOST_POSITIONS}, up to which fp32 counts positions exactly; "
                 f"pass a smaller one"
             )
+        if pages is not None:
+            check_cache(config, team, dtype or config.dtype, pages, page_size)
         self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
         if checkpoint is not None:
             self.tokenizer, self.eos_token_ids = load_tokenizer(checkpoint.directory), checkpoint.eos_token_ids()
@@ -159,8 +161,7 @@ class Engine:
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
         prompts from the batch. Bad arguments raise ValueError here, not at the first piece.
         """
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r} is not a positive integer")
+        max_new_tokens = positive("max_new_tokens", max_new_tokens)
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
         prompts = as_prompts(prompts)
         return self.answer(prompts, one_each(params, len(prompts)))
@@ -273,7 +274,7 @@ class Engine:
                 raise ValueError(f"{name}={quoted(prompt)} is text, and this model has no tokenizer; pass token ids")
             ids = self.tokenizer.encode(prompt).ids
         else:
-            ids = list(prompt)
+            ids = list(map(int, prompt))
         if not ids:
             raise ValueError(f"{name}={prompt!r} is empty; a prompt needs at least one token")
         vocab_size = self.model.config.vocab_size

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, check_prompt, join_pieces, quoted
 from weft.engine.chat import ChatTemplate, Message
-from weft.engine.params import SamplingParams, one_each
+from weft.engine.params import SamplingParams, one_each, positive
 from weft.engine.text import load_tokenizer
 from weft.engine.workers import (
     GENERATE_AHEAD,
@@ -26,6 +26,7 @@ from weft.errors import NotEnoughGPUs, WeftError
 from weft.layers.plan import Mode
 from weft.models import Checkpoint, Progress, Qwen3Config
 from weft.models.builtin import PATH as BUILTIN
+from weft.models.checkpoint import as_directory
 from weft.models.config import check_simulable
 from weft.runtime import simulate
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
@@ -72,14 +73,14 @@ class LLM:
     ) -> None:
         if device not in DEVICES:
             raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
-        if world_size is not None and world_size < 1:
-            raise ValueError(f"world_size={world_size} must be at least 1")
+        if world_size is not None:
+            world_size = positive("world_size", world_size)
         started = coordinates() if device != "sim" else None
         if started is not None and world_size not in (None, started.world_size):
             raise ValueError(
                 f"world_size={world_size}, but torchrun has started {started.world_size} ranks; leave it out"
             )
-        self.directory = None if isinstance(model, Qwen3Config) else BUILTIN if model is None else Path(model)
+        self.directory = None if isinstance(model, Qwen3Config) else BUILTIN if model is None else as_directory(model)
         options = EngineOptions(
             model=model if isinstance(model, Qwen3Config) else self.directory,
             mode=mode,
@@ -94,10 +95,15 @@ class LLM:
             cuda_graph=cuda_graph,
             heap_bytes=heap_bytes,
         )
+        gpus = torch.cuda.device_count()
         if started is not None:
+            if gpus <= started.local_rank and not _on_a_virtual_rank():
+                raise WeftError(
+                    f"torchrun started {started.world_size} ranks, and this machine has {gpus} GPUs; run it without torchrun, "
+                    f"as LLM(world_size={started.world_size}, device='sim') (virtual ranks)"
+                )
             world_size, device = started.world_size, "cuda"
         else:
-            gpus = torch.cuda.device_count()
             simulated = is_simulated(world_size, device)
             world_size = world_size or (DEFAULT_VIRTUAL_RANKS if simulated else gpus)
             if simulated:
@@ -209,9 +215,13 @@ class LLM:
         self.stats = stats
 
 
+def _on_a_virtual_rank() -> bool:
+    return getattr(simulate._THIS_THREAD, "cluster", None) is not None
+
+
 def _check_virtual(model: Path | Qwen3Config, remedy: str) -> None:
     """ValueError for a model that is too large for virtual ranks, WeftError for any where one of them asks for more."""
-    if getattr(simulate._THIS_THREAD, "cluster", None) is not None:
+    if _on_a_virtual_rank():
         raise WeftError(
             "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"
         )

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
-from weft.engine.params import Kind, SamplingParams
+from weft.engine.params import Kind, SamplingParams, is_integer, positive
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, shape_of
 from weft.engine.sampling import Choice, choose_tokens
 from weft.layers.step import check_page_size, upload
-from weft.models.qwen3 import Qwen3ForCausalLM, free_bytes
+from weft.models.qwen3 import Qwen3ForCausalLM, check_cache, free_bytes
 
 # Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
+MOST_SEATS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Runner:
         memory_fraction: float = 0.8,
         cuda_graph: bool | None = None,
     ) -> None:
-        check_sizes(max_batch, page_size, pages, memory_fraction)
+        max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
         self.model, self.team, self.max_batch, self.page_size = model, model.team, max_batch, page_size
         self.max_seq_len = max_seq_len or model.config.max_position_embeddings
         on_gpu = self.team.device.type == "cuda"
@@ -59,6 +61,8 @@ class Runner:
         max_pages = -(-self.max_seq_len // page_size)
         if pages is None:
             pages = min(1 + max_batch * max_pages, self._affordable_pages(memory_fraction))
+        else:
+            check_cache(model.config, self.team, model.dtype, pages, page_size)
         self.cache = model.new_cache(pages, page_size)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -249,15 +253,22 @@ class Runner:
         return max(2, min(self.team.exchange(budget // page_bytes)))
 
 
-def check_sizes(max_batch: int, page_size: int, pages: int | None, memory_fraction: float) -> None:
-    """ValueError for what no Runner can have, whatever the model."""
-    if max_batch < 1:
-        raise ValueError(f"max_batch={max_batch} is not a positive integer")
+def checked_sizes(
+    max_batch: int, page_size: int, pages: int | None, memory_fraction: float
+) -> tuple[int, int, int | None]:
+    """max_batch, page_size and pages as Python's integers. ValueError for what no Runner can have, whatever the model."""
+    max_batch = positive("max_batch", max_batch)
+    if max_batch > MOST_SEATS:
+        raise ValueError(f"max_batch={max_batch} is more than {MOST_SEATS}")
+    if not is_integer(page_size):  # 16.0 == 16
+        raise ValueError(f"page_size={page_size!r} is not an integer")
+    page_size = int(page_size)
     check_page_size(page_size)
-    if pages is not None and pages < 2:
+    if pages is not None and (pages := positive("pages", pages)) < 2:
         raise ValueError(f"pages={pages} is less than 2: page 0 is nobody's")
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={memory_fraction} is not in (0, 1]")
+    if not isinstance(memory_fraction, Real) or isinstance(memory_fraction, bool) or not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction!r} is not in (0, 1]")
+    return max_batch, page_size, pages
 
 
 def _padded(rows: list[list[int]], width: int) -> torch.Tensor:

@@ -20,6 +20,13 @@ Progress = Callable[[int, int], None]
 """progress(bytes read so far, bytes to read), of this rank."""
 
 
+def as_directory(name: str | PathLike[str]) -> Path:
+    """CheckpointError for "", which would mean the current one."""
+    if name == "":
+        raise CheckpointError("model='' names no directory; name one, or leave it out for the built-in model")
+    return Path(name)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Of a JSON file. FileNotFoundError where there is none, CheckpointError where it holds no object."""
     try:
@@ -40,7 +47,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = as_directory(directory)
         if not self.directory.is_dir():
             raise CheckpointError(
                 f"{self.directory}: no such directory; pass one with config.json and *.safetensors in it"

@@ -99,6 +99,19 @@ def check_memory(config: Qwen3Config, team: Team, dtype: torch.dtype) -> None:
         raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."), virtual)
 
 
+def check_cache(config: Qwen3Config, team: Team, dtype: torch.dtype, pages: int, page_size: int) -> None:
+    """ValueError where a KV cache of so many pages alone is more than what `check_memory` compares weights with."""
+    kv_heads = max(config.num_key_value_heads // team.size, 1)
+    page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * dtype.itemsize
+    virtual = team.device.type != "cuda"
+    memory = memory_of_this_machine() if virtual else free_bytes(team.device)
+    if memory is not None and (most := memory // (page_bytes * (team.size if virtual else 1))) < pages:
+        raise ValueError(
+            f"pages={pages} are more than the {most} of {page_size} tokens that rank {team.rank} has memory for "
+            f"({memory / 1e9:.3g} GB{', shared by all virtual ranks' if virtual else ' free'}); lower it, or leave it out"
+        )
+
+
 def free_bytes(device: torch.device) -> int:
     """Of a GPU, for a new tensor. What torch holds and no tensor uses is given back first, so that it counts; what it keeps for
     CUDA graphs does not."""

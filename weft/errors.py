@@ -39,7 +39,7 @@ class HeapExhausted(WeftError):
         held = f"; the largest tensors in it: {', '.join(largest)}" if largest else ""
         super().__init__(
             f"rank {rank}: {wanted:,} bytes wanted of a symmetric heap of {total:,} bytes that has {left}{held}. "
-            f"Make it larger: weft.init(heap_bytes={_round_up(total - tail + wanted):_})"
+            f"Make it larger: heap_bytes={_round_up(total - tail + wanted):_}"
         )
         self.rank, self.wanted, self.free, self.piece, self.total = rank, wanted, free, piece, total
 

@@ -46,9 +46,13 @@ app.command()(tune)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """What every rank is told. ValueError for a value that no model could make right."""
+    """What every rank is told. ValueError for a value that no model could make right.
+
+    chat  each prompt as the token ids that the chat template makes of it; None: the prompts are continued as they are
+    """
 
     prompts: tuple[str, ...]
+    chat: tuple[list[int], ...] | None = None
     model: Path | None = None
     dummy: Qwen3Config | None = None
     prompt_tokens: int | None = None
@@ -58,6 +62,7 @@ class GenerateOptions:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     dtype: str = "auto"
     max_batch: int = 64
     max_seq_len: int | None = None
@@ -79,7 +84,7 @@ class GenerateOptions:
     def inputs(self) -> list[str] | list[list[int]]:
         """Text, or where there are no real weights, token ids that mean nothing."""
         if self.dummy is None:
-            return list(self.prompts)
+            return list(self.prompts if self.chat is None else self.chat)
         ids = random.Random(self.seed).choices(range(self.dummy.vocab_size), k=self.prompt_tokens or 128)
         return [ids]
 
@@ -91,6 +96,9 @@ def generate(
         typer.Option(help="Checkpoint directory, or with --dummy-weights a name [default: the built-in adder]"),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
+    ] = False,
     world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None,
     mode: Annotated[str, typer.Option(help="auto, torch, ag_rs or gemm_ar")] = "auto",
     max_new_tokens: Annotated[int, typer.Option()] = 64,
@@ -98,6 +106,7 @@ def generate(
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False,
     device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto",
     dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto",
     dummy_weights: Annotated[
@@ -125,15 +134,18 @@ def generate(
 
         _one_of("device", device, DEVICES)
         check_torchrun(device)
-        if dummy_weights and (prompt or model is None):
+        if dummy_weights and (prompt or chat or model is None):
             raise ValueError(
-                "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt"
+                "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
             )
         if prompt_tokens is not None and not dummy_weights:
             raise ValueError(f"--prompt-tokens {prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt")
+        prompts = tuple(prompt or ["123+456="])
+        directory = as_directory(model) if model is not None and not dummy_weights else None
         options = GenerateOptions(
-            prompts=tuple(prompt or ["123+456="]),
-            model=as_directory(model) if model is not None and not dummy_weights else None,
+            prompts=prompts,
+            chat=_as_chat(prompts, directory) if chat else None,
+            model=directory,
             dummy=Qwen3Config.named(model) if dummy_weights else None,
             prompt_tokens=prompt_tokens,
             mode=mode,
@@ -142,6 +154,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
             dtype=dtype,
             max_batch=max_batch,
             max_seq_len=max_seq_len,
@@ -155,6 +168,17 @@ def generate(
                 remedy = f"--world-size {world_size} needs {world_size} GPUs and this machine has {gpus}"
             check_simulable(f"--model {model}", config, remedy)
         launch(generate_on_rank, world_size=world_size, device=device, args=(options,), heap_bytes=heap_bytes)
+
+
+def _as_chat(prompts: tuple[str, ...], model: Path | None) -> tuple[list[int], ...]:
+    from weft.engine.chat import ChatTemplate, prompt_of
+    from weft.engine.text import load_tokenizer
+    from weft.models import Checkpoint
+    from weft.models.builtin import PATH
+
+    directory = Checkpoint(model or PATH).directory
+    template, tokenizer = ChatTemplate(directory), load_tokenizer(directory)
+    return tuple(prompt_of(template, tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts)
 
 
 def generate_on_rank(team: Team, options: GenerateOptions) -> None:
@@ -183,12 +207,14 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
         top_p=options.top_p,
         seed=options.seed,
         stop=list(options.stop),
+        ignore_eos=options.ignore_eos,
     )
     if talks and options.dummy is not None:
         typer.echo(" ".join(str(piece.token_id) for piece in pieces))
         _print_speed(engine, team, options)
     elif talks:
-        _print_answers(options.prompts, pieces)
+        shown = options.prompts if options.chat is None else tuple(f"{prompt}\n" for prompt in options.prompts)
+        _print_answers(shown, pieces)
         _print_speed(engine, team, options)
     else:
         for _ in pieces:

@@ -42,6 +42,14 @@ def test_several_prompts_keep_their_order():
 def test_flags_reach_the_engine():
     assert weft("--max-new-tokens", 2, "--world-size", 1).stdout.strip() == "123+456=57"
     assert weft("--stop", "9", "--world-size", 1).stdout.strip() == "123+456=57"
+    ended, further = (weft("--world-size", 1, "--max-new-tokens", 8, *flags) for flags in ((), ("--ignore-eos",)))
+    assert len(further.stdout) > len(ended.stdout) and further.stdout.startswith("123+456=579")
+
+
+def test_a_chat_puts_prompts_into_the_template(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}=")
+    result = weft("--model", checkpoint, "--chat", "--prompt", "1+1", "--prompt", "20+22", "--world-size", 1)
+    assert result.stdout == "1+1\n2\n20+22\n42\n", result.stderr
 
 
 def test_the_heap_s_size_is_a_flag():
@@ -134,6 +142,9 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--dummy-weights"], "--model NAME, such as qwen3-32b"),
         (["--dummy-weights", "--model", "llama"], "choose one of qwen3-0.6b, "),
         (["--dummy-weights", "--model", "qwen3-32b"], "or run the built-in model, without --model and --dummy-weights"),
+        (["--chat"], "no chat template in tokenizer_config.json and no chat_template.jinja; give it text, not a chat"),
+        (["--dummy-weights", "--model", "qwen3-32b", "--chat"], "instead of --prompt and --chat"),
+        (["--model", ""], "model='' names no directory"),
         (["--prompt-tokens", "3"], "goes with --dummy-weights"),
     ],
     ids=lambda value: "-".join(value)[:30].strip("-") if isinstance(value, list) else None,

@@ -8,12 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.answers import quoted
+from weft.engine.answers import check_prompt, quoted
 from weft.errors import CheckpointError
 from weft.models.checkpoint import read_object
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -56,6 +57,19 @@ class ChatTemplate:
             raise ValueError(f"the chat template fails on these messages: {line}") from None
 
 
+def prompt_of(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The token ids of what the template renders. ValueError as of `ChatTemplate.render`."""
+    text = template.render(messages, variables)
+    check_prompt("a message", text)
+    # The template has written the special tokens; the tokenizer must not add more.
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
 def _environment() -> Environment:
     """What templates are written for: transformers' settings, the names that it adds, and its tag `generation`."""
     from jinja2 import nodes  # torch needs it too
@@ -93,7 +107,7 @@ def _read(directory: Path) -> tuple[dict[str, str], str]:
         source = {one["name"]: one.get("template") for one in source}.get("default")
     if not isinstance(source, str):
         raise CheckpointError(
-            f"{directory}: no chat template in tokenizer_config.json and no chat_template.jinja; pass text to generate()"
+            f"{directory}: no chat template in tokenizer_config.json and no chat_template.jinja; give it text, not a chat"
         )
     special = {
         name: value["content"] if isinstance(value, dict) else value

@@ -130,19 +130,26 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
     ) -> list[Completion]:
         """One Completion for each prompt, in order. Collective.
 
         prompts  text or lists of token ids
         seed     prompt i draws with its own seed, derived from this one
-        stop     as of SamplingParams
+        stop, ignore_eos  as of SamplingParams
 
         An answer is shorter than `max_new_tokens` where it would outgrow `max_seq_len`: finish_reason "length". ValueError for
         an empty prompt, for one that leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
         prompts = as_prompts(prompts)
         pieces = self.stream(
-            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
         )
         return join_pieces(pieces, len(prompts))
 
@@ -155,6 +162,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
     ) -> Generator[Piece, None, None]:
         """Yields a Piece for each new token, as soon as the host has it; arguments as of `generate`.
 
@@ -162,7 +170,14 @@ class Engine:
         prompts from the batch. Bad arguments raise ValueError here, not at the first piece.
         """
         max_new_tokens = positive("max_new_tokens", max_new_tokens)
-        params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+        )
         prompts = as_prompts(prompts)
         return self.answer(prompts, one_each(params, len(prompts)))
 

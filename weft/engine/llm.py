@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, check_prompt, join_pieces, quoted
-from weft.engine.chat import ChatTemplate, Message
+from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces, quoted
+from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.params import SamplingParams, one_each, positive
 from weft.engine.text import load_tokenizer
 from weft.engine.workers import (
@@ -193,11 +193,7 @@ class LLM:
         if self._chat is None:
             self._chat = ChatTemplate(self.directory), load_tokenizer(self.directory)
         template, tokenizer = self._chat
-        texts = [template.render(conversation, variables) for conversation in conversations]
-        for text in texts:
-            check_prompt("a message", text)
-        # The template has written the special tokens; the tokenizer must not add more.
-        return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        return [prompt_of(template, tokenizer, conversation, variables) for conversation in conversations]
 
     def close(self) -> None:
         """Ends the ranks. Does nothing the second time."""

@@ -368,6 +368,23 @@ def test_fused_kernels_give_the_tokens_of_the_unfused_forms(byte_model, mode, wo
         assert found == plain
 
 
+def test_a_fused_step_of_a_large_bucket_gives_the_tokens_of_the_unfused_form(byte_model, tmp_path):
+    """More rows than the kernels for few take. One layer: the simulator runs every row."""
+    one_layer = shutil.copytree(byte_model, tmp_path / "copy")
+    config = json.loads((one_layer / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (one_layer / "config.json").write_text(json.dumps(config))
+    prompts = [[31 * index % 251] for index in range(128)]
+
+    def main(team, mode, fused):
+        engine = Engine(one_layer, team, mode=mode, fused=fused, max_batch=len(prompts), max_seq_len=16, page_size=16)
+        completions = engine.generate(prompts, max_new_tokens=2, ignore_eos=True)
+        return [found.token_ids for found in completions], engine.batch.runner.largest_decode
+
+    [(plain, _)] = weft.simulate(main, 1, args=("torch", False))
+    assert len({last for _, last in plain}) > 32
+    assert weft.simulate(main, 2, args=("gemm_ar", True)) == [(plain, 128)] * 2
+
+
 def test_random_weights_answer_in_token_ids_and_have_no_text(byte_model):
     config = dataclasses.replace(Qwen3Config.named("qwen3-0.6b"), vocab_size=64, hidden_size=32, intermediate_size=64,
                                  num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,

@@ -259,7 +259,7 @@ def checked_sizes(
     """max_batch, page_size and pages as Python's integers. ValueError for what no Runner can have, whatever the model."""
     max_batch = positive("max_batch", max_batch)
     if max_batch > MOST_SEATS:
-        raise ValueError(f"max_batch={max_batch} is more than {MOST_SEATS}")
+        raise ValueError(f"max_batch={max_batch} is more than {MOST_SEATS}; lower it, and further requests wait")
     if not is_integer(page_size):  # 16.0 == 16
         raise ValueError(f"page_size={page_size!r} is not an integer")
     page_size = int(page_size)

@@ -37,7 +37,7 @@ ONE_CROSSING = {
 COPY_ENGINE = {
     "all_gather": {2: 256 << 20, 4: 128 << 20, 8: ENDLESS},
     "all_to_all": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
-    "reduce_scatter": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
+    "reduce_scatter": {2: ENDLESS, 4: 256 << 20, 8: ENDLESS},
     "all_reduce": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
 }
 # The pieces, and the programs beside copy engines (CopyPlan), by what is done with the parts. A smaller last piece is copied

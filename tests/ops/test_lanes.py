@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
+from weft.ops import lanes
 from weft.ops.lanes import Lanes
 from weft.runtime import streams
-from weft.runtime.streams import IN_POOL, own_stream
+from weft.runtime.streams import IN_POOL, on_stream, own_stream
 
 DEVICE = torch.device("cuda", 0)
 
@@ -34,7 +35,7 @@ class Stream:
 def pool(monkeypatch):
     monkeypatch.setattr(Stream, "turns", {})
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(lanes, "on_stream", lambda stream: stream)
     monkeypatch.setattr(streams, "_taken", type(streams._taken)())
 
 
@@ -53,11 +54,26 @@ def test_streams_of_weft_are_distinct_while_there_are_enough(pool):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_lane_is_the_callers_stream(pool, monkeypatch, count):
-    lanes = Lanes(DEVICE, count)
+    made = Lanes(DEVICE, count)
     for _ in range(2 * IN_POOL):
         callers = Stream(DEVICE)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda callers=callers: callers)
-        lanes.fork()
-        assert len({lanes.turn(number) for number in range(count)}) == count
-        assert lanes.turn(0) == lanes.turn(count) == callers
-        assert lanes.urgent() not in {lanes.turn(number) for number in range(count)}
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, callers=callers: callers)
+        made.fork()
+        assert len({made.turn(number) for number in range(count)}) == count
+        assert made.turn(0) == made.turn(count) == callers
+        assert made.urgent() not in {made.turn(number) for number in range(count)}
+
+
+def test_the_former_stream_is_current_again_after_an_error_too(monkeypatch):
+    current = ["caller's"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+
+    class Side:
+        device_index = 0
+
+    side = Side()
+    with pytest.raises(RuntimeError, match="in between"), on_stream(side):
+        assert current[-1] is side
+        raise RuntimeError("in between")
+    assert current == ["caller's", side, "caller's"]

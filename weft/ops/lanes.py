@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.runtime.streams import own_stream
+from weft.runtime.streams import current_stream, on_stream, own_stream
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -23,7 +23,7 @@ class Lanes:
     CUDA graph that captures it. Memory that a lane touches must live until ``join``."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._count, self._on_gpu = count, device.type == "cuda"
+        self._count, self._device, self._on_gpu = count, device, device.type == "cuda"
         if self._on_gpu:
             # Make one stream more than needed, because the caller's stream may be one of them.
             self._streams = [own_stream(device) for _ in range(count)]
@@ -32,7 +32,7 @@ class Lanes:
     def fork(self) -> None:
         """Every lane waits for all that the current stream, lane 0 from here on, has been given so far."""
         if self._on_gpu:
-            self._main = torch.cuda.current_stream()
+            self._main = current_stream(self._device)
             self._side = [stream for stream in self._streams if stream != self._main][: self._count - 1]
             for stream in (*self._side, self._urgent):
                 stream.wait_stream(self._main)
@@ -41,20 +41,20 @@ class Lanes:
         """The current stream is the lane whose turn comes ``number``-th."""
         if not self._on_gpu:
             return nullcontext()
-        return torch.cuda.stream((self._main, *self._side)[number % self._count])
+        return on_stream((self._main, *self._side)[number % self._count])
 
     def urgent(self) -> AbstractContextManager:
         """The current stream is the urgent lane."""
-        return torch.cuda.stream(self._urgent) if self._on_gpu else nullcontext()
+        return on_stream(self._urgent) if self._on_gpu else nullcontext()
 
     def mark(self) -> torch.cuda.Event | None:
         """All that the current stream has been given so far, for ``after``."""
-        return torch.cuda.current_stream().record_event() if self._on_gpu else None
+        return current_stream(self._device).record_event() if self._on_gpu else None
 
     def after(self, mark: torch.cuda.Event | None) -> None:
         """The current stream waits for what was marked."""
         if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+            current_stream(self._device).wait_event(mark)
 
     def join(self) -> None:
         """Lane 0 waits for all lanes."""

@@ -232,7 +232,11 @@ def on_lines(x: torch.Tensor) -> torch.Tensor:
 def chosen(op: str, x: torch.Tensor, team: Team, algorithm: str) -> Decision:
     """What a call gets: of copy engines only if they were asked for, or their slots are there, or half of what the heap has
     left holds them, since other ops need workspaces too. The heaps are filled alike, so all ranks get the same."""
-    decision = choose(op, x.nbytes, x.dtype, team.size, team.caps, algorithm=algorithm)
+    made = team.workspace("decisions", dict)
+    key = op, x.nbytes, x.dtype, algorithm
+    if key not in made:
+        made[key] = choose(op, x.nbytes, x.dtype, team.size, team.caps, algorithm=algorithm)
+    decision = made[key]
     if algorithm != "auto" or decision.algorithm != "copy_engine":
         return decision
     slots = (team.size - 1) * (2 if op == "all_reduce" else 1)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weft.errors import CublasError
+from weft.runtime.streams import current_stream
 
 # cudaDataType_t, cublasComputeType_t, cublasOperation_t
 _TYPES = {torch.float16: 2, torch.bfloat16: 14}
@@ -205,7 +206,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algor
         _call(
             "Matmul", _handle(), product.description, alpha, b.data_ptr(), product.b, a.data_ptr(), product.a, beta,
             there, product.out, there, product.out, ctypes.addressof(algo), None if scratch is None else scratch.data_ptr(),
-            workspace_bytes, torch.cuda.current_stream().cuda_stream,
+            workspace_bytes, current_stream(a.device).cuda_stream,
         )  # fmt: skip
     return True
 

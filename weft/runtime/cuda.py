@@ -15,7 +15,7 @@ from weft.runtime import capabilities
 from weft.runtime.copying import at_peer, check_copy
 from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
-from weft.runtime.streams import own_stream
+from weft.runtime.streams import current_stream, on_stream, own_stream
 from weft.runtime.view import RECORD_WORDS
 
 DEFAULT_HEAP_BYTES = 2 << 30
@@ -203,7 +203,7 @@ class CudaCopyEngine:
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(current_stream(self._platform.device))
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         self._copy(at_peer(self._platform, dst, peer), src)
@@ -215,13 +215,13 @@ class CudaCopyEngine:
         self._copy(at_peer(self._platform, signal, peer), epoch)
 
     def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current_stream(self._platform.device).wait_stream(self._stream)
         self._held.clear()
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         check_copy(dst, src)
         self._held += (dst, src)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             dst.view(-1).copy_(src.view(-1), non_blocking=True)
 
 

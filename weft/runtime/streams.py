@@ -1,14 +1,38 @@
-"""Streams of weft's own."""
+"""Streams of weft's own, and the current one without what ``torch.cuda.current_stream()`` and ``torch.cuda.stream()`` cost: not
+told which device, both ask the environment whether there is any, 10 to 30 us a time.
+"""
 
 from __future__ import annotations
 
 import weakref
+from types import TracebackType
 
 import torch
 
 # torch has so many of a priority.
 IN_POOL = 32
 _taken: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of ``device``, which has an index."""
+    return torch.cuda.current_stream(device.index)
+
+
+class on_stream:  # noqa: N801  a context manager, named like a function
+    """Inside, ``stream`` is the current stream of its device, which is the current device. The former one afterwards."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_stream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.cuda.set_stream(self._before)
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:

@@ -28,8 +28,8 @@ from weft.models import Checkpoint, Progress, Qwen3Config
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import as_directory
 from weft.models.config import check_simulable
-from weft.runtime import simulate
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
+from weft.runtime.simulate import on_virtual_rank
 
 
 class LLM:
@@ -97,7 +97,7 @@ class LLM:
         )
         gpus = torch.cuda.device_count()
         if started is not None:
-            if gpus <= started.local_rank and not _on_a_virtual_rank():
+            if gpus <= started.local_rank and not on_virtual_rank():
                 raise WeftError(
                     f"torchrun started {started.world_size} ranks, and this machine has {gpus} GPUs; run it without torchrun, "
                     f"as LLM(world_size={started.world_size}, device='sim') (virtual ranks)"
@@ -211,13 +211,9 @@ class LLM:
         self.stats = stats
 
 
-def _on_a_virtual_rank() -> bool:
-    return getattr(simulate._THIS_THREAD, "cluster", None) is not None
-
-
 def _check_virtual(model: Path | Qwen3Config, remedy: str) -> None:
     """ValueError for a model that is too large for virtual ranks, WeftError for any where one of them asks for more."""
-    if _on_a_virtual_rank():
+    if on_virtual_rank():
         raise WeftError(
             "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"
         )

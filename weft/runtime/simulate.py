@@ -59,7 +59,11 @@ def simulate(
     return machine.run([lambda rank=rank: host(rank) for rank in range(world_size)])
 
 
+def on_virtual_rank() -> bool:
+    """Whether this thread runs a virtual rank's host code."""
+    return getattr(_THIS_THREAD, "cluster", None) is not None
+
+
 def platform_of_this_thread(heap_bytes: int | None) -> Any:
     """A new virtual platform for the rank whose host code this thread runs; None outside a simulation."""
-    cluster = getattr(_THIS_THREAD, "cluster", None)
-    return cluster.platform(_THIS_THREAD.rank, heap_bytes) if cluster is not None else None
+    return _THIS_THREAD.cluster.platform(_THIS_THREAD.rank, heap_bytes) if on_virtual_rank() else None

@@ -20,8 +20,8 @@ OPS = ("matmul", "matmul_silu_mul")
 MAX_PARTS = 16
 # Where the kernel behind adds them up: with more, all-reduces keep some in local memory.
 MAX_PARTS_LEFT = 3
-# Up to 64 rows this kernel is as fast as cuBLAS's by itself, give or take 5 %, and ahead behind another kernel, under whose end it
-# begins; with 128 it is a fifth slower by itself. With rows that do not fill a tile (65, 96) it loses more.
+# Up to 64 rows this kernel is as fast as cuBLAS's by itself, give or take 5 %, and ahead behind another kernel, under whose end
+# it begins; with 128 it is a fifth slower by itself. With rows that do not fill a tile (65, 96) it loses more.
 MAX_ROWS = 64
 # Where the kernel behind adds the parts up (matmul_parts) it wins up to 128 rows: it may begin as the kernel before ends, which
 # cuBLAS's cannot.

@@ -1,7 +1,11 @@
 """What all tests share: the `gpu` marker, the choice of tests for another Triton, one CPU thread a worker."""
 
+import functools
+
 import pytest
 import torch
+
+import weft
 
 # Several workers share few cores, and simulated tiles are small: more threads only get in each other's way.
 torch.set_num_threads(1)
@@ -16,12 +20,22 @@ def pytest_addoption(parser):
         help="only what another Triton may change: tests/simulator, tests/language, the triton_internals marker",
     )
 
+    parser.addoption(
+        "--share-gpus", action="store_true", help="tests of more ranks than there are GPUs too: they take turns, slowly"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _share_gpus(request, monkeypatch):
+    if request.config.getoption("--share-gpus"):
+        monkeypatch.setattr(weft, "launch", functools.partial(weft.launch, share_gpus=True))
+
 
 def pytest_collection_modifyitems(config, items):
     gpus = torch.cuda.device_count()
     for item in items:
         marker = item.get_closest_marker("gpu")
-        needed = marker.args[0] if marker and marker.args else 1
+        needed = marker.args[0] if marker and marker.args and not config.getoption("--share-gpus") else 1
         if marker and gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {gpus}"))
     if config.getoption("--triton-sensitive"):

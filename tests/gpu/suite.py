@@ -10,6 +10,8 @@ load          2,000 calls of each op, other data each time, random delays on ran
               the same data; and the same in CUDA graphs of 100 calls, delays among them (only with --load)
 compile       torch.compile(fullgraph=True) of a function of several ops
 
+``--share-gpus``: more ranks than GPUs, for world sizes that nobody has the GPUs for (``weft.launch``).
+
 A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if
 any failed.
 """
@@ -417,6 +419,7 @@ def command(arguments: list[str] | None = None) -> int:
         "--ops", default="", help="operations of the cases, with semicolons between; compile and long have none"
     )
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
+    parser.add_argument("--share-gpus", action="store_true", help="ranks take turns on fewer GPUs; slow")
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()
     only, of_ops = (tuple(name for name in names.split(";") if name) for names in (chosen.only, chosen.ops))
@@ -424,7 +427,12 @@ def command(arguments: list[str] | None = None) -> int:
         parser.error(f"--ops {';'.join(unknown)}: not among {', '.join(OPERATIONS)}")
     heap_bytes = HEAP_BYTES[chosen.device]
     groups = weft.launch(
-        main, chosen.world_size, device=chosen.device, args=(chosen.load, only, of_ops), heap_bytes=heap_bytes
+        main,
+        chosen.world_size,
+        device=chosen.device,
+        args=(chosen.load, only, of_ops),
+        heap_bytes=heap_bytes,
+        share_gpus=chosen.share_gpus,
     )[0]
     passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")
@@ -435,6 +443,7 @@ def command(arguments: list[str] | None = None) -> int:
             ),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
             "gpu": torch.cuda.get_device_name() if chosen.device == "cuda" else "simulated",
+            "gpus": min(torch.cuda.device_count(), chosen.world_size),
             "revision": revision(Path(weft.__file__).parent),
             "versions": {module.__name__: module.__version__ for module in (torch, triton)},
         }

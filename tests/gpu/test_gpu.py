@@ -15,9 +15,11 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [pytest.param(w, marks=pytest.mark.gpu(w), id=f"{w} GPUs") for w in (2, 4, 8)])
-def test_suite(world_size, tmp_path):
+def test_suite(world_size, tmp_path, pytestconfig):
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.gpu.suite", "--world-size", str(world_size), "--json", str(report)]
+    if pytestconfig.getoption("--share-gpus"):
+        command.append("--share-gpus")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

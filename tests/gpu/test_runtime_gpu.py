@@ -1,6 +1,7 @@
 """Teams, words and debug-mode waits on real GPUs: the same mains as on virtual ranks."""
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
@@ -46,6 +47,18 @@ def lonely(team):
     if team.rank == 1:
         raise KeyError("rank 1 tripped")
     team.empty(16)
+
+
+def its_gpu(team):
+    return team.device.index
+
+
+@pytest.mark.gpu(1)
+def test_ranks_that_share_a_gpu_do_what_others_do():
+    gpus = torch.cuda.device_count()
+    assert weft.launch(its_gpu, gpus + 1, "cuda", heap_bytes=8 << 20, share_gpus=True) == [*range(gpus), 0]
+    for rank, wrong in enumerate(weft.launch(behaviour.run_all, gpus + 1, heap_bytes=64 << 20, share_gpus=True)):
+        assert not any(wrong.values()), f"rank {rank}: {wrong}"
 
 
 @pytest.mark.gpu(2)

@@ -34,6 +34,20 @@ def test_more_ranks_than_gpus_is_an_error_with_the_way_out():
         weft.launch(rank_of, 2, "cuda")
 
 
+@NO_GPU
+def test_ranks_cannot_share_gpus_that_are_not_there():
+    with pytest.raises(NotEnoughGPUs, match="world_size=2 needs 2 GPUs and this machine has 0"):
+        weft.launch(rank_of, 2, "cuda", share_gpus=True)
+    assert weft.launch(rank_of, 2, share_gpus=True) == weft.launch(rank_of, 2, "sim", share_gpus=True) == [0, 1]
+
+
+def test_under_torchrun_gpus_are_not_shared(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun has given each its GPU; leave it out"):
+        weft.launch(rank_of, 2, share_gpus=True)
+
+
 @pytest.mark.parametrize(("world_size", "device", "said"), [(2, "tpu", "device='tpu'"), (0, "sim", "world_size=0")])
 def test_bad_arguments_are_named(world_size, device, said):
     with pytest.raises(ValueError, match=said):

@@ -1,6 +1,6 @@
 """``weft.launch``: one process per GPU, or virtual ranks, or in place under ``torchrun``.
 
-The only file of weft that reads the environment, and only torchrun's coordinates.
+The only file of weft that knows the environment: torchrun's coordinates, and what torch is to hear of ranks that share a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from weft.runtime import simulate as simulation
 
 DEVICES = ("auto", "cuda", "sim")
 DEFAULT_VIRTUAL_RANKS = 4
+# torch's symmetric memory takes several ranks on one GPU for a mistake unless this is set.
+_SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ def launch(
     seed: int = 0,
     heap_bytes: int | None = None,
     debug: bool | float = False,
+    share_gpus: bool = False,
 ) -> list[Any]:
     """Run ``main(team, *args)`` on every rank; the results in rank order.
 
@@ -60,6 +63,9 @@ def launch(
     seed        of the simulator's scheduler
     heap_bytes  as in ``weft.init``
     debug       as in ``weft.init``, on GPUs. Virtual ranks take no notice: the simulator raises Deadlock at once
+    share_gpus  more ranks than GPUs: rank r gets GPU r modulo their number. The ranks of a GPU take turns, a time slice each,
+                so that an exchange takes milliseconds: for right answers on real GPUs, not for times. ``team.library`` is then
+                gloo, which no CUDA graph captures. Not under torchrun
 
     The first error of a rank is raised here; the other ranks are ended. A rank's KeyboardInterrupt or SystemExit is a WeftError
     where ranks have processes of their own. NotEnoughGPUs if "cuda" was asked for in vain.
@@ -70,20 +76,24 @@ def launch(
         raise ValueError(f"world_size={world_size} must be at least 1")
     where = coordinates()
     if where is not None and device != "sim":
+        if share_gpus:
+            raise ValueError(
+                "share_gpus=True is for ranks that launch starts, and torchrun has given each its GPU; leave it out"
+            )
         if world_size not in (None, where.world_size):
             raise ValueError(
                 f"world_size={world_size}, but torchrun started {where.world_size} ranks; start it with "
                 f"--nproc-per-node {world_size} or leave world_size out"
             )
         return _in_place(main, args, heap_bytes, debug)
-    if is_simulated(world_size, device):
+    gpus = 0 if device == "sim" else torch.cuda.device_count()
+    if is_simulated(world_size, device) and not (share_gpus and gpus):
         ranks = world_size or DEFAULT_VIRTUAL_RANKS
         return simulation.simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, args=args)
-    gpus = torch.cuda.device_count()
     world_size = world_size or gpus
-    if world_size > gpus or gpus == 0:
+    if gpus == 0 or (world_size > gpus and not share_gpus):
         raise NotEnoughGPUs(world_size or 1, gpus)
-    return _spawn(main, world_size, args, heap_bytes, debug)
+    return _spawn(main, world_size, gpus, args, heap_bytes, debug)
 
 
 def is_simulated(world_size: int | None, device: str) -> bool:
@@ -108,7 +118,12 @@ def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | N
 
 
 def _spawn(
-    main: Callable[..., Any], world_size: int, args: Sequence[Any], heap_bytes: int | None, debug: bool | float
+    main: Callable[..., Any],
+    world_size: int,
+    gpus: int,
+    args: Sequence[Any],
+    heap_bytes: int | None,
+    debug: bool | float,
 ) -> list[Any]:
     try:
         work = pickle.dumps((main, tuple(args)))
@@ -124,7 +139,7 @@ def _spawn(
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_worker, args=(theirs, store.port, rank, world_size, work, heap_bytes, debug), daemon=True
+            target=_worker, args=(theirs, store.port, rank, world_size, gpus, work, heap_bytes, debug), daemon=True
         )
         process.start()
         theirs.close()
@@ -169,18 +184,28 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 def _worker(
-    pipe: Connection, port: int, rank: int, world_size: int, work: bytes, heap_bytes: int | None, debug: bool | float
+    pipe: Connection,
+    port: int,
+    rank: int,
+    world_size: int,
+    gpus: int,
+    work: bytes,
+    heap_bytes: int | None,
+    debug: bool | float,
 ) -> None:
-    """One rank: a process of its own with one GPU."""
+    """One rank: a process of its own with one GPU, which others may share."""
     from weft.runtime.team import init
 
     error: BaseException | None = None
     value = team = None
     try:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % gpus)
+        backend = "nccl"
+        if world_size > gpus:
+            backend, os.environ[_SHARED] = "gloo", "1"  # NCCL refuses ranks of one GPU
         store = torch.distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
         # No device_id: with it NCCL connects at once, and a group of some ranks then needs the others to take part.
-        torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         team = init(heap_bytes=heap_bytes, debug=debug)
         main, args = pickle.loads(work)
         value = main(team, *args)

@@ -1,5 +1,6 @@
 """The runner: prompts padded or as they are, buckets with empty seats, rows that the device already knows."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,37 +48,84 @@ def new_runner(model, max_batch=8):
 
 
 def test_shapes_pad_little():
-    def shape(*lengths):
-        return shape_of(reads_of(*lengths))
+    def shape(*lengths, max_batch=64):
+        return shape_of(reads_of(*lengths), max_batch)
 
-    assert shape(1) == (1, 16)
-    assert shape(100) == (1, 128)
-    assert shape(7, 16, 3) == (4, 16)
-    assert shape(*[64] * 32) == (32, 64)
-    assert shape(90, 1, 1) is None  # 4 x 128 for 92 tokens
-    continued = PrefillChunk(seat=0, tokens=[1], before=16, pages=[1, 2], params=SAMPLE, choose=True)
-    assert shape_of([continued]) is None
+    assert shape(1) == (16, 1)
+    assert shape(7, 16, 3) == (32, 8)
+    assert shape(100) == (128, 1)
+    assert shape(90, 1, 1, max_batch=6) == (96, 6)
+    assert shape(*[64] * 33) == (2560, 64)
+    assert shape(*[1] * 65, max_batch=512) == (96, 512)
+    sizes = [shape(tokens)[0] for tokens in range(1, 10_000)]
+    assert all(size >= tokens for tokens, size in enumerate(sizes, 1))
+    assert all(size <= 1.25 * (tokens + 1) for tokens, size in enumerate(sizes, 1) if tokens > 128)
+    assert len(set(sizes)) == 30 and sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("lengths", "shape"), [((5, 16, 9), (4, 16)), ((94,), (1, 128))], ids=str)
-def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
-    """The model has 96 positions: the padding of the last shape has none."""
-    reads, count = reads_of(*lengths), len(lengths)
-    assert shape_of(reads) == shape
+def continued(read, before):
+    """`read` without its first tokens."""
+    return replace(read, tokens=read.tokens[before:], before=before)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "befores", "shape"),
+    [
+        ((5, 16, 9), (0, 0, 0), (32, 8)),
+        ((94,), (0,), (96, 1)),
+        ((94, 1, 70), (40, 0, 69), (64, 8)),
+        ((90,), (80,), (16, 1)),
+    ],
+    ids=str,
+)
+def test_padded_prompts_are_read_as_they_are(byte_model, lengths, befores, shape):
+    """What comes first is read into both caches as it is. All chunks but the second have a token chosen."""
+    reads = reads_of(*lengths)
+    first = [replace(r, tokens=r.tokens[:n], choose=False) for r, n in zip(reads, befores, strict=True) if n]
+    rest = [continued(r, n) for r, n in zip(reads, befores, strict=True)]
+    rest[1:2] = [replace(r, choose=False) for r in rest[1:2]]
+    assert shape_of(rest, 8) == shape
+    chosen = [index for index, read in enumerate(rest) if read.choose]
 
     def main(model):
-        runner = new_runner(model)
-        runner.prefill(reads)
-        prefill = PaddedPrefill(model, model.new_cache(49, 16), *shape)
-        prefill.cache.data[:, :, 0] = 50.0
-        prefill.load(reads)
+        runners = [new_runner(model) for _ in range(2)]
+        for runner in runners:
+            if first:
+                runner.prefill(first)
+        exact, padded = runners
+        exact.prefill(rest)
+        padded.cache.data[:, :, 0] = 50.0
+        prefill = PaddedPrefill(model, padded.cache, *shape, max_pages=6)
+        prefill.load(reads_of(15))  # what was read before leaves nothing behind
+        prefill.load(rest)
         prefill.run(Kind.NUCLEUS)
-        return runner.tokens[:count], prefill.chosen[:count], runner.cache.data, prefill.cache.data
+        return exact.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache.data, padded.cache.data
 
-    expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused)
-    assert torch.equal(found, expected)
+    expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused=True)
+    assert torch.equal(found[chosen], expected[chosen])
     torch.testing.assert_close(cache[:, :, 1:], expected_cache[:, :, 1:], rtol=1e-4, atol=1e-4)
+    assert (cache[:, :, 0] == 50.0).all()
+
+
+def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
+    """Here a capture is the pass itself: what is captured gives the tokens of what is not."""
+    captured = []
+    monkeypatch.setattr(Runner, "_replay", lambda self, key, run: (captured.append(key), run()))
+
+    def main(model):
+        runner, other = new_runner(model), new_runner(model)
+        runner.cuda_graph = True
+        found = []
+        for lengths in ((20, 3), (23,), (7, 15), (90,), (18, 4)):
+            for each in (runner, other):
+                each.prefill(reads_of(*lengths))
+                found.append(each.tokens[: len(lengths)].clone())
+        return found
+
+    found = on_one_rank(main, byte_model, fused=True)
+    assert all(torch.equal(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+    assert captured == [((32, 8), Kind.NUCLEUS)] * 2
+    assert on_one_rank(main, byte_model) and len(captured) == 2, "unfused passes are not captured"
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -99,11 +99,16 @@ def test_attention_over_ranks_is_the_whole_attention(config, mode, world_size):
 
     def main(team):
         attention = TPAttention.from_module(whole, config, team, mode)
-        step = Step.prefill([(0, length)] * batch, table(batch, 1), 16, ANGLES, Plan(mode=mode))
+        step = prefill(attention, [(0, length)] * batch, table(batch, 1), Plan(mode=mode))
         return attention(share(x.flatten(0, 1), team, mode), step, new_cache(attention, batch))
 
     found = joined(weft.simulate(main, world_size), mode, batch * length)
     torch.testing.assert_close(found, expected.flatten(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def prefill(attention, spans, pages, plan):
+    group = attention.num_heads // attention.num_kv_heads
+    return Step.prefill(spans, pages, 16, ANGLES, plan, group, torch.float32)
 
 
 def table(batch, pages):
@@ -128,7 +133,7 @@ def test_a_step_from_the_cache_is_the_last_row_of_the_prompt(config, world_size,
         attention = TPAttention.from_module(whole, config, team, "gemm_ar" if fused else "torch")
         plan = Plan(mode=attention.mode, fused=fused)
         cache = new_cache(attention, 4, fill=100.0)  # what others left there must not be seen
-        step = Step.prefill([(0, 20)] * 2, table(2, 2), 16, ANGLES, plan)
+        step = prefill(attention, [(0, 20)] * 2, table(2, 2), plan)
         rows = attention(x.flatten(0, 1), step, cache).view(2, 20, 32)
         new = torch.cat((x[torch.arange(2), lengths], torch.zeros(1, 32)))
         padded_table = torch.cat((table(2, 2), torch.zeros(1, 2, dtype=torch.int32)))
@@ -150,7 +155,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(config, fused):
         cache = new_cache(attention, 6)
         found = []
         for before, length in parts:
-            step = Step.prefill([(before, length)] * 2, table(2, 3), 16, ANGLES, plan)
+            step = prefill(attention, [(before, length)] * 2, table(2, 3), plan)
             found.append(attention(x[:, before : before + length].flatten(0, 1), step, cache).unflatten(0, (2, length)))
         return torch.cat(found, dim=1)
 
@@ -175,7 +180,7 @@ def test_prompts_for_the_library_are_what_ours_are(config, spans, monkeypatch):
     def main(team):
         attention = TPAttention.from_module(whole, config, team, "gemm_ar")
         cache = new_cache(attention, 6)
-        step = Step.prefill(spans, table(2, 3), 16, ANGLES, Plan(mode="gemm_ar", fused=True))
+        step = prefill(attention, spans, table(2, 3), Plan(mode="gemm_ar", fused=True))
         return attention(x, step, cache), *cache
 
     found = weft.simulate(main, 1)[0]
@@ -193,9 +198,7 @@ def test_sequences_of_unequal_length_do_not_see_each_other(config):
         attention = TPAttention.from_module(whole, config, team, "torch")
 
         def read(parts, cache):
-            step = Step.prefill(
-                [(0, len(part)) for part in parts], table(len(parts), 2), 16, ANGLES, Plan(mode="torch")
-            )
+            step = prefill(attention, [(0, len(part)) for part in parts], table(len(parts), 2), Plan(mode="torch"))
             return attention(torch.cat(parts), step, cache)
 
         return read(x, new_cache(attention, 8)), [read([part], new_cache(attention, 2)) for part in x]

@@ -12,7 +12,7 @@ from weft.ops.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.decode_attention import decode_attention_kernel
 from weft.ops.local import launch_options
 from weft.ops.paged_attention import config_for, constants, paged_attention_kernel
-from weft.ops.paged_prefill_attention import paged_prefill_attention_kernel
+from weft.ops.paged_prefill_attention import PrefillSpans, paged_prefill_attention_kernel
 from weft.ops.qk_norm_rope import TILE, qk_norm_rope_kernel
 from weft.ops.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities
@@ -52,10 +52,11 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
             PAGE=page, D=D, ROWS=TILE // D, PARTS=1, KEPT=16, SQUARES=20, arch=arch, **options,
         )  # fmt: skip
     if name == "paged_prefill_attention":
-        config = prefill.config_for((1, 128, 0, 0, 0), 2, group, D, dtype, caps)
-        constexprs = prefill.constants(config, heads=2, group=group, page=page, D=D)
+        spans = PrefillSpans.make([(0, 128)], group, dtype)
+        config = prefill.config_for(2 * len(spans.tiles), D, dtype, caps)
+        constexprs = prefill.constants(config, spans.block_m, heads=2, group=group, page=page, D=D)
         kernel = paged_prefill_attention_kernel
-        return compiled(kernel, x, x, x, INTS, x, 40, 1, 128, 0, 0, 0, 0.1, arch=arch, **constexprs, **options)
+        return compiled(kernel, x, x, x, INTS, x, INTS, INTS, 40, 0.1, arch=arch, **constexprs, **options)
     if name.startswith("decode_attention"):
         in_parts = name == "decode_attention_of_parts"
         constexprs = constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=True)

@@ -258,7 +258,7 @@ def many_rows(rows):
         "best_words": lambda: ops.best_words(logits, 0),
         "likelihood_above": lambda: ops.likelihood_above(logits, ints.float(), ints.float(), ints, 28),
         "paged_prefill_attention": lambda: ops.paged_prefill_attention(
-            torch.empty(rows, 16, 16), cache, cache, pages, [(1, rows, 0, 0, 0)]
+            torch.empty(rows, 16, 16), cache, cache, pages, [(0, rows)]
         ),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 
@@ -12,8 +13,9 @@ import torch
 from weft.engine.params import Kind, SamplingParams, is_integer, positive
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, shape_of
 from weft.engine.sampling import Choice, choose_tokens
-from weft.layers.step import check_page_size, upload
+from weft.layers.step import check_page_size
 from weft.models.qwen3 import Qwen3ForCausalLM, check_cache, free_bytes
+from weft.runtime.copying import upload
 
 # Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
@@ -36,7 +38,8 @@ class Runner:
     max_seq_len  prompt and answer together, at most; None: the model's max_position_embeddings
     pages        of the KV cache, page 0 among them, which is nobody's; None: as many as `memory_fraction` of the GPU's free
                  memory holds (virtual ranks: 256 MiB), and no more than all seats can fill
-    cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed; None: where the team is on GPUs
+    cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed, and prompts, one for so many
+                 tokens, captured when as many come again (weft.engine.prefill); None: where the team is on GPUs
 
     A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
     graph per batch bucket (powers of two, and max_batch) and kind of choice. Unused seats have position -1.
@@ -77,21 +80,25 @@ class Runner:
         self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._prompts: dict[tuple[int, int], PaddedPrefill] = {}
-        self._shapes_seen: set[tuple[int, int] | None] = set()
+        self._shapes_seen: set[tuple[int, int]] = set()
         self._pool = None
         self._rows: dict[int, Row | None] = {}
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Writes prompts, or parts of them, into the cache; `tokens[seat]` is then the next token, of those with `choose`."""
-        shape = shape_of(chunks) if self.cuda_graph else None
-        padded = shape is not None and (shape in self._prompts or shape in self._shapes_seen)
-        tokens = shape[0] * shape[1] if padded else sum(len(chunk.tokens) for chunk in chunks)
+        with self._without_autograd():
+            self._prefill(chunks)
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        shape = shape_of(chunks, self.max_batch)
+        # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
+        padded = self.cuda_graph and self.model.plan(1).fused and shape in self._shapes_seen
+        self._shapes_seen.add(shape)
+        tokens = shape[0] if padded else sum(len(chunk.tokens) for chunk in chunks)
         self.longest_prefill = max(self.longest_prefill, tokens)
         if padded:
             chosen = self._prefill_padded(chunks, shape)
         else:
-            # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
-            self._shapes_seen.add(shape)
             # Sequences of one length are one attention.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
             chosen = self._prefill_as_they_are(chunks)
@@ -103,10 +110,10 @@ class Runner:
             self.tokens.index_copy_(0, seats, chosen)
 
     def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: tuple[int, int]) -> torch.Tensor:
-        """The token after each, and of padding behind them: [shape[0]]"""
-        kind = max(chunk.params.kind for chunk in chunks)
+        """The token after each, whether it is to have one or not, and of padding behind them: [shape[1]]"""
+        kind = max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY)
         if shape not in self._prompts:
-            self._prompts[shape] = PaddedPrefill(self.model, self.cache, *shape)
+            self._prompts[shape] = PaddedPrefill(self.model, self.cache, *shape, self.table.shape[1])
         prompts = self._prompts[shape]
         prompts.load(chunks)
         self._replay((shape, kind), lambda: prompts.run(kind))
@@ -185,11 +192,12 @@ class Runner:
 
         Captures the bucket's graph first where there is none. Returns before the GPU has ended.
         """
-        if not self.cuda_graph:
-            self._eager_step(batch, kind)
-            return
-        self.capture(batch, kind)
-        self._graphs[batch, kind].replay()
+        with self._without_autograd():
+            if not self.cuda_graph:
+                self._eager_step(batch, kind)
+                return
+            self.capture(batch, kind)
+            self._graphs[batch, kind].replay()
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
         """Makes the graph that `step` replays, unless it is there. Collective, and it waits for the GPU.
@@ -241,6 +249,11 @@ class Runner:
         )
         self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))
         positions.add_(positions >= 0)
+
+    def _without_autograd(self) -> AbstractContextManager:
+        """To look for gradients that nobody asked for takes the host a sixth of a pass. Virtual ranks are of one thread, whose
+        mode it would be."""
+        return torch.inference_mode() if self.team.device.type == "cuda" else nullcontext()
 
     def _affordable_pages(self, fraction: float) -> int:
         """The same on every rank: of the one that has least."""

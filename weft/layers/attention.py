@@ -98,15 +98,15 @@ class TPAttention(nn.Module):
         else:  # [rows, ...] with rows >= T: ag_rs pads
             qkv, padding = projected[: step.tokens], projected.shape[0] - step.tokens
         weights = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, step.angles
-        if plan.fused and step.chunks:
+        if plan.fused and step.is_prefill:
             q = ops.qk_norm_rope(qkv, *weights, step.positions, step.slots, keys, values, with_keys=by_library)
         elif not plan.fused:
             q = self._norm_rope_write(qkv, step, keys, values)
-        if plan.fused and not step.chunks:
+        if plan.fused and not step.is_prefill:
             attended = ops.decode_attention(qkv, *weights, keys, values, step.pages, step.lengths, tickets=step.tickets)
         elif plan.fused and not by_library:
-            attended = ops.paged_prefill_attention(q, keys, values, step.pages, step.chunks)
-        elif step.chunks:
+            attended = ops.paged_prefill_attention(q, keys, values, step.pages, step.spans)
+        elif step.is_prefill:
             q, new_keys = q.split(self.num_heads, dim=1) if by_library else (q, keys[step.cells[0], :, step.cells[1]])
             new = new_keys, qkv[:, -self.num_kv_heads * self.head_dim :]
             found = [attend_to_chunk(q, new, cache, step.pages, chunk) for chunk in step.chunks]

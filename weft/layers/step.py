@@ -10,6 +10,7 @@ import torch
 
 from weft import ops
 from weft.layers.plan import Plan
+from weft.runtime.copying import upload
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -63,7 +64,8 @@ class Step:
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
     tickets    [B * kv_heads_local] int32 zeros: fused decode, scratch of ops.decode_attention that all layers share
-    chunks     prefill: the sequences, in runs of equal length
+    chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
+    spans      fused prefill: the same for ops.paged_prefill_attention
     plan       how it is computed
     """
 
@@ -76,10 +78,15 @@ class Step:
     lengths: torch.Tensor | None = None
     tickets: torch.Tensor | None = None
     chunks: tuple[Chunk, ...] = ()
+    spans: ops.PrefillSpans | None = None
 
     @property
     def tokens(self) -> int:
         return self.positions.shape[0]
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.lengths is None
 
     @classmethod
     def decode(
@@ -123,8 +130,11 @@ class Step:
         page_size: int,
         angles: torch.Tensor,
         plan: Plan,
+        group: int,
+        dtype: torch.dtype,
     ) -> Step:
-        """Sequence b goes on by length tokens after `before` others, (before, length) = spans[b]. pages: [B, max_pages]
+        """Sequence b goes on by length tokens after `before` others, (before, length) = spans[b]. pages: [B, max_pages].
+        group: query heads of a KV head. dtype: the model's.
 
         The host knows the spans, so positions and slots are made from as many small copies to the device as there are
         tensors, whatever the number of sequences.
@@ -144,6 +154,7 @@ class Step:
             angles=angles,
             plan=plan,
             chunks=runs(spans),
+            spans=ops.PrefillSpans.make(spans, group, dtype).to(device) if plan.fused else None,
         )
 
 
@@ -157,11 +168,6 @@ def cells_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.T
     """(page, offset in it) of slots; of -1 the first of page 0, which is nobody's."""
     slots = slots.clamp(min=0)
     return slots // page_size, slots % page_size
-
-
-def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without waiting for what the device is doing."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def runs(spans: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:

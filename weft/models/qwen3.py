@@ -221,6 +221,12 @@ class Qwen3ForCausalLM(nn.Module):
         sizes = (len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
         return PagedCache(*sizes, dtype=self.dtype, device=self.team.device)
 
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        attention = self.layers[0].self_attn
+        return attention.num_heads // attention.num_kv_heads
+
     def decode_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
         """One new token of each sequence at positions[B] int64 (-1: padding), with the page table pages[B, max_pages] int32.
 
@@ -234,7 +240,7 @@ class Qwen3ForCausalLM(nn.Module):
     ) -> Step:
         """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
         tokens = sum(length for _, length in spans)
-        return Step.prefill(spans, pages, page_size, self.angles, self.plan(tokens))
+        return Step.prefill(spans, pages, page_size, self.angles, self.plan(tokens), self.group, self.dtype)
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None

@@ -20,13 +20,13 @@ from weft.ops.matmul_parts import matmul_parts
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.matmul_silu_mul import matmul_silu_mul
 from weft.ops.paged_attention import paged_attention
-from weft.ops.paged_prefill_attention import paged_prefill_attention
+from weft.ops.paged_prefill_attention import PrefillSpans, paged_prefill_attention
 from weft.ops.qk_norm_rope import qk_norm_rope
 from weft.ops.reduce_scatter import reduce_scatter
 from weft.ops.silu_mul import silu_mul
 
 __all__ = [
-    "Explanation", "FactoredNorm", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
+    "Explanation", "FactoredNorm", "PrefillSpans", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
     "all_reduce_rms_norm", "all_to_all", "barrier", "best_words", "decode_attention", "decode_places",
     "embed_rows", "explain", "join_words", "likelihood_above", "matmul", "matmul_all_reduce", "matmul_parts",
     "matmul_reduce_scatter", "matmul_silu_mul", "paged_attention", "paged_prefill_attention", "qk_norm_rope",

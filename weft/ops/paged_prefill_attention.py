@@ -1,8 +1,8 @@
 """paged_prefill_attention: each new token of some prompts attends to all before it and to itself, in a cache of pages.
 
-Which tokens are new, the host says in chunks: sequences of one length, which go on after equally many tokens. A chunk is
-one launch, whatever lies in the cache before it. Nothing but the cache holds keys: what wrote them there need not give
-them twice.
+Which tokens are new, ``PrefillSpans`` say, on the device: one launch for sequences of any lengths, after any number of tokens
+that the cache holds before them. So a CUDA graph holds for all prompts that have as many tokens. Nothing but the cache holds
+keys: what wrote them there need not give them twice.
 
 The method is FlashAttention's online softmax (Dao et al., 2022), on rows that are the query heads of one KV head of
 neighbouring tokens: each key is loaded once for all of them.
@@ -11,7 +11,7 @@ neighbouring tokens: each key is loaded once for all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,30 +25,89 @@ from weft.ops.local import capabilities_of, check_like, check_shape, launch_opti
 from weft.ops.paged_attention import LOG2_E, check_heads
 from weft.ops.qk_norm_rope import check_cache
 from weft.ops.registration import FLOATS
+from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# Numbers of a chunk: batch, length, before, first_token, first_sequence.
-FIELDS = 5
 # Steps up to which a program masks all of them: one loop has all their loads in flight, two have not.
 SHORT = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """block_m rows of a program, each a query head of a token, over block_n keys a step: powers of two of at least 16."""
+    """A program's rows, each a query head of a token, over block_n keys a step, a power of two of at least 16."""
 
-    block_m: int = 64
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if self.block_n < 16 or self.block_n & (self.block_n - 1):
+            raise ValueError(f"block_n={self.block_n} is not a power of two of at least 16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpans:
+    """Which of T tokens are whose, on the device: made once for a pass, for all layers; ``make``.
+
+    spans     [B + 2, 3] int32: (first_token, length, before) of each sequence, of what is nobody's, and an empty one
+    tiles     [N, 2] int32: (sequence, tile of its rows) of each program of a KV head, those with most keys first
+    block_m   rows of a tile, each a query head of a token
+    group     query heads of a KV head
+    tokens    T, what is nobody's included
+    longest   tokens of the longest sequence, those before included: what its row of pages must hold
+    """
+
+    spans: torch.Tensor
+    tiles: torch.Tensor
+    block_m: int
+    group: int
+    tokens: int
+    longest: int
+
+    @classmethod
+    def make(
+        cls, sequences: Sequence[tuple[int, int]], group: int, dtype: torch.dtype, *, tokens: int | None = None,
+        batch: int | None = None, block_m: int | None = None,
+    ) -> PrefillSpans:  # fmt: skip
+        """In host memory. Sequence b goes on by ``length`` tokens after ``before`` others, (before, length) = sequences[b];
+        tokens lie one sequence after the other.
+
+        tokens, batch  as many of both as there is room for: sizes of tensors that depend on nothing else; None: as there are.
+                       Tokens behind the last sequence's are nobody's: they attend to nothing, and their rows become 0
+        block_m        None: what is fast for ``dtype``
+
+        ValueError for what does not fit.
+        """
+        real, given = sum(length for _, length in sequences), len(sequences)
+        tokens, batch = real if tokens is None else tokens, given if batch is None else batch
+        if any(min(span) < 0 for span in sequences):
+            raise ValueError(f"sequences={list(sequences)} are not all (before, length), none negative")
+        if real > tokens or given > batch:
+            raise ValueError(f"{given} sequences of {real} tokens are more than {batch} of {tokens}")
+        block_m = block_m or (16 if dtype == torch.float32 else 64)
+        if block_m < 16 or block_m & (block_m - 1):
+            raise ValueError(f"block_m={block_m} is not a power of two of at least 16")
+        before, length = torch.tensor([*sequences, (real - tokens, tokens - real)], dtype=torch.int64).unbind(1)
+        first = length.cumsum(0) - length
+        counts = (length * group + block_m - 1) // block_m
+        sequence = torch.arange(given + 1).repeat_interleave(counts)
+        tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+        keys = before[sequence] + torch.minimum((tile * block_m + block_m - 1) // group + 1, length[sequence])
+        order = keys.argsort(descending=True, stable=True)
+        spans = torch.zeros(batch + 2, 3, dtype=torch.int32)
+        spans[: given + 1] = torch.stack((first, length, before), dim=1)
+        # So many at most, since the last tile of each sequence, and of what is nobody's, may be ragged.
+        room = len(order) if (tokens, batch) == (real, given) else cdiv(tokens * group, block_m) + batch
+        tiles = torch.tensor([[batch + 1, 0]], dtype=torch.int32).repeat(room, 1)
+        tiles[: len(order)] = torch.stack((sequence[order], tile[order]), dim=1)
+        longest = max((sum(span) for span in sequences), default=0)
+        return cls(spans=spans, tiles=tiles, block_m=block_m, group=group, tokens=tokens, longest=longest)
+
+    def to(self, device: torch.device) -> PrefillSpans:
+        """On ``device``. The host waits for nothing."""
+        return replace(self, spans=upload(self.spans, device), tiles=upload(self.tiles, device))
 
 
 @triton.jit
@@ -97,30 +156,32 @@ def over_keys(
     return largest, total, acc
 
 
-@triton.jit(do_not_specialize=["max_pages", "batch", "length", "before", "first_token", "first_sequence"])
+@triton.jit(do_not_specialize=["max_pages"])
 def paged_prefill_attention_kernel(
-    q, keys, values, pages, out, max_pages, batch, length, before, first_token, first_sequence, scale,
+    q, keys, values, pages, out, spans, tiles, max_pages, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[b, t, h, :] = softmax(q[b, t, h, :] . keys of b up to before + t * scale) @ values of b        0 <= t < length
+    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values        grid: (N * HEADS,)
 
-    grid: (batch * HEADS * cdiv(length * GROUP, BLOCK_M),): of all sequences and KV heads the tiles with most keys first
-
-    q, out  [batch, length, HEADS * GROUP, D] from row first_token on. Tile i of a sequence and KV head has rows i * BLOCK_M
-            and on of its length * GROUP: token t's heads are rows t * GROUP .. (t + 1) * GROUP - 1
-    pages   [batch, max_pages] from row first_sequence on: key i of b lies in page pages[b, i // PAGE]; keys behind
-            before + length - 1 are not used
+    q, out  [T, HEADS * GROUP, D]. Of a sequence's rows, a token's heads one after the other, tile i has BLOCK_M * i and on
+    spans   [B + 2, 3]: (first_token, length, before) of each sequence; the keys of one with before = -length are none, and its
+            rows of out 0
+    tiles   [N, 2]: (sequence, tile) of program i * HEADS + KV head
+    pages   [B, max_pages]: key i of sequence b lies in page pages[b, i // PAGE]; keys behind before + length - 1 are not used
     """
-    pair = tl.program_id(0) % (batch * HEADS)
-    tile = tl.cdiv(length * GROUP, BLOCK_M) - 1 - tl.program_id(0) // (batch * HEADS)
-    sequence, head = pair // HEADS, pair % HEADS
+    wl.follow_previous_kernel()
+    head = tl.program_id(0) % HEADS
+    tiles += 2 * (tl.program_id(0) // HEADS)
+    sequence, tile = tl.load(tiles), tl.load(tiles + 1)
+    spans += 3 * sequence
+    first_token, length, before = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     exists = (row < length * GROUP)[:, None]
-    first = (first_token + sequence.to(tl.int64) * length) * (HEADS * GROUP * D)
+    first = first_token.to(tl.int64) * (HEADS * GROUP * D)
     mine = first + ((token.to(tl.int64) * HEADS + head) * GROUP + row % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
-    table = pages + (first_sequence + sequence).to(tl.int64) * max_pages
+    table = pages + sequence.to(tl.int64) * max_pages
     end = before + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length)
     # What the first row sees, all do.
     whole = (before + tile * BLOCK_M // GROUP + 1) // BLOCK_N * BLOCK_N
@@ -129,7 +190,6 @@ def paged_prefill_attention_kernel(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    wl.follow_previous_kernel()
     x = tl.load(q + mine, mask=exists, other=0.0)
     largest, total, acc = over_keys(
         x, position, keys, values, table, head, 0, whole, scale, largest, total, acc, False, HEADS, PAGE, D, BLOCK_N
@@ -137,28 +197,27 @@ def paged_prefill_attention_kernel(
     largest, total, acc = over_keys(
         x, position, keys, values, table, head, whole, end, scale, largest, total, acc, True, HEADS, PAGE, D, BLOCK_N
     )
+    total = tl.where(total > 0, total, 1.0)  # 0 where there is no key
     tl.store(out + mine, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists)
 
 
 def paged_prefill_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, chunks: Sequence[Sequence[int]],
-    scale: float | None = None,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor,
+    spans: PrefillSpans | Sequence[tuple[int, int]], scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D]: each of T tokens, and those before it in its sequence.
 
     q             [T, Hq, D], fp16, bf16 or fp32: the new tokens of all sequences, whose keys and values the cache holds already
     keys, values  [P, Hkv, S, D], contiguous, of q's dtype; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
-    chunks        of host integers (batch, length, before, first_token, first_sequence): ``batch`` sequences, rows
-                  first_sequence and on of ``pages``, that go on by ``length`` tokens each after ``before`` others; these
-                  are rows first_token .. first_token + batch * length - 1 of q, sequence by sequence. Tokens of no chunk
-                  are left undefined
+    spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before`` others; T tokens in all,
+                  one sequence after the other. Or the same as PrefillSpans on q's device, which many calls share
     scale         positive; D ** -0.5 where None
 
     Hkv divides Hq, D is a power of two from 16 to 256, S one from 16 to 256. Softmax and sums in fp32. The same bits from
-    run to run; a chunk's sizes decide how sums are cut. What stands in ``pages`` and the cache behind a sequence moves
-    nothing. The host reads no pages: those out of range are not refused. No backward. ValueError for shapes, dtypes,
-    devices or chunks that do not fit.
+    run to run; sizes decide how sums are cut. What stands in ``pages`` and the cache behind a sequence moves nothing. The host
+    reads no pages: those out of range are not refused. No backward. ValueError for shapes, dtypes, devices or spans that do not
+    fit.
     """
     op = "paged_prefill_attention"
     check_like(op, "q", q, q.device, FLOATS)
@@ -168,88 +227,77 @@ def paged_prefill_attention(
     check_heads(op, q.shape[1], keys)
     check_like(op, "pages", pages, q.device, (torch.int32,))
     check_shape(op, "pages", pages, ("B", "max_pages"))
-    for chunk in chunks:
-        check_chunk(op, chunk, tokens=q.shape[0], sequences=pages.shape[0], keys=pages.shape[1] * page)
+    group = q.shape[1] // keys.shape[1]
+    if not isinstance(spans, PrefillSpans):
+        spans = PrefillSpans.make(spans, group, q.dtype).to(q.device)
+    check_like(op, "spans.spans", spans.spans, q.device, (torch.int32,))
+    for what, given, limit in (
+        ("tokens, which q must have", spans.tokens, q.shape[0]),
+        ("query heads of a KV head, which q must have", spans.group, group),
+    ):
+        if given != limit:
+            raise ValueError(f"{op}: spans are of {given} {what}, and not {limit}")
+    for what, given, limit in (
+        ("sequences", spans.spans.shape[0] - 2, pages.shape[0]),
+        ("tokens of a sequence", spans.longest, pages.shape[1] * page),
+    ):
+        if given > limit:
+            raise ValueError(f"{op}: spans have {given} {what}, and pages room for {limit}")
     if scale is not None and scale <= 0:
         raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
-    flat = [number for chunk in chunks for number in chunk]
     return torch.ops.weft.paged_prefill_attention.default(
-        q, keys, values, pages, flat, D**-0.5 if scale is None else scale
+        q, keys, values, pages, spans.spans, spans.tiles, spans.block_m, D**-0.5 if scale is None else scale
     )
 
 
-def check_chunk(op: str, chunk: Sequence[int], *, tokens: int, sequences: int, keys: int) -> None:
-    """ValueError unless a chunk lies within q's tokens and the page table."""
-    if len(chunk) != FIELDS or min(chunk) < 0:
-        raise ValueError(
-            f"{op}: chunk {tuple(chunk)} is not (batch, length, before, first_token, first_sequence), none negative"
-        )
-    batch, length, before, token, sequence = chunk
-    for what, end, limit in (
-        ("tokens of q", token + batch * length, tokens),
-        ("rows of pages", sequence + batch, sequences),
-        ("tokens that a row of pages holds", before + length, keys),
-    ):
-        if end > limit:
-            raise ValueError(f"{op}: chunk {tuple(chunk)} reaches to {end} of the {limit} {what}")
-
-
-def config_for(
-    chunk: Sequence[int], heads: int, group: int, D: int, dtype: torch.dtype, caps: Capabilities
-) -> PrefillConfig:
-    """For a chunk of ``group`` query heads to each of ``heads`` KV heads: 16 KiB of keys a step, and as much of values.
+def config_for(programs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> PrefillConfig:
+    """16 KiB of keys a step, and as much of values.
 
     H200, bf16, D=128, 16 heads on 2, with the norms before it in a CUDA graph, in microseconds, 3 stages (two programs an SM)
-    / 4 (one): 1 prompt of 128 tokens 7.6 / 6.8, 1 of 512 14.2 / 12.6, 4 of 512 24.7 / 34.3. 128 rows with 8 warps take as
-    long as 64 with 4, 16 rows up to three times as long (benchmarks/lab/h200-prefill-attention.json).
+    / 4 (one): 1 prompt of 128 tokens 7.6 / 6.8, 1 of 512 14.2 / 12.6, 4 of 512 24.7 / 34.3. Tiles of 128 rows with 8 warps take
+    as long as of 64 with 4, of 16 up to three times as long (benchmarks/lab/h200-prefill-attention.json).
     """
-    batch, length, _, _, _ = chunk
     if dtype == torch.float32:
-        return PrefillConfig(block_m=16, block_n=16, num_stages=2)
+        return PrefillConfig(block_n=16, num_stages=2)
     block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
     if caps.arch.startswith("gfx"):
         return PrefillConfig(block_n=block_n, num_stages=2)
-    programs = batch * heads * cdiv(length * group, 64)
     return PrefillConfig(block_n=block_n, num_stages=4 if programs <= caps.sms else 3)
 
 
 def run(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, chunks: Sequence[int], scale: float,
-    config: PrefillConfig | None = None,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, spans: torch.Tensor, tiles: torch.Tensor,
+    block_m: int, scale: float, config: PrefillConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``paged_prefill_attention`` of checked arguments, with a chosen config; the chunks' numbers in one row."""
+    """``paged_prefill_attention`` of checked arguments, with a chosen config."""
     (_, q_heads, D), (_, heads, page, _) = q.shape, keys.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    caps = capabilities_of(q.device)
-    q, pages, group = q.contiguous(), pages.contiguous(), q_heads // heads
-    for start in range(0, len(chunks), FIELDS):
-        chunk = chunks[start : start + FIELDS]
-        batch, length, before, token, sequence = chunk
-        if batch * length == 0:
-            continue
-        how = config or config_for(chunk, heads, group, D, q.dtype, caps)
-        paged_prefill_attention_kernel[(batch * heads * cdiv(length * group, how.block_m),)](
-            q, keys, values, pages, out, pages.shape[1], batch, length, before, token, sequence, scale * LOG2_E,
-            **constants(how, heads=heads, group=group, page=page, D=D), **launch_options(caps),
+    caps, programs = capabilities_of(q.device), tiles.shape[0] * heads
+    how = config or config_for(programs, D, q.dtype, caps)
+    if programs:
+        paged_prefill_attention_kernel[(programs,)](
+            q.contiguous(), keys, values, pages.contiguous(), out, spans, tiles, pages.shape[1], scale * LOG2_E,
+            **constants(how, block_m, heads=heads, group=q_heads // heads, page=page, D=D), **launch_options(caps),
         )  # fmt: skip
     return out
 
 
-def constants(config: PrefillConfig, *, heads: int, group: int, page: int, D: int) -> dict[str, int]:
+def constants(config: PrefillConfig, block_m: int, *, heads: int, group: int, page: int, D: int) -> dict[str, int]:
     """The keyword arguments of the kernel."""
     return {
-        "HEADS": heads, "GROUP": group, "PAGE": page, "D": D, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "HEADS": heads, "GROUP": group, "PAGE": page, "D": D, "BLOCK_M": block_m, "BLOCK_N": config.block_n,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
 
 
 @custom_op("paged_prefill_attention", backward=False)
 def _paged_prefill_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, chunks: list[int], scale: float
-) -> torch.Tensor:
-    return run(q, keys, values, pages, chunks, scale)
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, spans: torch.Tensor, tiles: torch.Tensor,
+    block_m: int, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    return run(q, keys, values, pages, spans, tiles, block_m, scale)
 
 
 @_paged_prefill_attention.register_fake
-def _(q, keys, values, pages, chunks, scale):
+def _(q, keys, values, pages, spans, tiles, block_m, scale):
     return torch.empty_like(q, memory_format=torch.contiguous_format)

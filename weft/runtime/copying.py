@@ -31,3 +31,8 @@ def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
         )
     if not (dst.is_contiguous() and src.is_contiguous()):
         raise ValueError(f"copies are of contiguous tensors; got strides {src.stride()} -> {dst.stride()}")
+
+
+def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for what the device is doing."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -217,6 +217,8 @@ def test_spans_have_the_same_sizes_whatever_the_sequences(group):
             (draw.choice([0, draw.randrange(500)]), draw.choice([1, draw.randrange(90)]))
             for _ in range(draw.randrange(9))
         ]
+        if len(spans) == 8:
+            spans[0] = spans[0][0], 800 - sum(length for _, length in spans[1:])  # nothing left over
         made = PrefillSpans.make(spans, group, torch.bfloat16, tokens=800, batch=8)
         assert made.spans.shape == (10, 3) and made.tiles.shape == (-(-800 * group // 64) + 8, 2)
         rows = [(sequence, tile * 64 + row) for sequence, tile in made.tiles.tolist() for row in range(64)]

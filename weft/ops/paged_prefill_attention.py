@@ -81,6 +81,7 @@ class PrefillSpans:
         ValueError for what does not fit.
         """
         real, given = sum(length for _, length in sequences), len(sequences)
+        exact = tokens is None and batch is None
         tokens, batch = real if tokens is None else tokens, given if batch is None else batch
         if any(min(span) < 0 for span in sequences):
             raise ValueError(f"sequences={list(sequences)} are not all (before, length), none negative")
@@ -99,7 +100,7 @@ class PrefillSpans:
         spans = torch.zeros(batch + 2, 3, dtype=torch.int32)
         spans[: given + 1] = torch.stack((first, length, before), dim=1)
         # So many at most, since the last tile of each sequence, and of what is nobody's, may be ragged.
-        room = len(order) if (tokens, batch) == (real, given) else cdiv(tokens * group, block_m) + batch
+        room = len(order) if exact else cdiv(tokens * group, block_m) + batch
         tiles = torch.tensor([[batch + 1, 0]], dtype=torch.int32).repeat(room, 1)
         tiles[: len(order)] = torch.stack((sequence[order], tile[order]), dim=1)
         longest = max((sum(span) for span in sequences), default=0)

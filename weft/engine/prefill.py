@@ -21,6 +21,8 @@ from weft.runtime.copying import upload
 SHORTEST, SHORT = 16, 64
 # Of sequences: a product of so few rows with the head takes as long as one of one row.
 BATCHES = 8
+# Bytes: kernels are compiled for pointers of this alignment.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,20 @@ class Inputs:
     temperature: torch.Tensor
     top_p: torch.Tensor
 
+    def packed(self) -> torch.Tensor:
+        """All in one tensor of bytes, for one copy to the device."""
+        parts = [getattr(self, field.name).view(-1).view(torch.uint8) for field in fields(self)]
+        return torch.cat([_padded(part, -(-len(part) // ALIGNMENT) * ALIGNMENT, 0) for part in parts])
+
+    def unpacked(self, packed: torch.Tensor) -> Inputs:
+        """Views of what `packed` has made of tensors like these."""
+        views, start = {}, 0
+        for field in fields(self):
+            like = getattr(self, field.name)
+            views[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
+            start += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+        return Inputs(**views)
+
 
 class PaddedPrefill:
     """Up to `batch` sequences that go on by up to `tokens` tokens together, on static tensors. `load`, `run` (which may be
@@ -85,18 +101,16 @@ class PaddedPrefill:
         empty = self._inputs([])
         # What the host knows of its spans holds for all that will be loaded.
         self._of_shape = self._spans([])
-        self._static = Inputs(**{field.name: getattr(empty, field.name).to(device) for field in fields(Inputs)})
+        self._packed = empty.packed().to(device)
+        self._inputs_there = empty.unpacked(self._packed)
 
     def load(self, chunks: Sequence[PrefillChunk]) -> None:
         """Of the host's lists; nothing is waited for."""
-        inputs = self._inputs(chunks)
-        for field in fields(Inputs):
-            target = getattr(self._static, field.name)
-            target.copy_(upload(getattr(inputs, field.name), target.device))
+        self._packed.copy_(upload(self._inputs(chunks).packed(), self._packed.device))
 
     def run(self, kind: Kind) -> None:
         """Keys and values into the cache, the token after each sequence into `chosen`."""
-        now = self._static
+        now = self._inputs_there
         step = Step(
             positions=now.positions,
             slots=now.slots,

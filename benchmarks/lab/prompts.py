@@ -2,8 +2,8 @@
 
     python -m benchmarks.lab.prompts --world-size 2 --out benchmarks/lab/h200-x2-prompts.json
 
-Qwen3-32B with random weights; prompts as an engine reads them, from their tokens on the host to the next ones on the GPU. Medians
-of rank 0, milliseconds: until the host is done, and until the GPU is.
+A model with random weights; prompts as an engine reads them, from their tokens on the host to the next ones on the GPU.
+Medians of rank 0, milliseconds: until the host is done, and until the GPU is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -53,8 +54,8 @@ def chunks_of(spans: list[tuple[int, int]]) -> list[PrefillChunk]:
     return chunks
 
 
-def main(team: Any) -> dict[str, Any]:
-    config = Qwen3Config.named("qwen3-32b")
+def main(team: Any, model: str) -> dict[str, Any]:
+    config = Qwen3Config.named(model)
     engine = Engine(config, team, max_batch=MAX_BATCH, page_size=PAGE_SIZE, max_seq_len=16384, pages=1200)
     runner, found = engine.batch.runner, {}
 
@@ -92,16 +93,17 @@ def main(team: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--model", default="qwen3-32b")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    found = weft.launch(main, options.world_size, "cuda", heap_bytes=4 << 30)[0]
+    found = weft.launch(main, options.world_size, "cuda", args=(options.model,), heap_bytes=4 << 30)[0]
     where = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "revision": revision(Path(weft.__file__).parent),
         "date": datetime.date.today().isoformat(),
-        "command": f"python -m benchmarks.lab.prompts --world-size {options.world_size} --out {options.out}",
+        "command": shlex.join(["python", "-m", "benchmarks.lab.prompts", *sys.argv[1:]]),
     }
     options.out.write_text(json.dumps({"where": where, "unit": "milliseconds", "prompts": found}, indent=1) + "\n")
     sys.exit(0)

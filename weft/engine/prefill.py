@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
+import numpy
 import torch
 
 from weft.engine.params import Kind, SamplingParams
@@ -14,7 +16,7 @@ from weft.engine.sampling import Choice, choose_tokens
 from weft.layers.step import PagedCache, Step
 from weft.models.qwen3 import Qwen3ForCausalLM
 from weft.ops import PrefillSpans
-from weft.runtime.copying import upload
+from weft.ops.arithmetic import cdiv
 
 # Of tokens: powers of two up to SHORT, then four steps from each power of two to the next. Beyond SHORT a pass is padded by at
 # most a half, beyond 2 * SHORT by a quarter.
@@ -71,19 +73,19 @@ class Inputs:
     temperature: torch.Tensor
     top_p: torch.Tensor
 
-    def packed(self) -> torch.Tensor:
-        """All in one tensor of bytes, for one copy to the device."""
-        parts = [getattr(self, field.name).view(-1).view(torch.uint8) for field in fields(self)]
-        return torch.cat([_padded(part, -(-len(part) // ALIGNMENT) * ALIGNMENT, 0) for part in parts])
+    @property
+    def nbytes(self) -> int:
+        """Of a tensor that holds all, for one copy to the device."""
+        return sum(cdiv(getattr(self, field.name).nbytes, ALIGNMENT) * ALIGNMENT for field in fields(self))
 
-    def unpacked(self, packed: torch.Tensor) -> Inputs:
-        """Views of what `packed` has made of tensors like these."""
-        views, start = {}, 0
+    def views(self, packed: torch.Tensor) -> Inputs:
+        """The same sizes in ``packed`` [nbytes] uint8."""
+        found, start = {}, 0
         for field in fields(self):
             like = getattr(self, field.name)
-            views[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
-            start += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
-        return Inputs(**views)
+            found[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
+            start += cdiv(like.nbytes, ALIGNMENT) * ALIGNMENT
+        return Inputs(**found)
 
 
 class PaddedPrefill:
@@ -98,65 +100,65 @@ class PaddedPrefill:
         self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
         device = model.team.device
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
-        empty = self._inputs([])
         # What the host knows of its spans holds for all that will be loaded.
-        self._of_shape = self._spans([])
-        self._packed = empty.packed().to(device)
-        self._inputs_there = empty.unpacked(self._packed)
+        self._spans = self._spans_of([])
+        like = self._inputs([])
+        self._packed = torch.zeros(like.nbytes, dtype=torch.uint8, device=device)
+        self._static = like.views(self._packed)
 
     def load(self, chunks: Sequence[PrefillChunk]) -> None:
         """Of the host's lists; nothing is waited for."""
-        self._packed.copy_(upload(self._inputs(chunks).packed(), self._packed.device))
+        inputs = self._inputs(chunks)
+        packed = torch.empty(len(self._packed), dtype=torch.uint8, pin_memory=self._packed.is_cuda)
+        there = inputs.views(packed)
+        for field in fields(Inputs):
+            getattr(there, field.name).numpy()[...] = getattr(inputs, field.name).numpy()
+        self._packed.copy_(packed, non_blocking=True)
 
     def run(self, kind: Kind) -> None:
         """Keys and values into the cache, the token after each sequence into `chosen`."""
-        now = self._inputs_there
+        now = self._static
         step = Step(
             positions=now.positions,
             slots=now.slots,
             pages=now.table,
             angles=self.model.angles,
             plan=self.model.plan(self._tokens),
-            spans=replace(self._of_shape, spans=now.spans, tiles=now.tiles),
+            spans=replace(self._spans, spans=now.spans, tiles=now.tiles),
         )
         logits = self.model(now.tokens, step, self.cache, now.rows)
         choice = Choice(temperature=now.temperature, top_p=now.top_p, seed=now.seed, position=now.lengths)
         self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=True))
 
     def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
-        """In host memory."""
-        size, count, params = self.cache.page_size, len(chunks), [chunk.params for chunk in chunks]
-        table = torch.zeros(self._batch, self._max_pages, dtype=torch.int64)
+        """In host memory. Without torch, which would start its threads for so little."""
+        size, table = self.cache.page_size, numpy.zeros((self._batch, self._max_pages), numpy.int32)
         for row, chunk in zip(table, chunks, strict=False):
-            row[: len(chunk.pages)] = torch.tensor(chunk.pages)
-        length = torch.tensor([len(chunk.tokens) for chunk in chunks], dtype=torch.int64)
-        before = torch.tensor([chunk.before for chunk in chunks], dtype=torch.int64)
-        ends = length.cumsum(0)
-        sequence = torch.arange(count).repeat_interleave(length)
-        position = torch.arange(len(sequence)) - (ends - length)[sequence] + before[sequence]
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], dtype=torch.int64)
-        slots = table[sequence, position // size] * size + position % size
-        spans = self._spans(chunks)
+            row[: len(chunk.pages)] = chunk.pages
+        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
+        places = [range(chunk.before, chunk.before + len(chunk.tokens)) for chunk in chunks]
+        slots = [c.pages[at // size] * size + at % size for c, mine in zip(chunks, places, strict=True) for at in mine]
+        params, spans = [chunk.params for chunk in chunks], self._spans_of(chunks)
         return Inputs(
-            tokens=_padded(tokens, self._tokens, 0),
-            positions=_padded(position, self._tokens, 0),
+            tokens=_padded([token for chunk in chunks for token in chunk.tokens], self._tokens, 0),
+            positions=_padded([at for mine in places for at in mine], self._tokens, 0),
             slots=_padded(slots, self._tokens, -1),
-            table=table.to(torch.int32),
+            table=torch.from_numpy(table),
             spans=spans.spans,
             tiles=spans.tiles,
-            rows=_padded(ends - 1, self._batch, 0),
-            lengths=_padded(before + length, self._batch, 1),
-            seed=_padded(torch.tensor([p.seed for p in params], dtype=torch.int64), self._batch, 0),
-            temperature=_padded(torch.tensor([p.temperature for p in params]), self._batch, 0.0),
-            top_p=_padded(torch.tensor([p.top_p for p in params]), self._batch, 1.0),
+            rows=_padded([end - 1 for end in ends], self._batch, 0),
+            lengths=_padded([mine.stop for mine in places], self._batch, 1),
+            seed=_padded([p.seed for p in params], self._batch, 0),
+            temperature=_padded([p.temperature for p in params], self._batch, 0.0, torch.float32),
+            top_p=_padded([p.top_p for p in params], self._batch, 1.0, torch.float32),
         )
 
-    def _spans(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
+    def _spans_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
         """In host memory."""
         sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
         sizes = {"tokens": self._tokens, "batch": self._batch}
         return PrefillSpans.make(sequences, self.model.group, self.model.dtype, **sizes)
 
 
-def _padded(x: torch.Tensor, size: int, value: float) -> torch.Tensor:
-    return torch.cat((x, x.new_full((size - len(x),), value)))
+def _padded(values: list[float], size: int, value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values + [value] * (size - len(values)), dtype=dtype)

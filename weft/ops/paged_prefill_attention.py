@@ -90,21 +90,22 @@ class PrefillSpans:
         block_m = block_m or (16 if dtype == torch.float32 else 64)
         if block_m < 16 or block_m & (block_m - 1):
             raise ValueError(f"block_m={block_m} is not a power of two of at least 16")
-        before, length = torch.tensor([*sequences, (real - tokens, tokens - real)], dtype=torch.int64).unbind(1)
-        first = length.cumsum(0) - length
-        counts = (length * group + block_m - 1) // block_m
-        sequence = torch.arange(given + 1).repeat_interleave(counts)
-        tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
-        keys = before[sequence] + torch.minimum((tile * block_m + block_m - 1) // group + 1, length[sequence])
-        order = keys.argsort(descending=True, stable=True)
-        spans = torch.zeros(batch + 2, 3, dtype=torch.int32)
-        spans[: given + 1] = torch.stack((first, length, before), dim=1)
+        rows, tiles, first = [], [], 0
+        # Without torch, which would start its threads for so little.
+        for sequence, (before, length) in enumerate([*sequences, (real - tokens, tokens - real)]):
+            rows.append((first, length, before))
+            first += length
+            for tile in range(cdiv(length * group, block_m)):
+                keys = before + min((tile * block_m + block_m - 1) // group + 1, length)
+                tiles.append((-keys, sequence, tile))
+        tiles = [(sequence, tile) for _, sequence, tile in sorted(tiles)]
         # So many at most, since the last tile of each sequence, and of what is nobody's, may be ragged.
-        room = len(order) if exact else cdiv(tokens * group, block_m) + batch
-        tiles = torch.tensor([[batch + 1, 0]], dtype=torch.int32).repeat(room, 1)
-        tiles[: len(order)] = torch.stack((sequence[order], tile[order]), dim=1)
+        room = len(tiles) if exact else cdiv(tokens * group, block_m) + batch
+        rows += [(0, 0, 0)] * (batch + 2 - len(rows))
+        tiles += [(batch + 1, 0)] * (room - len(tiles))
+        rows, tiles = (torch.tensor(pairs, dtype=torch.int32).view(len(pairs), -1) for pairs in (rows, tiles))
         longest = max((sum(span) for span in sequences), default=0)
-        return cls(spans=spans, tiles=tiles, block_m=block_m, group=group, tokens=tokens, longest=longest)
+        return cls(spans=rows, tiles=tiles, block_m=block_m, group=group, tokens=tokens, longest=longest)
 
     def to(self, device: torch.device) -> PrefillSpans:
         """On ``device``. The host waits for nothing."""

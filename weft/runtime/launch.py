@@ -67,8 +67,9 @@ def launch(
                 so that an exchange takes milliseconds: for right answers on real GPUs, not for times. ``team.library`` is then
                 gloo, which no CUDA graph captures. Not under torchrun
 
-    The first error of a rank is raised here; the other ranks are ended. A rank's KeyboardInterrupt or SystemExit is a WeftError
-    where ranks have processes of their own. NotEnoughGPUs if "cuda" was asked for in vain.
+    The first error of a rank is raised here; the other ranks are ended. Where ranks have processes of their own, a rank's
+    KeyboardInterrupt or SystemExit is a WeftError, and each computes on the CPU in one thread, as under torchrun. NotEnoughGPUs
+    if "cuda" was asked for in vain.
     """
     if device not in DEVICES:
         raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
@@ -200,6 +201,8 @@ def _worker(
     value = team = None
     try:
         torch.cuda.set_device(rank % gpus)
+        # As under torchrun: every rank's threads for every CPU would keep each other, and the host's own work, waiting.
+        torch.set_num_threads(1)
         backend = "nccl"
         if world_size > gpus:
             backend, os.environ[_SHARED] = "gloo", "1"  # NCCL refuses ranks of one GPU

@@ -9,7 +9,8 @@ import torch
 import weft
 import weft.engine.runner as runner_module
 from weft.engine.params import Kind, SamplingParams
-from weft.engine.prefill import PaddedPrefill, PrefillChunk, shape_of
+from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
+from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.runner import Row, Runner
 from weft.models import Qwen3ForCausalLM
 
@@ -48,24 +49,57 @@ def new_runner(model, max_batch=8):
 
 
 def test_shapes_pad_little():
-    def shape(*lengths, max_batch=64):
-        return shape_of(reads_of(*lengths), max_batch)
+    def shape(*lengths):
+        return shape_of(reads_of(*lengths))
 
-    assert shape(1) == (16, 1)
-    assert shape(7, 16, 3) == (32, 8)
-    assert shape(100) == (128, 1)
-    assert shape(90, 1, 1, max_batch=6) == (96, 6)
-    assert shape(*[64] * 33) == (2560, 64)
-    assert shape(*[1] * 65, max_batch=512) == (96, 512)
-    sizes = [shape(tokens)[0] for tokens in range(1, 10_000)]
-    assert all(size >= tokens for tokens, size in enumerate(sizes, 1))
-    assert all(size <= 1.25 * (tokens + 1) for tokens, size in enumerate(sizes, 1) if tokens > 128)
-    assert len(set(sizes)) == 30 and sizes == sorted(sizes)
+    assert shape(1) == Shape(1, 16)
+    assert shape(100) == Shape(1, 128)
+    assert shape(7, 16, 3) == Shape(4, 16)
+    assert shape(*[64] * 32) == Shape(32, 64)
+    assert shape(90, 1, 1) is None  # 4 x 128 for 92 tokens
+    assert shape_of([continued(reads_of(17)[0], 16)]) is None
+
+
+def test_ragged_shapes_pad_little():
+    def shape(*lengths, max_batch=64):
+        return ragged_shape_of(reads_of(*lengths), max_batch)
+
+    assert shape(1) == RaggedShape(16, 1) != Shape(16, 1)
+    assert shape(7, 16, 3) == RaggedShape(32, 8)
+    assert shape(90, 1, 1, max_batch=6) == RaggedShape(96, 6)
+    assert shape(*[64] * 33) == RaggedShape(2304, 64)
+    assert shape(*[1] * 65, max_batch=512) == RaggedShape(96, 512)
+    sizes = [shape(tokens).tokens for tokens in range(1, 10_000)]
+    assert all(size >= tokens for tokens, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    for above, padding in ((64, 1.5), (128, 1.25), (1024, 1.125)):
+        assert all(size < padding * (tokens + 1) for tokens, size in enumerate(sizes, 1) if tokens > above)
+    assert len(set(sizes)) == 43
 
 
 def continued(read, before):
     """`read` without its first tokens."""
     return replace(read, tokens=read.tokens[before:], before=before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("lengths", "shape"), [((5, 16, 9), Shape(4, 16)), ((94,), Shape(1, 128))], ids=str)
+def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
+    """The model has 96 positions: the padding of the last shape has none."""
+    reads, count = reads_of(*lengths), len(lengths)
+    assert shape_of(reads) == shape
+
+    def main(model):
+        runner = new_runner(model)
+        runner.prefill(reads)
+        prefill = PaddedPrefill(model, model.new_cache(49, 16), shape.batch, shape.length)
+        prefill.cache.data[:, :, 0] = 50.0
+        prefill.load(reads)
+        prefill.run(Kind.NUCLEUS)
+        return runner.tokens[:count], prefill.chosen[:count], runner.cache.data, prefill.cache.data
+
+    expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(cache[:, :, 1:], expected_cache[:, :, 1:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +114,13 @@ def continued(read, before):
     ],
     ids=str,
 )
-def test_padded_prompts_are_read_as_they_are(byte_model, lengths, befores, shape):
+def test_ragged_prompts_are_read_as_they_are(byte_model, lengths, befores, shape):
     """What comes first is read into both caches as it is. All chunks but the second have a token chosen."""
     reads = reads_of(*lengths)
     first = [replace(r, tokens=r.tokens[:n], choose=False) for r, n in zip(reads, befores, strict=True) if n]
     rest = [continued(r, n) for r, n in zip(reads, befores, strict=True)]
     rest[1:2] = [replace(r, choose=False) for r in rest[1:2]]
-    assert shape_of(rest, 8) == shape
+    assert ragged_shape_of(rest, 8) == RaggedShape(*shape)
     chosen = [index for index, read in enumerate(rest) if read.choose]
 
     def main(model):
@@ -97,7 +131,7 @@ def test_padded_prompts_are_read_as_they_are(byte_model, lengths, befores, shape
         exact, padded = runners
         exact.prefill(rest)
         padded.cache.data[:, :, 0] = 50.0
-        prefill = PaddedPrefill(model, padded.cache, *shape, max_pages=6)
+        prefill = RaggedPrefill(model, padded.cache, *shape, max_pages=6)
         prefill.load(reads_of(15))  # what was read before leaves nothing behind
         prefill.load(rest)
         prefill.run(Kind.NUCLEUS)
@@ -118,16 +152,28 @@ def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
         runner, other = new_runner(model), new_runner(model)
         runner.cuda_graph = True
         found = []
-        for lengths in ((20, 3), (23,), (7, 15), (90,), (18, 4)):
+        # New prompts of about one length; others, behind what is cached, and of as many tokens.
+        for first, lengths in (
+            ((), (14, 16)),
+            ((), (16, 9)),
+            ((30,), (34,)),
+            ((90,), (96,)),
+            ((30, 8), (33, 9)),
+            ((), (13, 15)),
+        ):
             for each in (runner, other):
-                each.prefill(reads_of(*lengths))
+                if first:
+                    each.prefill([replace(r, choose=False) for r in reads_of(*first)])
+                each.prefill([continued(r, n) for r, n in zip(reads_of(*lengths), first or (0, 0), strict=True)])
                 found.append(each.tokens[: len(lengths)].clone())
         return found
 
     found = on_one_rank(main, byte_model, fused=True)
     assert all(torch.equal(*pair) for pair in zip(found[::2], found[1::2], strict=True))
-    assert captured == [((32, 8), Kind.NUCLEUS)] * 2
-    assert on_one_rank(main, byte_model) and len(captured) == 2, "unfused passes are not captured"
+    new, continuing = (Shape(2, 16), Kind.NUCLEUS), (RaggedShape(16, 1), Kind.NUCLEUS)
+    assert captured == [new, continuing, new]
+    captured.clear()
+    assert on_one_rank(main, byte_model) and captured == [new] * 2, "unfused attention knows its sequences on the host"
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,30 +1,26 @@
-"""Prompts read by CUDA graphs, one for each number of tokens, since to launch their kernels one by one may take the host longer
-than they take the GPU: 64 layers about 50 ms, or where tokens are split over the ranks 150 (docs/experiments.md, "Prompts").
+"""New prompts of about one length, read by CUDA graphs: padded to one of a few shapes, so that launching a small prompt's
+kernels costs nothing. Others: weft.engine.ragged_prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
-import numpy
 import torch
 
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
-from weft.layers.step import PagedCache, Step
+from weft.layers.step import PagedCache, Step, cells_of, runs
 from weft.models.qwen3 import Qwen3ForCausalLM
 from weft.ops import PrefillSpans
-from weft.ops.arithmetic import cdiv
+from weft.runtime.copying import upload
 
-# Of tokens: powers of two up to SHORT, then four steps from each power of two to the next. Beyond SHORT a pass is padded by at
-# most a half, beyond 2 * SHORT by a quarter.
-SHORTEST, SHORT = 16, 64
-# Of sequences: a product of so few rows with the head takes as long as one of one row.
-BATCHES = 8
-# Bytes: kernels are compiled for pointers of this alignment.
-ALIGNMENT = 16
+SHORTEST = 16
+# Padding that a shape may have: a pass of so many tokens reads the weights, whatever it is padded to.
+FREE_TOKENS = 256
+# Beyond that, so many times the real tokens.
+SLACK = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,126 +35,88 @@ class PrefillChunk:
     choose: bool
 
 
-def shape_of(chunks: Sequence[PrefillChunk], max_batch: int) -> tuple[int, int]:
-    """(tokens, sequences) of the smallest graph that they all fit; `max_batch`: no sequences are more."""
-    tokens, batch = sum(len(chunk.tokens) for chunk in chunks), 1
-    power = max(SHORTEST, 1 << (tokens - 1).bit_length())
-    step = power if power <= SHORT else max(SHORT // 2, power // 8)
-    while batch < len(chunks):
-        batch *= BATCHES
-    return -(-tokens // step) * step, min(batch, max_batch)
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Prompts, and tokens of each: powers of two."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What the host says of a pass, T tokens of S sequences. Padding: token 0 of nobody, which goes nowhere and attends to
-    nothing; sequences without a token, of whose choice nobody reads.
-
-    tokens, positions, slots              [T] int64
-    table                                 [S, max_pages] int32
-    spans, tiles                          of PrefillSpans
-    rows                                  [S] int64: of each sequence's last token
-    lengths, seed, temperature, top_p     [S]: tokens with those before, and how the next is chosen
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    table: torch.Tensor
-    spans: torch.Tensor
-    tiles: torch.Tensor
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    seed: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
+    batch: int
+    length: int
 
     @property
-    def nbytes(self) -> int:
-        """Of a tensor that holds all, for one copy to the device."""
-        return sum(cdiv(getattr(self, field.name).nbytes, ALIGNMENT) * ALIGNMENT for field in fields(self))
+    def tokens(self) -> int:
+        return self.batch * self.length
 
-    def views(self, packed: torch.Tensor) -> Inputs:
-        """The same sizes in ``packed`` [nbytes] uint8."""
-        found, start = {}, 0
-        for field in fields(self):
-            like = getattr(self, field.name)
-            found[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
-            start += cdiv(like.nbytes, ALIGNMENT) * ALIGNMENT
-        return Inputs(**found)
+
+def shape_of(chunks: Sequence[PrefillChunk]) -> Shape | None:
+    """What all fit without much padding; None where there is no such."""
+    if any(chunk.before for chunk in chunks):
+        return None
+    batch = 1 << (len(chunks) - 1).bit_length()
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    length = max(SHORTEST, 1 << (max(lengths) - 1).bit_length())
+    fits = batch * length <= max(FREE_TOKENS, int(SLACK * sum(lengths)))
+    return Shape(batch, length) if fits else None
 
 
 class PaddedPrefill:
-    """Up to `batch` sequences that go on by up to `tokens` tokens together, on static tensors. `load`, `run` (which may be
-    captured), `chosen`. Of a fused plan: unfused attention knows its sequences on the host.
+    """`batch` new prompts of up to `length` tokens on static tensors. `load`, `run` (which may be captured), `chosen`.
 
-    max_pages  of a sequence
+    A prompt's padding comes behind it, where causal attention does not see it, and is written nowhere. A missing prompt is all
+    padding.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, cache: PagedCache, tokens: int, batch: int, max_pages: int) -> None:
-        self.model, self.cache = model, cache
-        self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
-        device = model.team.device
-        self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
-        # What the host knows of its spans holds for all that will be loaded.
-        self._spans = self._spans_of([])
-        like = self._inputs([])
-        self._packed = torch.zeros(like.nbytes, dtype=torch.uint8, device=device)
-        self._static = like.views(self._packed)
+    def __init__(self, model: Qwen3ForCausalLM, cache: PagedCache, batch: int, length: int) -> None:
+        self.model, self.cache, self.batch, self.length = model, cache, batch, length
+        device, width = model.team.device, -(-length // cache.page_size)
+
+        def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.tokens, self.slots = whole(batch * length), whole(batch * length)
+        self.table = whole(batch, width, dtype=torch.int32)
+        self.lengths, self.seed, self.chosen = whole(batch), whole(batch), whole(batch)
+        self.temperature, self.top_p = whole(batch, dtype=torch.float32), whole(batch, dtype=torch.float32)
+        self.first = torch.arange(batch, device=device) * length
+        # Padding may go on past the model's last position, which has no angle; any will do.
+        positions = torch.arange(length, device=device).clamp(max=len(model.angles) - 1)
+        plan, spans = model.plan(batch * length), [(0, length)] * batch
+        self.step = Step(
+            positions=positions.repeat(batch),
+            slots=self.slots,
+            pages=self.table,
+            angles=model.angles,
+            plan=plan,
+            chunks=runs(spans),
+            spans=PrefillSpans.make(spans, model.group, model.dtype).to(device) if plan.fused else None,
+        )
 
     def load(self, chunks: Sequence[PrefillChunk]) -> None:
         """Of the host's lists; nothing is waited for."""
-        inputs = self._inputs(chunks)
-        packed = torch.empty(len(self._packed), dtype=torch.uint8, pin_memory=self._packed.is_cuda)
-        there = inputs.views(packed)
-        for field in fields(Inputs):
-            getattr(there, field.name).numpy()[...] = getattr(inputs, field.name).numpy()
-        self._packed.copy_(packed, non_blocking=True)
+        missing = self.batch - len(chunks)
+        size, width = self.cache.page_size, self.table.shape[1]
+        tokens = torch.tensor([chunk.tokens + [0] * (self.length - len(chunk.tokens)) for chunk in chunks])
+        pages = torch.tensor([(chunk.pages + [0] * width)[:width] for chunk in chunks])
+        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
+        places = torch.arange(self.length).expand(len(chunks), -1)
+        slots = pages.gather(1, places // size) * size + places % size
+        slots = torch.where(places < lengths[:, None], slots, -1)
+        params = [chunk.params for chunk in chunks]
+        for target, source, padding in (
+            (self.tokens, tokens.flatten(), 0),
+            (self.slots, slots.flatten(), -1),
+            (self.table, pages.to(torch.int32), 0),
+            (self.lengths, lengths, 1),
+            (self.seed, torch.tensor([p.seed for p in params]), 0),
+            (self.temperature, torch.tensor([p.temperature for p in params]), 0.0),
+            (self.top_p, torch.tensor([p.top_p for p in params]), 1.0),
+        ):
+            rest = source.new_full((missing * (len(source) // len(chunks)), *source.shape[1:]), padding)
+            target.copy_(upload(torch.cat((source, rest)), target.device))
 
     def run(self, kind: Kind) -> None:
-        """Keys and values into the cache, the token after each sequence into `chosen`."""
-        now = self._static
-        step = Step(
-            positions=now.positions,
-            slots=now.slots,
-            pages=now.table,
-            angles=self.model.angles,
-            plan=self.model.plan(self._tokens),
-            spans=replace(self._spans, spans=now.spans, tiles=now.tiles),
-        )
-        logits = self.model(now.tokens, step, self.cache, now.rows)
-        choice = Choice(temperature=now.temperature, top_p=now.top_p, seed=now.seed, position=now.lengths)
-        self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=True))
-
-    def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
-        """In host memory. Without torch, which would start its threads for so little."""
-        size, table = self.cache.page_size, numpy.zeros((self._batch, self._max_pages), numpy.int32)
-        for row, chunk in zip(table, chunks, strict=False):
-            row[: len(chunk.pages)] = chunk.pages
-        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
-        places = [range(chunk.before, chunk.before + len(chunk.tokens)) for chunk in chunks]
-        slots = [c.pages[at // size] * size + at % size for c, mine in zip(chunks, places, strict=True) for at in mine]
-        params, spans = [chunk.params for chunk in chunks], self._spans_of(chunks)
-        return Inputs(
-            tokens=_padded([token for chunk in chunks for token in chunk.tokens], self._tokens, 0),
-            positions=_padded([at for mine in places for at in mine], self._tokens, 0),
-            slots=_padded(slots, self._tokens, -1),
-            table=torch.from_numpy(table),
-            spans=spans.spans,
-            tiles=spans.tiles,
-            rows=_padded([end - 1 for end in ends], self._batch, 0),
-            lengths=_padded([mine.stop for mine in places], self._batch, 1),
-            seed=_padded([p.seed for p in params], self._batch, 0),
-            temperature=_padded([p.temperature for p in params], self._batch, 0.0, torch.float32),
-            top_p=_padded([p.top_p for p in params], self._batch, 1.0, torch.float32),
-        )
-
-    def _spans_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
-        """In host memory."""
-        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
-        sizes = {"tokens": self._tokens, "batch": self._batch}
-        return PrefillSpans.make(sequences, self.model.group, self.model.dtype, **sizes)
-
-
-def _padded(values: list[float], size: int, value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.tensor(values + [value] * (size - len(values)), dtype=dtype)
+        """Keys and values into the cache, the token after each prompt into `chosen`."""
+        cells = None if self.step.plan.fused else cells_of(self.slots, self.cache.page_size)
+        step = replace(self.step, cells=cells)
+        logits = self.model(self.tokens, step, self.cache, self.first + self.lengths - 1)
+        choice = Choice(temperature=self.temperature, top_p=self.top_p, seed=self.seed, position=self.lengths)
+        self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))

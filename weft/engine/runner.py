@@ -11,7 +11,8 @@ from numbers import Real
 import torch
 
 from weft.engine.params import Kind, SamplingParams, is_integer, positive
-from weft.engine.prefill import PaddedPrefill, PrefillChunk, shape_of
+from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
+from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
 from weft.layers.step import check_page_size
 from weft.models.qwen3 import Qwen3ForCausalLM, check_cache, free_bytes
@@ -39,7 +40,8 @@ class Runner:
     pages        of the KV cache, page 0 among them, which is nobody's; None: as many as `memory_fraction` of the GPU's free
                  memory holds (virtual ranks: 256 MiB), and no more than all seats can fill
     cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed, and prompts, one for so many
-                 tokens, captured when as many come again (weft.engine.prefill); None: where the team is on GPUs
+                 tokens, captured when as many come again (weft.engine.prefill, ragged_prefill); None: where the team is on
+                 GPUs
 
     A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
     graph per batch bucket (powers of two, and max_batch) and kind of choice. Unused seats have position -1.
@@ -79,8 +81,8 @@ class Runner:
         # The largest passes so far, in tokens, padding included.
         self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._prompts: dict[tuple[int, int], PaddedPrefill] = {}
-        self._shapes_seen: set[tuple[int, int]] = set()
+        self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
+        self._shapes_seen: set[Shape | RaggedShape | None] = set()
         self._pool = None
         self._rows: dict[int, Row | None] = {}
 
@@ -90,15 +92,13 @@ class Runner:
             self._prefill(chunks)
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        shape = shape_of(chunks, self.max_batch)
-        # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
-        padded = self.cuda_graph and self.model.plan(1).fused and shape in self._shapes_seen
-        self._shapes_seen.add(shape)
-        tokens = shape[0] if padded else sum(len(chunk.tokens) for chunk in chunks)
-        self.longest_prefill = max(self.longest_prefill, tokens)
-        if padded:
+        shape = self._shape_of(chunks) if self.cuda_graph else None
+        if shape is not None and shape in self._shapes_seen:
             chosen = self._prefill_padded(chunks, shape)
         else:
+            # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
+            self._shapes_seen.add(shape)
+            self.longest_prefill = max(self.longest_prefill, sum(len(chunk.tokens) for chunk in chunks))
             # Sequences of one length are one attention.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
             chosen = self._prefill_as_they_are(chunks)
@@ -109,15 +109,28 @@ class Runner:
                 chosen = chosen[upload(torch.tensor(ends), self.team.device)]
             self.tokens.index_copy_(0, seats, chosen)
 
-    def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: tuple[int, int]) -> torch.Tensor:
-        """The token after each, whether it is to have one or not, and of padding behind them: [shape[1]]"""
+    def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
+        """None where no graph reads such prompts."""
+        shape = shape_of(chunks)
+        # Unfused attention knows its sequences on the host.
+        ragged = shape is None and self.model.plan(1).fused
+        return ragged_shape_of(chunks, self.max_batch) if ragged else shape
+
+    def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape) -> torch.Tensor:
+        """The token after each, whether it is to have one or not, and of padding behind them: [shape.batch]"""
         kind = max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY)
         if shape not in self._prompts:
-            self._prompts[shape] = PaddedPrefill(self.model, self.cache, *shape, self.table.shape[1])
+            self._prompts[shape] = self._prompts_of(shape)
+        self.longest_prefill = max(self.longest_prefill, shape.tokens)
         prompts = self._prompts[shape]
         prompts.load(chunks)
         self._replay((shape, kind), lambda: prompts.run(kind))
         return prompts.chosen
+
+    def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
+        if isinstance(shape, Shape):
+            return PaddedPrefill(self.model, self.cache, shape.batch, shape.length)
+        return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, max_pages=self.table.shape[1])
 
     def _prefill_as_they_are(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
         """The token after each that is to have one chosen."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import torch
 import weft
 from weft.engine import Engine, SamplingParams
 from weft.engine.answers import as_prompts, join_pieces
+from weft.engine.prefill import Shape
+from weft.engine.ragged_prefill import RaggedShape
+from weft.engine.runner import Runner
 from weft.engine.text import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config
@@ -572,3 +576,26 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(byte_model, tmp_path,
 def test_the_built_in_model_adds_in_every_mode(mode):
     for [completion] in generate(None, "123+456=", 2, mode=mode, max_new_tokens=8):
         assert (completion.text, completion.finish_reason) == ("579", "eos")
+
+
+@pytest.mark.parametrize(("world_size", "mode"), [(1, "gemm_ar"), (2, "ag_rs")])
+def test_padded_passes_give_the_tokens_of_those_as_they_are(byte_model, monkeypatch, world_size, mode):
+    """As on GPUs, but that a graph's replay is the pass itself: new prompts, parts of some with the begin of others."""
+    keys = set()
+
+    def capture(runner, key, run):
+        keys.add(type(key[0]))
+        runner._graphs[key] = SimpleNamespace(replay=run)
+
+    monkeypatch.setattr(Runner, "_capture", capture)
+    prompts = ["a prompt of more tokens than are read at once", "x", "another, longer prompt", "one more, of 25 tokens"]
+
+    def main(team, padded):
+        engine = Engine(byte_model, team, mode=mode, dtype=torch.float32, fused=True, chunk_tokens=16, max_batch=3)
+        engine.batch.runner.cuda_graph = padded
+        return [engine.generate(prompts, max_new_tokens=3, temperature=1.0, seed=2) for _ in range(2)]
+
+    expected = weft.simulate(main, world_size, args=(False,))
+    assert not keys
+    assert weft.simulate(main, world_size, args=(True,)) == expected
+    assert keys == {int, Shape, RaggedShape}

@@ -16,6 +16,7 @@ from weft.engine.runner import Row
 from weft.models import Qwen3ForCausalLM
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
+LONG = ["a prompt of more tokens than are read at once by an engine that is told so"]
 WORLD_SIZES = [pytest.param(world_size, marks=pytest.mark.gpu(world_size)) for world_size in (1, 2, 4)]
 
 
@@ -25,6 +26,7 @@ def answers(team, directory, mode, cuda_graph):
     In fp32: prompts that are padded for a graph may have another GEMM kernel, and a bf16 logit is often as large as the next.
     """
     engine = Engine(directory, team, mode=mode, dtype=torch.float32, cuda_graph=cuda_graph)
+    by_16 = Engine(directory, team, mode=mode, dtype=torch.float32, cuda_graph=cuda_graph, chunk_tokens=16)
     return [
         engine.generate(PROMPTS, max_new_tokens=12),
         engine.generate(PROMPTS, max_new_tokens=12, temperature=1.0, seed=1),
@@ -33,6 +35,8 @@ def answers(team, directory, mode, cuda_graph):
         engine.generate(PROMPTS[1:], max_new_tokens=4),
         engine.generate(PROMPTS * 3, max_new_tokens=8, stop="q"),  # some end early and leave their seats
         [engine.generate([prompt], max_new_tokens=12)[0] for prompt in PROMPTS],
+        [*engine.generate(LONG, max_new_tokens=12), *by_16.generate(LONG, max_new_tokens=12)],
+        by_16.generate(PROMPTS + LONG, max_new_tokens=12),  # the end of one prompt with the begin of another
     ]
 
 
@@ -116,6 +120,8 @@ def test_graphs_give_the_tokens_of_eager_steps_on_every_rank_a_thousand_times(by
         assert [a.token_ids for a in one_rank[0]] == [a.token_ids for a in expected[0]], (
             f"{mode}: other tokens than one rank's"
         )
+        at_once, in_chunks = expected[7]
+        assert at_once == in_chunks and expected[8] == [*expected[0], at_once], f"{mode}: by chunks"
         for rank, (found, _) in enumerate(by_rank):
             eager, graphed, sums, capture_seconds = found[mode]
             assert eager == expected and graphed == expected, f"rank {rank}, mode {mode}"

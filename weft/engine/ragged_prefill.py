@@ -18,6 +18,7 @@ from weft.layers.step import PagedCache, Step
 from weft.models.qwen3 import Qwen3ForCausalLM
 from weft.ops import PrefillSpans
 from weft.ops.arithmetic import cdiv
+from weft.runtime.copying import upload
 
 # Of tokens: powers of two up to SHORT; two steps to the next, then four from each power of two to the next, beyond LONG eight.
 # So 128 tokens are padded by less than a half, up to LONG by a quarter, and more by an eighth.
@@ -106,11 +107,11 @@ class RaggedPrefill:
     def load(self, chunks: Sequence[PrefillChunk]) -> None:
         """Of the host's lists; nothing is waited for."""
         inputs = self._inputs(chunks)
-        packed = torch.empty(len(self._packed), dtype=torch.uint8, pin_memory=self._packed.is_cuda)
+        packed = torch.empty(len(self._packed), dtype=torch.uint8)
         there = inputs.views(packed)
         for field in fields(Inputs):
             getattr(there, field.name).numpy()[...] = getattr(inputs, field.name).numpy()
-        self._packed.copy_(packed, non_blocking=True)
+        self._packed.copy_(upload(packed, self._packed.device))
 
     def run(self, kind: Kind) -> None:
         """Keys and values into the cache, the token after each sequence into `chosen`."""

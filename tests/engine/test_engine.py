@@ -588,6 +588,7 @@ def test_padded_passes_give_the_tokens_of_those_as_they_are(byte_model, monkeypa
         runner._graphs[key] = SimpleNamespace(replay=run)
 
     monkeypatch.setattr(Runner, "_capture", capture)
+    monkeypatch.setattr("weft.engine.runner.LAUNCHED_FIRST", {Shape: 1, RaggedShape: 1})
     prompts = ["a prompt of more tokens than are read at once", "x", "another, longer prompt", "one more, of 25 tokens"]
 
     def main(team, padded):

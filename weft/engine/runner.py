@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from weft.runtime.copying import upload
 # Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
 MOST_SEATS = 1 << 16
+# Passes of a shape that are launched kernel by kernel before it is captured, which takes as long as 3 to 10 of them. Of shapes
+# of new prompts there are few; of ragged ones many, and some may never come again.
+LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +44,7 @@ class Runner:
     pages        of the KV cache, page 0 among them, which is nobody's; None: as many as `memory_fraction` of the GPU's free
                  memory holds (virtual ranks: 256 MiB), and no more than all seats can fill
     cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed, and prompts, one for so many
-                 tokens, captured when as many come again (weft.engine.prefill, ragged_prefill); None: where the team is on
-                 GPUs
+                 tokens, captured when as many come again (LAUNCHED_FIRST); None: where the team is on GPUs
 
     A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
     graph per batch bucket (powers of two, and max_batch) and kind of choice. Unused seats have position -1.
@@ -82,7 +85,7 @@ class Runner:
         self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
-        self._shapes_seen: set[Shape | RaggedShape | None] = set()
+        self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._pool = None
         self._rows: dict[int, Row | None] = {}
 
@@ -93,11 +96,10 @@ class Runner:
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         shape = self._shape_of(chunks) if self.cuda_graph else None
-        if shape is not None and shape in self._shapes_seen:
+        if shape is not None and self._launched[shape] >= LAUNCHED_FIRST[type(shape)]:
             chosen = self._prefill_padded(chunks, shape)
         else:
-            # A capture takes longer than launching kernel by kernel: it is for shapes that come again.
-            self._shapes_seen.add(shape)
+            self._launched[shape] += 1
             self.longest_prefill = max(self.longest_prefill, sum(len(chunk.tokens) for chunk in chunks))
             # Sequences of one length are one attention.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
@@ -264,8 +266,8 @@ class Runner:
         positions.add_(positions >= 0)
 
     def _without_autograd(self) -> AbstractContextManager:
-        """To look for gradients that nobody asked for takes the host a sixth of a pass. Virtual ranks are of one thread, whose
-        mode it would be."""
+        """torch would look, op by op, for gradients that nobody asked for. Virtual ranks are of one thread, whose mode it would
+        be."""
         return torch.inference_mode() if self.team.device.type == "cuda" else nullcontext()
 
     def _affordable_pages(self, fraction: float) -> int:

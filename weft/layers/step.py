@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from weft import ops
@@ -140,11 +141,12 @@ class Step:
         tensors, whatever the number of sequences.
         """
         device = pages.device
-        befores, lengths = (torch.tensor(part) for part in zip(*spans, strict=True))
-        starts = lengths.cumsum(0) - lengths
-        sequence = torch.arange(len(spans)).repeat_interleave(lengths)
-        positions = torch.arange(int(lengths.sum())) - starts[sequence] + befores[sequence]
-        sequence, positions = upload(sequence, device), upload(positions, device)
+        # By numpy: torch would start its threads for so little.
+        befores, lengths = (numpy.array(part, numpy.int64) for part in zip(*spans, strict=True))
+        starts = lengths.cumsum() - lengths
+        on_host = numpy.arange(len(spans)).repeat(lengths)
+        at = numpy.arange(len(on_host)) - starts[on_host] + befores[on_host]
+        sequence, positions = (upload(torch.from_numpy(x), device) for x in (on_host, at))
         slots = pages[sequence, positions // page_size].long() * page_size + positions % page_size
         return cls(
             positions=positions,

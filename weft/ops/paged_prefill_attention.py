@@ -80,11 +80,11 @@ class PrefillSpans:
 
         ValueError for what does not fit.
         """
+        if any(len(span) != 2 or min(span) < 0 for span in sequences):
+            raise ValueError(f"sequences={list(sequences)} are not all (before, length), none negative")
         real, given = sum(length for _, length in sequences), len(sequences)
         exact = tokens is None and batch is None
         tokens, batch = real if tokens is None else tokens, given if batch is None else batch
-        if any(min(span) < 0 for span in sequences):
-            raise ValueError(f"sequences={list(sequences)} are not all (before, length), none negative")
         if real > tokens or given > batch:
             raise ValueError(f"{given} sequences of {real} tokens are more than {batch} of {tokens}")
         block_m = block_m or (16 if dtype == torch.float32 else 64)
@@ -103,9 +103,15 @@ class PrefillSpans:
         room = len(tiles) if exact else cdiv(tokens * group, block_m) + batch
         rows += [(0, 0, 0)] * (batch + 2 - len(rows))
         tiles += [(batch + 1, 0)] * (room - len(tiles))
-        rows, tiles = (torch.tensor(pairs, dtype=torch.int32).view(len(pairs), -1) for pairs in (rows, tiles))
         longest = max((sum(span) for span in sequences), default=0)
-        return cls(spans=rows, tiles=tiles, block_m=block_m, group=group, tokens=tokens, longest=longest)
+        return cls(
+            spans=torch.tensor(rows, dtype=torch.int32),
+            tiles=torch.tensor(tiles, dtype=torch.int32).view(-1, 2),  # of no tokens there are none
+            block_m=block_m,
+            group=group,
+            tokens=tokens,
+            longest=longest,
+        )
 
     def to(self, device: torch.device) -> PrefillSpans:
         """On ``device``. The host waits for nothing."""

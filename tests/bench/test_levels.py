@@ -47,12 +47,17 @@ def run(made, world_size=2):
 
 
 def test_words_name_steps():
-    found = parse_steps("model", ["decode:1x128,32x1024", "prefill:32x128", "decode:1x128"], config_of("qwen3-32b"))
-    assert [(shape.size, shape.label) for shape in found] == [
-        ((1, 128, 1), "decode 1x128"),
-        ((32, 1024, 1), "decode 32x1024"),
-        ((32, 128, 128), "prefill 32x128"),
-    ]
+    repeated, with_commas = (
+        ["decode:1x128,32x1024", "prefill:32x128", "decode:1x128"],
+        ["decode:1x128,32x1024,prefill:32x128"],
+    )
+    for words in (repeated, with_commas):
+        found = parse_steps("model", words, config_of("qwen3-32b"))
+        assert [(shape.size, shape.label) for shape in found] == [
+            ((1, 128, 1), "decode 1x128"),
+            ((32, 1024, 1), "decode 32x1024"),
+            ((32, 128, 128), "prefill 32x128"),
+        ]
     assert words_of("attn", "decode", (1, 2), (8,)) == ("decode:1x8,2x8",)
     assert words_of("model", None, (), (8,)) == ("decode:1x8", "prefill:1x8")
     (shape,) = parse_steps("generate", ["2x6+3"], TINY_CONFIG)

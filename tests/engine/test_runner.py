@@ -66,14 +66,15 @@ def test_ragged_shapes_pad_little():
 
     assert shape(1) == RaggedShape(16, 1) != Shape(16, 1)
     assert shape(7, 16, 3) == RaggedShape(32, 8)
-    assert shape(90, 1, 1, max_batch=6) == RaggedShape(96, 6)
+    assert shape(90, 1, 1, max_batch=6) == RaggedShape(128, 6)
     assert shape(*[64] * 33) == RaggedShape(2304, 64)
-    assert shape(*[1] * 65, max_batch=512) == RaggedShape(96, 512)
+    assert shape(*[1] * 65, max_batch=512) == RaggedShape(128, 512)
     sizes = [shape(tokens).tokens for tokens in range(1, 10_000)]
     assert all(size >= tokens for tokens, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
-    for above, padding in ((64, 1.5), (128, 1.25), (1024, 1.125)):
+    assert all(size % 128 == 0 for size in sizes if size > 128)
+    for above, padding in ((16, 2), (256, 1.5), (1024, 1.125)):
         assert all(size < padding * (tokens + 1) for tokens, size in enumerate(sizes, 1) if tokens > above)
-    assert len(set(sizes)) == 43
+    assert len(set(sizes)) == 37
 
 
 def continued(read, before):
@@ -106,7 +107,7 @@ def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
     ("lengths", "befores", "shape"),
     [
         ((5, 16, 9), (0, 0, 0), (32, 8)),
-        ((94,), (0,), (96, 1)),
+        ((94,), (0,), (128, 1)),
         ((94, 1, 70), (40, 0, 69), (64, 8)),
         ((90,), (80,), (16, 1)),
         ((16,), (0,), (16, 1)),

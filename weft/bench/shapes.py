@@ -92,7 +92,7 @@ def parse_shapes(
     check_op(op, (NORMED,))
     read = _collective if op in COLLECTIVES else _normed if op == NORMED else _gemm
     found: dict[tuple[int, ...], Shape] = {}
-    for word in [one for several in words for one in _apart(several)] or sets_for(op)[:1]:
+    for word in [one for several in words for one in words_apart(several)] or sets_for(op)[:1]:
         for shape in read(op, word, world_size, tiny):
             if op == NORMED:
                 _check_width(op, word, shape.size, dtype)
@@ -102,7 +102,7 @@ def parse_shapes(
     return tuple(found.values())
 
 
-def _apart(text: str) -> list[str]:
+def words_apart(text: str) -> list[str]:
     """The words of a list: a number belongs to the numbers before it, or to the rows of a set."""
     found: list[str] = []
     for part in text.split(","):

@@ -20,9 +20,9 @@ from weft.ops import PrefillSpans
 from weft.ops.arithmetic import cdiv
 from weft.runtime.copying import upload
 
-# Of tokens: powers of two up to SHORT; two steps to the next, then four from each power of two to the next, beyond LONG eight.
-# So 128 tokens are padded by less than a half, up to LONG by a quarter, and more by an eighth.
-SHORTEST, SHORT, LONG = 16, 64, 1024
+# Of tokens: powers of two up to ROWS, then its multiples, and above 2048 those of a sixteenth of the next power of two. Rows in
+# between may take cuBLAS longer than the next multiple of 128 (docs/experiments.md, "Prompts").
+SHORTEST, ROWS, STEPS = 16, 128, 16
 # Of sequences: a product of so few rows with the head takes as long as one of one row.
 BATCHES = 8
 # Bytes: kernels are compiled for pointers of this alignment.
@@ -41,7 +41,7 @@ def ragged_shape_of(chunks: Sequence[PrefillChunk], max_batch: int) -> RaggedSha
     """The smallest that they all fit; `max_batch`: no sequences are more."""
     tokens, batch = sum(len(chunk.tokens) for chunk in chunks), 1
     power = max(SHORTEST, 1 << (tokens - 1).bit_length())
-    step = power if power <= SHORT else max(SHORT // 2, power // (8 if power <= LONG else 16))
+    step = power if power <= ROWS else max(ROWS, power // STEPS)
     while batch < len(chunks):
         batch *= BATCHES
     return RaggedShape(cdiv(tokens, step) * step, min(batch, max_batch))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from weft.bench.shapes import LEVELS, Shape
+from weft.bench.shapes import LEVELS, Shape, words_apart
 from weft.layers.attention import check_heads
 from weft.models.config import PUBLISHED, Qwen3Config
 
@@ -83,13 +83,15 @@ def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: 
     """The shapes that ``words`` name, in their order, none twice; the level's defaults if there are no words.
 
     word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens of each; of generate BxP+N,…: N tokens
-          after prompts of P
+          after prompts of P; or several of them with commas between
     tiny  for simulated ranks: other defaults, and many tokens are refused
 
     ValueError for what it cannot read, and for sequences that the model has no positions for.
     """
     found: dict[tuple[int, ...], Shape] = {}
-    for word in words or (TINY_DEFAULTS if tiny else DEFAULTS)[level]:
+    for word in [one for several in words for one in words_apart(several)] or (TINY_DEFAULTS if tiny else DEFAULTS)[
+        level
+    ]:
         for shape in _generations(word) if level == "generate" else _steps(level, word):
             longest = shape.size[1] + (shape.size[2] if level == "generate" else 0)
             if longest > config.max_position_embeddings:

@@ -119,6 +119,21 @@ def test_compiles_without_a_graph_break(backend):
     torch._dynamo.reset()
 
 
+def test_sizes_may_be_left_open_while_compiling():
+    """A size that is a symbol is no key of what was decided before."""
+
+    def main():
+        left = torch.compile(
+            lambda x, weight: ops.matmul_parts(x, weight), fullgraph=True, backend="aot_eager", dynamic=True
+        )
+        for M in (5, 6, 7):
+            x, weight = operands(M, 24, 200, BF16, gated=False)
+            assert_identical(left(x, weight), ops.matmul_parts(x, weight), what=f"M={M}")
+
+    alone(main)
+    torch._dynamo.reset()
+
+
 def test_the_schema_and_the_fake_tell_the_truth():
     def main():
         for layout in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t()):

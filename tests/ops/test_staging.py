@@ -13,6 +13,7 @@ from tests.ops.cases import BF16, FP32, OPERATIONS, Case, check, inputs_of
 from tests.ops.closeness import assert_identical
 from weft import ops
 from weft.ops import dispatch, staging
+from weft.ops.remembered import forget
 from weft.runtime import capabilities
 
 LINE = dispatch.LINE_BYTES
@@ -181,10 +182,10 @@ def test_a_row_of_copy_engines_is_taken_where_parts_end_on_lines(monkeypatch, tm
     monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
     config = spaces.CopyConfig(pieces=(5, 2), programs=48)
     row = tuned.Row(op="all_gather", dtype="bfloat16", shape=(1 << 20,), config=search.fields_of(config), us=7.5)
-    tuned.lookup.cache_clear()
+    forget()
     tuned.write(tuned.file_for("Some GPU", 4), tuned.Table(gpu="Some GPU", world_size=4, rows=(row,)))
     found = dispatch.choose("all_gather", 1 << 18, BF16, 4, GPU)
     assert (found.algorithm, found.plan) == ("copy_engine", config.plan())
     assert dispatch.choose("all_gather", (1 << 18) + 4, BF16, 4, GPU).algorithm == "push"
     assert dispatch.choose("all_gather", 1 << 18, BF16, 4, GPU, algorithm="push").algorithm == "push"
-    tuned.lookup.cache_clear()
+    forget()

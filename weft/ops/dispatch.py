@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from weft.ops import tuned
+from weft.ops.remembered import remembered
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -104,6 +105,7 @@ class Decision:
     row: tuned.Row | None = None
 
 
+@remembered
 def choose(
     op: str, nbytes: int, dtype: torch.dtype, world_size: int, caps: Any = None, *, algorithm: str = "auto"
 ) -> Decision:

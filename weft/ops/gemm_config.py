@@ -10,6 +10,7 @@ import torch
 from weft.ops import tuned
 from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
+from weft.ops.remembered import remembered
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -125,6 +126,7 @@ def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels
     return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 
 
+@remembered
 def configured(
     op: str, M: int, N: int, K: int, dtype: torch.dtype, world_size: int, caps: Capabilities, own_first: bool = False
 ) -> GemmConfig:

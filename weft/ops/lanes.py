@@ -34,8 +34,9 @@ class Lanes:
         if self._on_gpu:
             self._main = current_stream(self._device)
             self._side = [stream for stream in self._streams if stream != self._main][: self._count - 1]
+            given = self._main.record_event()
             for stream in (*self._side, self._urgent):
-                stream.wait_stream(self._main)
+                stream.wait_event(given)
 
     def turn(self, number: int) -> AbstractContextManager:
         """The current stream is the lane whose turn comes ``number``-th."""

@@ -10,7 +10,9 @@ import torch
 
 from weft.ops import tuned
 from weft.ops.local import capabilities_of
+from weft.ops.remembered import remembered
 from weft.runtime import cublaslt
+from weft.runtime.capabilities import Capabilities
 from weft.runtime.cublaslt import Algorithm
 
 
@@ -22,10 +24,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *,
     if a.device.type == "cpu":
         product = (a.float() @ b.float().T).to(a.dtype)
         return product if out is None else out.add_(product) if add else out.copy_(product)
-    found = row_for(a.shape[0], *b.shape, a.dtype, capabilities_of(a.device))
-    if found is not None:
+    algorithm = algorithm_for(a.shape[0], *b.shape, a.dtype, capabilities_of(a.device))
+    if algorithm is not None:
         into = new_product(a, b) if out is None else out
-        if cublaslt.matmul(a, b, into, found.row.as_config(Algorithm), add=add):
+        if cublaslt.matmul(a, b, into, algorithm, add=add):
             return into
     if out is None:
         return a @ b.T
@@ -44,7 +46,14 @@ def new_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[0]))
 
 
-def row_for(M: int, N: int, K: int, dtype: torch.dtype, caps: object) -> tuned.Found | None:
+@remembered
+def algorithm_for(M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities) -> Algorithm | None:
+    """What a row names; None: cuBLAS's own choice."""
+    found = row_for(M, N, K, dtype, caps)
+    return None if found is None else found.row.as_config(Algorithm)
+
+
+def row_for(M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities) -> tuned.Found | None:
     """The row that names the algorithm of a product, if there is one of this very shape."""
     found = tuned.find("matmul", (M, N, K), dtype, 1, caps)
     return found if found is not None and found.row.is_algorithm else None

@@ -12,6 +12,7 @@ import torch
 
 from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.registration import HALVES
+from weft.ops.remembered import remembered
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -77,6 +78,7 @@ def parts_of(config: SkinnyConfig, K: int) -> int:
     return min(config.parts, cdiv(K, config.block_k))
 
 
+@remembered
 def configured(
     op: str, M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities, *, factored: bool = False,
     in_parts: bool = False,

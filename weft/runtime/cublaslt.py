@@ -174,14 +174,42 @@ def _destroy(description: c_void_p, *layouts: c_void_p) -> None:
 _ONE, _ZERO = c_float(1), c_float(0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The arguments of cublasLtMatmul that depend on no address, and what owns what they point to."""
+
+    product: _Product
+    algo: _Algo
+    workspace_bytes: int
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        library, product, there = _library(), self.product, out.data_ptr()
+        assert library is not None
+        alpha, beta = ctypes.addressof(_ONE), ctypes.addressof(_ONE if add else _ZERO)
+        # A call's own, since calls may run on several streams at once.
+        scratch = a.new_empty(self.workspace_bytes, dtype=torch.uint8) if self.workspace_bytes else None
+        status = library.cublasLtMatmul(
+            _handle(), product.description, alpha, b.data_ptr(), product.b, a.data_ptr(), product.a, beta,
+            there, product.out, there, product.out, ctypes.addressof(self.algo),
+            None if scratch is None else scratch.data_ptr(), self.workspace_bytes, current_stream(a.device).cuda_stream,
+        )  # fmt: skip
+        if status:
+            raise CublasError("Matmul", status)
+
+
+# Shape, strides and dtype of an operand.
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
 @functools.lru_cache(maxsize=4096)
-def _prepared(
-    device: int, size: tuple[int, int, int], strides: tuple[int, int, int], dtype: torch.dtype, algorithm: Algorithm
-) -> tuple[_Product, _Algo, int] | None:
-    """``device``: what one GPU has another may not."""
-    product = _Product(size, strides, dtype)
+def _prepared(device: int, a: _Layout, b: _Layout, out: _Layout, algorithm: Algorithm) -> _Prepared | None:
+    """``device``: what one GPU has another may not. None: not there, or not for such operands."""
+    if not all(_fits(layout, a[2]) for layout in (a, b, out)):
+        return None
+    (M, K), N = a[0], b[0][0]
+    product = _Product((M, N, K), (a[1][0], b[1][0], out[1][0]), a[2])
     found = product.find(algorithm)
-    return None if found is None else (product, *found)
+    return None if found is None else _Prepared(product, *found)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algorithm, *, add: bool = False) -> bool:
@@ -191,23 +219,14 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algor
     Rows may be strided. fp16 and bf16, fp32 sums, rounded, and rounded again where they are added to ``out``; the same bits
     from call to call.
     """
-    if _library() is None or a.dtype not in _TYPES or not all(_fits(x, a.dtype) for x in (a, b, out)):
+    if _library() is None:
         return False
-    (M, K), N = a.shape, b.shape[0]
-    with torch.cuda.device(a.device):
-        strides = a.stride(0), b.stride(0), out.stride(0)
-        prepared = _prepared(a.device.index, (M, N, K), strides, a.dtype, algorithm)
-        if prepared is None:
+    layouts = [(x.shape, x.stride(), x.dtype) for x in (a, b, out)]
+    with torch.cuda.device(a.device.index):
+        prepared = _prepared(a.device.index, *layouts, algorithm)
+        if prepared is None or (a.data_ptr() | b.data_ptr() | out.data_ptr()) % _ALIGNMENT:
             return False
-        product, algo, workspace_bytes = prepared
-        # A call's own, since calls may run on several streams at once.
-        scratch = a.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
-        alpha, beta, there = ctypes.addressof(_ONE), ctypes.addressof(_ONE if add else _ZERO), out.data_ptr()
-        _call(
-            "Matmul", _handle(), product.description, alpha, b.data_ptr(), product.b, a.data_ptr(), product.a, beta,
-            there, product.out, there, product.out, ctypes.addressof(algo), None if scratch is None else scratch.data_ptr(),
-            workspace_bytes, current_stream(a.device).cuda_stream,
-        )  # fmt: skip
+        prepared.run(a, b, out, add)
     return True
 
 
@@ -236,7 +255,8 @@ def _attribute(algo: _Algo, number: int, kind: Any) -> int:
     return value.value
 
 
-def _fits(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    if x.dim() != 2 or x.dtype != dtype or 0 in x.shape or x.stride(1) != 1:
+def _fits(layout: _Layout, dtype: torch.dtype) -> bool:
+    shape, strides, own = layout
+    if own != dtype or dtype not in _TYPES or len(shape) != 2 or 0 in shape or strides[1] != 1:
         return False
-    return x.data_ptr() % _ALIGNMENT == 0 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
+    return strides[0] * dtype.itemsize % _ALIGNMENT == 0

@@ -14,7 +14,6 @@ of the library (weft.ops.library) stands for its shape alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+from weft.ops.remembered import forget, remembered
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -124,7 +125,7 @@ def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, cap
     return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape))
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...]) -> Found | None:
     """The nearest row that was measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None if all are far away.
 
@@ -204,10 +205,9 @@ def write(path: Path, table: Table) -> None:
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(text)
     os.replace(unfinished, path)
-    _shipped.cache_clear()
-    lookup.cache_clear()
+    forget()
 
 
-@functools.lru_cache
+@remembered
 def _shipped(path: Path) -> Table:
     return read(path)

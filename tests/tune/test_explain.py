@@ -9,6 +9,7 @@ from weft import ops
 from weft.ops import tuned
 from weft.ops.dispatch import choose
 from weft.ops.gemm_config import configured, default_config
+from weft.ops.remembered import forget
 from weft.runtime import capabilities
 from weft.tune import search, spaces
 
@@ -25,7 +26,7 @@ def rows(monkeypatch, tmp_path):
     """rows((op, shape, config), …) are what was tuned for Some GPU at world size 4."""
     file_for = tuned.file_for
     monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
-    tuned.lookup.cache_clear()
+    forget()
 
     def use(*made):
         listed = [
@@ -38,7 +39,7 @@ def rows(monkeypatch, tmp_path):
         tuned.write(tuned.file_for("Some GPU", 4), tuned.Table(gpu="Some GPU", world_size=4, rows=tuple(listed)))
 
     yield use
-    tuned.lookup.cache_clear()
+    forget()
 
 
 def test_a_collective_takes_the_row(rows):
@@ -160,7 +161,9 @@ def test_a_product_and_a_collective_one_after_the_other_are_both_named():
         ("gemm_ar", 16, 6401, "; the library's product, then all_reduce (one_shot)"),
         ("gemm_ar", 128, 6400, "; the library's product, then all_reduce (two_shot)"),
         ("gemm_rs", 128, 6400, "; the library's product, then reduce_scatter (push)"),
+        ("gemm_rs", 64, 6400, "; the product of few rows (weft.ops.skinny), then reduce_scatter (push)"),
         ("ag_gemm", 128, 6400, "; all_gather (push), then the library's product"),
+        ("ag_gemm", 64, 6400, "; all_gather (push), then the product of few rows (weft.ops.skinny)"),
     ):
         found = ops.explain(op, M=M, N=5120, K=K, world_size=4, caps=GPU)
         assert found.algorithm == "library" and said in found.reason, found.reason

@@ -56,16 +56,17 @@ class TPMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
         plan = plan or plan_alone(self.mode, self.team)
-        if plan.fused and plan.mode != "ag_rs":
-            return self.down_proj(ops.matmul_silu_mul(x, self.gate_up_proj.weight), plan)
-        # In between all tokens are treated alike, so in mode ag_rs they may come in the order in which they arrive. Few, which
-        # are gathered before the product, would have to be turned to it.
-        own_first = len(x) * self.team.size > LIBRARY_ROWS
-        gate_up = self.gate_up_proj(x, plan, own_first=own_first)
+        # Few tokens are gathered before their product, which then needs no kernel of its own for silu.
+        overlaps = plan.mode == "ag_rs" and len(x) * self.team.size > LIBRARY_ROWS
+        if plan.fused and not overlaps:
+            everyone = ops.all_gather(x, self.team) if plan.mode == "ag_rs" else x
+            return self.down_proj(ops.matmul_silu_mul(everyone, self.gate_up_proj.weight), plan)
+        # In between all tokens are treated alike, so where they overlap they may come in the order in which they arrive.
+        gate_up = self.gate_up_proj(x, plan, own_first=overlaps)
         if plan.fused:
-            return self.down_proj(ops.silu_mul(gate_up), plan, own_first=own_first)
+            return self.down_proj(ops.silu_mul(gate_up), plan, own_first=overlaps)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up, plan, own_first=own_first)
+        return self.down_proj(F.silu(gate) * up, plan, own_first=overlaps)
 
 
 def _check_silu(module: nn.Module) -> None:

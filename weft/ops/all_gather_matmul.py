@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm, library
+from weft.ops import gemm, library, skinny
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
@@ -146,11 +146,11 @@ def run(
     gemm.agree("all_gather_matmul", team, given)
     config = config or configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps, own_first)
     gemm.check_design("all_gather_matmul", config, "fused", "segments", "library")
-    out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
     if config.design == "library":
         gathered = torch.ops.weft.all_gather.default(shard, team.name)
-        library.matmul(gathered.roll(-team.rank * rows, 0) if own_first else gathered, b, out)
-    elif config.design == "segments":
+        return skinny.product(gathered.roll(-team.rank * rows, 0) if own_first else gathered, b, team.caps)
+    out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
+    if config.design == "segments":
         _run_segments(shard, b, out, team, config, own_first)
     else:
         _run_fused(shard, b, out, team, config, own_first)

@@ -187,17 +187,17 @@ def _matmul(
 def _one_after_the_other(op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
     """Which collective and which product, as the end of a sentence."""
     M, N, K = size
-    if op == "all_gather_matmul":
-        algorithm = choose("all_gather", M // world_size * K * dtype.itemsize, dtype, world_size, caps).algorithm
-        return f"; all_gather ({algorithm}), then the library's product"
-    product, collective = "the library's product", op.removeprefix("matmul_")
-    algorithm = choose(collective, M * N * dtype.itemsize, dtype, world_size, caps).algorithm
-    if op == "matmul_all_reduce" and K * dtype.itemsize % 16 == 0:
+    gathers, product = op == "all_gather_matmul", "the library's product"
+    collective = "all_gather" if gathers else op.removeprefix("matmul_")
+    sent = M // world_size * K if gathers else M * N
+    algorithm = choose(collective, sent * dtype.itemsize, dtype, world_size, caps).algorithm
+    if K * dtype.itemsize % 16 == 0:
         few_rows, _ = skinny_config.configured("matmul", *size, dtype, caps, in_parts=algorithm == "one_shot")
         if few_rows is not None:
             parts = skinny_config.parts_of(few_rows, K)
             product = "the product of few rows (weft.ops.skinny)" + (f" in {parts} parts of K" if parts > 1 else "")
-    return f"; {product}, then {collective} ({algorithm})"
+    collective = f"{collective} ({algorithm})"
+    return f"; {collective}, then {product}" if gathers else f"; {product}, then {collective}"
 
 
 def _no_row(op: str, shape: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops import gemm, library
+from weft.ops import gemm, library, skinny
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
@@ -201,7 +201,7 @@ def run(
             f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={world}; leave it out"
         )
     if config.design == "library":
-        partial = library.matmul(a, b)
+        partial = skinny.product(a, b, team.caps)
         if own_first:
             partial = partial.roll(team.rank * rows, 0)
         return torch.ops.weft.reduce_scatter.default(partial, team.name)

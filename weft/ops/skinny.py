@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops import library
 from weft.ops.arithmetic import cdiv
 from weft.ops.gemm import can_describe, gemm_tile, operand, row_stride
 from weft.ops.local import capabilities_of, launch_options
@@ -188,6 +189,13 @@ def chosen_for(
     N = weight.shape[0] // (2 if op == "matmul_silu_mul" else 1)
     config, _ = configured(op, x.shape[0], N, x.shape[1], x.dtype, caps, in_parts=in_parts)
     return config if config is not None and can_describe(x, weight) else None
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, caps: Capabilities) -> torch.Tensor:
+    """x[M, K] @ weight[N, K].T of operands whose rows are dense: by this kernel, if it has a config for so few, else by the
+    library."""
+    config = chosen_for("matmul", x, weight, caps)
+    return library.matmul(x, weight) if config is None else run(x, weight, config, gated=False)
 
 
 def run(

@@ -179,6 +179,25 @@ def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
     assert on_one_rank(main, byte_model) and captured == [new] * 2, "unfused attention knows its sequences on the host"
 
 
+def test_graphs_of_prompts_are_kept_for_the_shapes_that_came_last(byte_model, monkeypatch):
+    monkeypatch.setattr(Runner, "_replay", lambda self, key, run: (self._graphs.setdefault(key, len(key)), run()))
+    monkeypatch.setattr(runner_module, "MOST_SHAPES", 2)
+
+    def main(model):
+        runner, kept = new_runner(model), []
+        runner.cuda_graph = True
+        runner._graphs[4, Kind.GREEDY] = "of a decode step"
+        for tokens in (16, 16, 32, 32, 16, 64, 64, 32, 32):
+            runner.prefill(reads_of(tokens))
+            assert len(runner._prompts) == len(runner._graphs) - 1
+            kept.append([shape.length for shape in runner._prompts])
+        return kept, (4, Kind.GREEDY) in runner._graphs
+
+    kept, still = on_one_rank(main, byte_model)
+    # 32 went when 64 came, since 16 had come again; and is launched as it is before it is captured again.
+    assert kept == [[], [16], [16], [16, 32], [32, 16], [32, 16], [16, 64], [16, 64], [64, 32]] and still
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_empty_seats_of_a_bucket_change_nothing(byte_model, fused):
     reads = reads_of(5, 16, 9)

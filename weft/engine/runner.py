@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
@@ -25,6 +25,8 @@ MOST_SEATS = 1 << 16
 # Passes of a shape that are launched kernel by kernel before it is captured, which takes as long as 3 to 10 of them. Of shapes
 # of new prompts there are few; of ragged ones many, and some may never come again.
 LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
+# Shapes of prompts whose graphs are kept, those that came last: graphs take memory of the GPU, and there may be hundreds.
+MOST_SHAPES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class Runner:
         self.capture_seconds = 0.0
         # The largest passes so far, in tokens, padding included.
         self.longest_prefill = self.largest_decode = 0
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int | Shape | RaggedShape, Kind], torch.cuda.CUDAGraph] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._pool = None
@@ -121,10 +123,11 @@ class Runner:
     def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape) -> torch.Tensor:
         """The token after each, whether it is to have one or not, and of padding behind them: [shape.batch]"""
         kind = max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY)
-        if shape not in self._prompts:
-            self._prompts[shape] = self._prompts_of(shape)
+        prompts = self._prompts.pop(shape, None) or self._prompts_of(shape)
+        self._prompts[shape] = prompts  # in the order in which they came last
+        if len(self._prompts) > MOST_SHAPES:
+            self._drop(next(iter(self._prompts)))
         self.longest_prefill = max(self.longest_prefill, shape.tokens)
-        prompts = self._prompts[shape]
         prompts.load(chunks)
         self._replay((shape, kind), lambda: prompts.run(kind))
         return prompts.chosen
@@ -133,6 +136,12 @@ class Runner:
         if isinstance(shape, Shape):
             return PaddedPrefill(self.model, self.cache, shape.batch, shape.length)
         return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, max_pages=self.table.shape[1])
+
+    def _drop(self, shape: Shape | RaggedShape) -> None:
+        """Its graphs and tensors; it is launched kernel by kernel again before it is captured again."""
+        self.team.synchronize()
+        del self._prompts[shape], self._launched[shape]
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != shape}
 
     def _prefill_as_they_are(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
         """The token after each that is to have one chosen."""
@@ -227,12 +236,12 @@ class Runner:
         self.tokens.copy_(kept[0])
         self.positions.copy_(kept[1])
 
-    def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
+    def _replay(self, key: tuple[Shape | RaggedShape, Kind], run: Callable[[], None]) -> None:
         if key not in self._graphs:
             self._capture(key, run)
         self._graphs[key].replay()
 
-    def _capture(self, key: Hashable, run: Callable[[], None]) -> None:
+    def _capture(self, key: tuple[int | Shape | RaggedShape, Kind], run: Callable[[], None]) -> None:
         begin = time.perf_counter()
         # Eager steps first: kernels compile, cuBLAS and the ops take their workspaces, none of which a capture allows.
         side = torch.cuda.Stream(self.team.device)

@@ -89,9 +89,8 @@ def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: 
     ValueError for what it cannot read, and for sequences that the model has no positions for.
     """
     found: dict[tuple[int, ...], Shape] = {}
-    for word in [one for several in words for one in words_apart(several)] or (TINY_DEFAULTS if tiny else DEFAULTS)[
-        level
-    ]:
+    words = [one for several in words for one in words_apart(several)]
+    for word in words or (TINY_DEFAULTS if tiny else DEFAULTS)[level]:
         for shape in _generations(word) if level == "generate" else _steps(level, word):
             longest = shape.size[1] + (shape.size[2] if level == "generate" else 0)
             if longest > config.max_position_embeddings:

@@ -27,8 +27,11 @@ class Stream:
     def __hash__(self) -> int:
         return hash(self.handle)
 
-    def wait_stream(self, other: "Stream") -> None:
-        assert other != self
+    def record_event(self) -> "Stream":
+        return self
+
+    def wait_event(self, recorded: "Stream") -> None:
+        assert recorded != self
 
 
 @pytest.fixture
@@ -57,23 +60,42 @@ def test_no_lane_is_the_callers_stream(pool, monkeypatch, count):
     made = Lanes(DEVICE, count)
     for _ in range(2 * IN_POOL):
         callers = Stream(DEVICE)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, callers=callers: callers)
+        monkeypatch.setattr(lanes, "current_stream", lambda device, callers=callers: callers)
         made.fork()
         assert len({made.turn(number) for number in range(count)}) == count
         assert made.turn(0) == made.turn(count) == callers
         assert made.urgent() not in {made.turn(number) for number in range(count)}
 
 
-def test_the_former_stream_is_current_again_after_an_error_too(monkeypatch):
-    current = ["caller's"]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+@pytest.fixture
+def current(monkeypatch):
+    """The streams that were current on device 0, one after the other."""
+    found = ["caller's"]
+    monkeypatch.setattr(streams, "_current", lambda index: found[-1])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_stream", found.append)
+    return found
 
-    class Side:
-        device_index = 0
 
+class Side:
+    device_index = 0
+
+
+def test_the_former_stream_is_current_again_after_an_error_too(current):
     side = Side()
     with pytest.raises(RuntimeError, match="in between"), on_stream(side):
         assert current[-1] is side
         raise RuntimeError("in between")
     assert current == ["caller's", side, "caller's"]
+
+
+def test_a_stream_that_is_current_is_set_only_for_its_device(current, monkeypatch):
+    side = Side()
+    with on_stream(side):
+        with on_stream(side):
+            assert current == ["caller's", side]
+        assert current == ["caller's", side]
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        with on_stream(side):
+            assert current == ["caller's", side, side]
+    assert current[-1] == "caller's"

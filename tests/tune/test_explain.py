@@ -169,6 +169,13 @@ def test_a_product_and_a_collective_one_after_the_other_are_both_named():
         assert found.algorithm == "library" and said in found.reason, found.reason
 
 
+def test_sums_that_the_one_kernel_cannot_count_are_said_to_go_by_segments():
+    for M, design in ((1 << 17, "fused"), (1 << 18, "segments")):
+        found = ops.explain("gemm_ar", M=M, N=16400, K=512, world_size=2, caps=GPU)
+        assert found.algorithm == found.plan.design == design
+    assert "4,294,967,296 elements > 2,147,483,648" in found.reason
+
+
 def test_the_order_of_arrival_has_rows_of_its_own(rows, capsys):
     other = dataclasses.replace(TILE, group=4)
     rows(("all_gather_matmul", (4096, 2560, 5120), TILE), ("all_gather_matmul+own_first", (4096, 2560, 5120), other))

@@ -228,7 +228,7 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     slot_size = cdiv(tiles.count, team.size) * config.block_m * config.block_n
-    elements = (team.size - 1) * gemm.capacity_for(slot_size)
+    elements = elements_of_slots(M, N, team.size, config)
     if config.design == "segments" or (asked is None and elements > MOST_ELEMENTS):
         _run_segments(a, b, out, team, config)
     elif elements > MOST_ELEMENTS:
@@ -239,6 +239,12 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     else:
         _run_fused(a, b, out, team, config, tiles, slot_size)
     return out
+
+
+def elements_of_slots(M: int, N: int, world_size: int, config: GemmConfig) -> int:
+    """Of the one kernel, which can count MOST_ELEMENTS."""
+    tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)
+    return (world_size - 1) * gemm.capacity_for(cdiv(tiles, world_size) * config.block_m * config.block_n)
 
 
 def _run_fused(

@@ -3,8 +3,7 @@
     python -m benchmarks.lab.prompts --world-size 2 --out benchmarks/lab/h200-x2-prompts.json
 
 A model with random weights; prompts as an engine reads them, from their tokens on the host to the next ones on the GPU.
-Medians of rank 0, milliseconds: until the host is done, and until the GPU is. MiB of the GPU's memory: what a graph and its
-tensors take, the first of a process most, since all graphs share their intermediate results.
+Medians of rank 0, milliseconds: until the host is done, and until the GPU is.
 """
 
 from __future__ import annotations
@@ -79,17 +78,15 @@ def main(team: Any, model: str) -> dict[str, Any]:
         runner.cuda_graph = False
         runner.prefill(chunks)  # compiles
         one_by_one = median(lambda chunks=chunks: runner.prefill(chunks))
-        runner.cuda_graph, free = True, torch.cuda.mem_get_info()[0]
+        runner.cuda_graph = True
         for _ in range(max(LAUNCHED_FIRST.values()) + 1):  # captures
             runner.prefill(chunks)
-        taken = free - torch.cuda.mem_get_info()[0]
         replayed = median(lambda chunks=chunks: runner.prefill(chunks))
         found[name] = {
             "padded to": str(shape_of(chunks) or ragged_shape_of(chunks, MAX_BATCH)),
             "one by one": one_by_one,
             "replayed": replayed,
             "seconds to capture": round(runner.capture_seconds - seconds, 2),
-            "MiB": taken >> 20,
         }
         if team.rank == 0:
             print(name, found[name], flush=True)

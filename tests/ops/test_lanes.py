@@ -67,6 +67,17 @@ def test_no_lane_is_the_callers_stream(pool, monkeypatch, count):
         assert made.urgent() not in {made.turn(number) for number in range(count)}
 
 
+def test_the_current_stream_is_looked_up_by_its_handle(monkeypatch):
+    handles, asked = {0: 7, 1: 7}, []
+    monkeypatch.setattr(streams, "_known", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handles.get, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: (asked.append(index), handles[index]))
+    for index, handle in ((0, 7), (0, 8), (1, 8), (0, 7), (1, 8)):
+        handles[index] = handle
+        assert streams.current_stream(torch.device("cuda", index))[1] == handle
+    assert asked == [0, 0, 1], "another stream, or another device"
+
+
 @pytest.fixture
 def current(monkeypatch):
     """The streams that were current on device 0, one after the other."""

@@ -46,7 +46,8 @@ class Runner:
     pages        of the KV cache, page 0 among them, which is nobody's; None: as many as `memory_fraction` of the GPU's free
                  memory holds (virtual ranks: 256 MiB), and no more than all seats can fill
     cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed, and prompts, one for so many
-                 tokens, captured when as many come again (LAUNCHED_FIRST); None: where the team is on GPUs
+                 tokens, captured when as many come again (LAUNCHED_FIRST) and kept for a while (MOST_SHAPES); None: where the
+                 team is on GPUs
 
     A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
     graph per batch bucket (powers of two, and max_batch) and kind of choice. Unused seats have position -1.

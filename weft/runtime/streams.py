@@ -1,5 +1,5 @@
 """Streams of weft's own, and the current one without what ``torch.cuda.current_stream()`` and ``torch.cuda.stream()`` cost: not
-told which device, both ask the environment whether there is any, 10 to 30 us a time; told so, the first makes an object, 5 us.
+told which device, both ask the environment whether there is any, 10 to 30 us a time; told so, the first makes an object.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from weft.runtime.copying import upload
 # Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
 MOST_SEATS = 1 << 16
-# Passes of a shape that are launched kernel by kernel before it is captured, which takes as long as 3 to 10 of them. Of shapes
+# Passes of a shape that are launched kernel by kernel before it is captured, which takes as long as several of them. Of shapes
 # of new prompts there are few; of ragged ones many, and some may never come again.
 LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
 # Shapes of prompts whose graphs are kept, those that came last: graphs take memory of the GPU, and there may be hundreds.

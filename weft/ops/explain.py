@@ -16,7 +16,7 @@ from weft.ops.all_reduce_rms_norm import check_row
 from weft.ops.all_reduce_rms_norm import choose as choose_norm
 from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
-from weft.ops.matmul_all_reduce import MOST_ELEMENTS, elements_of_slots
+from weft.ops.matmul_all_reduce import MOST_ELEMENTS, slots_for
 from weft.ops.registration import FLOATS, ITEM_SIZES, check_choice, check_divides
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
@@ -179,7 +179,7 @@ def _matmul(
     if found is None:
         reason += _no_row(op, size, dtype, kept, caps)
     if op == "matmul_all_reduce" and config.design == "fused":
-        elements = elements_of_slots(*size[:2], kept, config)
+        _, elements = slots_for(*size[:2], kept, config)
         if elements > MOST_ELEMENTS:
             config = dataclasses.replace(config, design="segments")
             reason = f"{elements:,} elements > {MOST_ELEMENTS:,}, which is what the one kernel can count in its slots"

@@ -227,8 +227,7 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
         return torch.ops.weft.all_reduce.default(partial, team.name, "auto")
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
-    slot_size = cdiv(tiles.count, team.size) * config.block_m * config.block_n
-    elements = elements_of_slots(M, N, team.size, config)
+    slot_size, elements = slots_for(M, N, team.size, config)
     if config.design == "segments" or (asked is None and elements > MOST_ELEMENTS):
         _run_segments(a, b, out, team, config)
     elif elements > MOST_ELEMENTS:
@@ -241,10 +240,12 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     return out
 
 
-def elements_of_slots(M: int, N: int, world_size: int, config: GemmConfig) -> int:
-    """Of the one kernel, which can count MOST_ELEMENTS."""
+def slots_for(M: int, N: int, world_size: int, config: GemmConfig) -> tuple[int, int]:
+    """Of the one kernel: the elements that one slot must hold, and those of all as they are made, of which it can count
+    MOST_ELEMENTS."""
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)
-    return (world_size - 1) * gemm.capacity_for(cdiv(tiles, world_size) * config.block_m * config.block_n)
+    slot_size = cdiv(tiles, world_size) * config.block_m * config.block_n
+    return slot_size, (world_size - 1) * gemm.capacity_for(slot_size)
 
 
 def _run_fused(

@@ -13,6 +13,7 @@ _EXPORTS = {
     "Team": "weft.runtime.team",
     "launch": "weft.runtime.launch",
     "simulate": "weft.runtime.simulate",
+    "exchangeable": "weft.runtime.codec",
     "check": "weft.check",
     "Engine": "weft.engine",
     "LLM": "weft.engine",

@@ -88,6 +88,25 @@ class PeerSilent(WeftError):
         self.rank, self.peers, self.what, self.seconds = rank, tuple(peers), what, seconds
 
 
+class NotExchangeable(WeftError, TypeError):
+    """A value that ``team.exchange`` does not carry; ``path`` says where in the item it is."""
+
+    def __init__(self, path: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{path} {problem}, and ranks exchange data only; {remedy}")
+        self.path, self.problem, self.remedy = path, problem, remedy
+
+
+class ForeignMessage(WeftError):
+    """The store holds something under a rank's key that this run's ranks have not written; none of it was used."""
+
+    def __init__(self, rank: int, peer: int, what: str, reason: str) -> None:
+        super().__init__(
+            f"rank {rank}: {what}: the message under rank {peer}'s key is refused: {reason}. Another program writes to this "
+            f"store, or the ranks run different versions of weft; nothing of it was used"
+        )
+        self.rank, self.peer, self.what, self.reason = rank, peer, what, reason
+
+
 class PeerFailed(WeftError):
     """Another rank raised; this rank stops instead of waiting for it."""
 

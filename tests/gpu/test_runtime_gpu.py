@@ -1,11 +1,15 @@
 """Teams, words and debug-mode waits on real GPUs: the same mains as on virtual ranks."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.runtime import behaviour
+from tests.runtime.sockets import listening
 from weft.errors import WaitTimeout
 
 WORLD_SIZES = [pytest.param(w, marks=pytest.mark.gpu(w)) for w in (1, 2, 4)]
@@ -65,3 +69,32 @@ def test_ranks_that_share_a_gpu_do_what_others_do():
 def test_a_rank_that_raises_ends_the_others_and_its_error_is_raised():
     with pytest.raises(KeyError, match="rank 1 tripped"):
         weft.launch(lonely, 2, "cuda", heap_bytes=8 << 20)
+
+
+def sockets_of_a_collective(team):
+    """(the parent's, this rank's) addresses that listen, once torch's own collectives have run, on the GPU and on the CPU."""
+    x = torch.ones(4, device=team.device)
+    dist.all_reduce(x)
+    on_cpu = dist.new_group(backend="gloo")
+    dist.all_reduce(torch.ones(4), group=on_cpu)
+    team.barrier()
+    found = listening(os.getppid()), listening()
+    team.barrier()
+    assert x.tolist() == [team.size] * 4
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_parent_and_ranks_listen_on_loopback_only(world_size, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
+    before = listening()
+    for parents, ranks in weft.launch(sockets_of_a_collective, world_size, "cuda", heap_bytes=8 << 20):
+        assert parents == before
+        assert ranks and set(ranks) <= {"127.0.0.1", "::1"}, ranks
+
+
+@pytest.mark.gpu(1)
+def test_ranks_that_share_a_gpu_listen_on_loopback_only():
+    size = torch.cuda.device_count() + 1
+    for _, ranks in weft.launch(sockets_of_a_collective, size, "cuda", heap_bytes=8 << 20, share_gpus=True):
+        assert ranks and set(ranks) <= {"127.0.0.1", "::1"}, ranks

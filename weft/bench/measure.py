@@ -25,6 +25,7 @@ import torch
 from weft.bench.providers import Attempt
 from weft.errors import WeftError
 from weft.ops import barrier
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.bench.report import Report
@@ -51,6 +52,7 @@ class Stuck(WeftError):
         self.reports: list[Report] = []  # what was found before
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """Microseconds of one rank."""

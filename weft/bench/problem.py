@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.bench.shapes import COLLECTIVES, Shape
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.bench.providers import Attempt
@@ -25,6 +26,7 @@ FP32_EPS = torch.finfo(torch.float32).eps
 Inputs = tuple[torch.Tensor, ...]
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """How an answer compares with the fp32 one; ``wrong`` says why it is not accepted, empty if it is."""

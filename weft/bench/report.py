@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.shapes import ALL, dimensions
+from weft.runtime.codec import exchangeable
 
 SCHEMA = 1
 # "weft": ours. "other": does the same. "ceiling": the GEMM alone, which overlap can reach but does not have to beat.
@@ -20,6 +21,7 @@ ROLES = ("weft", "other", "ceiling")
 MODES = ("graph", "around", "eager", "wall", "host")
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One provider at one shape. Times are None where it did not run; then ``reason`` says why.
@@ -57,6 +59,7 @@ class Row:
             raise ValueError(f"row of {self.provider} at {self.label}: neither a time, an error nor a reason")
 
 
+@exchangeable
 @dataclass(slots=True, kw_only=True)
 class Report:
     """One op at one world size; ``subject``: the model whose steps were taken, of a level."""

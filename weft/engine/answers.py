@@ -63,7 +63,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         prompts = [prompts]
     for index, prompt in enumerate(prompts):
         check_prompt(f"prompts[{index}]", prompt)
-    return list(prompts)
+    # Plain values, as ranks exchange them: NumPy's integers and any sequence are welcome, too.
+    return [str(prompt) if isinstance(prompt, str) else list(map(int, prompt)) for prompt in prompts]
 
 
 def check_prompt(name: str, prompt: Prompt) -> None:

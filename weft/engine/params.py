@@ -8,6 +8,8 @@ from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
 
+from weft.runtime.codec import exchangeable
+
 HOTTEST = 1e30  # all words have long been alike, and times the noise, of up to 23, it is still far from fp32's infinity
 
 
@@ -31,6 +33,7 @@ def positive(name: str, value: Any) -> int:
     return int(value)
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """temperature 0: the most likely token; else one drawn from softmax(logits / temperature).
@@ -77,10 +80,14 @@ class SamplingParams:
         if not is_integer(self.seed) or not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed!r} is not an integer in 0 .. 2**63 - 1")
         object.__setattr__(self, "seed", int(self.seed))
+        # Plain values, as ranks exchange them: NumPy's numbers and strings are welcome, too.
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={self.ignore_eos!r} is not True or False")
         if not all(isinstance(stop, str) and stop for stop in self.stop):
             raise ValueError(f"stop={self.stop!r} holds something that is not a non-empty string")
+        object.__setattr__(self, "stop", tuple(map(str, self.stop)))
 
     @property
     def kind(self) -> Kind:

@@ -11,6 +11,7 @@ from weft.ops import tuned
 from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
 from weft.ops.remembered import remembered
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -23,6 +24,7 @@ OF_SEGMENTS = ("chunks", "lanes", "span", "begin_first", "accumulate", "own_piec
 NOT_OF_FUSED = OF_SEGMENTS[1:]
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
     """One output tile and how it is computed.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weft.errors import CublasError
+from weft.runtime.codec import exchangeable
 from weft.runtime.streams import current_stream
 
 # cudaDataType_t, cublasComputeType_t, cublasOperation_t
@@ -41,6 +42,7 @@ _MOST = 64
 _STAGES_64_AUTO, _FIRST_OF_SM90 = 35, 66
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """A cublasLtMatmulAlgo_t, by its attributes; one that does not split K.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +14,11 @@ import torch.distributed as dist
 
 from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
+from weft.runtime.codec import exchangeable
 from weft.runtime.copying import at_peer, check_copy
 from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
+from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, on_stream, own_stream
 from weft.runtime.view import RECORD_WORDS
 
@@ -27,6 +31,7 @@ _MOST_PROGRAMS = {
 _made: Counter[str] = Counter()
 
 
+@exchangeable
 class Place(NamedTuple):
     """Which GPU a rank has."""
 
@@ -54,19 +59,27 @@ def name_of_next(ranks: Iterable[int]) -> str:
 
 
 class CudaPlatform:
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store, name: str, heap_bytes: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: dist.Store | FolderStore,
+        secret: bytes | None,
+        name: str,
+        heap_bytes: int,
+    ) -> None:
         import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
 
         self.group, self.name = group, name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._store = store
-        self._meeting = Meeting(store, name, self.rank, self.size)
+        self._store, self._secret = store, secret
+        self._meeting = Meeting(store, name, self.rank, self.size, secret=secret)
         self._subsets = 0
         places = self.exchange("places", Place(socket.gethostname(), self.device.index))
         check_peers(self.rank, places, torch.cuda.can_device_access_peer)
         self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
-        self._handle = symm_mem.rendezvous(self.heap, group)
+        with _private_files():
+            self._handle = symm_mem.rendezvous(self.heap, group)
         pointers = [int(p) for p in self._handle.buffer_ptrs]
         # Pointers of a handle are those of the allocation; the tensor may start later in it.
         self._offset = self.heap.data_ptr() - pointers[self.rank]
@@ -106,9 +119,12 @@ class CudaPlatform:
         if group is not None and hasattr(group, "get_group"):
             group = group.get_group()
         group = group or dist.group.WORLD
-        store = dist.distributed_c10d._get_default_store()
+        if (ours := given()) is not None:
+            store, secret = FolderStore(ours.folder), ours.secret
+        else:
+            store, secret = dist.distributed_c10d._get_default_store(), None
         name = name_of_next(dist.get_process_group_ranks(group))
-        return cls(group, store, name, heap_bytes or DEFAULT_HEAP_BYTES)
+        return cls(group, store, secret, name, heap_bytes or DEFAULT_HEAP_BYTES)
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._peers[peer]
@@ -168,7 +184,7 @@ class CudaPlatform:
             )
         if self.rank not in ranks:
             return None
-        return CudaPlatform(group, self._store, f"{self.name}.{self._subsets}", heap_bytes)
+        return CudaPlatform(group, self._store, self._secret, f"{self.name}.{self._subsets}", heap_bytes)
 
     def fail(self, message: str) -> None:
         self._meeting.fail(message)
@@ -176,6 +192,17 @@ class CudaPlatform:
     def close(self) -> None:
         self._peers.clear()
         self._handle = None
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Files made meanwhile are this user's alone: torch's ranks pass memory handles over sockets in the folder for temporary
+    files, to which anybody could send if the umask let others write."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def resident_programs(num_warps: int, registers: int, arch: str = "sm_90", max_warps: int = 64) -> int:

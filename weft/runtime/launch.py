@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import secrets
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,19 @@ from typing import Any
 
 import torch
 
-from weft.errors import NotEnoughGPUs, PeerFailed, WeftError
+from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
+from weft.runtime.store import Given, give, private_folder
 
 DEVICES = ("auto", "cuda", "sim")
 DEFAULT_VIRTUAL_RANKS = 4
 # torch's symmetric memory takes several ranks on one GPU for a mistake unless this is set.
 _SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+# The ranks that launch starts are on one machine, and other machines have no business with their sockets. NCCL's service for
+# ncclras is off: it answers every user of the machine.
+_LOOPBACK = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+# What would have NCCL listen elsewhere in spite of that.
+_ELSEWHERE = ("NCCL_COMM_ID", "NCCL_SOCKET_FAMILY", "NCCL_OOB_NET_ENABLE", "NCCL_OOB_NET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +116,12 @@ def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | N
 
     team = init(heap_bytes=heap_bytes, debug=debug)
     try:
-        results = team.exchange(main(team, *args))
+        result = main(team, *args)
+        try:
+            results = team.exchange(result)
+        except NotExchangeable as error:
+            path = error.path.replace("item", "what main returned", 1)
+            raise NotExchangeable(path, error.problem, error.remedy) from None
         team.close()
     except BaseException as error:
         team.fail(_one_line(error))
@@ -133,20 +145,24 @@ def _spawn(
             f"launch(device='cuda') starts processes, so main and its args must be picklable ({error}); define main at the top "
             f"level of a module, or use torchrun"
         ) from error
-    # The parent holds the store: it outlives a rank that dies, so the others still learn of it.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    with private_folder() as folder:
+        seat = _Seat(Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug)
+        return _run(world_size, (_on_gpu, seat, work))
+
+
+def _run(world_size: int, arguments: tuple) -> list[Any]:
+    """The results of `_worker` in processes of their own, which end with this call. They get what is theirs to know by a pipe
+    that no other process can read: nothing of it is among their arguments or in their environment."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_worker, args=(theirs, store.port, rank, world_size, gpus, work, heap_bytes, debug), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
     try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_worker, args=(theirs, rank, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
         return _collect(pipes)
     finally:
         for process in processes:
@@ -184,32 +200,25 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _worker(
-    pipe: Connection,
-    port: int,
-    rank: int,
-    world_size: int,
-    gpus: int,
-    work: bytes,
-    heap_bytes: int | None,
-    debug: bool | float,
-) -> None:
-    """One rank: a process of its own with one GPU, which others may share."""
-    from weft.runtime.team import init
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """What a rank's process is told of the run that it belongs to."""
 
+    given: Given
+    world_size: int
+    gpus: int
+    heap_bytes: int | None
+    debug: bool | float
+
+
+def _worker(pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat: _Seat, work: bytes) -> None:
+    """One rank: a process of its own. ``join`` makes its team."""
     error: BaseException | None = None
     value = team = None
     try:
-        torch.cuda.set_device(rank % gpus)
         # As under torchrun: every rank's threads for every CPU would keep each other, and the host's own work, waiting.
         torch.set_num_threads(1)
-        backend = "nccl"
-        if world_size > gpus:
-            backend, os.environ[_SHARED] = "gloo", "1"  # NCCL refuses ranks of one GPU
-        store = torch.distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
-        # No device_id: with it NCCL connects at once, and a group of some ranks then needs the others to take part.
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        team = init(heap_bytes=heap_bytes, debug=debug)
+        team = join(seat, rank)
         main, args = pickle.loads(work)
         value = main(team, *args)
         team.close()
@@ -220,6 +229,30 @@ def _worker(
     pipe.send_bytes(_packed(rank, error, value))
     pipe.close()
     _end(0 if error is None else 1)
+
+
+def _on_gpu(seat: _Seat, rank: int) -> Any:
+    """The team of a rank with one GPU, which others may share."""
+    from weft.runtime.team import init
+
+    torch.cuda.set_device(rank % seat.gpus)
+    backend = "nccl"
+    if seat.world_size > seat.gpus:
+        backend, os.environ[_SHARED] = "gloo", "1"  # NCCL refuses ranks of one GPU
+    connect(backend, seat.given, rank, seat.world_size)
+    return init(heap_bytes=seat.heap_bytes, debug=seat.debug)
+
+
+def connect(backend: str, run: Given, rank: int, world_size: int) -> None:
+    """Make this process a rank of torch.distributed, by files of this user alone, and sockets of this machine alone."""
+    os.environ.update(_LOOPBACK)
+    for name in _ELSEWHERE:
+        os.environ.pop(name, None)
+    give(run)
+    store = torch.distributed.FileStore(os.path.join(run.folder, "torch"))
+    store.set_timeout(timedelta(seconds=60))
+    # No device_id: with it NCCL connects at once, and a group of some ranks then needs the others to take part.
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def _end(status: int) -> None:

@@ -1,25 +1,46 @@
-"""Host-side meetings of the ranks over a ``torch.distributed`` store: bounded in time, and aware of ranks that failed."""
+"""Host-side meetings of the ranks over a store: bounded in time, and aware of ranks that failed.
+
+A message is data (`codec`), never code. Where `launch` started the ranks it carries an HMAC under the secret of the run, which
+covers its key: what another program has written, or copied from another place, is refused before it is looked at.
+"""
 
 from __future__ import annotations
 
-import pickle
+import hashlib
+import hmac
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+from weft.errors import CallMismatch, ForeignMessage, PeerFailed, PeerSilent
+from weft.runtime import codec
 
-from weft.errors import CallMismatch, PeerFailed, PeerSilent
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from weft.runtime.store import FolderStore
 
 # Long enough for the slowest rank to compile its kernels.
 PATIENCE_SECONDS = 300.0
 # How often a waiting rank looks whether a peer has failed.
 _GLANCE_SECONDS = 0.25
+# Of a text from another rank, as it is shown.
+_LONGEST_TEXT = 2000
 
 
 class Meeting:
-    def __init__(self, store: dist.Store, name: str, rank: int, size: int, patience: float = PATIENCE_SECONDS) -> None:
-        self._store = dist.PrefixStore(f"weft/{name}", store)
+    """``secret``: of the run; None where the store is torchrun's, which every process that reaches it may write to."""
+
+    def __init__(
+        self,
+        store: dist.Store | FolderStore,
+        name: str,
+        rank: int,
+        size: int,
+        patience: float = PATIENCE_SECONDS,
+        secret: bytes | None = None,
+    ) -> None:
+        self._store, self._prefix, self._secret = store, f"weft/{name}", secret
         self._rank, self._size, self._patience = rank, size, patience
         self._count = 0
         self._failed = False
@@ -27,26 +48,29 @@ class Meeting:
     def exchange(self, what: str, item: Any) -> list[Any]:
         """Every rank's item, in rank order; ``what`` names the call.
 
-        CallMismatch if they are in different calls, PeerSilent after the patience, PeerFailed as soon as a peer has failed.
+        NotExchangeable for an item that cannot travel, CallMismatch if the ranks are in different calls, PeerSilent after the
+        patience, PeerFailed as soon as a peer has failed, ForeignMessage for what no rank of this run wrote.
         """
+        message = codec.encode((what, codec.encode(item)))
         self._count += 1
-        self._store.set(f"{self._count}/{self._rank}", pickle.dumps((what, item)))
+        self._set(f"{self._count}/{self._rank}", message)
         deadline = time.monotonic() + self._patience
+        called = f"{what} (host call #{self._count})"
         found = []
         for peer in range(self._size):
-            key = f"{self._count}/{peer}"
+            key = f"{self._prefix}/{self._count}/{peer}"
             # Polled, since a wait with a timeout would make the store print a warning for each one that runs out.
             if not self._watch(lambda key=key: self._store.check([key]), deadline):
-                absent = [p for p in range(self._size) if not self._store.check([f"{self._count}/{p}"])]
-                raise PeerSilent(self._rank, absent, f"{what} (host call #{self._count})", self._patience)
-            found.append(pickle.loads(self._store.get(key)))
+                absent = [p for p in range(self._size) if not self._store.check([f"{self._prefix}/{self._count}/{p}"])]
+                raise PeerSilent(self._rank, absent, called, self._patience)
+            found.append(self._message(f"{self._count}/{peer}", peer, called))
         # Everybody has come to this meeting, so everybody has read the one before the last.
         if self._count > 2:
-            self._store.delete_key(f"{self._count - 2}/{self._rank}")
+            self._store.delete_key(f"{self._prefix}/{self._count - 2}/{self._rank}")
         calls = [call for call, _ in found]
         if any(call != what for call in calls):
-            raise CallMismatch(self._rank, self._count, calls)
-        return [item for _, item in found]
+            raise CallMismatch(self._rank, self._count, [shown(call) for call in calls])
+        return [self._decoded(item, peer, called) for peer, (_, item) in enumerate(found)]
 
     def watch(self, done: Callable[[], bool]) -> None:
         """Return once ``done()``; PeerFailed if a peer fails first."""
@@ -69,9 +93,46 @@ class Meeting:
         """Tell the peers that this rank is lost, so that they stop waiting for it."""
         if not self._failed:
             self._failed = True
-            self._store.set(f"failed/{self._rank}", message)
+            self._set(f"failed/{self._rank}", shown(" ".join(message.splitlines())).encode())
 
     def raise_if_a_peer_failed(self) -> None:
         for peer in range(self._size):
-            if peer != self._rank and self._store.check([f"failed/{peer}"]):
-                raise PeerFailed(self._rank, peer, self._store.get(f"failed/{peer}").decode())
+            if peer != self._rank and self._store.check([f"{self._prefix}/failed/{peer}"]):
+                text = self._get(f"failed/{peer}", peer, "failure").decode(errors="replace")
+                raise PeerFailed(self._rank, peer, shown(text))
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _message(self, place: str, peer: int, called: str) -> tuple[str, bytes]:
+        message = self._decoded(self._get(place, peer, called), peer, called)
+        if not (type(message) is tuple and [type(part) for part in message] == [str, bytes]):
+            raise ForeignMessage(self._rank, peer, called, "it is not the name of a call and an item")
+        return message
+
+    def _decoded(self, data: bytes, peer: int, called: str) -> Any:
+        try:
+            return codec.decode(data)
+        except codec.Malformed as error:
+            raise ForeignMessage(self._rank, peer, called, shown(str(error))) from None
+
+    def _set(self, place: str, data: bytes) -> None:
+        key = f"{self._prefix}/{place}"
+        self._store.set(key, self._mac(key, data) + data)
+
+    def _get(self, place: str, peer: int, called: str) -> bytes:
+        key = f"{self._prefix}/{place}"
+        stored = self._store.get(key)
+        length = 0 if self._secret is None else hashlib.sha256().digest_size
+        mac, data = stored[:length], stored[length:]
+        if not hmac.compare_digest(mac, self._mac(key, data)):
+            raise ForeignMessage(self._rank, peer, called, "it does not carry this run's secret")
+        return data
+
+    def _mac(self, key: str, data: bytes) -> bytes:
+        return b"" if self._secret is None else hmac.digest(self._secret, key.encode() + b"\0" + data, hashlib.sha256)
+
+
+def shown(text: str) -> str:
+    """The text of another process, fit for a terminal: control characters escaped, and not too long."""
+    cut = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -182,7 +182,11 @@ class Team:
         self._platform.synchronize()
 
     def exchange(self, item: Any) -> list[Any]:
-        """Every rank's ``item`` (picklable), in rank order. Collective."""
+        """Every rank's ``item``, in rank order. Collective.
+
+        item  None, bool, int, float, str, bytes, list, tuple, dict, torch.dtype, a tensor (which arrives in CPU memory), or an
+              instance of a dataclass, NamedTuple or Enum marked ``@weft.exchangeable``. NotExchangeable for all else
+        """
         self._check_open("exchange()")
         return self._platform.exchange("exchange", item)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.runtime import capabilities
+from weft.runtime import capabilities, codec
 from weft.runtime.copying import at_peer, check_copy
 from weft.runtime.view import RECORD_WORDS
 from weft.simulator.machine import Machine
@@ -60,7 +60,12 @@ class VirtualPlatform:
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._cluster.heaps[self._team, peer]
 
-    def exchange(self, what: str, item: Any, streams: bool = False) -> list[Any]:
+    def exchange(self, what: str, item: Any) -> list[Any]:
+        # The same bytes as between processes: what they would not carry is refused here too, and every rank gets a copy.
+        return [codec.decode(data) for data in self.meet(what, codec.encode(item))]
+
+    def meet(self, what: str, item: Any, streams: bool = False) -> list[Any]:
+        """Every rank's item as it is. ``streams``: it is the work of the main streams that meets."""
         self._meetings += 1
         meeting = f"{self._team}'s {what} (meeting {self._meetings})"
         return self._machine.exchange(meeting, item, self._members, streams)
@@ -174,7 +179,7 @@ class HostLibrary:
 
     def _exchange(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
         # A copy, since a rank that is ahead may write to x before the others have read it.
-        return self._platform.exchange(what, x.detach().clone(), streams=True)
+        return self._platform.meet(what, x.detach().clone(), streams=True)
 
     @staticmethod
     def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

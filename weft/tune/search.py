@@ -37,6 +37,7 @@ from weft.bench.runner import Bench
 from weft.bench.shapes import Shape
 from weft.errors import WeftError
 from weft.ops import barrier, tuned
+from weft.runtime.codec import exchangeable
 from weft.tune import spaces, timing
 from weft.tune.spaces import Config
 
@@ -70,6 +71,7 @@ class TunePlan:
         return self.op + (spaces.OWN_FIRST if self.own_first else "")
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One shape: its row, or the reason why there is none. ``dropped``: (candidate, why). ``times``: µs of all that ran."""

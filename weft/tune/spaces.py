@@ -20,6 +20,7 @@ from weft.bench.shapes import COLLECTIVES
 from weft.ops import dispatch, gemm_config, skinny_config
 from weft.ops.gemm_config import GemmConfig
 from weft.runtime import cublaslt
+from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ CLUSTERS, CUSTOMS = (2, 3, 4, 5, 6, 8), range(10)
 QUICK_PLANS = ((512, 1, 32), (1024, 2, 32), (2048, 4, 4), (4096, 4, 4), (4096, 8, 2), (4096, 8, 4), (8192, 16, 2))
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveConfig:
     """An algorithm of ``weft.ops.dispatch`` and the fields of its Plan."""
@@ -103,6 +105,7 @@ class CollectiveConfig:
         return dispatch.Plan(**fields)
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyConfig:
     """Copy engines, and the fields of their CopyPlan."""

@@ -25,6 +25,7 @@ from weft.bench.report import Row
 from weft.bench.shapes import Shape
 from weft.engine import Engine
 from weft.engine.params import SamplingParams
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -201,6 +202,7 @@ def providers(modes: Sequence[str]) -> tuple[Provider, ...]:
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
     """Seconds of one round on one rank."""

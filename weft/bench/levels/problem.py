@@ -16,6 +16,7 @@ from weft.bench.levels.sessions import TorchSession, build, in_mode, shard_of
 from weft.bench.levels.steps import is_decode
 from weft.bench.problem import COLD_BYTES, DTYPES, Verdict
 from weft.bench.providers import Attempt
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.bench.levels.plan import LevelPlan
@@ -33,6 +34,7 @@ LAYER_LIMIT = {"bf16": 0.02, "fp16": 0.004, "fp32": 1e-4}
 NOISE_FACTOR, NOISE_ROWS = 2.0, 2
 
 
+@exchangeable
 class Choice(NamedTuple):
     """This rank's largest logit, the word that was chosen, and its logit if it is one of this rank's."""
 

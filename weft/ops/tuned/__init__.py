@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from weft.ops.remembered import forget, remembered
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -41,6 +42,7 @@ SHARED_K = ("matmul_reduce_scatter", "matmul_all_reduce")
 AGREED = ("design", "block_m", "block_n", "group", "chunks")
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """The best of the candidates at one shape.

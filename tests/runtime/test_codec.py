@@ -1,0 +1,227 @@
+"""What ranks tell each other survives the way as it was, or is refused by name; bytes of others never get further."""
+
+import collections
+import enum
+import math
+import pickle
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.engine.params import SamplingParams
+from weft.errors import NotExchangeable
+from weft.ops.gemm_config import GemmConfig
+from weft.runtime import codec
+
+
+@weft.exchangeable
+class Pair(NamedTuple):
+    x: int
+    y: object = None
+
+
+@weft.exchangeable
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@weft.exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    x: float
+    more: dict = field(default_factory=dict)
+
+
+class Stranger(NamedTuple):
+    x: int
+
+
+class Sub(dict):
+    pass
+
+
+def there_and_back(value):
+    return codec.decode(codec.encode(value))
+
+
+def same(a, b):
+    """Equal, of the same types all the way down; NaN is itself, and 0.0 is not -0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    return a == b
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+keys = plain | st.tuples(plain, plain)
+values = st.recursive(
+    plain, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner), max_leaves=20
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values)
+def test_plain_values_come_back_as_they_were(value):
+    assert same(there_and_back(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        -(1 << 63), 1 << 63, -(1 << 64), 10**400, -0.0, math.nan, math.inf, "\ud800", "\0ä", b"\0", (), [], {},
+        list(range(1000)), [*range(20), 1 << 63], [*range(20), True], {True: 1, "1": 2, (1, (2,)): [3]},
+        torch.Size((2, 3)), torch.bfloat16, Pair(1, [Pair(2)]), Colour.RED, Point(x=1.0, more={Colour.RED: Pair(1)}),
+        GemmConfig(block_m=64, block_n=128, block_k=32), SamplingParams(temperature=0.5, stop=("a",), stop_token_ids=(3, 1)),
+    ],
+    ids=lambda value: repr(value)[:40],
+)  # fmt: skip
+def test_each_kind_of_value_comes_back_as_it_was(value):
+    assert same(there_and_back(value), value)
+
+
+@pytest.mark.parametrize("name", sorted(codec._DTYPES))
+def test_tensors_come_back_bit_for_bit(name):
+    dtype = codec._DTYPES[name]
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * dtype.itemsize,), generator=generator).to(
+        torch.uint8
+    )
+    x = raw.view(dtype)
+    for tensor in (x, x.view(2, 3).t(), x[::2], x[3], x[:0].view(0, 7)):
+        found = there_and_back({"x": tensor})["x"]
+        assert found.dtype == dtype and found.shape == tensor.shape and found.is_contiguous()
+        flat = [t.contiguous().view(-1).view(torch.uint8) for t in (found, tensor)]
+        assert torch.equal(*flat)
+
+
+def test_a_parameter_travels_as_a_tensor_and_shares_nothing():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    found = there_and_back(parameter)
+    assert type(found) is torch.Tensor and not found.requires_grad
+    found.zero_()
+    assert parameter.tolist() == [1, 1]
+
+
+def nested(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+looped = []
+looped.append(looped)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"loss": [numpy.float64(1.0)]}, r"item\['loss'\]\[0\] is of type numpy.float64, .*; pass x.item\(\)"),
+        (numpy.int64(1), "item is of type numpy.int64, .*; pass x.item()"),
+        (numpy.zeros(2), r"numpy.ndarray, .*; pass torch.from_numpy\(x\)"),
+        ((1, {2}), r"item\[1\] is of type set, .*; pass sorted\(x\), a list"),
+        (Stranger(1), r"Stranger, .*; decorate class Stranger with @weft.exchangeable"),
+        (Pair(1, Stranger(1)), r"item.y is of type .*Stranger"),
+        ({Stranger(1): 2}, r"item \(the key a Stranger\) is of type"),
+        (Sub(), r"Sub, .*; pass dict\(x\)"),
+        (collections.OrderedDict(), r"OrderedDict, .*; pass dict\(x\)"),
+        (object(), "item is of type object, and ranks exchange data only; pass None, bool"),
+        (print, "builtin_function_or_method"),
+        (1j, "complex"),
+        (ValueError("x"), "ValueError"),
+        (torch.zeros(2, device="meta"), "is a torch.strided tensor of torch.float32 on meta, .*; pass a dense one"),
+        (torch.zeros(2).to_sparse(), "is a torch.sparse_coo tensor"),
+        ({torch.zeros(2): 1}, "has a tensor for a key"),
+        (nested(100), r"lies more than 64 levels deep"),
+        (looped, r"^item(\[0\])+…(\[0\])+ lies more than 64 levels deep"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_all_else_is_refused_by_name_and_place(value, said):
+    with pytest.raises(NotExchangeable, match=said) as caught:
+        codec.encode(value)
+    assert isinstance(caught.value, TypeError) and "\n" not in str(caught.value) and len(str(caught.value)) < 350
+
+
+def test_too_much_is_refused(monkeypatch):
+    monkeypatch.setattr(codec, "MAX_BYTES", 1000)
+    for value in (b"x" * 1001, [b"x" * 500] * 2):
+        with pytest.raises(NotExchangeable, match="bytes.* at most 1,000"):
+            codec.encode(value)
+
+
+@pytest.mark.parametrize("cls", [int, Sub, enum.Flag("F", "A B"), "x"], ids=str)
+def test_only_data_classes_can_be_marked(cls):
+    with pytest.raises((ValueError, TypeError)):
+        weft.exchangeable(cls)
+
+
+def test_a_class_with_a_derived_field_cannot_be_marked():
+    @dataclass
+    class Derived:
+        x: int = field(init=False)
+
+    with pytest.raises(ValueError, match="field x has init=False"):
+        weft.exchangeable(Derived)
+
+
+SAMPLE = codec.encode({"a": [1, 2.5, "x", b"y", None, 1 << 70], "t": torch.ones(2, 3), "p": (Pair(1), Colour.RED)})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_malformed_bytes_give_a_value_or_one_clear_error(data):
+    damaged = bytearray(SAMPLE)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    damaged = bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
+    for message in (damaged, codec._MAGIC + damaged[data.draw(st.integers(0, 20)) :]):
+        try:
+            codec.decode(message)
+        except codec.Malformed as error:
+            assert "\n" not in str(error) and len(str(error)) < 300
+
+
+def word(number):
+    return number.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "ends in the middle"),
+        (b"l" + word(0xFFFFFFFF), "ends in the middle"),
+        (b"b" + word(1 << 31) + b"x", "ends in the middle"),
+        (b"NN", "1 bytes follow its end"),
+        (b"?", "marks no kind of value"),
+        (b"l\x01\0\0\0" * 1000 + b"N", "more than 64 levels"),
+        (b"d" + word(1) + b"l" + word(0) + b"N", "unhashable"),
+        (b"x" + word(5) + b"int32" + b"\x01" + (1 << 62).to_bytes(8, "little") + word(0), "are no tensor of"),
+        (b"x" + word(5) + b"int32" + b"\x01" + b"\xff" * 8 + word(0), "are no tensor of"),
+        (b"x" + word(6) + b"system" + b"\0" + word(0), "KeyError: 'system'"),
+        (b"o" + word(9) + b"os.system" + word(1) + b"s" + word(4) + b"true", "'os.system', which this rank has not marked"),
+        (b"e" + word(9) + b"os.system" + b"N", "which this rank has not marked"),
+        (b"a" + word(7) + b"1234567", "ValueError"),
+        (codec.encode(GemmConfig(block_m=64, block_n=64, block_k=64))[5:].replace(b"\x40", b"\x41", 1), "power of two"),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_what_is_wrong_with_a_message_is_said(body, said):
+    with pytest.raises(codec.Malformed, match=said):
+        codec.decode(codec._MAGIC + body)
+
+
+def test_a_pickle_is_not_a_message():
+    with pytest.raises(codec.Malformed, match="does not begin as a message of this version of weft"):
+        codec.decode(pickle.dumps(1))

@@ -1,0 +1,99 @@
+"""TPMLP and TPAttention of random modules: a prefill of ragged prompts, then two decode steps, in each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import weft
+from weft.layers import TPMLP, PagedCache, Step, TPAttention, choose_plan, rotary_angles
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE = 64, 8, 4, 16, 16
+ANGLES = rotary_angles(64, HEAD_DIM, 50.0, torch.device("cpu"))
+CONFIG = SimpleNamespace(
+    hidden_size=HIDDEN,
+    intermediate_size=96,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    rms_norm_eps=1e-6,
+)
+# (mode, fused kernels); "gemm_ar" with fused kernels defers the sum over the ranks to the norm that follows.
+PLANS = (("torch", False), ("gemm_ar", False), ("gemm_ar", True), ("ag_rs", False), ("ag_rs", True))
+
+
+def linear(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
+    layer.weight.data = (0.3 * torch.randn((rows, columns), generator=generator)).to(dtype)
+    return layer.requires_grad_(False)
+
+
+class MLP(nn.Module):
+    """What TPMLP.from_module takes."""
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (linear(96, HIDDEN, generator, dtype) for _ in range(2))
+        self.down_proj = linear(HIDDEN, 96, generator, dtype)
+        self.act_fn = nn.SiLU()
+
+
+def modules(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """An MLP and an attention as Qwen3 has them."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    generator = torch.Generator().manual_seed(5)
+    full = modeling_qwen3.Qwen3Config(
+        **vars(CONFIG), num_hidden_layers=1, rope_parameters={"rope_type": "default", "rope_theta": 50.0}
+    )
+    attention = modeling_qwen3.Qwen3Attention(full, layer_idx=0).to(dtype).requires_grad_(False)
+    for weight in attention.parameters():
+        weight.data = (0.3 * torch.randn(weight.shape, generator=generator)).to(dtype)
+    return MLP(generator, dtype), attention, full
+
+
+def share(x: torch.Tensor, team: Any, mode: str) -> torch.Tensor:
+    """The tokens that this rank is given."""
+    if mode != "ag_rs":
+        return x
+    return nn.functional.pad(x, (0, 0, 0, -len(x) % team.size)).chunk(team.size)[team.rank]
+
+
+def run(team: Any, mode: str, fused: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    mlp, attention, config = modules(dtype)
+    tp_mlp = TPMLP.from_module(mlp, team, mode)
+    tp_attention = TPAttention.from_module(attention, config, team, mode)
+    generator = torch.Generator().manual_seed(9)
+    lengths = (5, 20, 1)
+    pages = 1 + torch.randperm(6, generator=generator).to(torch.int32).view(3, 2)
+    cache = PagedCache(1, 7, tp_attention.num_kv_heads, PAGE, HEAD_DIM, dtype=dtype, device="cpu").layer(0)
+
+    def plan(tokens: int) -> Any:
+        return choose_plan(mode, tokens, hidden_size=HIDDEN, dtype=dtype, team=team, fused=fused)
+
+    def both(x: torch.Tensor, step: Step) -> list[torch.Tensor]:
+        mine = share(x, team, mode)
+        return [tp_attention(mine, step, cache), tp_mlp(mine, step.plan)]
+
+    x = torch.randn((sum(lengths), HIDDEN), generator=generator).to(dtype)
+    group = tp_attention.num_heads // tp_attention.num_kv_heads
+    spans = [(0, length) for length in lengths]
+    found = both(x, Step.prefill(spans, pages, PAGE, ANGLES, plan(len(x)), group, dtype))
+    for step in range(2):
+        x = torch.randn((4, HIDDEN), generator=generator).to(dtype)
+        positions = torch.tensor([*(length + step for length in lengths), -1])
+        table = torch.cat((pages, torch.zeros(1, 2, dtype=torch.int32)))
+        found += both(x, Step.decode(positions, table, PAGE, ANGLES, plan(4), tp_attention.num_kv_heads))
+    return [*found, *cache]
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for world_size in (1, 2, 4):
+        for mode, fused in PLANS:
+            for dtype in (torch.float32, torch.bfloat16):
+                name = f"layers/{mode}{'-fused' if fused else ''}-{str(dtype).removeprefix('torch.')}-W{world_size}"
+                yield name, lambda w=world_size, args=(mode, fused, dtype): weft.simulate(run, w, args=args)

@@ -1,6 +1,8 @@
 """Checkpoints as transformers 4.x and 5.x write them are read; a bad one gives one clear line."""
 
 import json
+import logging
+import math
 import shutil
 
 import pytest
@@ -11,6 +13,7 @@ import weft
 from tests.teacher_forced import all_logits
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config, Qwen3ForCausalLM
+from weft.models.generation import KEYS, GenerationDefaults
 
 
 @pytest.fixture
@@ -81,8 +84,67 @@ def test_a_config_of_transformers_4_is_read(make_checkpoint):
     assert Qwen3Config.from_dict(old) == Qwen3Config.from_dict(new)
     assert Qwen3Config.from_dict(old).rope_theta == 50.0
     assert Qwen3Config.from_dict(old).dtype == torch.float32
-    # An empty extension beside it takes nothing from it.
-    assert Qwen3Config.from_dict(new | {"rope_scaling": {"type": "default"}}) == Qwen3Config.from_dict(new)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 70.0},
+        {"rope_parameters": {"rope_theta": 60}, "rope_theta": 70.0},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": None},
+        # Beside rope_parameters, rope_scaling replaces them, and their theta with them.
+        {"rope_scaling": {"type": "default"}},
+        {"rope_scaling": {"type": "default"}, "rope_theta": 70.0},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 80.0}},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 80.0}, "rope_parameters": YARN},
+        {"rope_scaling": {}},
+        {"num_key_value_heads": None},
+        {"dtype": "bfloat16", "torch_dtype": "float16"},
+        {"layer_types": ["full_attention"] * 3, "max_window_layers": 1, "sliding_window": 4096},
+        {"layer_types": ["attention"] * 3},
+        {"use_cache": False, "temperature": 0.5, "top_k": 3, "_a_note": 5, "a_new_key": None, "id2label": {"0": "a"}},
+    ],
+    ids=str,
+)
+def test_a_config_means_what_it_means_to_transformers(make_checkpoint, changes):
+    import transformers
+
+    content = make_checkpoint()[1].config.to_dict() | changes
+    found, theirs = Qwen3Config.from_dict(content), transformers.Qwen3Config(**copy_of(content))
+    assert theirs.rope_parameters["rope_type"] == "default" and set(theirs.layer_types) == {"full_attention"}
+    assert found.rope_theta == theirs.rope_parameters["rope_theta"]
+    for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "dtype", "vocab_size"):
+        assert getattr(found, name) == getattr(theirs, name)
+
+
+def copy_of(content):
+    """transformers writes into what it is given."""
+    return json.loads(json.dumps({name: value for name, value in content.items()}))
+
+
+def test_absent_keys_are_what_transformers_assumes():
+    import transformers
+
+    content = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    content |= {"num_hidden_layers": 2, "num_attention_heads": 64}
+    found, theirs = Qwen3Config.from_dict(content), transformers.Qwen3Config(**copy_of(content))
+    assert found.rope_theta == theirs.rope_parameters["rope_theta"]
+    for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"):
+        assert getattr(found, name) == getattr(theirs, name)
+
+
+def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
+    import transformers
+
+    content = make_checkpoint()[1].config.to_dict()
+    assert Qwen3Config.from_dict(transformers.PreTrainedConfig().to_dict() | content).vocab_size == 257
+    generation = {name: 1 for name in transformers.GenerationConfig().to_dict() if name != "eos_token_id"}
+    # Each has a rule: it is read, it changes nothing, or it is named as not used.
+    assert not [name for name in generation if name not in KEYS and not name.startswith("_")]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +166,42 @@ def test_a_config_of_transformers_4_is_read(make_checkpoint):
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is not true or false"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
+        (
+            {"layer_types": ["sliding_attention"]},
+            r"layer_types\[0\]='sliding_attention' is not supported; .*'full_attention'",
+        ),
+        ({"layer_types": ["full_attention"] * 2}, "is not a list of num_hidden_layers=1"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention' is not a list"),
+        ({"is_causal": False}, "is_causal=False is not supported; weft runs Qwen3 with True"),
+        ({"is_causal": None}, "is_causal=None is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 7}}},
+            "rope_parameters has an object under 'full_attention'",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "factor": 4}}, "rope_parameters: factor=4 is not supported"),
+        (
+            {"rope_parameters": {"rope_theta": 5, "mscale": 4}},
+            "rope_parameters: mscale=4 is a key that weft does not know",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: type='linear' is not supported"),
+        ({"rope_scaling": {"type": "default"}, "rope_theta": None}, "rope_theta=None is not a positive number"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5 is a key that weft does not know; where it changes nothing"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config={.*} is a key that weft does not know"),
+        ({"a" * 5000: "b" * 5000}, r"config.json: a{199}\.\.='?b"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf is not a positive number that is finite"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True is not a positive number"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan is not a positive number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=10+... is not a positive number"),
+        ({"rope_parameters": {"rope_theta": math.inf}}, "rope_theta=inf is not a positive number that is finite"),
+        ({"rope_parameters": {"rope_theta": True}}, "rope_theta=True is not a positive number"),
+        ({"head_dim": 0}, "head_dim=0 is not a positive integer"),
+        ({"head_dim": None}, "head_dim=None is not a positive integer"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not a positive integer"),
+        ({"vocab_size": 1 << 40}, r"vocab_size=1099511627776 is not a positive integer below 2\*\*31"),
+        ({"dtype": {"": "float32"}}, "dtype={'': 'float32'} is not supported"),
         ({"intermediate_size": 64}, r"gate_proj.weight has shape \(96, 48\), but config.json asks for \(64, 48\)"),
     ],
 )
@@ -112,7 +210,116 @@ def test_a_config_that_weft_cannot_run_is_refused(copy, changes, message):
     edit(**changes)
     with pytest.raises(CheckpointError, match=message) as caught:
         load(directory)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def rewrite(directory, change):
+    """All tensors in one file, after `change` of their dictionary; without the index."""
+    tensors = {
+        name: tensor for path in directory.glob("model-*.safetensors") for name, tensor in load_file(path).items()
+    }
+    for path in directory.glob("model*"):
+        path.unlink()
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def transformers_logits(directory, tokens, **options):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    with torch.no_grad():
+        return model(tokens).logits, model
+
+
+TOKENS = torch.tensor([[3, 200, 41, 7, 0]])
+
+
+def logits_of(directory):
+    return load(directory, 1, dtype=torch.float32)[0], weft.simulate(
+        lambda team: all_logits(Qwen3ForCausalLM.from_pretrained(directory, team, mode="torch"), TOKENS), 1
+    )[0]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_config_beside_a_head_is_what_transformers_makes_of_it(copy, equal):
+    directory, edit = copy
+    edit(tie_word_embeddings=True)
+
+    def change(tensors):
+        if equal:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    rewrite(directory, change)
+    model, found = logits_of(directory)
+    expected, theirs = transformers_logits(directory, TOKENS)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (theirs.lm_head.weight is theirs.model.embed_tokens.weight) == equal
+    assert (model.lm_head.weight is model.embed_tokens.weight) == equal
+
+
+def test_of_a_whole_file_and_an_index_the_whole_file_is_read(copy):
+    directory, _ = copy
+    tensors = {
+        name: tensor for path in directory.glob("model-*.safetensors") for name, tensor in load_file(path).items()
+    }
+    tensors["model.norm.weight"] = -2 * tensors["model.norm.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _, found = logits_of(directory)
+    torch.testing.assert_close(found, transformers_logits(directory, TOKENS)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_without_a_dtype_it_is_that_of_the_weights(copy, dtype):
+    directory, edit = copy
+    edit(dtype=None)
+    rewrite(directory, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
+    assert Qwen3Config.of(Checkpoint(directory)).dtype == dtype
+    assert transformers_logits(directory, TOKENS)[1].dtype == dtype
+    assert {weight.dtype for weight in load(directory)[1].parameters()} == {dtype}
+
+
+def test_an_adapter_beside_the_weights_is_refused(copy):
+    directory, _ = copy
+    (directory / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match="adapter_config.json names an adapter, which weft does not apply; merge it"
+    ):
+        Checkpoint(directory)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_named_in_one_line(copy, caplog, value):
+    directory, _ = copy
+
+    def change(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"][-1, -1] = value  # of the last rank
+        tensors["model.layers.0.mlp.down_proj.weight"].fill_(3e38)  # finite, and their sum is not
+
+    rewrite(directory, change)
+    load(directory, 2)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "weft"]
+    expected = "NaN or infinite weights in float32, so answers mean nothing: model.layers.0.mlp.up_proj.weight"
+    assert line == f"{directory}: {expected}"
+
+
+def test_weights_that_are_too_large_for_the_dtype_asked_for_are_named(copy, caplog):
+    directory, _ = copy
+    rewrite(directory, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    load(directory)
+    assert not caplog.records
+    load(directory, dtype=torch.float16)
+    assert "NaN or infinite weights in float16, so answers mean nothing: model.norm.weight" in caplog.text
+
+
+def test_tensors_that_the_model_does_not_have_are_named(copy, caplog):
+    directory, _ = copy
+    extra = {f"model.layers.0.self_attn.{name}_proj.bias": torch.ones(4) for name in "qkvo"}
+    rewrite(directory, lambda tensors: tensors.update(extra | {"model.rotary_emb.inv_freq": torch.ones(8)}))
+    load(directory)
+    [record] = caplog.records
+    assert "does not use: model.layers.0.self_attn.k_proj.bias, " in record.getMessage()
+    assert record.getMessage().endswith(" and 1 more") and record.levelno == logging.WARNING
 
 
 def remove_directory(directory):
@@ -216,3 +423,36 @@ def test_end_of_sequence_ids_that_could_never_come_are_refused(copy, wrong):
         expected = f"{directory / name}: eos_token_id={wrong!r} is not a token id or a list of them"
         assert str(caught.value) == expected
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+
+
+QWEN3 = {"bos_token_id": 1, "do_sample": True, "eos_token_id": [2, 1], "pad_token_id": 1, "temperature": 0.6}
+QWEN3 |= {"top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}
+
+
+@pytest.mark.parametrize(
+    ("content", "temperature", "top_p", "unused"),
+    [
+        ({}, 0.0, 1.0, []),
+        (QWEN3, 0.6, 0.95, ["top_k=20"]),
+        (QWEN3 | {"top_k": 0}, 0.6, 0.95, []),
+        (QWEN3 | {"do_sample": False}, 0.0, 1.0, []),
+        ({"temperature": 0.5, "top_p": 0.5, "min_p": 0.1}, 0.0, 1.0, []),  # not drawn
+        ({"do_sample": True}, 1.0, 1.0, ["top_k=50 (transformers' default)"]),
+        ({"repetition_penalty": 1.05, "max_length": 20}, 0.0, 1.0, ["repetition_penalty=1.05", "max_length=20"]),
+        ({"repetition_penalty": 1.0, "min_length": 0, "num_beams": 1, "use_cache": False}, 0.0, 1.0, []),
+        ({"num_beams": 4, "a_key_of_tomorrow": 7}, 0.0, 1.0, ["num_beams=4", "a_key_of_tomorrow=7"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_defaults_of_a_generation_config_are_read_or_named(content, temperature, top_p, unused):
+    found = GenerationDefaults.from_dict(content)
+    assert (found.temperature, found.top_p, list(found.unused)) == (temperature, top_p, unused)
+
+
+def test_a_config_of_old_holds_the_defaults_where_nothing_else_does(copy):
+    directory, edit = copy
+    edit(do_sample=True, temperature=0.5, top_k=0, max_new_tokens=9, is_causal=True)
+    assert Checkpoint(directory).generation_defaults().temperature == 0.0  # there is a generation_config.json
+    (directory / "generation_config.json").unlink()
+    found = Checkpoint(directory).generation_defaults()
+    assert found == GenerationDefaults(temperature=0.5, max_new_tokens=9)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.errors import CheckpointError
 from weft.layers.shard import Shard
+from weft.models.generation import GenerationDefaults
 
-# As safetensors names them. Integers and floats of 8 bits mean something only beside scales, which nobody here reads.
-DTYPES = ("F64", "F32", "F16", "BF16")
+# safetensors' names and torch's. Integers and floats of 8 bits mean something only beside scales, which weft does not read.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+COMPARED_ROWS = 8192
 
 Progress = Callable[[int, int], None]
 """progress(bytes read so far, bytes to read), of this rank."""
@@ -52,7 +55,12 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.directory}: no such directory; pass one with config.json and *.safetensors in it"
             )
+        if (self.directory / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{self.directory}: adapter_config.json names an adapter, which weft does not apply; merge it into the weights"
+            )
         self.config = self.read_json("config.json")
+        self._tensors: dict[str, Any] | None = None
 
     def read_json(self, name: str) -> dict[str, Any]:
         try:
@@ -76,11 +84,45 @@ class Checkpoint:
             )
         return frozenset(ids)
 
-    def load(self, shards: Mapping[str, Shard], progress: Progress | None = None) -> None:
-        """Fills every shard from the tensor of the same name. Tensors that no shard asks for are left alone."""
-        files = self._open_files()
+    def generation_defaults(self) -> GenerationDefaults:
+        """Sampling defaults from generation_config.json, or else config.json, where transformers 4.x had them once."""
+        name = "generation_config.json"
+        there = (self.directory / name).exists()
+        return GenerationDefaults.from_dict(self.read_json(name) if there else self.config, legacy=not there)
+
+    def dtype(self) -> str:
+        """Data type of the first weight that is not quantized, as torch names it."""
+        for name, file in self._files().items():
+            if (dtype := file.get_slice(name).get_dtype()) in DTYPES:
+                return DTYPES[dtype]
+        raise CheckpointError(
+            f"{self.directory}: no tensor of {', '.join(DTYPES)} in it; take one that was not quantized"
+        )
+
+    def differ(self, one: str, other: str) -> bool:
+        """True where both tensors are there and are not equal. Reads them, a part at a time."""
+        files = self._files()
+        if one not in files or other not in files:
+            return False
+        parts = [files[name].get_slice(name) for name in (one, other)]
+        if parts[0].get_shape() != parts[1].get_shape() or parts[0].get_dtype() != parts[1].get_dtype():
+            return True
+        starts = range(0, (parts[0].get_shape() or [0])[0], COMPARED_ROWS)
+        return not all(torch.equal(*(part[start : start + COMPARED_ROWS] for part in parts)) for start in starts)
+
+    def unused(self, names: Collection[str]) -> list[str]:
+        """Tensors in the checkpoint beside `names`, but for a table that older checkpoints keep."""
+        return [name for name in self._files() if name not in names and not name.endswith("rotary_emb.inv_freq")]
+
+    def load(self, shards: Mapping[str, Shard], progress: Progress | None = None) -> list[str]:
+        """Fills every shard from the tensor of the same name. Tensors that no shard asks for are left alone.
+
+        Returns the names of those of which this rank has a part that is NaN or infinite.
+        """
+        files = self._files()
         total = sum(shard.target.nbytes for shard in shards.values())
         done = 0
+        sums: list[torch.Tensor] = []
         for name, shard in shards.items():
             if name not in files:
                 raise CheckpointError(f"{self.directory}: tensor {name} is missing; the checkpoint is not complete")
@@ -95,13 +137,26 @@ class Checkpoint:
                     f"{self.directory}: tensor {name} is of {dtype}, so it has been quantized; weft reads {', '.join(DTYPES)}"
                 )
             shard.copy_from(tensor)
+            # A GPU adds up 65 GB in 20 ms, beside the reading. A sum is NaN or infinite where a summand is.
+            sums.append(shard.target.sum(dtype=torch.float32))
             done += shard.target.nbytes
             if progress is not None:
                 progress(done, total)
+        odd = torch.stack(sums).isfinite().logical_not().tolist() if sums else []
+        # Finite values may have an infinite sum.
+        return [name for name, odd in zip(shards, odd, strict=True) if odd and not shards[name].target.isfinite().all()]
+
+    def _files(self) -> dict[str, Any]:
+        if self._tensors is None:
+            self._tensors = self._open_files()
+        return self._tensors
 
     def _open_files(self) -> dict[str, Any]:
         """Tensor name → the open file that holds it."""
-        if (self.directory / "model.safetensors.index.json").exists():
+        # Of both transformers takes the one file.
+        if (self.directory / "model.safetensors").exists():
+            names = ["model.safetensors"]
+        elif (self.directory / "model.safetensors.index.json").exists():
             weight_map = self.read_json("model.safetensors.index.json").get("weight_map")
             if not isinstance(weight_map, dict):
                 raise CheckpointError(
@@ -112,8 +167,6 @@ class Checkpoint:
                     f"{self.directory}: model.safetensors.index.json has {wrong[0]!r} for a file's name; download it again"
                 )
             names = sorted(set(weight_map.values()))
-        elif (self.directory / "model.safetensors").exists():
-            names = ["model.safetensors"]
         else:
             raise CheckpointError(f"{self.directory}: no model.safetensors and no model.safetensors.index.json in it")
         return {tensor: file for name in names for file in [self._open(name)] for tensor in file.keys()}  # noqa: SIM118

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weft.errors import CheckpointError
+from weft.models import generation
+from weft.models.checkpoint import Checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -21,6 +24,67 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, 8, False),
     "qwen3-14b": (5120, 17408, 40, 40, 8, False),
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
+}
+
+# Keys of config.json that change nothing that weft computes, by the reason. So does each that begins with "_" or is null.
+WITHOUT_EFFECT = {
+    "naming": ("architectures", "finetuning_task", "is_decoder", "name_or_path", "transformers_version"),
+    "provenance": ("unsloth_fixed", "unsloth_version"),
+    "training": ("attention_dropout", "gradient_checkpointing", "initializer_range", "loss_type"),
+    "outputs": (
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "tie_last_hidden_states",
+        "torchscript",
+        "use_return_dict",
+    ),
+    "classification": ("id2label", "label2id", "num_labels", "problem_type"),
+    "pipelines": ("task_specific_params",),
+    "tokenizer": (
+        "bos_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "mask_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "tokenizer_class",
+        "unk_token_id",
+    ),
+    "speed": ("attn_implementation", "pretraining_tp", "use_bfloat16", "use_cache"),
+    "window": ("max_window_layers", "sliding_window"),  # read where use_sliding_window is true, which is refused
+    "other frameworks": ("tf_legacy_loss", "transformers.js_config"),
+}
+KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
+
+# Keys that weft reads, eos_token_id in Checkpoint.
+READ = {
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
+    *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "layer_types", "eos_token_id"),
+}
+
+# Keys that may have the values that a dense Qwen3 has, and no others.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),  # two names of one function
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "qkv_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": ({}, None),
+    "chunk_size_feed_forward": (0, None),
+    "partial_rotary_factor": (1.0, None),
+}
+ROPE_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "rope_type": ("default",),
+    "type": ("default",),  # of transformers 4.x
+    "factor": (1.0, None),
+    "attention_factor": (1.0, None),
+    "partial_rotary_factor": (1.0, None),
 }
 
 # qwen3-0.6b takes a minute for two tokens on two simulated ranks, and qwen3-32b 64 GB.
@@ -75,65 +139,134 @@ class Qwen3Config:
         )
 
     @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Qwen3Config:
+        """Configuration of a checkpoint, with what its weights say where config.json is silent or contradicts them.
+
+        As transformers 5 reads it: without a dtype that of the first weight, and an lm_head.weight that differs from the
+        embedding is a head of its own, whatever tie_word_embeddings says.
+        """
+        content = checkpoint.config
+        if content.get("dtype") is None and content.get("torch_dtype") is None:
+            content = {**content, "dtype": checkpoint.dtype()}
+        config = cls.from_dict(content)
+        if config.tie_word_embeddings and checkpoint.differ("model.embed_tokens.weight", "lm_head.weight"):
+            return replace(config, tie_word_embeddings=False)
+        return config
+
+    @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Qwen3Config:
-        """Reads a config.json of transformers 4.x or 5.x. CheckpointError (a ValueError) for any but a dense Qwen3."""
+        """Reads a config.json of transformers 4.x or 5.x. CheckpointError (a ValueError) for any but a dense Qwen3, and for a
+        key or a value that weft does not know. bfloat16 where it names no dtype."""
         if (model_type := content.get("model_type")) != "qwen3":
-            raise CheckpointError(f"config.json: model_type={model_type!r} is not supported; weft runs 'qwen3'")
+            raise CheckpointError(f"config.json: model_type={_quoted(model_type)} is not supported; weft runs 'qwen3'")
         if quantization := content.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise CheckpointError(
-                f"config.json: quantization_config with quant_method={method!r} is not supported; weft runs weights of "
+                f"config.json: quantization_config with quant_method={_quoted(method)} is not supported; weft runs weights of "
                 f"{', '.join(DTYPES)}: take the checkpoint that was not quantized"
             )
-        # 5.x keeps theta and the type in rope_parameters, 4.x has rope_theta beside a rope_scaling that is mostly null. Where
-        # it is not, it counts in 5.x too: Qwen's model cards say to add one.
-        parameters, scaling = (content.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-        for name, rope in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-            if not isinstance(rope, Mapping):
-                raise CheckpointError(f"config.json: {name}={rope!r} is not an object")
-        types = [rope.get("rope_type", rope.get("type", "default")) for rope in (scaling, parameters)]
-        rope_type = next((found for found in types if found != "default"), "default")
-        for name, value, supported in (
-            ("rope_type", rope_type, "default"),
-            ("hidden_act", content.get("hidden_act", "silu"), "silu"),
-            ("attention_bias", content.get("attention_bias", False), False),
-            ("use_sliding_window", content.get("use_sliding_window", False), False),
-        ):
-            if value != supported:
+        _check_values("", content, SUPPORTED)
+        for name, value in content.items():
+            known = name in READ or name in KNOWN or name in SUPPORTED or name in generation.KEYS
+            if not known and value is not None and not name.startswith("_"):
                 raise CheckpointError(
-                    f"config.json: {name}={value!r} is not supported; weft runs Qwen3 with {supported!r}"
+                    f"config.json: {_quoted(name)[1:-1]}={_quoted(value)} is a key that weft does not know; where it changes "
+                    f"nothing of a dense Qwen3, remove it from config.json"
                 )
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        dtype = str(content.get("dtype") or content.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise CheckpointError(f"config.json: dtype={dtype!r} is not supported; weft runs {', '.join(DTYPES)}")
+        dtype = next((content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None), "bfloat16")
+        if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
+            raise CheckpointError(
+                f"config.json: dtype={_quoted(dtype)} is not supported; weft runs {', '.join(DTYPES)}"
+            )
+        # What transformers assumes where the file says nothing: 32 KV heads, but where it says null, one for each head.
+        kv_heads = content.get("num_key_value_heads", 32)
         config = cls(
             **{name: content.get(name) for name in sizes},
-            num_key_value_heads=content.get("num_key_value_heads") or content.get("num_attention_heads"),
-            # What transformers assumes where the file says nothing.
-            head_dim=content.get("head_dim") or 128,
-            rms_norm_eps=content.get("rms_norm_eps", 1e-6),
-            rope_theta={**scaling, **parameters}.get("rope_theta") or content.get("rope_theta") or 10000.0,
+            num_key_value_heads=content.get("num_attention_heads") if kv_heads is None else kv_heads,
+            head_dim=content.get("head_dim", 128),
+            rms_norm_eps=_positive("rms_norm_eps", content.get("rms_norm_eps", 1e-6)),
+            rope_theta=_rope_theta(content),
             max_position_embeddings=content.get("max_position_embeddings", 32768),
             tie_word_embeddings=content.get("tie_word_embeddings", False),
-            dtype=DTYPES[dtype],
+            dtype=DTYPES[dtype.removeprefix("torch.")],
         )
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            if type(value := getattr(config, name)) is not int or value < 1:
-                raise CheckpointError(f"config.json: {name}={value!r} is not a positive integer")
+            if type(value := getattr(config, name)) is not int or not 1 <= value < 1 << 31:
+                raise CheckpointError(f"config.json: {name}={_quoted(value)} is not a positive integer below 2**31")
+        if config.head_dim % 2:
+            raise CheckpointError(
+                f"config.json: head_dim={config.head_dim} is odd; rotary embedding takes halves of a head"
+            )
         if not isinstance(config.tie_word_embeddings, bool):
             raise CheckpointError(
-                f"config.json: tie_word_embeddings={config.tie_word_embeddings!r} is not true or false"
+                f"config.json: tie_word_embeddings={_quoted(config.tie_word_embeddings)} is not true or false"
             )
-        for name in ("rms_norm_eps", "rope_theta"):
-            if not isinstance(value := getattr(config, name), (int, float)) or not value > 0:
-                raise CheckpointError(f"config.json: {name}={value!r} is not a positive number")
         if config.num_attention_heads % config.num_key_value_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads={config.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={config.num_key_value_heads}"
             )
+        _check_layer_types(content.get("layer_types"), config.num_hidden_layers)
         return config
+
+
+def _check_values(within: str, content: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, values in supported.items():
+        if name in content and content[name] not in values:
+            raise CheckpointError(
+                f"config.json: {within}{name}={_quoted(content[name])} is not supported; weft runs Qwen3 with {values[0]!r}"
+            )
+
+
+def _rope_theta(content: Mapping[str, Any]) -> float:
+    """Base of plain rotary embedding; CheckpointError for another kind.
+
+    transformers 5 keeps it in rope_parameters, 4.x beside a rope_scaling that is mostly null. One that is not replaces
+    rope_parameters in transformers 5: Qwen's model cards say to add one.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        if content.get(name) is not None and not isinstance(content[name], Mapping):
+            raise CheckpointError(f"config.json: {name}={_quoted(content[name])} is not an object")
+    within = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    rope = content.get(within) or {}
+    _check_values(f"{within}: ", rope, ROPE_SUPPORTED)
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            raise CheckpointError(
+                f"config.json: {within} has an object under {_quoted(name)}, parameters by type of layer; weft reads one "
+                f"rope_theta and rope_type for all layers: put them into {within} itself"
+            )
+        if name not in ROPE_SUPPORTED and name != "rope_theta" and value is not None:
+            raise CheckpointError(
+                f"config.json: {within}: {_quoted(name)[1:-1]}={_quoted(value)} is a key that weft does not know of rotary "
+                f"embedding of type 'default'; where it changes nothing, remove it"
+            )
+    return _positive("rope_theta", {"rope_theta": content.get("rope_theta", 10000.0), **rope}["rope_theta"])
+
+
+def _check_layer_types(types: Any, layers: int) -> None:
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(f"config.json: layer_types={_quoted(types)} is not a list of num_hidden_layers={layers}")
+    for index, found in enumerate(types):
+        if found not in ("full_attention", "attention"):  # two names of one type
+            raise CheckpointError(
+                f"config.json: layer_types[{index}]={_quoted(found)} is not supported; weft runs Qwen3 with 'full_attention'"
+            )
+
+
+def _positive(name: str, value: Any) -> float:
+    # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {name}={_quoted(value)} is not a positive number that is finite")
+    return float(value)
+
+
+def _quoted(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_simulable(model: str, config: Qwen3Config, remedy: str) -> None:

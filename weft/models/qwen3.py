@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 DEFAULT_PAGE_SIZE = 64
+logger = logging.getLogger("weft")
 
 
 class Qwen3Layer(nn.Module):
@@ -180,11 +182,27 @@ class Qwen3ForCausalLM(nn.Module):
         fused: bool | None = None,
         progress: Progress | None = None,
     ) -> Qwen3ForCausalLM:
-        """Reads this rank's slices of a checkpoint, cast to `dtype` (None: the checkpoint's own)."""
+        """Reads this rank's slices of a checkpoint, cast to `dtype` (None: the checkpoint's own). Warnings as of `load`."""
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
-        model = cls(Qwen3Config.from_dict(checkpoint.config), team, mode=mode, dtype=dtype, fused=fused)
-        checkpoint.load(model.shards(), progress)
+        model = cls(Qwen3Config.of(checkpoint), team, mode=mode, dtype=dtype, fused=fused)
+        for line in model.load(checkpoint, progress):
+            if team.rank == 0:
+                logger.warning(line)
         return model
+
+    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> list[str]:
+        """Reads this rank's slices. Collective. Returns what to warn of, a line each: NaN, and tensors that are not used."""
+        shards = self.shards()
+        odd = {name for names in self.team.exchange(checkpoint.load(shards, progress)) for name in names}
+        unused = checkpoint.unused({*shards, "lm_head.weight"})  # a tied head is there twice, and alike
+        where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
+        lines = []
+        if odd:
+            found = _listed([name for name in shards if name in odd])
+            lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {found}")
+        if unused:
+            lines.append(f"{where}: tensors that this model does not have, and does not use: {_listed(unused)}")
+        return lines
 
     def fill_dummy(self, seed: int = 0) -> Qwen3ForCausalLM:
         """Random weights, made on the device: matrices N(0, 0.02), norms 1 and 5 % noise. For benchmarks; returns itself.
@@ -278,6 +296,10 @@ class Qwen3ForCausalLM(nn.Module):
         at = local.clamp(0, len(x) - 1)
         x = (x[at] + hidden[at]).masked_fill(((local < 0) | (local >= len(x)))[:, None], 0)
         return self.norm(all_reduce(x, self.team, self.mode), None, step.plan)[0]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _norm(config: Qwen3Config, team: Team, dtype: torch.dtype) -> ResidualRMSNorm:

@@ -1,0 +1,125 @@
+"""Defaults for generation that a checkpoint names: what weft follows, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Values under which a key of generation_config.json changes nothing. None does so under every key.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "max_length": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "max_time": (),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "remove_invalid_values": (False,),
+    "exponential_decay_length_penalty": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "token_healing": (False,),
+    "guidance_scale": (1.0,),
+    "watermarking_config": ({},),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+}
+# The same, of keys that count only where tokens are drawn (do_sample).
+NEUTRAL_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_k": (0,),
+    "min_p": (0.0,),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+}
+READ = ("do_sample", "temperature", "top_p", "max_new_tokens", "stop_strings", "eos_token_id")
+# Keys that change no token, by the reason.
+WITHOUT_EFFECT = {
+    "naming": ("transformers_version",),
+    "tokenizer": ("bos_token_id", "pad_token_id", "decoder_start_token_id"),
+    "beams": ("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "low_memory"),
+    "outputs": (
+        "output_attentions",
+        "output_hidden_states",
+        "output_logits",
+        "output_scores",
+        "return_dict_in_generate",
+        "renormalize_logits",
+    ),
+    "speed": (
+        "assistant_confidence_threshold",
+        "assistant_early_exit",
+        "assistant_ensemble_weight",
+        "assistant_lookbehind",
+        "cache_config",
+        "cache_implementation",
+        "compile_config",
+        "continuous_batching_config",
+        "disable_compile",
+        "is_assistant",
+        "max_cache_len",
+        "max_matching_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "prefill_chunk_size",
+        "prompt_lookup_num_tokens",
+        "speculation_type",
+        "target_lookbehind",
+        "use_cache",
+        "use_mtp",
+    ),
+}
+KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
+KEYS = {*READ, *NEUTRAL, *NEUTRAL_OF_SAMPLING, *KNOWN}
+TRANSFORMERS_TOP_K = 50  # its default where tokens are drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """Sampling parameters of a checkpoint, of a request that names none. `unused`: "key=value" of what weft cannot follow."""
+
+    temperature: Any = 0.0
+    top_p: Any = 1.0
+    max_new_tokens: Any = None
+    stop: Any = ()
+    unused: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], *, legacy: bool = False) -> GenerationDefaults:
+        """Reads generation_config.json as transformers does: greedy unless do_sample is true. Values are as they stand.
+
+        legacy  `content` is a config.json, of which only the keys of generation count
+        """
+        given = {
+            name: value
+            for name, value in content.items()
+            if value is not None and not name.startswith("_") and (name in KEYS or not legacy)
+        }
+        draws = bool(given.get("do_sample", False))
+        neutral = NEUTRAL | NEUTRAL_OF_SAMPLING if draws else NEUTRAL
+        without_effect = KNOWN if draws else KNOWN | NEUTRAL_OF_SAMPLING.keys()
+        unused = [
+            f"{name}={value!r}"[:200]
+            for name, value in given.items()
+            if name not in READ and name not in without_effect and value not in neutral.get(name, ())
+        ]
+        if draws and "top_k" not in given:
+            unused.append(f"top_k={TRANSFORMERS_TOP_K} (transformers' default)")
+        return cls(
+            temperature=given.get("temperature", 1.0) if draws else 0.0,
+            top_p=given.get("top_p", 1.0) if draws else 1.0,
+            max_new_tokens=given.get("max_new_tokens"),
+            stop=given.get("stop_strings", ()),
+            unused=tuple(unused),
+        )

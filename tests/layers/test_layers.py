@@ -265,7 +265,7 @@ def test_modules_that_are_not_what_the_layer_computes_are_refused(config):
     narrow.o_proj = nn.Linear(64, 24, bias=False)
     windowed = hf.Qwen3Attention(config, layer_idx=0)
     windowed.sliding_window = 4
-    with pytest.raises(ValueError, match="sliding_window=4; TPAttention sees all tokens"):
+    with pytest.raises(ValueError, match="sliding_window=4; TPAttention computes causal attention over all tokens"):
         weft.simulate(lambda team: TPAttention.from_module(windowed, config, team, "torch"), 1)
     with pytest.raises(ValueError, match="act_fn=GELU; TPMLP computes silu"):
         weft.simulate(lambda team: TPMLP.from_module(gelu, team, "torch"), 1)

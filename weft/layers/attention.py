@@ -16,6 +16,7 @@ from weft.layers.plan import Mode
 from weft.layers.rotary import apply_rotary
 from weft.layers.shard import Shard, fill_from_module, whole
 from weft.layers.step import Chunk, Step
+from weft.layers.whole_attention import check_module
 from weft.ops.factored_norm import FactoredNorm
 
 if TYPE_CHECKING:
@@ -65,20 +66,11 @@ class TPAttention(nn.Module):
     def from_module(cls, module: nn.Module, config: Any, team: Team, mode: Mode) -> TPAttention:
         """This rank's share of a whole attention, such as transformers' Qwen3Attention.
 
-        `config` names the sizes as a Qwen3Config does, transformers' or ours.
+        `config` names the sizes as a Qwen3Config does, transformers' or ours. ValueError, by what was found, for a module that
+        computes anything else: other norms, scaling, rotary embedding, masks or weights.
         """
-        if (window := getattr(module, "sliding_window", None)) is not None:
-            raise ValueError(f"module={type(module).__name__} has sliding_window={window}; TPAttention sees all tokens")
-        attention = cls(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            team=team,
-            mode=mode,
-            dtype=module.q_proj.weight.dtype,
-        )
+        sizes = check_module(module, config)
+        attention = cls(**sizes, team=team, mode=mode, dtype=module.q_proj.weight.dtype)
         fill_from_module(attention.shards(), module)
         return attention
 

@@ -38,8 +38,11 @@ class TPMLP(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Module, team: Team, mode: Mode) -> TPMLP:
-        """This rank's share of a whole MLP: `gate_proj`, `up_proj`, `down_proj`, as in transformers' Qwen3MLP."""
-        _check_silu(module)
+        """This rank's share of a whole MLP: `gate_proj`, `up_proj`, `down_proj`, as in transformers' Qwen3MLP.
+
+        ValueError, by what was found, for one that computes anything else.
+        """
+        _check_module(module)
         intermediate_size, hidden_size = module.gate_proj.weight.shape
         mlp = cls(
             hidden_size=hidden_size,
@@ -69,9 +72,31 @@ class TPMLP(nn.Module):
         return self.down_proj(F.silu(gate) * up, plan, own_first=overlaps)
 
 
-def _check_silu(module: nn.Module) -> None:
+def _check_module(module: nn.Module) -> None:
+    """ValueError where `module` computes something else than TPMLP."""
+    name = f"module={type(module).__name__}"
+    computes = "TPMLP computes silu(gate) * up and nothing else"
+    children = dict(module.named_children())
+    if "gate_up_proj" in children:
+        raise ValueError(f"{name} has a fused gate_up_proj; split it into gate_proj and up_proj")
+    if missing := [one for one in ("gate_proj", "up_proj", "down_proj") if one not in children]:
+        raise ValueError(f"{name} has no {', '.join(missing)}; {computes}")
     act_fn = getattr(module, "act_fn", None)
     points = torch.linspace(-4, 4, 9)
     if act_fn is None or not torch.allclose(act_fn(points), F.silu(points)):
-        name = "no act_fn" if act_fn is None else f"act_fn={type(act_fn).__name__}"
-        raise ValueError(f"module={type(module).__name__} has {name}; TPMLP computes silu(gate) * up and nothing else")
+        found = "no act_fn" if act_fn is None else f"act_fn={type(act_fn).__name__}"
+        raise ValueError(f"{name} has {found}; {computes}")
+    weights = [getattr(children[one], "weight", None) for one in ("gate_proj", "up_proj", "down_proj")]
+    if not all(isinstance(weight, torch.Tensor) and weight.is_floating_point() for weight in weights):
+        raise ValueError(f"{name} has projections without weights of floating point; {computes}")
+    if [*module.state_dict()] != ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]:
+        return  # a bias, or a weight more: fill_from_module names it
+    gate, up, down = weights
+    x = torch.randn(2, gate.shape[1], generator=torch.Generator().manual_seed(0)).to(gate)
+    with torch.no_grad():
+        found, expected = module(x).float(), F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down).float()
+    tolerance = 1e-3 if gate.dtype in (torch.float32, torch.float64) else 5e-2
+    if not (found - expected).abs().max() <= tolerance * expected.abs().max():
+        raise ValueError(
+            f"{name} gives another result than down(silu(gate(x)) * up(x)), by a multiplier perhaps; {computes}"
+        )

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+PLAIN = {
+    "rope_type": "default",
+    "type": "default",
+    "factor": 1.0,
+    "attention_factor": 1.0,
+    "partial_rotary_factor": 1.0,
+}
 
-def rotary_angles(max_positions: int, head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+
+def rotary_angles(
+    max_positions: int, head_dim: int, theta: float | Mapping[str, Any], device: torch.device
+) -> torch.Tensor:
     """[max_positions, head_dim] fp32: of each position the cosines of its head_dim / 2 angles, then their sines.
 
     angle_i = position / theta ** (2i / head_dim)
+
+    theta  a number, or transformers' `config.rope_parameters`: pass these, and ValueError says where they are not plain (yarn,
+           dynamic, partial)
     """
+    theta = plain_theta(theta)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     angles = torch.arange(max_positions, device=device).float()[:, None] * (1.0 / theta**exponents)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def plain_theta(rope: float | Mapping[str, Any]) -> float:
+    """Base of plain rotary embedding from a number or `rope_parameters`. ValueError for another kind of embedding."""
+    theta = rope
+    if isinstance(rope, Mapping):
+        for name, supported in PLAIN.items():
+            if (value := rope.get(name)) is not None and value != supported:
+                raise ValueError(
+                    f"rope_parameters: {name}={value!r} is not supported; rotary embedding is plain here ({name}={supported!r})"
+                )
+        if unknown := sorted(name for name in rope if name not in PLAIN and name != "rope_theta"):
+            raise ValueError(
+                f"rope_parameters has {unknown} beside rope_theta; rotary embedding is plain here, one for all layers"
+            )
+        theta = rope.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        raise ValueError(f"theta={theta!r} is not a positive number that is finite, or rope_parameters with rope_theta")
+    return theta
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,170 @@
+"""Modules of other models: each is computed rightly over ranks, or refused by what is different in it."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.layers import TPMLP, PagedCache, Plan, Step, TPAttention, rotary_angles
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": None,
+    "attn_implementation": "eager",
+}
+
+
+def module_of(name, kind, **changes):
+    """(attention or MLP with random weights, its config)"""
+    folder, stem = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe"}.get(name, name.lower()), name
+    modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    config_of = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{stem}Config")
+    config = getattr(transformers, config_of)(**SIZES | changes)
+    config._attn_implementation = "eager"
+    made = getattr(modeling, f"{stem}{kind}")
+    module = made(config, layer_idx=0) if kind == "Attention" else made(config)
+    torch.manual_seed(0)
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=0.3)
+    return module.eval().requires_grad_(False), config, modeling
+
+
+NORMS = "that is not x / sqrt(mean(x^2) + 1e-06) * weight"
+HALVES = "does not pair element i of a head with element i + head_dim / 2"
+REFUSED = [
+    ("Llama", {}, ["has no q_norm, k_norm;"]),
+    ("Qwen2", {}, ["no q_norm, k_norm"]),
+    ("Mistral", {"sliding_window": 8}, ["no q_norm, k_norm"]),
+    ("Starcoder2", {}, ["no q_norm, k_norm", "a config without rms_norm_eps"]),
+    ("Granite", {"attention_multiplier": 0.5}, ["no q_norm, k_norm", "scaling=0.5 instead of head_dim**-0.5=0.25"]),
+    ("Gemma", {}, ["no q_norm, k_norm"]),
+    ("Gemma2", {"query_pre_attn_scalar": 64}, ["attn_logit_softcapping=50.0", "scaling=0.125", "sliding_window="]),
+    ("Gemma3", {"layer_types": ["full_attention"]}, [f"q_norm=Gemma3RMSNorm {NORMS}", "scaling=0.0625"]),
+    ("Gemma3", {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}, [f"k_norm=Gemma3RMSNorm {NORMS}"]),
+    ("Phi3", {}, ["a fused qkv_proj (split it"]),
+    ("Cohere", {"use_qk_norm": True}, ["a config without rms_norm_eps", "instead of (16,)", HALVES]),
+    ("Cohere2", {}, ["no q_norm, k_norm", HALVES]),
+    ("Olmo2", {}, ["q_norm=Olmo2RMSNorm with a weight of shape (64,) instead of (16,)"]),
+    ("Glm", {"partial_rotary_factor": 0.5}, ["no q_norm, k_norm", "partial_rotary_factor=0.5", HALVES]),
+    ("Glm4Moe", {"use_qk_norm": True, "partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
+    ("Qwen3", {"attention_bias": True}, ["has ['k_proj.bias', 'o_proj.bias', 'q_proj.bias', 'v_proj.bias']"]),
+    ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, ["sliding_window=8"]),
+    ("Qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0, "factor": 4.0}}, ["rope_type='yarn'"]),
+    ("Qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5.0, "factor": 4.0}}, ["rope_type='dynamic'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "messages"), REFUSED, ids=lambda value: str(value)[:40])
+def test_attention_that_is_something_else_is_refused_by_what_it_is(name, changes, messages):
+    module, config, _ = module_of(name, "Attention", **changes)
+    with pytest.raises(ValueError) as caught:
+        weft.simulate(lambda team: TPAttention.from_module(module, config, team, "torch"), 1)
+    assert "\n" not in str(caught.value) and f"module={type(module).__name__} " in str(caught.value)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe"])
+def test_attention_that_is_the_same_gives_the_same(name):
+    module, config, modeling = module_of(name, "Attention")
+    x, length = torch.randn(1, 6, 32), 6
+    rotary = getattr(modeling, f"{name}RotaryEmbedding")(config)(x, torch.arange(length)[None])
+    causal = torch.full((length, length), float("-inf")).triu(1)[None, None]
+    expected, _ = module(x, position_embeddings=rotary, attention_mask=causal)
+    angles = rotary_angles(64, 16, config.rope_parameters, torch.device("cpu"))
+
+    def main(team):
+        attention = TPAttention.from_module(module, config, team, "torch")
+        pages = torch.ones(1, 1, dtype=torch.int32)
+        cache = PagedCache(1, 2, attention.num_kv_heads, 16, 16, dtype=torch.float32, device="cpu").layer(0)
+        step = Step.prefill([(0, length)], pages, 16, angles, Plan(mode="torch"), 2, torch.float32)
+        return attention(x[0], step, cache)
+
+    for found in weft.simulate(main, 2):
+        torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
+
+
+class Scaled(nn.Module):
+    """An MLP with a multiplier, as in FalconH1."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = whole.gate_proj, whole.up_proj, whole.down_proj
+        self.act_fn = whole.act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(0.5 * self.gate_proj(x)) * self.up_proj(x))
+
+
+MLPS = [
+    ("Qwen3", {}, None),
+    ("Llama", {}, None),
+    ("Mistral", {}, None),
+    ("Cohere", {}, None),
+    ("Olmo2", {}, None),
+    ("Llama", {"mlp_bias": True}, "has ['down_proj.bias', 'gate_proj.bias', 'up_proj.bias']"),
+    ("Gemma", {"hidden_act": "gelu_pytorch_tanh"}, "has act_fn=GELUTanh; TPMLP computes silu"),
+    ("Gemma3", {}, "has act_fn=GELUTanh"),
+    ("Phi3", {}, "has a fused gate_up_proj; split it"),
+    ("Glm", {}, "has a fused gate_up_proj; split it"),
+    ("Starcoder2", {}, "has no gate_proj, up_proj, down_proj"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), MLPS, ids=lambda value: str(value)[:40])
+def test_an_mlp_gives_the_same_or_is_refused(name, changes, message):
+    check_mlp(module_of(name, "MLP", **changes)[0], message)
+
+
+def test_an_mlp_with_a_multiplier_is_refused():
+    check_mlp(Scaled(module_of("Qwen3", "MLP")[0]), "another result than down(silu(gate(x)) * up(x)), by a multiplier")
+
+
+def check_mlp(module, message):
+    x = torch.randn(5, 32)
+
+    def main(team):
+        return TPMLP.from_module(module, team, "torch")(x)
+
+    if message is not None:
+        with pytest.raises(ValueError) as caught:
+            weft.simulate(main, 1)
+        assert message in str(caught.value)
+        return
+    for found in weft.simulate(main, 2):
+        torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}, "rope_type='yarn' is not supported"),
+        ({"type": "linear", "rope_theta": 1e6, "factor": 4.0}, "type='linear' is not supported"),
+        ({"rope_type": "default", "rope_theta": 1e6, "attention_factor": 1.2}, "attention_factor=1.2 is not supported"),
+        ({"rope_theta": 1e6, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"full_attention": {"rope_theta": 1e6}}, r"has \['full_attention'\] beside rope_theta"),
+        ({"rope_type": "default"}, "theta=None is not a positive number"),
+        (float("inf"), "theta=inf is not a positive number"),
+        (True, "theta=True is not a positive number"),
+        (0.0, "theta=0.0 is not a positive number"),
+    ],
+    ids=str,
+)
+def test_angles_are_of_plain_rotary_embedding_alone(rope, message):
+    with pytest.raises(ValueError, match=message):
+        rotary_angles(8, 16, rope, torch.device("cpu"))
+
+
+def test_angles_of_rope_parameters_are_those_of_their_theta():
+    plain = {"rope_type": "default", "rope_theta": 50.0}
+    assert torch.equal(*(rotary_angles(8, 16, theta, torch.device("cpu")) for theta in (50.0, plain)))

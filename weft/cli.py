@@ -57,9 +57,9 @@ class GenerateOptions:
     dummy: Qwen3Config | None = None
     prompt_tokens: int | None = None
     mode: str = "auto"
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -101,9 +101,11 @@ def generate(
     ] = False,
     world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None,
     mode: Annotated[str, typer.Option(help="auto, torch, ag_rs or gemm_ar")] = "auto",
-    max_new_tokens: Annotated[int, typer.Option()] = 64,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
+    max_new_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None,
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False,
@@ -206,7 +208,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        stop=list(options.stop),
+        stop=list(options.stop) or None,
         ignore_eos=options.ignore_eos,
     )
     if talks and options.dummy is not None:

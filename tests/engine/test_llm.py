@@ -1,6 +1,7 @@
 """LLM: from one process over virtual ranks, what an Engine answers on each of them; its mistakes in one line."""
 
 import json
+import math
 import shutil
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import weft
 from weft import SamplingParams
@@ -16,7 +18,7 @@ from weft.engine import Completion, workers
 from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
 from weft.engine.text import load_tokenizer
-from weft.errors import NotEnoughGPUs, WeftError
+from weft.errors import CheckpointError, NotEnoughGPUs, WeftError
 from weft.models import Qwen3Config
 
 PROMPTS = ["a prompt", "x"]
@@ -193,6 +195,69 @@ def test_a_chat_is_the_rendered_text(byte_model, tmp_path, monkeypatch):
             with pytest.raises(ValueError, match=says):
                 llm.chat(wrong)
     assert len(read) == 1
+
+
+def with_defaults(byte_model, path, **content):
+    directory = shutil.copytree(byte_model, path)
+    (directory / "generation_config.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_a_call_without_parameters_follows_the_checkpoint(byte_model, tmp_path, caplog):
+    settings = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "max_new_tokens": 12, "top_k": 20}
+    directory = with_defaults(byte_model, tmp_path / "copy", **settings, repetition_penalty=1.1)
+    params = SamplingParams(temperature=2.0, top_p=0.9, max_tokens=12)
+    with weft.LLM(directory, 2, device="sim", mode="torch") as llm:
+        assert llm.defaults == params
+        assert llm.generate(PROMPTS) == llm.generate(PROMPTS, params)
+        assert llm.generate(PROMPTS) != llm.generate(PROMPTS, SamplingParams(max_tokens=12))
+    # Once, though virtual ranks load the model for every call.
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        f"{directory}: generation_config.json: not used: top_k=20, repetition_penalty=1.1 (weft follows "
+    )
+
+
+def test_an_engine_follows_the_checkpoint_where_it_is_told_nothing(byte_model, tmp_path, caplog):
+    directory = with_defaults(byte_model, tmp_path / "copy", do_sample=True, temperature=2.0, top_k=0, max_new_tokens=9)
+
+    def main(team):
+        engine = weft.Engine(directory, team, mode="torch")
+        return [
+            engine.generate("x"),
+            engine.generate("x", temperature=2.0, max_new_tokens=9),
+            engine.generate("x", temperature=0.0, max_new_tokens=9),
+            weft.Engine(byte_model, team, mode="torch").generate("x", max_new_tokens=9),
+        ]
+
+    [(found, same, greedy, expected)] = weft.simulate(main, 1)
+    assert found == same and len(found[0].token_ids) == 9
+    assert found != greedy == expected
+    assert not caplog.records
+
+
+def test_defaults_that_mean_nothing_are_refused(byte_model, tmp_path):
+    for index, (content, message) in enumerate(
+        [
+            ({"do_sample": True, "temperature": -1.0}, r"generation_config.json: temperature=-1.0 is not 0"),
+            ({"max_new_tokens": 0}, "generation_config.json: max_tokens=0 is not a positive integer"),
+            ({"stop_strings": 3}, "generation_config.json: stop=3 is not a string"),
+        ]
+    ):
+        directory = with_defaults(byte_model, tmp_path / str(index), **content)
+        with pytest.raises(CheckpointError, match=message):
+            weft.LLM(directory, 1, device="sim", mode="torch")
+
+
+def test_weights_that_are_no_numbers_give_one_line(byte_model, tmp_path, caplog):
+    directory = shutil.copytree(byte_model, tmp_path / "copy")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"][-1] = math.nan  # <eos>, which then always wins: the answer is empty
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with weft.LLM(directory, 2, device="sim", mode="torch") as llm:
+        assert llm.generate("x")[0].token_ids == [256]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == f"{directory}: NaN or infinite weights in float32, so answers mean nothing: lm_head.weight"
 
 
 def test_what_is_wrong_is_said_once_and_the_next_request_is_answered(llm):

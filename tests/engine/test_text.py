@@ -1,5 +1,8 @@
 """Pieces of text, joined, are the decoded tokens, whatever characters and stop strings they are cut through."""
 
+import json
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,3 +90,67 @@ def test_a_directory_without_a_readable_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="not a readable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def token(content, **changes):
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    return {"content": content, "special": True} | flags | changes
+
+
+ADDED = {
+    "special": {
+        "added_tokens_decoder": {"256": token("<eos>"), "257": token("<x>"), "258": token("<y>", special=False)}
+    },
+    "stripping": {"added_tokens_decoder": {"257": token("<x>", lstrip=True), "258": token("<y>", rstrip=True)}},
+    "whole words": {"added_tokens_decoder": {"257": token("<x>", single_word=True, normalized=True, special=False)}},
+    "other flags": {"added_tokens_decoder": {"256": token("<eos>", lstrip=True)}},
+    "named": {"added_tokens_decoder": {}, "pad_token": "<pad>", "eos_token": "<eos>", "unk_token": None},
+    "lists": {"additional_special_tokens": ["<x>", "<eos>"], "eos_token": "<end>"},
+    "a list of today": {"extra_special_tokens": ["<x>"], "image_token": "<y>", "pad_token": "<pad>"},
+    "split": {"split_special_tokens": True},
+    "nothing": {"model_max_length": 10, "add_bos_token": True, "bos_token": "<eos>"},
+    "older files": {},
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_tokens_are_added_as_transformers_adds_them(byte_model, tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    directory = shutil.copytree(byte_model, tmp_path / "copy")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ADDED[name]
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if name == "older files":
+        (directory / "special_tokens_map.json").write_text(
+            json.dumps({"eos_token": "<eos>", "pad_token": token("<x>")})
+        )
+        (directory / "added_tokens.json").write_text(json.dumps({"<y>": 257}))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
+    for text in ("a <x> b<y> c", "<x><y>q<x>", " <eos> <pad><end>", "b<x>b <y>", "plain"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text).ids == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"added_tokens_decoder": {"300": token("<x>")}},
+            "has '<x>' as token 300, and behind those .* it is 257; add",
+        ),
+        ({"added_tokens_decoder": {"x": token("<x>")}}, "added_tokens_decoder is not one of token ids to tokens"),
+        ({"added_tokens_decoder": [3]}, "added_tokens_decoder is not one of token ids to tokens"),
+        (
+            {"added_tokens_decoder": {"257": {"contents": "<x>"}}},
+            "added_tokens_decoder is not one of token ids to tokens",
+        ),
+        ({"add_prefix_space": True, "tokenizer_class": "Qwen2Tokenizer"}, "add_prefix_space=true is not supported"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_config_that_cannot_be_followed_is_refused(byte_model, tmp_path, config, message):
+    directory = shutil.copytree(byte_model, tmp_path / "copy")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_tokenizer(directory)
+    assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Generator, Sequence, Set
 from contextlib import closing
@@ -26,6 +27,7 @@ from weft.engine.answers import (
     quoted,
 )
 from weft.engine.batch import Batch
+from weft.engine.defaults import sampling_defaults, unused_defaults
 from weft.engine.params import SamplingParams, one_each, positive
 from weft.engine.runner import Runner, checked_sizes
 from weft.engine.scheduler import Sequence as Running
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 MOST_POSITIONS = 1 << 24
+logger = logging.getLogger("weft")
 
 
 class Engine:
@@ -57,8 +60,11 @@ class Engine:
     chunk_tokens    prompt tokens read in a step, at most, before everyone goes on by a token
     cuda_graph      decode steps as CUDA graphs, where the team is on GPUs
     progress        called with (bytes read, bytes to read) while this rank's weights load
+    warn            rank 0 logs a line (logger "weft") for each thing of the checkpoint that is not as it should be: settings of
+                    generation_config.json that weft does not follow, weights that are NaN or infinite, tensors without a use
 
-    CheckpointError (a ValueError) where the directory cannot be loaded, ValueError where W cannot split the model.
+    `defaults` are the checkpoint's SamplingParams, by generation_config.json. CheckpointError (a ValueError) where the
+    directory cannot be loaded, ValueError where W cannot split the model.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Engine:
         chunk_tokens: int = 4096,
         cuda_graph: bool = True,
         progress: Progress | None = None,
+        warn: bool = True,
     ) -> None:
         begin = time.perf_counter()
         # Whatever can be wrong is said before the weights are read.
@@ -84,7 +91,7 @@ class Engine:
         chunk_tokens = positive("chunk_tokens", chunk_tokens)
         max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
         checkpoint = None if isinstance(model, Qwen3Config) else Checkpoint(BUILTIN if model is None else model)
-        config = model if checkpoint is None else Qwen3Config.from_dict(checkpoint.config)
+        config = model if checkpoint is None else Qwen3Config.of(checkpoint)
         limit = config.max_position_embeddings
         self.max_seq_len = limit if max_seq_len is None else positive("max_seq_len", max_seq_len)
         if not 2 <= self.max_seq_len <= limit:
@@ -97,7 +104,9 @@ class Engine:
         if pages is not None:
             check_cache(config, team, dtype or config.dtype, pages, page_size)
         self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
+        self.defaults, warnings = SamplingParams(), []
         if checkpoint is not None:
+            self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
             self.tokenizer, self.eos_token_ids = load_tokenizer(checkpoint.directory), checkpoint.eos_token_ids()
             _check_tokenizer(self.tokenizer, checkpoint, config.vocab_size)
         # Its table of angles is as long as it is said to be: no longer than anything here can be.
@@ -106,7 +115,10 @@ class Engine:
         if checkpoint is None:
             self.model.fill_dummy()
         else:
-            checkpoint.load(self.model.shards(), progress)
+            warnings += self.model.load(checkpoint, progress)
+        if warn and team.rank == 0:
+            for line in warnings:
+                logger.warning(line)
         runner = Runner(
             self.model,
             max_batch=max_batch,
@@ -127,18 +139,18 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
         seed: int = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> list[Completion]:
         """One Completion for each prompt, in order. Collective.
 
         prompts  text or lists of token ids
         seed     prompt i draws with its own seed, derived from this one
-        stop, ignore_eos  as of SamplingParams
+        the others  as of SamplingParams; None: as `defaults` say, 64 tokens and greedy where the checkpoint says nothing
 
         An answer is shorter than `max_new_tokens` where it would outgrow `max_seq_len`: finish_reason "length". ValueError for
         an empty prompt, for one that leaves no room in `max_seq_len`, and where ranks pass different arguments.
@@ -159,11 +171,11 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
         seed: int = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> Generator[Piece, None, None]:
         """Yields a Piece for each new token, as soon as the host has it; arguments as of `generate`.
@@ -171,15 +183,11 @@ class Engine:
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
         prompts from the batch. Bad arguments raise ValueError here, not at the first piece.
         """
-        max_new_tokens = positive("max_new_tokens", max_new_tokens)
-        params = SamplingParams(
-            max_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
+        if max_new_tokens is not None:
+            max_new_tokens = positive("max_new_tokens", max_new_tokens)
+        asked = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "stop": stop}
+        given = {name: value for name, value in asked.items() if value is not None}
+        params = replace(self.defaults, **given, seed=seed, ignore_eos=ignore_eos)
         prompts = as_prompts(prompts)
         return self.answer(prompts, one_each(params, len(prompts)))
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces, quoted
 from weft.engine.chat import ChatTemplate, Message, prompt_of
+from weft.engine.defaults import sampling_defaults
 from weft.engine.params import SamplingParams, one_each, positive
 from weft.engine.text import load_tokenizer
 from weft.engine.workers import (
@@ -46,10 +47,14 @@ class LLM:
                 of a wide model need more, says how much
     progress    called with (bytes read, bytes to read) while rank 0's weights load
 
-    The others are as of weft.Engine. On GPUs a script must be importable: guard its top level with `if __name__ ==
-    "__main__"`, since processes are spawned. An error of a rank is raised here once, and ends all. Under torchrun, which has
-    started the ranks already, every one of them makes the LLM and the same calls, and gets the answers; pieces are drawn alike
-    by all, and a stream is closed by all behind the same piece. ValueError (CheckpointError for the directory), NotEnoughGPUs.
+    The others are as of weft.Engine. `defaults` are the SamplingParams of a call that is given none: those of the checkpoint's
+    generation_config.json, else SamplingParams(). Settings in it that weft does not follow, and weights that are NaN, are
+    logged once, in a line each (logger "weft").
+
+    On GPUs a script must be importable: guard its top level with `if __name__ == "__main__"`, since processes are spawned. An
+    error of a rank is raised here once, and ends all. Under torchrun, which has started the ranks already, every one of them
+    makes the LLM and the same calls, and gets the answers; pieces are drawn alike by all, and a stream is closed by all behind
+    the same piece. ValueError (CheckpointError for the directory), NotEnoughGPUs.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class LLM:
                 raise NotEnoughGPUs(world_size or 1, gpus)
             device = "sim" if simulated else "cuda"
         self.world_size, self.device = world_size, device
+        self.defaults = SamplingParams() if self.directory is None else sampling_defaults(Checkpoint(self.directory))
         self.stats: Stats | None = None
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
         self._workers: ProcessWorkers | VirtualWorkers | RankWorkers | None
@@ -124,7 +130,8 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """One completion a prompt, in order. prompts: text or lists of token ids. params: one for all, or one each.
+        """One completion a prompt, in order. prompts: text or lists of token ids. params: one for all, or one each; None: the
+        checkpoint's (`defaults`).
 
         With one `params`, prompt i draws with its own seed, derived from `params.seed` (the first with that itself); pass a
         list to choose every seed. ValueError for a prompt without an answer.
@@ -174,7 +181,7 @@ class LLM:
         if self._workers is None:
             raise WeftError("this LLM is closed; make a new one")
         if params is None or isinstance(params, SamplingParams):
-            params = one_each(params or SamplingParams(), len(prompts))
+            params = one_each(params or self.defaults, len(prompts))
         elif not isinstance(params, Sequence):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams or a list of them")
         return self._workers.ask((prompts, list(params)), self._keep, ahead)

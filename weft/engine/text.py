@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from weft.errors import CheckpointError
+from weft.models.checkpoint import read_object
+
+# transformers' named special tokens, in the order in which it adds them.
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """From tokenizer.json alone: importing transformers would take longer than loading a small model."""
+    """Tokenizer from tokenizer.json, with the tokens that only tokenizer_config.json names, as transformers adds them.
+
+    Without transformers: importing it would take longer than loading a small model.
+    """
     path = directory / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{directory}: no tokenizer.json in it; save the model's fast tokenizer there")
@@ -21,7 +29,65 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise CheckpointError(f"{path}: not a readable tokenizer ({error}); download it again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    _add_tokens(tokenizer, directory)
     return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
+    config, at = _tokenizer_config(directory), directory / "tokenizer_config.json"
+    if config.get("add_prefix_space") and str(config.get("tokenizer_class")).startswith("Qwen"):
+        raise CheckpointError(f"{at}: add_prefix_space=true is not supported; weft encodes text as tokenizer.json says")
+    if config.get("split_special_tokens"):
+        tokenizer.encode_special_tokens = True
+    listed: dict[int, AddedToken] = {}
+    try:
+        for token_id, value in (config.get("added_tokens_decoder") or {}).items():
+            listed[int(token_id)] = AddedToken(value["content"], **{k: v for k, v in value.items() if k != "content"})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{at}: added_tokens_decoder is not one of token ids to tokens ({error!r})") from None
+    special = list(_special_tokens(config))
+    have = tokenizer.get_added_tokens_decoder()
+    new = [token for token_id, token in sorted(listed.items()) if repr(have.get(token_id)) != repr(token)]
+    for token in new:
+        token.special = token.special or token.content in special
+    names = {token.content for token in (*have.values(), *new)}
+    new += [AddedToken(name, special=True) for name in dict.fromkeys(special) if name not in names]
+    if new:
+        tokenizer.add_tokens(new)
+    for token_id, token in listed.items():
+        if (found := tokenizer.token_to_id(token.content)) != token_id:
+            raise CheckpointError(
+                f"{at}: added_tokens_decoder has {token.content!r} as token {token_id}, and behind those of tokenizer.json it "
+                f"is {found}; add it to tokenizer.json"
+            )
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with what older checkpoints keep in special_tokens_map.json and added_tokens.json."""
+
+    def read(name: str) -> dict[str, Any]:
+        return read_object(directory / name) if (directory / name).exists() else {}
+
+    config = read("tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config = {**config, **read("special_tokens_map.json")}
+        special = set(_special_tokens(config))
+        config["added_tokens_decoder"] = {
+            token_id: {"content": name, "special": name in special, "normalized": name not in special}
+            for name, token_id in read("added_tokens.json").items()
+        }
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+    """Special tokens by name, first those that all tokenizers may have, then a model's own."""
+    others = [name for name in config if name.endswith("_token") and name not in SPECIAL]
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    values = [config.get(name) for name in (*SPECIAL, *others)]
+    for value in (*values, *(extra.values() if isinstance(extra, Mapping) else extra)):
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(content, str):
+            yield content
 
 
 class TextStream:

@@ -60,10 +60,10 @@ class EngineOptions:
     cuda_graph: bool = True
     heap_bytes: int | None = None
 
-    def build(self, team: Team, progress: Progress | None = None) -> Engine:
+    def build(self, team: Team, progress: Progress | None = None, warn: bool = True) -> Engine:
         words = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del words["heap_bytes"]
-        return Engine(words.pop("model"), team, **words, progress=progress)
+        return Engine(words.pop("model"), team, **words, progress=progress, warn=warn)
 
 
 class VirtualWorkers:
@@ -106,7 +106,9 @@ class VirtualWorkers:
             return decisions[done - 1]
 
         def rank(team: Team) -> None:
-            engine = self._options.build(team, self._progress if team.rank == 0 else None)
+            engine = self._options.build(
+                team, self._progress if team.rank == 0 else None, False
+            )  # the first has warned
             for done, pieces in enumerate(engine.answer_in_steps(*requests), 1):
                 if team.rank == 0:
                     found.put(("pieces", pieces))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -47,9 +48,9 @@ def plain_theta(rope: float | Mapping[str, Any]) -> float:
                 f"rope_parameters has {unknown} beside rope_theta; rotary embedding is plain here, one for all layers"
             )
         theta = rope.get("rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+    if isinstance(theta, bool) or not isinstance(theta, Real) or not 0 < theta <= sys.float_info.max:
         raise ValueError(f"theta={theta!r} is not a positive number that is finite, or rope_parameters with rope_theta")
-    return theta
+    return float(theta)
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ class Checkpoint:
                     f"{self.directory}: tensor {name} is of {dtype}, so it has been quantized; weft reads {', '.join(DTYPES)}"
                 )
             shard.copy_from(tensor)
-            # A GPU adds up 65 GB in 20 ms, beside the reading. A sum is NaN or infinite where a summand is.
+            # NaN or infinite where one of its summands is; the host reads it at the end, so a GPU adds up beside the copies.
             sums.append(shard.target.sum(dtype=torch.float32))
             done += shard.target.nbytes
             if progress is not None:

@@ -192,7 +192,9 @@ class Qwen3Config:
             dtype=DTYPES[dtype.removeprefix("torch.")],
         )
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            if type(value := getattr(config, name)) is not int or not 1 <= value < 1 << 31:
+            value = getattr(config, name)
+            # Positions may be without end: an Engine's max_seq_len is what it makes room for.
+            if type(value) is not int or value < 1 or (value >= 1 << 31 and name != "max_position_embeddings"):
                 raise CheckpointError(f"config.json: {name}={_quoted(value)} is not a positive integer below 2**31")
         if config.head_dim % 2:
             raise CheckpointError(

@@ -28,7 +28,7 @@ PUBLISHED = {
 
 # Keys of config.json that change nothing that weft computes, by the reason. So does each that begins with "_" or is null.
 WITHOUT_EFFECT = {
-    "naming": ("architectures", "finetuning_task", "is_decoder", "name_or_path", "transformers_version"),
+    "naming": ("finetuning_task", "is_decoder", "name_or_path", "transformers_version"),
     "provenance": ("unsloth_fixed", "unsloth_version"),
     "training": ("attention_dropout", "gradient_checkpointing", "initializer_range", "loss_type"),
     "outputs": (
@@ -62,6 +62,7 @@ READ = {
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
     *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "layer_types", "eos_token_id"),
+    "architectures",
 }
 
 # Keys that may have the values that a dense Qwen3 has, and no others.
@@ -164,6 +165,12 @@ class Qwen3Config:
             raise CheckpointError(
                 f"config.json: quantization_config with quant_method={_quoted(method)} is not supported; weft runs weights of "
                 f"{', '.join(DTYPES)}: take the checkpoint that was not quantized"
+            )
+        # Drafters, classifiers and embedders call themselves qwen3 too.
+        classes = content.get("architectures")
+        if classes and not (isinstance(classes, list) and "Qwen3ForCausalLM" in classes):
+            raise CheckpointError(
+                f"config.json: architectures={_quoted(classes)} is not supported; weft runs 'Qwen3ForCausalLM'"
             )
         _check_values("", content, SUPPORTED)
         for name, value in content.items():

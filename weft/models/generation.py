@@ -110,7 +110,7 @@ class GenerationDefaults:
         neutral = NEUTRAL | NEUTRAL_OF_SAMPLING if draws else NEUTRAL
         without_effect = KNOWN if draws else KNOWN | NEUTRAL_OF_SAMPLING.keys()
         unused = [
-            f"{name}={value!r}"[:200]
+            f"{name!r}"[1:-1][:100] + f"={value!r}"[:100]
             for name, value in given.items()
             if name not in READ and name not in without_effect and value not in neutral.get(name, ())
         ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.engine.answers import check_prompt, quoted
 from weft.errors import CheckpointError
-from weft.models.checkpoint import read_object
+from weft.models.checkpoint import read_file, read_object
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -98,7 +98,7 @@ def _read(directory: Path) -> tuple[dict[str, str], str]:
     path, separate = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     config = read_object(path) if path.exists() else {}
     try:
-        source = separate.read_text(encoding="utf-8") if separate.exists() else config.get("chat_template")
+        source = read_file(separate).decode("utf-8") if separate.exists() else config.get("chat_template")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{separate}: not readable as text ({error}); download it again") from None
     if isinstance(source, list):  # several by name

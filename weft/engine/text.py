@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from weft.errors import CheckpointError
-from weft.models.checkpoint import read_object
+from weft.models.checkpoint import check_regular, read_object
 
 # transformers' named special tokens, in the order in which it adds them.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -23,6 +23,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{directory}: no tokenizer.json in it; save the model's fast tokenizer there")
+    check_regular(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exceptions

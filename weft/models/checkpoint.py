@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -30,10 +32,32 @@ def as_directory(name: str | PathLike[str]) -> Path:
     return Path(name)
 
 
+def read_file(path: Path) -> bytes:
+    """The content of a regular file. CheckpointError for a FIFO or a device, from which a read would not return."""
+    check_regular(path)
+    # Without blocking, and looked at again: it may have become another since.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        _check_mode(path, os.fstat(file.fileno()).st_mode)
+        return file.read()
+
+
+def check_regular(path: Path) -> None:
+    """CheckpointError unless it is a regular file or a link to one. FileNotFoundError where there is nothing."""
+    _check_mode(path, os.stat(path).st_mode)
+
+
+def _check_mode(path: Path, mode: int) -> None:
+    kinds = {stat.S_IFIFO: "FIFO", stat.S_IFDIR: "directory", stat.S_IFSOCK: "socket"}
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"{path}: is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file; put the checkpoint's own file there"
+        )
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Of a JSON file. FileNotFoundError where there is none, CheckpointError where it holds no object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path).decode("utf-8"))
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -166,6 +190,11 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.directory}: model.safetensors.index.json has {wrong[0]!r} for a file's name; download it again"
                 )
+            if outside := [name for name in weight_map.values() if not _is_inside(name)]:
+                raise CheckpointError(
+                    f"{self.directory}: model.safetensors.index.json names {outside[0][:200]!r}, which is not in this "
+                    f"directory; a checkpoint's weights lie beside its index"
+                )
             names = sorted(set(weight_map.values()))
         else:
             raise CheckpointError(f"{self.directory}: no model.safetensors and no model.safetensors.index.json in it")
@@ -174,8 +203,15 @@ class Checkpoint:
     def _open(self, name: str) -> Any:
         path = self.directory / name
         try:
+            check_regular(path)
             return safe_open(path, framework="pt")
         except FileNotFoundError:
             raise CheckpointError(f"{self.directory}: {name} is missing, though the index names it") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or damaged ({error}); download it again") from None
+
+
+def _is_inside(name: str) -> bool:
+    """True for a name that stays in its directory. It may be a link that leaves it: a hub's cache is made of these."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

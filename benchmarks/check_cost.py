@@ -19,6 +19,7 @@ import weft
 from weft import ops
 from weft.ops.all_gather_matmul import run as run_all_gather_matmul
 from weft.ops.gemm import GemmConfig
+from weft.runtime.files import put
 from weft.simulator.watcher import Watcher
 
 RUNS = 3
@@ -73,7 +74,7 @@ def command() -> None:
             f"{row['ratio']:.1f} x, peak {row['peak_mib']:.0f} MiB"
         )
     if chosen.json:
-        chosen.json.write_text(json.dumps(rows, indent=2) + "\n")
+        put(chosen.json, json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

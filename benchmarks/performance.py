@@ -16,6 +16,7 @@ from weft.bench.plot import svg
 from weft.bench.report import Report, read, shapes_of
 from weft.bench.shapes import ALL
 from weft.bench.table import markdown, sheets
+from weft.runtime.files import put
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Performance
@@ -113,13 +114,13 @@ def main(results: Path = ROOT / "benchmarks" / "results", page: Path = ROOT / "d
     drawn = set()
     for machine, reports in machines.items():
         for report, picture in zip(*in_order(machine, joined(reports)), strict=True):
-            (folder / picture).write_text(svg([report]))
+            put(folder / picture, svg([report]))
             drawn.add(picture)
     for stale in folder.glob("*.svg"):
         if stale.name not in drawn:
             stale.unlink()
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
-    page.write_text(document(machines, folder.name, notes, [*skinny.sections(), *large_products.sections()]))
+    put(page, document(machines, folder.name, notes, [*skinny.sections(), *large_products.sections()]))
     print(f"{page}: {sum(len(joined(reports)) for reports in machines.values())} tables")
     return 0
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from weft.errors import WeftError
+from weft.errors import CannotWrite, WeftError
+from weft.runtime.files import check_target
 
 if TYPE_CHECKING:
     from weft.models import Qwen3Config
@@ -90,14 +91,15 @@ def check_output(flag: str, file: Path | None) -> None:
     if file is None:
         return
     try:
-        if file.is_file() or file.is_dir():
+        check_target(file)
+        if file.is_file():
             file.open("ab").close()
-        elif file.exists():
-            raise ValueError(f"{flag} {file}: no file can be written there (it is a device or a pipe); name another")
         folder = next(parent for parent in file.absolute().parents if parent.exists())
         tempfile.TemporaryFile(dir=folder).close()
+    except CannotWrite as error:
+        raise ValueError(f"{flag} {error}") from None
     except OSError as error:
-        raise ValueError(f"{flag} {file}: no file can be written there ({error.strerror}); name another") from error
+        raise ValueError(f"{flag} {CannotWrite(str(file), error.strerror)}") from error
 
 
 @contextmanager

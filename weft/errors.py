@@ -216,6 +216,14 @@ class ModelTooLarge(WeftError):
         self.rank, self.needed, self.memory, self.where = rank, needed, memory, where
 
 
+class CannotWrite(WeftError):
+    """A file that the user named cannot be written."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: no file can be written there ({reason}); name another")
+        self.path, self.reason = path, reason
+
+
 class CheckpointError(WeftError, ValueError):
     """A checkpoint directory that cannot be loaded, with the reason in one line."""
 

@@ -25,6 +25,7 @@ import triton
 import weft
 from weft.ops import barrier
 from weft.ops.dispatch import CopyPlan, Plan, transport_of
+from weft.runtime.files import put
 from weft.tune.compiling import compile_only
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -182,7 +183,7 @@ def command() -> None:
             "triton": triton.__version__, "unit": "us",
         }  # fmt: skip
         lines = ",\n".join(json.dumps(row) for row in rows)
-        options.out.write_text(f'{{"where": {json.dumps(where)},\n"rows": [\n{lines}\n]}}\n')
+        put(options.out, f'{{"where": {json.dumps(where)},\n"rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

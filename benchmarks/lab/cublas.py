@@ -39,6 +39,7 @@ from weft.bench import machine
 from weft.ops import tuned
 from weft.runtime import cublaslt
 from weft.runtime.cublaslt import Algorithm
+from weft.runtime.files import put
 from weft.tune import search, spaces
 
 BF16 = torch.bfloat16
@@ -252,7 +253,7 @@ def main() -> None:
         print(f"{label}: {found['cublas_us']} ({found['cublas_burst_us']}) -> {'chosen' if best else 'not chosen'} {shown}: "
               f"{shown['us'] / found['cublas_us']:.3f} ({shown['burst_us'] / found['cublas_burst_us']:.3f}), "
               f"{time.perf_counter() - started:.1f} s", flush=True)  # fmt: skip
-        options.out.write_text(json.dumps(head | {"rows": rows_found}, indent=1) + "\n")
+        put(options.out, json.dumps(head | {"rows": rows_found}, indent=1) + "\n")
     if options.tuned is not None:
         save(head | {"rows": rows_found}, options.tuned)
 

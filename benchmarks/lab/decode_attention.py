@@ -29,6 +29,7 @@ from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
 from weft.ops.factored_norm import FactoredNorm
 from weft.ops.paged_attention import AttentionConfig
+from weft.runtime.files import put
 
 # The module: an op of the same name hides it.
 decoding = importlib.import_module("weft.ops.decode_attention")
@@ -132,7 +133,7 @@ def main() -> None:
         "command": " ".join(["python -m benchmarks.lab.decode_attention", *sys.argv[1:]]),
         "rows": [row(bench, *shape) for shape in SHAPES],
     }  # fmt: skip
-    chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+    put(chosen.out, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from weft.bench.providers import WEFT
 from weft.bench.runner import Bench, Entrant
 from weft.bench.shapes import Shape, parse_shapes
 from weft.ops import barrier, tuned
+from weft.runtime.files import put
 from weft.runtime.launch import launch
 from weft.runtime.team import Team
 from weft.tune import compiling, search, spaces, timing
@@ -68,7 +69,7 @@ def on_rank(team: Team, plans: tuple[Plan, ...], file: Path, head: dict, tuned_f
             outcomes.append(outcome)
             rows.append({"op": plan.op, "shape": shape.size, "label": shape.label, **found})
             if team.rank == 0:
-                file.write_text(json.dumps(head | {"rows": rows}, indent=1))
+                put(file, json.dumps(head | {"rows": rows}, indent=1))
                 times = ", ".join(f"{name} {us:.1f}" for name, us in rows[-1]["us"].items())
                 print(f"{plan.op} {shape.label} ({time.perf_counter() - started:.1f} s): {times}", flush=True)
         if team.rank == 0 and tuned_folder is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.lab.skinny import projections
+from weft.runtime.files import put
 
 TOKENS, LAYERS, WORLD_SIZE = 4096, 64, 4
 BF16 = torch.bfloat16
@@ -92,7 +93,7 @@ def main() -> int:
         found["64 layers, again and again"] = us_a_layer(all_layers, LAYERS, 40, 0.0)
         watcher.terminate()
         found[f"nvidia-smi meanwhile: {WATCHED}"] = watcher.stdout.read().splitlines() if watcher.stdout else []
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    put(options.out, json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return 0
 

@@ -29,6 +29,7 @@ from weft.engine.prefill import PrefillChunk, shape_of
 from weft.engine.ragged_prefill import ragged_shape_of
 from weft.engine.runner import LAUNCHED_FIRST
 from weft.models import Qwen3Config
+from weft.runtime.files import put
 
 MAX_BATCH, PAGE_SIZE, CALLS = 64, 64, 5
 # (before, tokens) of each sequence.
@@ -108,5 +109,5 @@ if __name__ == "__main__":
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.lab.prompts", *sys.argv[1:]]),
     }
-    options.out.write_text(json.dumps({"where": where, "unit": "milliseconds", "prompts": found}, indent=1) + "\n")
+    put(options.out, json.dumps({"where": where, "unit": "milliseconds", "prompts": found}, indent=1) + "\n")
     sys.exit(0)

@@ -32,6 +32,7 @@ from weft import ops
 from weft.language.lowering import ptx
 from weft.ops import skinny, skinny_config
 from weft.ops.local import capabilities_of
+from weft.runtime.files import put
 
 BF16 = torch.bfloat16
 HIDDEN = 5120
@@ -171,7 +172,7 @@ def main() -> None:
     for world_size in map(int, chosen.world_size.split(",")):
         for row in rows_of(bench, world_size, list(map(int, chosen.rows.split(",")))):
             document["rows"].append(row)
-            chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+            put(chosen.out, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 import typer
@@ -35,10 +34,10 @@ def test_findings_exit_with_1_and_are_written(tmp_path):
 
 
 def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
-    def full(path, text):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("weft.runtime.files.os.replace", full)
     result = run(examples.__file__, "--function", "racy", "--schedules", 2, "--json", tmp_path / "report.json")
     assert result.exit_code == 2
     assert "missing-barrier  data[0..31] of rank 1" in result.stdout

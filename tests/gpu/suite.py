@@ -41,6 +41,7 @@ from tests.ops.matmul_cases import LARGE_MATMULS, MATMUL_OPS, MATMULS, OWN_FIRST
 from weft import ops
 from weft.bench.machine import revision
 from weft.ops.gemm_config import DESIGNS
+from weft.runtime.files import put
 
 REPLAYS = 20
 CALLS = 200
@@ -448,7 +449,7 @@ def command(arguments: list[str] | None = None) -> int:
             "versions": {module.__name__: module.__version__ for module in (torch, triton)},
         }
         counts = {"world_size": chosen.world_size, "passed": passed, "failed": failed, "groups": groups}
-        Path(chosen.json).write_text(json.dumps(head | counts, indent=1) + "\n")
+        put(Path(chosen.json), json.dumps(head | counts, indent=1) + "\n")
     return 1 if failed or not passed else 0
 
 

@@ -290,9 +290,9 @@ def weft_failed(reports: list[Report]) -> bool:
 def _write(options: BenchOptions, reports: list[Report]) -> None:
     from weft.bench.plot import svg
     from weft.bench.report import write
+    from weft.runtime.files import put
 
     if options.json is not None:
         write(options.json, reports)
     if options.plot is not None:
-        options.plot.parent.mkdir(parents=True, exist_ok=True)
-        options.plot.write_text(svg(reports))
+        put(options.plot, svg(reports))

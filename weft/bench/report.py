@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from weft.bench.shapes import ALL, dimensions
 from weft.runtime.codec import exchangeable
+from weft.runtime.files import put
 
 SCHEMA = 1
 # "weft": ours. "other": does the same. "ceiling": the GEMM alone, which overlap can reach but does not have to beat.
@@ -97,14 +97,6 @@ def write_all(paths: Sequence[Path], before: Sequence[Report], reports: Sequence
 def write_last(folder: Path, reports: Sequence[Report]) -> None:
     """The last one into a file of its own, OP.wW.json."""
     write(folder / f"{reports[-1].op}.w{reports[-1].world_size}.json", reports[-1:])
-
-
-def put(path: Path, text: str) -> None:
-    """The file is there whole or as it was before, whenever the run is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
 
 
 def read(path: Path) -> list[Report]:

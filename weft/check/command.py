@@ -15,6 +15,7 @@ from rich.text import Text
 
 from weft.console import check_output
 from weft.errors import SimulatorMissing, WeftError
+from weft.runtime.files import put
 
 if TYPE_CHECKING:
     from weft.check.report import Report
@@ -49,8 +50,7 @@ def check(
         )  # fmt: skip
         _show(report)
         if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)
-            json.write_text(report.to_json() + "\n")
+            put(json, report.to_json() + "\n")
     except (ValueError, OSError, WeftError) as error:
         if traceback:
             raise

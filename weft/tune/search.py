@@ -32,12 +32,12 @@ from weft.bench import machine, measure
 from weft.bench.plan import Plan
 from weft.bench.problem import Problem
 from weft.bench.providers import WEFT
-from weft.bench.report import put
 from weft.bench.runner import Bench
 from weft.bench.shapes import Shape
 from weft.errors import WeftError
 from weft.ops import barrier, tuned
 from weft.runtime.codec import exchangeable
+from weft.runtime.files import put
 from weft.tune import spaces, timing
 from weft.tune.spaces import Config
 

@@ -23,6 +23,8 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from weft.runtime.files import put
+
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNK, *"0123456789+="])}
 LONGEST = len("999+999=1998") + 1  # EOS
@@ -184,7 +186,7 @@ def save(model: Qwen3ForCausalLM, out: Path) -> None:
     # transformers 5 calls the class TokenizersBackend, which 4 does not know; both know this name.
     path = out / "tokenizer_config.json"
     tokenizer_config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    put(path, json.dumps(tokenizer_config, indent=2) + "\n")
     (out / "model.safetensors").chmod(0o644)  # save_pretrained leaves it readable by its owner alone
 
 
@@ -239,7 +241,7 @@ def main() -> None:
         "cpu": cpu_name(),
         "config": asdict(config),
     }
-    (out / "accuracy.json").write_text(json.dumps(report, indent=2) + "\n")
+    put(out / "accuracy.json", json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
 
 

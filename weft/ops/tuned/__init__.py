@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 
 from weft.ops.remembered import forget, remembered
 from weft.runtime.codec import exchangeable
+from weft.runtime.files import put
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -203,10 +203,7 @@ def write(path: Path, table: Table) -> None:
     head = {"schema": SCHEMA, "gpu": table.gpu, "world_size": table.world_size, "simulated": table.simulated}
     rows = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) for row in table.rows]
     text = json.dumps(head)[:-1] + ', "rows": [\n ' + ",\n ".join(rows) + "\n]}\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
+    put(path, text)
     forget()
 
 

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.answers import check_prompt, quoted
+from weft.engine.renderer import Renderer, RenderError, as_json
 from weft.errors import CheckpointError
 from weft.models.checkpoint import read_file, read_object
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
+# One for all templates of this process.
+_RENDERER = Renderer()
 
 
 class ChatTemplate:
-    """The Jinja template of chat_template.jinja, or else of tokenizer_config.json, run in a sandbox.
+    """The Jinja template of chat_template.jinja, or else of tokenizer_config.json, run in a sandbox in another process.
+
+    renderer  its limits on time, memory and output; one that all templates of this process share if None
 
     CheckpointError where the directory has neither, or none that can be read.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._special, source = _read(directory)
+    def __init__(self, directory: Path, renderer: Renderer | None = None) -> None:
+        self.directory, self._renderer = directory, renderer or _RENDERER
+        self._special, self._source = _read(directory)
         try:
-            self._template = _environment().from_string(source)
-        except Exception as error:  # mostly TemplateSyntaxError
-            raise CheckpointError(f"{directory}: its chat template is not valid Jinja ({_line(error)})") from None
+            self._renderer.compile(self._source)
+        except RenderError as error:
+            raise CheckpointError(f"{directory}: its chat template is not valid Jinja ({error})") from None
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """The prompt behind which the assistant's answer comes. `variables`: what else the template knows, such as
         {"enable_thinking": False}. ValueError for messages that it refuses or fails on."""
-        from jinja2 import TemplateError
-
         if variables is not None and not isinstance(variables, Mapping):
             raise ValueError(f"variables={quoted(variables)} is not a dictionary")
         if not isinstance(messages, Sequence):
@@ -47,14 +47,17 @@ class ChatTemplate:
                 raise ValueError(
                     f"messages[{index}]={quoted(message)} is not a dictionary with a role, and mostly content"
                 )
-        words = {**self._special, **(variables or {}), "messages": list(messages), "add_generation_prompt": True}
+        words = {
+            **self._special,
+            **as_json("variables", variables or {}),
+            "messages": as_json("messages", messages),
+            "add_generation_prompt": True,
+        }
         try:
-            return self._template.render(words)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {_line(error)}") from None
-        except Exception as error:  # of its own arithmetic, or of content that is None
-            line = f"{type(error).__name__}: {_line(error)}"
-            raise ValueError(f"the chat template fails on these messages: {line}") from None
+            return self._renderer.render(self._source, words)
+        except RenderError as error:
+            verb = "refuses" if error.kind == "refused" else "fails on"
+            raise ValueError(f"the chat template {verb} these messages: {error}") from None
 
 
 def prompt_of(
@@ -68,29 +71,6 @@ def prompt_of(
     check_prompt("a message", text)
     # The template has written the special tokens; the tokenizer must not add more.
     return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _environment() -> Environment:
-    """What templates are written for: transformers' settings, the names that it adds, and its tag `generation`."""
-    from jinja2 import nodes  # torch needs it too
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Marks what the assistant has said, for training. Here it is only a scope."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    extensions = [loopcontrols, Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 def _read(directory: Path) -> tuple[dict[str, str], str]:
@@ -115,18 +95,3 @@ def _read(directory: Path) -> tuple[dict[str, str], str]:
         if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
     }
     return special, source
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Jinja's own escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -1,0 +1,118 @@
+"""The process that renders chat templates, which may loop for ever: run as a file, it imports jinja2 and nothing of weft.
+
+A line of JSON comes in and one goes out: first {"path", "memory"} (sys.path, bytes), then {"source", "words", "seconds",
+"characters"} any number of times; words None: only compiled. Answers are {"text"}, {"invalid"}, {"refused"} or {"failed"}.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes our stdin
+    hello = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = hello["path"]
+    environment = make_environment()
+    compiled = lru_cache(8)(environment.from_string)  # compiling takes milliseconds
+    compiled("{{ range(2) | list | tojson }}").render()  # what jinja2 imports late
+    limit(resource.RLIMIT_AS, hello["memory"])
+    limit(resource.RLIMIT_FSIZE, 0)
+    limit(resource.RLIMIT_CORE, 0)
+    say({})
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        # The parent ends this process when the time is up; if the parent is dead, the alarm does.
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1)
+        say(answer(compiled, request))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limit(kind: int, value: int) -> None:
+    """Not above what there is already."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str, str]:
+    from jinja2 import TemplateError
+
+    try:
+        template = compiled(request["source"])
+    except TemplateError as error:
+        return {"invalid": line_of(error)}
+    except Exception as error:  # of constants, which are computed here
+        return {"invalid": f"{type(error).__name__}: {line_of(error)}".removesuffix(": ")}
+    if request["words"] is None:
+        return {}
+    try:
+        pieces, left = [], request["characters"]
+        for piece in template.generate(request["words"]):
+            left -= len(piece)
+            if left < 0:
+                return {"failed": f"it writes more than {request['characters']:,} characters"}
+            pieces.append(piece)
+        return {"text": "".join(pieces)}
+    except TemplateError as error:
+        return {"refused": line_of(error)}
+    except Exception as error:  # of its own arithmetic, or of content that is None
+        return {"failed": f"{type(error).__name__}: {line_of(error)}".removesuffix(": ")}
+
+
+def say(message: dict[str, str]) -> None:
+    try:
+        line = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except MemoryError:
+        line = b'{"failed": "MemoryError"}'
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def make_environment() -> Any:
+    """What templates are written for: transformers' settings, the names that it adds, and its tag `generation`."""
+    from jinja2 import nodes  # torch needs it too
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Marks what the assistant has said, for training. Here it is only a scope."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """Without Jinja's own escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def line_of(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+if __name__ == "__main__":
+    main()

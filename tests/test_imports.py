@@ -131,3 +131,28 @@ def test_only_the_simulator_needs_its_packages():
         if module.split(".")[0] in SIMULATOR_ONLY
     ]
     assert strays == []
+
+
+def runs_what_it_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls by which data from outside may become code: unpickling, and torch's collectives of objects, which unpickle."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            last = name.rpartition(".")[2]
+            if (
+                name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "eval", "exec", "numpy.load")
+                or last.endswith(("gather_object", "_object_list", "send_object"))
+                or any(keyword.arg == "allow_pickle" for keyword in node.keywords)
+            ):
+                yield node.lineno, name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            yield from ((node.lineno, name) for name in names & {"yaml", "dill", "cloudpickle", "marshal", "shelve"})
+
+
+def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
+    assert sorted(runs_what_it_reads(ast.parse("torch.load(x)\ndist.all_gather_object(x, y)\nimport yaml"))) == [
+        (1, "torch.load"), (2, "dist.all_gather_object"), (3, "yaml"),
+    ]  # fmt: skip
+    found = [f"{name_of(file)} {call}" for file in FILES for _, call in runs_what_it_reads(ast.parse(file.read_text()))]
+    assert sorted(set(found)) == [f"{ENVIRONMENT_FILE} pickle.loads"]

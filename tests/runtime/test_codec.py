@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.engine.answers import as_prompts
 from weft.engine.params import SamplingParams
 from weft.errors import NotExchangeable
 from weft.ops.gemm_config import GemmConfig
@@ -111,6 +112,15 @@ def test_a_parameter_travels_as_a_tensor_and_shares_nothing():
     assert type(found) is torch.Tensor and not found.requires_grad
     found.zero_()
     assert parameter.tolist() == [1, 1]
+
+
+def test_what_users_pass_to_a_model_becomes_plain_before_ranks_exchange_it():
+    params = SamplingParams(
+        temperature=numpy.float32(0.5), top_p=numpy.float64(0.5), max_tokens=numpy.int64(3), seed=numpy.int32(1),
+        stop=[numpy.str_("a")], stop_token_ids=numpy.array([2, 1]).tolist(),
+    )  # fmt: skip
+    asked = ([*as_prompts((1, numpy.int64(2))), *as_prompts([range(3), numpy.str_("x")])], [params])
+    assert there_and_back(asked) == asked == ([[1, 2], [0, 1, 2], "x"], [params])
 
 
 def nested(levels):

@@ -6,6 +6,9 @@ import pickle
 import secrets
 import socket
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy
@@ -69,6 +72,46 @@ def test_ranks_on_one_machine_listen_on_loopback_only_and_the_parent_nowhere():
         assert not rank["secret is told"] and not rank["secret is in the store"]
         assert rank["environment"] == {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_COMM_ID": None}
         assert not os.path.exists(rank["folder"])
+
+
+def seen_and_asleep(team, file):
+    Path(file).with_suffix(f".{team.rank}").write_text(f"{os.getpid()} {given().folder}")
+    time.sleep(60)
+
+
+ORPHANS = """
+import pickle, secrets, sys
+from tests.runtime.test_security import OnCPU, seen_and_asleep
+from weft.runtime import launch
+from weft.runtime.store import Given, private_folder
+if __name__ == "__main__":
+    with private_folder() as folder:
+        seat = launch._Seat(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
+        launch._run(2, (OnCPU, seat, pickle.dumps((seen_and_asleep, (sys.argv[1],)))))
+"""
+
+
+def test_ranks_and_their_folder_are_gone_when_the_parent_is_killed(tmp_path):
+    script, file = tmp_path / "orphans.py", tmp_path / "rank"
+    script.write_text(ORPHANS)
+    root = Path(weft.__file__).parent.parent
+    parent = subprocess.Popen([sys.executable, script, file], env=os.environ | {"PYTHONPATH": str(root)})
+    try:
+        told = [file.with_suffix(f".{rank}") for rank in range(2)]
+        wait_until(lambda: parent.poll() is not None or all(one.exists() and one.read_text() for one in told))
+        ranks = [one.read_text().split() for one in told]
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid, _ in ranks))
+    assert not any(os.path.exists(folder) for _, folder in ranks)
+
+
+def wait_until(done):
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_this_test_would_see_a_socket_on_all_interfaces():

@@ -10,6 +10,8 @@ import multiprocessing.util
 import os
 import pickle
 import secrets
+import shutil
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -215,6 +217,7 @@ def _worker(pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat
     """One rank: a process of its own. ``join`` makes its team."""
     error: BaseException | None = None
     value = team = None
+    threading.Thread(target=_end_with_parent, args=(seat.given.folder,), name="weft parent watch", daemon=True).start()
     try:
         # As under torchrun: every rank's threads for every CPU would keep each other, and the host's own work, waiting.
         torch.set_num_threads(1)
@@ -229,6 +232,15 @@ def _worker(pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat
     pipe.send_bytes(_packed(rank, error, value))
     pipe.close()
     _end(0 if error is None else 1)
+
+
+def _end_with_parent(folder: str) -> None:
+    """End this rank once its parent is gone, even killed: nothing else would, and a kernel may wait for a peer for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
 
 
 def _on_gpu(seat: _Seat, rank: int) -> Any:

@@ -3,10 +3,13 @@
 import json
 import math
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -105,9 +108,44 @@ def test_a_stream_that_is_left_ends_with_the_step_that_runs_on_all_virtual_ranks
         stream.close()
     del stream
     steps.go_on.set()
-    workers.VirtualWorkers._wait()
+    workers.VirtualWorkers.wait()
     assert steps.ran == {0: 3, 1: 3}
     assert len(llm.generate("x", SamplingParams(max_tokens=5))[0].token_ids) == 5
+
+
+@contextmanager
+def interrupted_when(ready):
+    """A KeyboardInterrupt is expected: SIGINT comes once `ready()` is true and the main thread has had time to wait."""
+
+    def press():
+        while not ready():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
+
+
+def test_interrupts_during_answers_and_close_leave_an_llm_that_works(byte_model, monkeypatch):
+    params = SamplingParams(max_tokens=5)
+    with weft.LLM(byte_model, 2, device="sim", mode="torch") as llm:
+        expected = llm.generate("x", params)
+        steps = GatedSteps(monkeypatch)
+        with interrupted_when(steps.reached.is_set):
+            llm.generate("x", SamplingParams(max_tokens=80, ignore_eos=True))
+        for call in (lambda: llm.generate("x", params), llm.close, llm.close):  # while the first still runs
+            with interrupted_when(lambda: True):
+                call()
+        steps.go_on.set()
+        assert llm.generate("x", params) == expected
+    with pytest.raises(WeftError, match="this LLM is closed; make a new one"):
+        llm.generate("x", params)
+    with weft.LLM(byte_model, 2, device="sim", mode="torch") as other:
+        assert other.generate("x", params) == expected
 
 
 def test_a_closed_llm_computes_no_further_step_of_a_stream_that_is_held(byte_model, monkeypatch):
@@ -115,7 +153,7 @@ def test_a_closed_llm_computes_no_further_step_of_a_stream_that_is_held(byte_mod
     llm = weft.LLM(byte_model, 2, device="sim", mode="torch")
     stream = llm.stream(PROMPTS, SamplingParams(max_tokens=80, ignore_eos=True))
     assert next(stream).prompt == 0 and steps.reached.wait(timeout=30)
-    _, closed = llm._workers._own
+    closed = llm._workers._own.closed
     closing = threading.Thread(target=llm.close)
     closing.start()
     assert closed.wait(timeout=30)

@@ -66,25 +66,43 @@ class EngineOptions:
         return Engine(words.pop("model"), team, **words, progress=progress, warn=warn)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Run:
+    """One answer that virtual ranks compute, in a thread of its own.
+
+    closed  no more pieces will be drawn
+    ended   its simulation has ended
+    """
+
+    thread: threading.Thread
+    closed: threading.Event
+    ended: threading.Event
+
+    def end(self) -> None:
+        """Let it end with the step that runs, and wait for that. (Python forgets a thread whose `join` was interrupted.)"""
+        self.closed.set()
+        while self.thread.is_alive() and not self.ended.wait(timeout=0.1):
+            pass
+
+
 class VirtualWorkers:
     """Virtual ranks of this process. An engine's tensors belong to one simulation, so every call loads the model again.
 
-    A process has one simulation at a time, whose end all LLMs in it wait for.
+    A process has one simulation at a time: the thread that runs it holds `_turn`. So an interrupt of the calling thread, at
+    whatever line, lets no second one begin.
     """
 
-    _lock = threading.Lock()
-    # Of this process's latest answer: what computes it, and its `closed`.
-    _latest: tuple[threading.Thread, threading.Event] | None = None
+    _turn = threading.Lock()
+    _latest: _Run | None = None  # of this process
 
     def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
         self._world_size, self._options, self._progress = world_size, options, progress
-        self._own: tuple[threading.Thread, threading.Event] | None = None
+        self._own: _Run | None = None
 
         def build(team: Team) -> None:
             options.build(team)
 
-        with self._lock:
-            self._wait()
+        with self._turn:
             self._launch(build)  # says at once what is wrong
 
     def ask(
@@ -95,8 +113,8 @@ class VirtualWorkers:
         An answer that was not drawn to its end is computed to its end before the next begins. One that was closed ends with the
         step that runs.
         """
-        found: queue.Queue[tuple[str, Any]] = queue.Queue()
-        closed = threading.Event()
+        found: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        closed, ended = threading.Event(), threading.Event()
         decisions: list[bool] = []
 
         def goes_on(done: int) -> bool:
@@ -119,48 +137,49 @@ class VirtualWorkers:
 
         def run() -> None:
             try:
-                self._launch(rank)
+                with VirtualWorkers._turn:
+                    if not closed.is_set():
+                        self._launch(rank)
             except BaseException as error:
                 found.put(("error", error))
-            # Nobody reads this but who draws on after `close`.
+            ended.set()
+            # Only a caller that draws on after `close` reads this.
             found.put(("error", WeftError("this LLM is closed; make a new one")))
 
         def receive() -> tuple[str, Any]:
             message = found.get()
             if message[0] != "pieces":
-                thread.join()  # the caller's next simulation may not find this one
+                ended.wait()  # the caller's next simulation may not find this one
             return message
 
         thread = threading.Thread(target=run, name="weft virtual ranks", daemon=True)
-        with self._lock:
-            self._wait()
+        self._own = VirtualWorkers._latest = _Run(thread=thread, closed=closed, ended=ended)
+        try:
             thread.start()
-            self._own = VirtualWorkers._latest = thread, closed
-        return _unpacked(receive, keep, closed)
+            return _unpacked(receive, keep, closed)
+        except BaseException:
+            closed.set()  # the caller has no generator
+            raise
 
     def _launch(self, main: Callable[..., Any]) -> None:
         launch(main, self._world_size, "sim", heap_bytes=self._options.heap_bytes)
 
     def close(self) -> None:
         """They end with every call. The last may not have been drawn to its end: it ends with the step that runs."""
-        _end(self._own)
+        if self._own is not None:
+            self._own.end()
 
     @classmethod
     def end(cls) -> None:
-        """The same for whoever's call is the latest of this process."""
-        _end(cls._latest)
+        """The same for the latest call of any LLM of this process."""
+        if cls._latest is not None:
+            cls._latest.end()
 
     @classmethod
-    def _wait(cls) -> None:
-        if cls._latest is not None:
-            cls._latest[0].join()
-
-
-def _end(answer: tuple[threading.Thread, threading.Event] | None) -> None:
-    if answer is not None:
-        thread, closed = answer
-        closed.set()
-        thread.join()
+    def wait(cls) -> None:
+        """Wait for the simulation that runs, if one does."""
+        with cls._turn:
+            pass
 
 
 # The end of the process would cut off a thread in the middle of torch, which aborts.

@@ -6,6 +6,7 @@ once; where nobody could go on otherwise, as a kernel waits for what its host gi
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -95,6 +96,11 @@ class Launches:
         task = self.scheduler.current
         if not isinstance(task, ThreadTask):
             raise WeftError(f"{task.label}: kernels are launched from host code only")
+        if not task.is_here:
+            raise WeftError(
+                f"a kernel was launched by thread {threading.current_thread().name!r}, and it is the turn of {task.label}; launch "
+                f"kernels from main(team) itself, and not from a thread of a simulation that has ended"
+            )
         self.settle()
         self._names, self._known = _argument_names(jit_fn, args, kwargs), []
         bases = self._known

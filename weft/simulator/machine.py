@@ -87,7 +87,7 @@ class Machine(Accesses, Launches):
         ]
         for host in hosts:
             self.scheduler.spawn(host)
-        with self.interpreter:
+        with self.scheduler.interrupts, self.interpreter:
             subscription = words.subscribe(lambda fn, word: self.interpreter.replace(fn, self._bind(word)))
             try:
                 self.scheduler.run(self._deadlock)

@@ -15,11 +15,15 @@ from typing import Any
 
 from greenlet import GreenletExit, greenlet
 
+from weft.simulator.interrupts import Interrupts
+
 # Fruitless polls (loads or atomics that changed nothing) for each task that could run, after which nobody is believed to
 # be able to go on: kernels may spin with raw atomics, and a spinning task never blocks.
 _POLLS_PER_TASK = 4000
 # Plain loads count less: a long inner loop reads much before it writes.
 _PLAIN_LOAD = 0.02
+# Seconds between two looks whether to go on waiting for host code whose simulation ends early.
+_HURRY_AFTER = 0.1
 # What counts as spent already once something has come to help those who have polled for so long.
 _PATIENCE_SPENT = 0.75
 
@@ -52,7 +56,8 @@ class Task:
         self.next: tuple[tuple[int, int, bool], ...] | None = None
         self.next_line: Any = None
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """The body; its result or error is kept."""
         try:
             self.result = self.body()
         except (GreenletExit, Abandoned):
@@ -70,7 +75,8 @@ class Task:
         """Called by the task itself: back to the scheduler until it is resumed."""
         raise NotImplementedError
 
-    def abandon(self) -> None:
+    def abandon(self, hurried: Callable[[], bool]) -> None:
+        """End the task. ``hurried()``: do not wait for host code that does not come back."""
         raise NotImplementedError
 
 
@@ -81,13 +87,13 @@ class GreenletTask(Task):
 
     def resume(self) -> None:
         if self._greenlet is None:
-            self._greenlet = greenlet(self._run)
+            self._greenlet = greenlet(self.run)
         self._greenlet.switch()
 
     def pause(self) -> None:
         self._greenlet.parent.switch()
 
-    def abandon(self) -> None:
+    def abandon(self, hurried: Callable[[], bool]) -> None:
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
         self.finished = True
@@ -109,7 +115,7 @@ class ThreadTask(Task):
         self._back.acquire()
 
     def _main(self) -> None:
-        self._run()
+        self.run()
         self._back.release()
 
     def pause(self) -> None:
@@ -118,11 +124,19 @@ class ThreadTask(Task):
         if self._leaving:
             raise Abandoned
 
-    def abandon(self) -> None:
+    def abandon(self, hurried: Callable[[], bool]) -> None:
         self._leaving = True
         while self._thread is not None and not self.finished:
-            self.resume()
+            self._turn.release()
+            while not self._back.acquire(timeout=_HURRY_AFTER):
+                if hurried():
+                    return  # it ends when it comes to its next pause
         self.finished = True
+
+    @property
+    def is_here(self) -> bool:
+        """True where the calling thread is the one that runs this host code."""
+        return self._thread is threading.current_thread()
 
 
 class Scheduler:
@@ -139,6 +153,7 @@ class Scheduler:
         # In the place of the uniform choice; and what may still change memory when nobody can go on.
         self.strategy: Any = None
         self.when_stuck: Callable[[], bool] = lambda: False
+        self.interrupts = Interrupts(Scheduler.loop, Task.run)
 
     # --- called by tasks ---------------------------------------------------------------------------------------------
 
@@ -193,30 +208,44 @@ class Scheduler:
     def run(self, stuck: Callable[[], BaseException]) -> None:
         """Run until every task has finished. Raises ``stuck()`` when none can go on, and what a task raised unobserved."""
         try:
-            while self._ready or self._blocked:
-                task = self._chosen if self._chosen is not None and not self._chosen.finished else None
-                task = task or self._pick()
-                if task is None and self.when_stuck():
-                    continue
-                if task is None:
-                    raise stuck()
-                if self._hopeless():
-                    self._wake(lambda w: True)
-                    if self._hopeless():
-                        if not self.when_stuck():
-                            raise stuck()
-                        self._fruitless = _PATIENCE_SPENT * _POLLS_PER_TASK * len(self._ready)
-                self._chosen = None
-                self.current = task
-                task.resume()
-                self.current = None
-                if task.finished:
-                    self._retire(task)
+            self.loop(stuck)
         finally:
-            for task in [*self._ready, *self._blocked]:
-                self.current = task
-                task.abandon()
+            self.interrupts.leaving = True
+            self._abandon_all()
+
+    def loop(self, stuck: Callable[[], BaseException]) -> None:
+        """The part of ``run`` that an interrupt may end anywhere."""
+        while self._ready or self._blocked:
+            task = self._chosen if self._chosen is not None and not self._chosen.finished else None
+            task = task or self._pick()
+            if task is None and self.when_stuck():
+                continue
+            if task is None:
+                raise stuck()
+            if self._hopeless():
+                self._wake(lambda w: True)
+                if self._hopeless():
+                    if not self.when_stuck():
+                        raise stuck()
+                    self._fruitless = _PATIENCE_SPENT * _POLLS_PER_TASK * len(self._ready)
+            self._chosen = None
+            self.current = task
+            task.resume()
             self.current = None
+            if task.finished:
+                self._retire(task)
+
+    def _abandon_all(self) -> None:
+        left = [*self._ready, *self._blocked]
+        if self.current in left:  # interrupted in its turn: host code still runs, so it must come to its pause first
+            left.remove(self.current)
+            left.insert(0, self.current)
+        for task in left:
+            self.current = task
+            task.abandon(lambda: self.interrupts.held > 0)
+            if not task.finished:
+                return  # it may still call this scheduler, as the current task
+        self.current = None
 
     def waiting_tasks(self) -> list[Task]:
         """Those that block, then those that spin, in the order of their making."""

@@ -1,0 +1,100 @@
+"""Ctrl-C in a simulation: whenever it comes, and if it comes again, Triton is left unpatched and the next run is right."""
+
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import weft
+from weft.simulator.interpreter.patching import is_active
+
+
+def main(team):
+    x = team.zeros((8,), torch.int32)
+    team.copy_engine.put(x, torch.full((8,), 7, dtype=torch.int32), (team.rank + 1) % team.size)
+    team.copy_engine.join()
+    team.barrier()
+    return x.sum().item()
+
+
+class InterruptAt:
+    """A tracer that sends SIGINT to this process before the given lines of the simulator, counted over a run."""
+
+    def __init__(self, *numbers):
+        self.numbers, self.count, self.sent = set(numbers), 0, 0
+
+    def __call__(self, frame, event, argument):
+        if not frame.f_code.co_filename.endswith(("machine.py", "scheduler.py", "interpreter.py", "patching.py")):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count in self.numbers:
+                self.sent += 1
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+    def run(self):
+        sys.settrace(self)
+        try:
+            return weft.simulate(main, 2)
+        finally:
+            sys.settrace(None)
+
+
+def test_two_interrupts_at_any_line_leave_nothing_patched():
+    whole = InterruptAt()
+    assert whole.run() == [56, 56]
+    interrupted = 0
+    for at in [*range(1, whole.count, whole.count // 40), *range(whole.count - 12, whole.count + 1)]:
+        tracer = InterruptAt(at, at + 1, at + 7)
+        try:
+            tracer.run()
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert not is_active(), f"line {at} of {whole.count}"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert interrupted >= 30
+    assert weft.simulate(main, 2) == [56, 56]
+
+
+def test_host_code_that_does_not_come_back_is_left_at_the_second_interrupt():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stuck(team):
+        begun.set()
+        go_on.wait()
+        team.barrier()
+
+    def press_twice():
+        begun.wait()
+        for _ in range(2):
+            time.sleep(0.1)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=press_twice).start()
+    with pytest.raises(KeyboardInterrupt):
+        weft.simulate(stuck, 2)
+    assert not is_active() and weft.simulate(main, 2) == [56, 56]
+    go_on.set()
+
+
+def test_a_kernel_launched_by_a_thread_whose_turn_it_is_not_is_refused(monkeypatch):
+    def launching(team):
+        errors = []
+
+        def launch():
+            try:
+                weft.ops.silu_mul(torch.zeros(2, 16))
+            except weft.errors.WeftError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=launch, name="mine")
+        thread.start()
+        thread.join()
+        return errors
+
+    [[error]] = weft.simulate(launching, 1)
+    assert error.startswith("a kernel was launched by thread 'mine', and it is the turn of rank 0 host code; ")

@@ -1,0 +1,96 @@
+"""Checks of callers' arguments: each error is one line with the argument, its value, the rule and often a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+# Characters of a value that a message repeats.
+LONGEST = 200
+
+
+def shortened(text: object, most: int = LONGEST) -> str:
+    """The text on one line, cut in the middle where it is longer than `most` characters."""
+    line = " ".join(str(text).split())
+    if len(line) <= most:
+        return line
+    return f"{line[: most - 40]}... ({len(line):,} characters) ...{line[-15:]}"
+
+
+def quoted(value: object) -> str:
+    """The value as Python writes it, on one line and shortened; tensors and arrays by their shape and dtype."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None and not isinstance(value, type):
+        return f"<{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}>"
+    try:
+        return shortened(repr(value))
+    except Exception:  # an integer of more than 4,300 digits, or an object whose repr fails
+        return f"<{type(value).__name__}>"
+
+
+def is_integer(value: Any) -> bool:
+    """True for Python's and NumPy's integers; a boolean is none."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def check_int(name: str, value: Any, low: int | None = None, high: int | None = None, remedy: str = "") -> int:
+    """The value as an int. ValueError unless it is an integer in low .. high (None: no bound)."""
+    fits = is_integer(value) and (low is None or value >= low) and (high is None or value <= high)
+    if fits:
+        return int(value)
+    if high is not None:
+        rule = f"is not an integer in {low} .. {high}"
+    elif low == 1:
+        rule = "is not a positive integer"
+    else:
+        rule = "is not an integer" if low is None else f"is not an integer of at least {low}"
+    raise ValueError(f"{name}={quoted(value)} {rule}" + (f"; {remedy}" if remedy else ""))
+
+
+def positive(name: str, value: Any) -> int:
+    """The value as an int. ValueError unless it is a positive integer."""
+    return check_int(name, value, 1)
+
+
+def check_number(name: str, value: Any, low: float, high: float, rule: str) -> None:
+    """ValueError unless the value is a real number in low .. high; `rule` names the range."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}={quoted(value)} is not {rule}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """ValueError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={quoted(value)} is not True or False")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """ValueError unless the value is one of the strings `choices`."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={quoted(value)} is not one of {', '.join(map(str, choices))}")
+
+
+def check_callable(name: str, value: Any, called: str) -> None:
+    """ValueError unless the value can be called; `called` says how it will be."""
+    if not callable(value):
+        raise ValueError(f"{name}={quoted(value)} is not a function; pass one that is called as {called}")
+
+
+def check_sequence(name: str, value: Any, rule: str) -> tuple:
+    """The value as a tuple. ValueError unless it is a sequence and no string; `rule` names what it should be."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
+        raise ValueError(f"{name}={quoted(value)} is not {rule}")
+    return tuple(value)
+
+
+def check_instance(name: str, value: Any, kind: type | tuple[type, ...], rule: str) -> None:
+    """ValueError unless the value is an instance of `kind`; `rule` names what it should be."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={quoted(value)} is not {rule}")
+
+
+def check_optional(check: Callable[..., Any], name: str, value: Any, *rest: Any) -> Any:
+    """The result of `check`, or None for None."""
+    return None if value is None else check(name, value, *rest)

@@ -1,0 +1,48 @@
+"""Ctrl-C during a simulation: raised while its tasks run, held back while its scope is entered or left."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+
+class Interrupts:
+    """A scope in which SIGINT raises only below the functions `inside`, until `leaving` is set.
+
+    held  interrupts that came elsewhere: the patches of the interpreter are restored first. They are delivered at the end of
+          the scope, unless another one is the reason why it ends
+
+    Only the main thread receives signals: in others the scope does nothing, and neither where SIGINT has no Python handler.
+    """
+
+    def __init__(self, *inside: Callable[..., Any]) -> None:
+        self._inside: frozenset[CodeType] = frozenset(function.__code__ for function in inside)
+        self._handler: Any = None
+        self.leaving = False
+        self.held = 0
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._interrupted)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._handler is None:
+            return
+        signal.signal(signal.SIGINT, self._handler)
+        if self.held and (kind is None or not issubclass(kind, KeyboardInterrupt)):
+            signal.raise_signal(signal.SIGINT)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        below = frame
+        while not self.leaving and below is not None:
+            if below.f_code in self._inside:
+                return self._handler(number, frame)
+            below = below.f_back
+        self.held += 1

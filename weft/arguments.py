@@ -94,3 +94,47 @@ def check_instance(name: str, value: Any, kind: type | tuple[type, ...], rule: s
 def check_optional(check: Callable[..., Any], name: str, value: Any, *rest: Any) -> Any:
     """The result of `check`, or None for None."""
     return None if value is None else check(name, value, *rest)
+
+
+# More than the 72 GPUs that NVLink joins today. An all-reduce over 64 virtual ranks takes 15 s.
+MOST_VIRTUAL_RANKS = 128
+# Processes that share a GPU: each takes about 0.5 GB of it before it computes anything.
+MOST_RANKS_PER_GPU = 16
+# No processor addresses more (2**48), and a tensor of more overflows torch.
+_MOST_HEAP_BYTES = 1 << 47
+
+
+def check_virtual_ranks(name: str, value: Any) -> int:
+    """The value as an int. ValueError unless so many virtual ranks can be simulated."""
+    value = positive(name, value)
+    if value > MOST_VIRTUAL_RANKS:
+        raise ValueError(
+            f"{name}={quoted(value)}: at most {MOST_VIRTUAL_RANKS} virtual ranks are simulated, each with a thread and "
+            f"a heap of its own; pass a smaller one"
+        )
+    return value
+
+
+def check_heap_bytes(value: Any, name: str = "heap_bytes") -> int | None:
+    """The value as an int, or None. ValueError unless it can be the size of a symmetric heap."""
+    if value is None:
+        return None
+    return check_int(name, value, 1, _MOST_HEAP_BYTES, "pass bytes per rank, or leave it out")
+
+
+def check_debug(value: Any) -> float | None:
+    """Seconds after which a wait gives up; None for False. ValueError unless it is a boolean or a positive number."""
+    if isinstance(value, bool):
+        return 20.0 if value else None
+    check_number("debug", value, 1e-6, 1e6, "True, False or the seconds after which a wait gives up (up to 1e6)")
+    return float(value)
+
+
+def check_args(value: Any) -> tuple:
+    """The value as a tuple. ValueError unless it is a list or tuple of arguments of main."""
+    return check_sequence("args", value, "a list or tuple of what main gets after team; pass (x,) for one")
+
+
+def check_seed(value: Any) -> int:
+    """The value as an int. ValueError unless it is an integer."""
+    return check_int("seed", value)

@@ -51,7 +51,7 @@ def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
         ([examples.__file__, "--function", "absent"], "defines no absent(team)"),
         ([examples.__file__, "--world-size", "two"], "not a list of numbers"),
         ([examples.__file__, "--strategy", "wild"], "is not one of mix"),
-        ([examples.__file__, "--schedules", "0"], "must be at least 1"),
+        ([examples.__file__, "--schedules", "0"], "schedules=0 is not a positive integer"),
         ([examples.__file__, "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory)"),
         ([examples.__file__, "--json", "/proc/x/y.json"], "--json /proc/x/y.json: no file can be written there"),
     ],

@@ -481,11 +481,20 @@ def test_an_answer_ends_where_the_model_does(byte_model):
         ([], "prompts is empty"),
         ("\ud800", r"prompts\[0\] is not text that UTF-8 can hold"),
         ([3.0], r"prompts\[0\]=3.0 is not a string or a list of token ids"),
-        ([torch.tensor([1, 2])], r"prompts\[0\]=tensor\(\[1, 2\]\) is not a string or a list of token ids"),
-        (torch.tensor([1, 2]), r"prompts=tensor\(\[1, 2\]\) is not a string, a list of token ids or a list of these"),
+        (
+            [torch.tensor([1, 2])],
+            r"prompts\[0\]=<Tensor of shape \(2,\) and dtype torch.int64> is not a string or a list",
+        ),
+        (
+            torch.tensor([1, 2]),
+            r"prompts=<Tensor of shape \(2,\) and dtype torch.int64> is not a string, a list",
+        ),
         ([True, False], r"prompts\[0\]\[0\]=True is not a token id"),
         ([1] * 20_000 + [2.5], r"^prompts\[0\]\[20000\]=2.5 is not a token id$"),
-        ([bytes(60_000)], r"^prompts\[0\]=b.{199}\.\.\. is not a string or a list of token ids$"),
+        (
+            [bytes(60_000)],
+            r"^prompts\[0\]=b.{159}\.\.\. \(240,003 characters\) \.\.\..{15} is not a string or a list",
+        ),
         (b"bytes", r"prompts\[0\]=b'bytes' is not a string or a list of token ids"),
         ({"prompt": "x"}, r"prompts=\{'prompt': 'x'\} is not a string"),
         ([[1, 257, -1]], r"prompts\[0\]\[1\]=257 is a token id outside 0 .. 256"),

@@ -7,6 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.arguments import (
+    check_args,
+    check_bool,
+    check_callable,
+    check_choice,
+    check_heap_bytes,
+    check_instance,
+    check_optional,
+    check_seed,
+    check_sequence,
+    check_virtual_ranks,
+    is_integer,
+    positive,
+)
 from weft.check.digests import Digest, digest_of, first_difference
 from weft.check.report import Found, Report, Schedule
 from weft.check.shrinking import Shrinking
@@ -61,18 +75,16 @@ def check(
 
     An error that main raises is a finding too. ValueError for arguments that make no sense.
     """
-    sizes = (world_size,) if isinstance(world_size, int) else tuple(world_size)
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"world_size={world_size} must name world sizes of at least 1")
-    if schedules < 1:
-        raise ValueError(f"schedules={schedules} must be at least 1")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(STRATEGIES)}")
-    if sms < 1:
-        raise ValueError(f"sms={sms} must be at least 1")
-    if depth < 1:
-        raise ValueError(f"depth={depth} must be at least 1")
-    runner = Runner(main, heap_bytes, tuple(args))
+    check_callable("main", main, "main(team, *args)")
+    sizes = check_sizes("world_size", world_size)
+    schedules, sms, depth = positive("schedules", schedules), positive("sms", sms), positive("depth", depth)
+    check_choice("strategy", strategy, STRATEGIES)
+    seed = check_seed(seed)
+    check_bool("deterministic", deterministic)
+    check_instance("script", script, str, "a string")
+    check_optional(check_callable, "progress", progress, "progress(runs, total, findings)")
+    check_optional(check_callable, "on_results", on_results, "on_results(results)")
+    runner = Runner(main, check_heap_bytes(heap_bytes), check_args(args))
     gathered = Gathered(strategy, deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
     for size in sizes:
@@ -95,6 +107,16 @@ def check(
     return Report(
         findings=tuple(found), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
     )
+
+
+def check_sizes(name: str, world_size: Any) -> tuple[int, ...]:
+    """The world sizes as a tuple. ValueError unless they are one or several numbers of virtual ranks."""
+    if is_integer(world_size):
+        return (check_virtual_ranks(name, world_size),)
+    sizes = check_sequence(name, world_size, "an integer or a list of integers")
+    if not sizes:
+        raise ValueError(f"{name}={world_size!r} is empty; name at least one world size")
+    return tuple(check_virtual_ranks(f"{name}[{index}]", size) for index, size in enumerate(sizes))
 
 
 class Runner:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, NamedTuple
 
-from weft.engine.params import is_integer
+from weft.arguments import is_integer, quoted
 
 FinishReason = Literal["eos", "stop", "length"]
 Prompt = str | Sequence[int]
@@ -42,7 +42,7 @@ class Stats:
 
     capture_seconds:     making the CUDA graphs that this generation was the first to need; part of the times below
     time_to_first_token: from the start to the first token of any prompt on the host
-    tokens_per_second:   all tokens after those, over the time since; 0 where there were none
+    tokens_per_second:   all tokens that came after those (two of a prompt may come together), over the time since; 0: none
     preemptions:         how often a sequence gave its KV pages to an older one, to be read again later
     """
 
@@ -80,12 +80,6 @@ def check_prompt(name: str, prompt: Prompt) -> None:
     for index, token in enumerate(prompt):
         if not is_integer(token):
             raise ValueError(f"{name}[{index}]={quoted(token)} is not a token id")
-
-
-def quoted(value: object) -> str:
-    """As Python writes it, cut where it would fill the screen."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:

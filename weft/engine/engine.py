@@ -10,11 +10,19 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import zip_longest
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from weft.arguments import (
+    check_bool,
+    check_callable,
+    check_instance,
+    check_optional,
+    positive,
+    quoted,
+)
 from weft.engine.answers import (
     Completion,
     FinishReason,
@@ -24,11 +32,10 @@ from weft.engine.answers import (
     as_prompts,
     check_prompt,
     join_pieces,
-    quoted,
 )
 from weft.engine.batch import Batch
 from weft.engine.defaults import sampling_defaults, unused_defaults
-from weft.engine.params import SamplingParams, one_each, positive
+from weft.engine.params import SamplingParams, one_each
 from weft.engine.runner import Runner, checked_sizes
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
@@ -38,9 +45,7 @@ from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.qwen3 import check_cache
 from weft.runtime.codec import encode
-
-if TYPE_CHECKING:
-    from weft.runtime.team import Team
+from weft.runtime.team import Team
 
 MOST_POSITIONS = 1 << 24
 logger = logging.getLogger("weft")
@@ -87,7 +92,9 @@ class Engine:
     ) -> None:
         begin = time.perf_counter()
         # Whatever can be wrong is said before the weights are read.
-        check_mode(mode)
+        check_model(model)
+        check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
+        check_options(mode, dtype, fused, cuda_graph, progress)
         chunk_tokens = positive("chunk_tokens", chunk_tokens)
         max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
         checkpoint = None if isinstance(model, Qwen3Config) else Checkpoint(BUILTIN if model is None else model)
@@ -95,7 +102,7 @@ class Engine:
         limit = config.max_position_embeddings
         self.max_seq_len = limit if max_seq_len is None else positive("max_seq_len", max_seq_len)
         if not 2 <= self.max_seq_len <= limit:
-            raise ValueError(f"max_seq_len={max_seq_len} is not in 2 .. max_position_embeddings={limit}")
+            raise ValueError(f"max_seq_len={quoted(max_seq_len)} is not in 2 .. max_position_embeddings={limit}")
         if self.max_seq_len > MOST_POSITIONS:
             raise ValueError(
                 f"max_seq_len={self.max_seq_len} is more than {MOST_POSITIONS}, up to which fp32 counts positions exactly; "
@@ -284,11 +291,12 @@ class Engine:
             self._streamed -= place.keys()
         self.team.synchronize()
         seconds = time.perf_counter() - first_at
+        later = new_tokens - first_tokens  # of a prompt, the first two may arrive together
         self.stats = Stats(
             load_seconds=self.stats.load_seconds,
             capture_seconds=runner.capture_seconds - captured,
             time_to_first_token=first_at - begin,
-            tokens_per_second=(new_tokens - first_tokens) / seconds,
+            tokens_per_second=later / seconds if later else 0.0,
             prompt_tokens=sum(len(sequence.prompt) for sequence in sequences),
             new_tokens=new_tokens,
             preemptions=scheduler.preemptions - preempted,
@@ -303,11 +311,11 @@ class Engine:
         else:
             ids = list(map(int, prompt))
         if not ids:
-            raise ValueError(f"{name}={prompt!r} is empty; a prompt needs at least one token")
+            raise ValueError(f"{name}={quoted(prompt)} is empty; a prompt needs at least one token")
         vocab_size = self.model.config.vocab_size
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
-            raise ValueError(f"{name}[{index}]={ids[index]} is a token id outside 0 .. {vocab_size - 1}")
+            raise ValueError(f"{name}[{index}]={quoted(ids[index])} is a token id outside 0 .. {vocab_size - 1}")
         if len(ids) >= self.max_seq_len:
             raise ValueError(
                 f"{name} has {len(ids)} tokens and leaves no room for an answer in max_seq_len={self.max_seq_len}; "
@@ -319,10 +327,10 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams")
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs text, and this model has no tokenizer")
+            raise ValueError(f"stop={quoted(params.stop)} needs text, and this model has no tokenizer")
         vocab_size = self.model.config.vocab_size
         if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
-            raise ValueError(f"stop_token_ids holds {largest}, outside 0 .. {vocab_size - 1}")
+            raise ValueError(f"stop_token_ids holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
         budget = min(params.max_tokens, self.max_seq_len - len(prompt))
         return Running(prompt=prompt, params=params, budget=budget)
 
@@ -357,6 +365,21 @@ class Engine:
             rest, stopped = stream.finish()
             new += rest
         return new, "stop" if stopped else "length" if last else None
+
+
+def check_model(model: Any) -> None:
+    """ValueError unless it is of a type that names or describes a model."""
+    rule = "a checkpoint directory, a Qwen3Config, or None for the built-in model"
+    check_optional(check_instance, "model", model, (str, PathLike, Qwen3Config), rule)
+
+
+def check_options(mode: Any, dtype: Any, fused: Any, cuda_graph: Any, progress: Any) -> None:
+    """ValueError for an option of Engine and LLM of another type than theirs."""
+    check_mode(mode)
+    check_optional(check_instance, "dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
+    check_optional(check_bool, "fused", fused)
+    check_bool("cuda_graph", cuda_graph)
+    check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
 
 
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: Checkpoint, vocab_size: int) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces, quoted
+from weft.arguments import check_choice, check_heap_bytes, check_virtual_ranks, positive, quoted, shortened
+from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.defaults import sampling_defaults
-from weft.engine.params import SamplingParams, one_each, positive
+from weft.engine.engine import check_model, check_options
+from weft.engine.params import SamplingParams, one_each
 from weft.engine.text import load_tokenizer
 from weft.engine.workers import (
     GENERATE_AHEAD,
@@ -76,8 +78,7 @@ class LLM:
         heap_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if device not in DEVICES:
-            raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
+        check_choice("device", device, DEVICES)
         if world_size is not None:
             world_size = positive("world_size", world_size)
         started = coordinates() if device != "sim" else None
@@ -85,6 +86,7 @@ class LLM:
             raise ValueError(
                 f"world_size={world_size}, but torchrun has started {started.world_size} ranks; leave it out"
             )
+        check_model(model)
         self.directory = None if isinstance(model, Qwen3Config) else BUILTIN if model is None else as_directory(model)
         options = EngineOptions(
             model=model if isinstance(model, Qwen3Config) else self.directory,
@@ -98,8 +100,9 @@ class LLM:
             memory_fraction=memory_fraction,
             chunk_tokens=chunk_tokens,
             cuda_graph=cuda_graph,
-            heap_bytes=heap_bytes,
+            heap_bytes=check_heap_bytes(heap_bytes),
         )
+        check_options(mode, dtype, fused, cuda_graph, progress)
         gpus = torch.cuda.device_count()
         if started is not None:
             if gpus <= started.local_rank and not on_virtual_rank():
@@ -112,6 +115,7 @@ class LLM:
             simulated = is_simulated(world_size, device)
             world_size = world_size or (DEFAULT_VIRTUAL_RANKS if simulated else gpus)
             if simulated:
+                check_virtual_ranks("world_size", world_size)
                 too_few = f"world_size={world_size} needs {world_size} GPUs and this machine has {gpus}"
                 _check_virtual(options.model, too_few if device == "auto" and gpus else "run it on GPUs")
             elif not 0 < world_size <= gpus:
@@ -227,4 +231,4 @@ def _check_virtual(model: Path | Qwen3Config, remedy: str) -> None:
     if isinstance(model, Qwen3Config):
         check_simulable("this model", model, remedy)
     else:
-        check_simulable(f"model={str(model)!r}", Qwen3Config.from_dict(Checkpoint(model).config), remedy)
+        check_simulable(f"model={shortened(repr(str(model)))}", Qwen3Config.from_dict(Checkpoint(model).config), remedy)

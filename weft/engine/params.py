@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from numbers import Integral, Real
-from typing import Any
+from numbers import Real
 
+from weft.arguments import check_bool, is_integer, positive, quoted
 from weft.runtime.codec import exchangeable
 
 HOTTEST = 1e30  # all words have long been alike, and times the noise, of up to 23, it is still far from fp32's infinity
@@ -19,18 +19,6 @@ class Kind(IntEnum):
     GREEDY = 0
     SAMPLED = 1
     NUCLEUS = 2
-
-
-def is_integer(value: Any) -> bool:
-    """Python's and NumPy's; booleans are none here, whatever Python says."""
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def positive(name: str, value: Any) -> int:
-    """ValueError where it is no positive integer."""
-    if not is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a positive integer")
-    return int(value)
 
 
 @exchangeable
@@ -60,33 +48,32 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, Iterable):
-            raise ValueError(f"stop={stop!r} is not a string or a list of strings")
+            raise ValueError(f"stop={quoted(stop)} is not a string or a list of strings")
         object.__setattr__(self, "stop", tuple(stop))
         token_ids = () if self.stop_token_ids is None else self.stop_token_ids
         are_ids = isinstance(token_ids, (Sequence, Set)) and not isinstance(token_ids, (bytes, bytearray))
         if not are_ids or not all(is_integer(token) and token >= 0 for token in token_ids):
-            raise ValueError(f"stop_token_ids={token_ids!r} is not a list of token ids")
+            raise ValueError(f"stop_token_ids={quoted(token_ids)} is not a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(sorted(set(map(int, token_ids)))))
         for name in ("temperature", "top_p"):
             if not isinstance(value := getattr(self, name), Real) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is not a number")
+                raise ValueError(f"{name}={quoted(value)} is not a number")
         object.__setattr__(self, "max_tokens", positive("max_tokens", self.max_tokens))
         if not 0 <= self.temperature <= HOTTEST:
             raise ValueError(
-                f"temperature={self.temperature!r} is not 0 (greedy) or a positive number up to {HOTTEST:g}"
+                f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {HOTTEST:g}"
             )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r} is not in (0, 1]; 1 keeps every token")
+            raise ValueError(f"top_p={quoted(self.top_p)} is not in (0, 1]; 1 keeps every token")
         if not is_integer(self.seed) or not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed={self.seed!r} is not an integer in 0 .. 2**63 - 1")
+            raise ValueError(f"seed={quoted(self.seed)} is not an integer in 0 .. 2**63 - 1")
         object.__setattr__(self, "seed", int(self.seed))
         # Plain values, as ranks exchange them: NumPy's numbers and strings are welcome, too.
         for name in ("temperature", "top_p"):
             object.__setattr__(self, name, float(getattr(self, name)))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} is not True or False")
+        check_bool("ignore_eos", self.ignore_eos)
         if not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise ValueError(f"stop={self.stop!r} holds something that is not a non-empty string")
+            raise ValueError(f"stop={quoted(self.stop)} holds something that is not a non-empty string")
         object.__setattr__(self, "stop", tuple(map(str, self.stop)))
 
     @property

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 
-from weft.engine.params import Kind, SamplingParams, is_integer, positive
+from weft.arguments import check_bool, check_instance, check_number, check_optional, is_integer, positive, quoted
+from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
@@ -65,6 +65,9 @@ class Runner:
         cuda_graph: bool | None = None,
     ) -> None:
         max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
+        check_instance("model", model, Qwen3ForCausalLM, "a Qwen3ForCausalLM")
+        check_optional(check_bool, "cuda_graph", cuda_graph)
+        max_seq_len = check_optional(positive, "max_seq_len", max_seq_len)
         self.model, self.team, self.max_batch, self.page_size = model, model.team, max_batch, page_size
         self.max_seq_len = max_seq_len or model.config.max_position_embeddings
         on_gpu = self.team.device.type == "cuda"
@@ -297,15 +300,16 @@ def checked_sizes(
     """max_batch, page_size and pages as Python's integers. ValueError for what no Runner can have, whatever the model."""
     max_batch = positive("max_batch", max_batch)
     if max_batch > MOST_SEATS:
-        raise ValueError(f"max_batch={max_batch} is more than {MOST_SEATS}; lower it, and further requests wait")
+        raise ValueError(
+            f"max_batch={quoted(max_batch)} is more than {MOST_SEATS}; lower it, and further requests wait"
+        )
     if not is_integer(page_size):  # 16.0 == 16
-        raise ValueError(f"page_size={page_size!r} is not an integer")
+        raise ValueError(f"page_size={quoted(page_size)} is not an integer")
     page_size = int(page_size)
     check_page_size(page_size)
     if pages is not None and (pages := positive("pages", pages)) < 2:
         raise ValueError(f"pages={pages} is less than 2: page 0 is nobody's")
-    if not isinstance(memory_fraction, Real) or isinstance(memory_fraction, bool) or not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={memory_fraction!r} is not in (0, 1]")
+    check_number("memory_fraction", memory_fraction, 1e-9, 1, "in (0, 1]")
     return max_batch, page_size, pages
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from weft import ops
-from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows, split_evenly
+from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, split_evenly
 from weft.layers.plan import Mode
 from weft.layers.rotary import apply_rotary
 from weft.layers.shard import Shard, fill_from_module, whole
@@ -48,6 +48,10 @@ class TPAttention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        check_layer(
+            team, mode, dtype, hidden_size=hidden_size, num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads, head_dim=head_dim,
+        )  # fmt: skip
         check_heads(num_attention_heads, num_key_value_heads, team.size)
         self.team, self.mode, self.head_dim = team, mode, head_dim
         self.num_heads = split_evenly("num_attention_heads", num_attention_heads, team)

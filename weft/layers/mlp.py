@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft import ops
-from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows
+from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows, check_layer
 from weft.layers.plan import Mode, Plan, plan_alone
 from weft.layers.shard import Shard, fill_from_module
 from weft.ops.dispatch import LIBRARY_ROWS
@@ -27,6 +27,7 @@ class TPMLP(nn.Module):
 
     def __init__(self, *, hidden_size: int, intermediate_size: int, team: Team, mode: Mode, dtype: torch.dtype) -> None:
         super().__init__()
+        check_layer(team, mode, dtype, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.team, self.mode = team, mode
         rows = Rows.even("intermediate_size", intermediate_size, team)
         self.gate_up_proj = ColumnParallelLinear(

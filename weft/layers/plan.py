@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from weft.arguments import quoted
 from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
 from weft.ops.dispatch import of_world
 
@@ -92,5 +93,5 @@ def plan_alone(mode: Mode, team: Team) -> Plan:
 
 
 def check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"mode={quoted(mode)} is unknown; choose one of {', '.join(MODES)}")

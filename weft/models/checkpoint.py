@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from weft.arguments import shortened
 from weft.errors import CheckpointError
 from weft.layers.shard import Shard
 from weft.models.generation import GenerationDefaults
@@ -54,13 +55,21 @@ def _check_mode(path: Path, mode: int) -> None:
         )
 
 
+def is_directory(path: Path) -> bool:
+    """False also for a name that no file can have, such as one of 5,000 characters."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Of a JSON file. FileNotFoundError where there is none, CheckpointError where it holds no object."""
     try:
         content = json.loads(read_file(path).decode("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointError):
         raise
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of 4,300 digits
         raise CheckpointError(f"{path}: not readable as JSON ({error}); download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}, not an object; download it again")
@@ -75,9 +84,9 @@ class Checkpoint:
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = as_directory(directory)
-        if not self.directory.is_dir():
+        if not is_directory(self.directory):
             raise CheckpointError(
-                f"{self.directory}: no such directory; pass one with config.json and *.safetensors in it"
+                f"{shortened(self.directory)}: no such directory; pass one with config.json and *.safetensors in it"
             )
         if (self.directory / "adapter_config.json").exists():
             raise CheckpointError(

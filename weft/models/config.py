@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
@@ -120,9 +121,11 @@ class Qwen3Config:
     @classmethod
     def named(cls, name: str) -> Qwen3Config:
         """Of a published model: "qwen3-0.6b", "-1.7b", "-4b", "-8b", "-14b" or "-32b". ValueError for another name."""
-        sizes = PUBLISHED.get(name.lower())
+        sizes = PUBLISHED.get(name.lower()) if isinstance(name, str) else None
         if sizes is None:
-            raise ValueError(f"model {name!r} is not one whose sizes are known; choose one of {', '.join(PUBLISHED)}")
+            raise ValueError(
+                f"model {quoted(name)} is not one whose sizes are known; choose one of {', '.join(PUBLISHED)}"
+            )
         hidden_size, intermediate_size, layers, heads, kv_heads, tied = sizes
         return cls(
             vocab_size=151936,

@@ -11,7 +11,7 @@ from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES, norm, squares_of
 from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
-from weft.ops.registration import FLOATS, check_has_rows
+from weft.ops.registration import FLOATS, check_has_rows, check_scalar
 
 
 @triton.jit
@@ -51,9 +51,11 @@ def add_rms_norm(
     New contiguous tensors of x's shape and dtype. ``hidden`` is rounded once, and normed is of the rounded one, as of
     ``all_reduce_rms_norm``. No backward. ValueError for wrong arguments.
     """
+    check_like("add_rms_norm", "x", x, None, FLOATS)
+    check_scalar("add_rms_norm", "eps", eps)
     check_has_rows("add_rms_norm", "x", x)
     for name, tensor, shape in (("x", x, x.shape), ("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
-        check_like("add_rms_norm", name, tensor, x.device, FLOATS if name == "x" else (x.dtype,))
+        check_like("add_rms_norm", name, tensor, x.device, (x.dtype,))
         check_shape("add_rms_norm", name, tensor, shape)
     if not 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES:
         raise ValueError(

@@ -15,6 +15,7 @@ from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
+from weft.ops.registration import check_flag, check_team
 from weft.ops.segments import Segments, await_flags, pieces_of, runs_of
 from weft.ops.tiles import (
     as_argument,
@@ -129,7 +130,8 @@ def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team, *, own
     at the first call with them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes
     or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    gemm.check_operands("all_gather_matmul", a_shard, b, team.device, "a_shard")
+    gemm.check_operands("all_gather_matmul", a_shard, b, check_team("all_gather_matmul", team), "a_shard")
+    check_flag("all_gather_matmul", "own_first", own_first)
     return torch.ops.weft.all_gather_matmul.default(a_shard, b, team.name, own_first)
 
 

@@ -39,7 +39,16 @@ from weft.ops.exchange import (
 )
 from weft.ops.factored_norm import FactoredNorm
 from weft.ops.matmul_parts import product_of_parts
-from weft.ops.registration import FLOATS, HALVES, check_choice, check_has_rows, check_tensor
+from weft.ops.registration import (
+    FLOATS,
+    HALVES,
+    check_choice,
+    check_flag,
+    check_has_rows,
+    check_is_tensor,
+    check_scalar,
+    check_tensor,
+)
 from weft.runtime.team import Team, find_team
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
@@ -324,6 +333,10 @@ def all_reduce_rms_norm(
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. ValueError for wrong arguments. No backward.
     """
+    check_is_tensor("all_reduce_rms_norm", "x", x)
+    check_is_tensor("all_reduce_rms_norm", "residual", residual)
+    check_scalar("all_reduce_rms_norm", "eps", eps)
+    check_flag("all_reduce_rms_norm", "factored", factored)
     in_parts = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
     check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS)
     for name, tensor in (("residual", residual), ("weight", weight)):

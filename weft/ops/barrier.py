@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 
 import weft.language as wl
+from weft.ops.registration import check_team
 from weft.runtime.team import Team
 
 
@@ -21,4 +22,5 @@ def barrier_kernel(team):
 def barrier(team: Team) -> None:
     """All ranks' streams meet; the host does not wait (``team.barrier()`` does). Captured in a CUDA graph it
     replays."""
+    check_team("barrier", team)
     barrier_kernel[(1,)](team.view, num_warps=1, launch_cooperative_grid=True)

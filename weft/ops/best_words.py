@@ -18,7 +18,7 @@ from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_count
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -105,7 +105,8 @@ def best_words(
 
     Of equal scores the lowest word. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("best_words", "logits", logits, logits.device, FLOATS)
+    check_like("best_words", "logits", logits, None, FLOATS)
+    check_count("best_words", "first", first)
     check_shape("best_words", "logits", logits, ("B", "N"))
     batch, words = logits.shape
     if first < 0 or first + words > 1 << 24:
@@ -140,7 +141,7 @@ def join_words_kernel(pairs, words, parts, BLOCK: tl.constexpr):
 
 def join_words(pairs: torch.Tensor) -> torch.Tensor:
     """[.., B, 2] of all parts, and of all ranks in their order → the best word [B] int64; of equal ones the lowest."""
-    check_like("join_words", "pairs", pairs, pairs.device, (torch.float32,))
+    check_like("join_words", "pairs", pairs, None, (torch.float32,))
     if pairs.dim() < 3 or pairs.shape[-1] != 2 or pairs.numel() == 0:
         raise ValueError(f"join_words: pairs has shape {tuple(pairs.shape)}; it must be (.., B, 2), as of best_words")
     return torch.ops.weft.join_words.default(pairs)

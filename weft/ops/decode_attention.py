@@ -31,6 +31,7 @@ from weft.ops.paged_attention import (
     splits_for,
 )
 from weft.ops.qk_norm_rope import check_projected
+from weft.ops.registration import check_scalar
 
 
 @triton.jit
@@ -163,6 +164,9 @@ def decode_attention(
         check_like(op, name, x, qkv.device, (torch.int32,))
         check_shape(op, name, x, shape)
     check_tickets(op, tickets, B * heads, qkv.device)
+    check_scalar(op, "eps", eps)
+    if scale is not None:
+        check_scalar(op, "scale", scale)
     squares, norm_eps = None, 0.0
     if norm is not None:
         check_squares(op, norm, qkv)

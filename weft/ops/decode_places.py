@@ -13,6 +13,7 @@ import weft.language as wl
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.registration import check_count
 
 BLOCK = 128
 
@@ -51,10 +52,12 @@ def decode_places(
     at 0, slot -1 and length 0.
     ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("decode_places", "positions", positions, positions.device, (torch.int64,))
+    check_like("decode_places", "positions", positions, None, (torch.int64,))
     check_shape("decode_places", "positions", positions, ("B",))
     check_like("decode_places", "pages", pages, positions.device, (torch.int32,))
     check_shape("decode_places", "pages", pages, (len(positions), "max_pages"))
+    check_count("decode_places", "page_size", page_size)
+    check_count("decode_places", "tickets", tickets)
     return torch.ops.weft.decode_places.default(positions, pages, page_size, tickets)
 
 

@@ -10,7 +10,7 @@ import weft.language as wl
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_count
 
 BLOCK = 1024
 
@@ -39,7 +39,8 @@ def embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("embed_rows", "weight", weight, weight.device, FLOATS)
+    check_like("embed_rows", "weight", weight, None, FLOATS)
+    check_count("embed_rows", "first", first)
     check_shape("embed_rows", "weight", weight, ("rows", "H"))
     check_like("embed_rows", "tokens", tokens, weight.device, (torch.int64,))
     check_shape("embed_rows", "tokens", tokens, ("T",))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.arguments import check_bool, check_instance, check_optional, is_integer, quoted
 from weft.ops import library, skinny_config, tuned
 from weft.ops.all_reduce_rms_norm import check_row
 from weft.ops.all_reduce_rms_norm import choose as choose_norm
@@ -83,18 +84,20 @@ def explain(
 
     ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
-    name = str(op).replace("-", "_")
+    name = op.replace("-", "_") if isinstance(op, str) else ""
     name = SHORT.get(name, name)
     names = tuple(dict.fromkeys((*COLLECTIVES, NORM, *MATMULS, *skinny_config.OPS)))
     if name not in names:
         known = ", ".join(map(repr, (*names, *SHORT)))
-        raise ValueError(f"explain: op={op!r} is not one of {known}")
+        raise ValueError(f"explain: op={quoted(op)} is not one of {known}")
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"explain: dtype={dtype!r} is no torch.dtype; pass torch.bfloat16")
+        raise ValueError(f"explain: dtype={quoted(dtype)} is no torch.dtype; pass torch.bfloat16")
     if world_size is None:
         world_size = max(1, torch.cuda.device_count())
-    if world_size < 1:
-        raise ValueError(f"explain: world_size={world_size} is not positive; pass 1 or more")
+    if not is_integer(world_size) or world_size < 1:
+        raise ValueError(f"explain: world_size={quoted(world_size)} is not positive; pass 1 or more")
+    check_optional(check_instance, "explain: caps", caps, capabilities.Capabilities, "a Capabilities; team.caps is one")
+    check_bool("explain: own_first", own_first)
     sizes = [(label, size) for label, size in (("M", M), ("N", N), ("K", K)) if size is not None]
     if name in ("all_gather", "all_to_all"):
         if dtype.itemsize not in ITEM_SIZES:
@@ -122,7 +125,7 @@ def explain(
 
 def _check_collective(op: str, shape: Sequence[int], itemsize: int, world_size: int, algorithm: str) -> None:
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"explain: shape={shape!r} is no shape; pass a tuple of sizes")
+        raise ValueError(f"explain: shape={quoted(shape)} is no shape; pass a tuple of sizes")
     check_choice(op, "algorithm", algorithm, importlib.import_module(f"weft.ops.{op}").ALGORITHMS)
     if op == NORM:
         check_row(shape[-1] if shape else 0, itemsize)
@@ -133,7 +136,7 @@ def _check_collective(op: str, shape: Sequence[int], itemsize: int, world_size: 
 def _check_sizes(op: str, sizes: Sequence[tuple[str, int]], world_size: int) -> None:
     for label, size in sizes:
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"explain: {label}={size!r} is no positive integer; pass 1 or more")
+            raise ValueError(f"explain: {label}={quoted(size)} is no positive integer; pass 1 or more")
     if op in ("all_gather_matmul", "matmul_reduce_scatter"):
         check_divides(op, "M", sizes[0][1], world_size)
 

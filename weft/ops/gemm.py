@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft.language as wl
 from weft.ops.arithmetic import next_power_of_2
 from weft.ops.gemm_config import GemmConfig
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_is_tensor
 from weft.ops.tiles import MAX_PARTS, Tiles, contributors, whole_places
 
 if TYPE_CHECKING:
@@ -148,22 +148,32 @@ def halves(x):
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
-def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device, name: str = "a") -> None:
-    """ValueError unless a[., K] and b[N, K] are matrices of one supported dtype on ``device``."""
+def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device | None, name: str = "a") -> None:
+    """ValueError unless a[., K] and b[N, K] are matrices of one supported dtype on ``device`` (None: on a's)."""
+    try:
+        fits = a.dtype in FLOATS and a.dtype == b.dtype and a.device == b.device and a.device == (device or a.device)
+        fits = fits and a.dim() == 2 == b.dim() and 0 not in a.shape and 0 not in b.shape and a.shape[1] == b.shape[1]
+    except (AttributeError, TypeError):
+        fits = False
+    if not fits:
+        _refuse_operands(op, a, b, device, name)
+
+
+def _refuse_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device | None, name: str) -> None:
     for label, x in ((name, a), ("b", b)):
+        check_is_tensor(op, label, x)
         if x.dim() != 2 or 0 in x.shape:
             raise ValueError(
                 f"{op}: {label} has shape {tuple(x.shape)}; pass a matrix with at least one row and column"
             )
-        if x.device != device:
+        if x.device != (device := device or x.device):
             raise ValueError(f"{op}: {label} is on {x.device}, not on {device}; move it with {label}.to('{device}')")
     if a.dtype != b.dtype or a.dtype not in FLOATS:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise ValueError(f"{op}: {name}.dtype={a.dtype} and b.dtype={b.dtype} must be the same one of {allowed}")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"{op}: {name} has K={a.shape[1]} columns and b has {b.shape[1]}; b is [N, K], a row for each output column"
-        )
+    raise ValueError(
+        f"{op}: {name} has K={a.shape[1]} columns and b has {b.shape[1]}; b is [N, K], a row for each output column"
+    )
 
 
 def check_design(op: str, config: GemmConfig, *designs: str) -> None:

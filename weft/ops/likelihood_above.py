@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.arguments import quoted
 from weft.ops.best_words import ordered, parts_of
 from weft.ops.custom_op import custom_op
 from weft.ops.gemm import rows_contiguous
@@ -87,7 +88,7 @@ def likelihood_above(
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("likelihood_above", "logits", logits, logits.device, FLOATS)
+    check_like("likelihood_above", "logits", logits, None, FLOATS)
     check_shape("likelihood_above", "logits", logits, ("B", "N"))
     for name, x, dtype in (
         ("best", best, torch.float32), ("temperature", temperature, torch.float32), ("low", low, torch.int32),
@@ -95,7 +96,7 @@ def likelihood_above(
         check_like("likelihood_above", name, x, logits.device, (dtype,))
         check_shape("likelihood_above", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
-        raise ValueError(f"likelihood_above: shift={shift} is not one of {', '.join(map(str, SHIFTS))}")
+        raise ValueError(f"likelihood_above: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
     return torch.ops.weft.likelihood_above.default(logits, best, temperature, low, shift)
 
 

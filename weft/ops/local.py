@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from weft.ops.registration import check_is_tensor
 from weft.runtime import capabilities
 
 # Programs resident at once in the simulator. These ops' programs wait for nobody, so any number is right.
@@ -38,13 +39,19 @@ def launch_options(caps: capabilities.Capabilities) -> dict[str, bool]:
     return {"launch_pdl": True} if overlaps else {}
 
 
-def check_like(op: str, name: str, x: torch.Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
-    """``x`` lies on ``device`` and has one of ``dtypes``, else ValueError."""
-    if x.device != device:
+def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None, dtypes: Sequence[torch.dtype]) -> None:
+    """``x`` lies on ``device`` (None: on any) and has one of ``dtypes``, else ValueError."""
+    try:
+        fits = x.dtype in dtypes and (device is None or x.device == device)
+    except AttributeError:
+        fits = False
+    if fits:
+        return
+    check_is_tensor(op, name, x)
+    if device is not None and x.device != device:
         raise ValueError(f"{op}: {name} is on {x.device}, not on {device}; move it with {name}.to('{device}')")
-    if x.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
+    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
 
 
 def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str]) -> None:

@@ -53,9 +53,9 @@ def matmul(a: torch.Tensor | FactoredNorm, b: torch.Tensor) -> torch.Tensor:
     ValueError for shapes, dtypes or devices that do not fit.
     """
     if isinstance(a, FactoredNorm):
-        gemm.check_operands("matmul", a.scaled, b, a.scaled.device)
+        gemm.check_operands("matmul", a.scaled, b, None)
         return factored_norm.product("matmul", a, b)
-    gemm.check_operands("matmul", a, b, a.device)
+    gemm.check_operands("matmul", a, b, None)
     return torch.ops.weft.matmul.default(a, b)
 
 

@@ -19,6 +19,7 @@ from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, sto
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
+from weft.ops.registration import check_team
 from weft.ops.segments import SUM_WARPS, Segments, add_up, await_flags, pieces_of, rows_of, send_partials, share
 from weft.ops.tiles import (
     Tiles,
@@ -201,7 +202,7 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
     that depends on the tile only. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes,
     dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    gemm.check_operands("matmul_all_reduce", a, b, team.device)
+    gemm.check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team))
     return torch.ops.weft.matmul_all_reduce.default(a, b, team.name)
 
 

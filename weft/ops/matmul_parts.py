@@ -46,9 +46,9 @@ def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.
     Which of the three depends on shapes, dtype and device alone. No backward. ValueError as of ``matmul``.
     """
     if not isinstance(x, FactoredNorm):
-        gemm.check_operands("matmul_parts", x, weight, x.device)
+        gemm.check_operands("matmul_parts", x, weight, None)
         return torch.ops.weft.matmul_parts.default(x, weight, None, 0.0)
-    gemm.check_operands("matmul_parts", x.scaled, weight, x.scaled.device)
+    gemm.check_operands("matmul_parts", x.scaled, weight, None)
     check_squares("matmul_parts", x, weight)
     if config_of(x.scaled, weight, factored=True) is None:
         return FactoredNorm(torch.ops.weft.matmul.default(x.scaled, weight), x.squares, x.eps)

@@ -17,6 +17,7 @@ from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, sto
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
+from weft.ops.registration import check_flag, check_team
 from weft.ops.segments import Segments, add_up, await_flags, pieces_of, rows_of, send_partials
 from weft.ops.tiles import (
     as_argument,
@@ -173,7 +174,8 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
     in an order that depends on the row only. Collective: all ranks call it, in the same order, on one stream. ValueError for
     shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    gemm.check_operands("matmul_reduce_scatter", a, b, team.device)
+    gemm.check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team))
+    check_flag("matmul_reduce_scatter", "own_first", own_first)
     M, world = a.shape[0], team.size
     if M % world:
         raise ValueError(

@@ -9,7 +9,7 @@ from weft.ops.custom_op import custom_op
 from weft.ops.factored_norm import FactoredNorm
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_is_tensor
 
 
 def matmul_silu_mul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
@@ -24,6 +24,7 @@ def matmul_silu_mul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> tor
     shapes, dtypes or devices that do not fit.
     """
     rows = x.scaled if isinstance(x, FactoredNorm) else x
+    check_is_tensor("matmul_silu_mul", "x", rows)
     for name, matrix, dtypes in (("x", rows, FLOATS), ("weight", weight, (rows.dtype,))):
         check_like("matmul_silu_mul", name, matrix, rows.device, dtypes)
         if matrix.dim() != 2 or 0 in matrix.shape:

@@ -24,7 +24,7 @@ from weft.ops.attend import attend, join_parts, pages_at
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.qk_norm_rope import check_cache
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_scalar
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -162,7 +162,7 @@ def paged_attention(
     dtypes or devices that do not fit.
     """
     op = "paged_attention"
-    check_like(op, "q", q, q.device, FLOATS)
+    check_like(op, "q", q, None, FLOATS)
     check_cache(op, keys, values, q)
     heads, D = keys.shape[1], keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
@@ -172,6 +172,8 @@ def paged_attention(
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
     check_tickets(op, tickets, B * heads, q.device)
+    if scale is not None:
+        check_scalar(op, "scale", scale)
     return torch.ops.weft.paged_attention.default(
         q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets
     )

@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.arguments import quoted
 from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
 from weft.ops.paged_attention import LOG2_E, check_heads
 from weft.ops.qk_norm_rope import check_cache
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_scalar
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
@@ -80,8 +81,12 @@ class PrefillSpans:
 
         ValueError for what does not fit.
         """
-        if any(len(span) != 2 or min(span) < 0 for span in sequences):
-            raise ValueError(f"sequences={list(sequences)} are not all (before, length), none negative")
+        try:
+            fits = all(len(span) == 2 and min(span) >= 0 and sum(span) == int(sum(span)) for span in sequences)
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"sequences={quoted(sequences)} are not all (before, length), integers and none negative")
         real, given = sum(length for _, length in sequences), len(sequences)
         exact = tokens is None and batch is None
         tokens, batch = real if tokens is None else tokens, given if batch is None else batch
@@ -228,7 +233,7 @@ def paged_prefill_attention(
     fit.
     """
     op = "paged_prefill_attention"
-    check_like(op, "q", q, q.device, FLOATS)
+    check_like(op, "q", q, None, FLOATS)
     check_cache(op, keys, values, q)
     page, D = keys.shape[2:]
     check_shape(op, "q", q, ("T", "Hq", D))
@@ -251,6 +256,8 @@ def paged_prefill_attention(
     ):
         if given > limit:
             raise ValueError(f"{op}: spans have {given} {what}, and pages room for {limit}")
+    if scale is not None:
+        check_scalar(op, "scale", scale)
     if scale is not None and scale <= 0:
         raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
     return torch.ops.weft.paged_prefill_attention.default(

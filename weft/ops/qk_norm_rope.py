@@ -16,7 +16,7 @@ from weft.ops.custom_op import custom_op
 from weft.ops.factored_norm import FactoredNorm, check_squares, factors
 from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_flag, check_is_tensor, check_scalar
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # Elements of a program's tile: 16 a thread of 4 warps, so that half a head of bf16 is loaded 16 bytes at a time.
@@ -119,6 +119,8 @@ def qk_norm_rope(
     ):
         check_like("qk_norm_rope", name, x, qkv.device, dtypes)
         check_shape("qk_norm_rope", name, x, shape)
+    check_scalar("qk_norm_rope", "eps", eps)
+    check_flag("qk_norm_rope", "with_keys", with_keys)
     squares, norm_eps = None, 0.0
     if norm is not None:
         check_squares("qk_norm_rope", norm, qkv)
@@ -133,8 +135,9 @@ def check_projected(
     keys: torch.Tensor, values: torch.Tensor, *, tokens: str,
 ) -> None:  # fmt: skip
     """ValueError unless qkv [``tokens``, ...] is of the heads of that cache, whole or in parts, and the others fit them."""
+    check_is_tensor(op, "qkv", qkv)
     in_parts = qkv.dim() == 3
-    check_like(op, "qkv", qkv, qkv.device, (torch.float32,) if in_parts else FLOATS)
+    check_like(op, "qkv", qkv, None, (torch.float32,) if in_parts else FLOATS)
     check_like(op, "keys", keys, qkv.device, FLOATS)
     check_cache(op, keys, values, keys if in_parts else qkv)
     _, kv_heads, _, D = keys.shape

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from weft.arguments import check_bool, check_int, check_number, quoted
 from weft.runtime.team import Team
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -15,20 +17,61 @@ ITEM_SIZES = (1, 2, 4, 8)
 
 def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None = None) -> None:
     """``x`` lies on the team's device and has one of ``dtypes`` (None: any of 1, 2, 4 or 8 bytes), else ValueError."""
+    try:
+        # Eager calls cost the host some 20 µs: what is wrong is looked for only where something is.
+        fits = (x.dtype.itemsize in ITEM_SIZES if dtypes is None else x.dtype in dtypes) and x.device == team.device
+    except AttributeError:
+        fits = False
+    if not fits or not isinstance(team, Team):
+        _refuse_tensor(op, name, x, team, dtypes)
+
+
+def _refuse_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None) -> None:
+    check_is_tensor(op, name, x)
+    check_team(op, team)
     if x.device != team.device:
         raise ValueError(
             f"{op}: {name} is on {x.device} and team '{team.name}' on {team.device}; "
             f"move it with {name}.to(team.device)"
         )
     if dtypes is None:
-        if x.dtype.itemsize not in ITEM_SIZES:
-            raise ValueError(
-                f"{op}: {name}.dtype={x.dtype} has {x.dtype.itemsize} bytes an element, not 1, 2, 4 or 8; "
-                f"pass it as {name}.view(...) of a type that has"
-            )
-    elif x.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
+        raise ValueError(
+            f"{op}: {name}.dtype={x.dtype} has {x.dtype.itemsize} bytes an element, not 1, 2, 4 or 8; "
+            f"pass it as {name}.view(...) of a type that has"
+        )
+    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
+
+
+def check_is_tensor(op: str, name: str, x: torch.Tensor) -> None:
+    """ValueError unless ``x`` is a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{op}: {name}={quoted(x)} is not a tensor; pass a torch.Tensor")
+
+
+def check_team(op: str, team: Team) -> torch.device:
+    """The team's device. ValueError unless ``team`` is a Team."""
+    if not isinstance(team, Team):
+        raise ValueError(f"{op}: team={quoted(team)} is not a Team; pass what weft.init() made or main(team) got")
+    return team.device
+
+
+def check_flag(op: str, name: str, value: bool) -> None:
+    """ValueError unless ``value`` is True or False."""
+    if value is not True and value is not False:
+        check_bool(f"{op}: {name}", value)
+
+
+def check_scalar(op: str, name: str, value: float) -> None:
+    """ValueError unless ``value`` is a number, or one that torch.compile has left open."""
+    if type(value) is not float and not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        check_number(f"{op}: {name}", value, -math.inf, math.inf, "a number")
+
+
+def check_count(op: str, name: str, value: int) -> None:
+    """ValueError unless ``value`` is an integer of at least 0, or one that torch.compile has left open."""
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        check_int(f"{op}: {name}", value, 0)
 
 
 def check_even(op: str, name: str, x: torch.Tensor, team: Team) -> None:
@@ -51,8 +94,8 @@ def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def check_choice(op: str, name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{op}: {name}={value!r} is not one of {', '.join(map(repr, choices))}")
+    if type(value) is not str or value not in choices:
+        raise ValueError(f"{op}: {name}={quoted(value)} is not one of {', '.join(map(repr, choices))}")
 
 
 def as_words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:

@@ -54,7 +54,7 @@ def silu_mul(gate_up: torch.Tensor | FactoredNorm) -> torch.Tensor:
     """
     norm = gate_up if isinstance(gate_up, FactoredNorm) else None
     gate_up = norm.scaled if norm else gate_up
-    check_like("silu_mul", "gate_up", gate_up, gate_up.device, FLOATS)
+    check_like("silu_mul", "gate_up", gate_up, None, FLOATS)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 != 0:
         raise ValueError(
             f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"

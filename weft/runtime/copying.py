@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from weft.arguments import check_instance, check_int
 from weft.errors import NotSymmetric
 from weft.runtime.platform import Platform
 
 
 def at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> torch.Tensor:
     """The symmetric ``tensor`` in ``peer``'s memory. NotSymmetric if it does not lie in this rank's heap."""
+    if not isinstance(tensor, torch.Tensor):
+        check_instance("tensor", tensor, torch.Tensor, "a tensor")
+    if type(peer) is not int:
+        peer = check_int("peer", peer)
     if not 0 <= peer < platform.size:
         raise ValueError(f"peer={peer} is not a rank of this team; it has ranks 0 to {platform.size - 1}")
     offset = tensor.data_ptr() - platform.heap.data_ptr()
@@ -24,6 +29,9 @@ def at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> torch.Tensor
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    for name, tensor in (("dst", dst), ("src", src)):
+        if not isinstance(tensor, torch.Tensor):
+            check_instance(name, tensor, torch.Tensor, "a tensor")
     if dst.dtype != src.dtype or dst.numel() != src.numel():
         raise ValueError(
             f"a copy from {tuple(src.shape)} {src.dtype} to {tuple(dst.shape)} {dst.dtype}: "

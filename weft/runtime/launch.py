@@ -21,6 +21,17 @@ from typing import Any
 
 import torch
 
+from weft.arguments import (
+    MOST_RANKS_PER_GPU,
+    check_args,
+    check_bool,
+    check_callable,
+    check_choice,
+    check_debug,
+    check_heap_bytes,
+    check_seed,
+    positive,
+)
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
 from weft.runtime.store import Given, give, private_folder
@@ -80,10 +91,14 @@ def launch(
     KeyboardInterrupt or SystemExit is a WeftError, and each computes on the CPU in one thread, as under torchrun. NotEnoughGPUs
     if "cuda" was asked for in vain.
     """
-    if device not in DEVICES:
-        raise ValueError(f"device={device!r} is not one of {', '.join(DEVICES)}")
-    if world_size is not None and world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1")
+    check_callable("main", main, "main(team, *args)")
+    check_choice("device", device, DEVICES)
+    if world_size is not None:
+        world_size = positive("world_size", world_size)
+    args, heap_bytes = check_args(args), check_heap_bytes(heap_bytes)
+    check_seed(seed)
+    check_debug(debug)
+    check_bool("share_gpus", share_gpus)
     where = coordinates()
     if where is not None and device != "sim":
         if share_gpus:
@@ -103,6 +118,11 @@ def launch(
     world_size = world_size or gpus
     if gpus == 0 or (world_size > gpus and not share_gpus):
         raise NotEnoughGPUs(world_size or 1, gpus)
+    if world_size > (most := MOST_RANKS_PER_GPU * gpus):
+        raise ValueError(
+            f"world_size={world_size}: at most {MOST_RANKS_PER_GPU} ranks share a GPU, since each takes about 0.5 GB of its "
+            f"memory; take up to {most}"
+        )
     return _spawn(main, world_size, gpus, args, heap_bytes, debug)
 
 
@@ -142,7 +162,7 @@ def _spawn(
 ) -> list[Any]:
     try:
         work = pickle.dumps((main, tuple(args)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(
             f"launch(device='cuda') starts processes, so main and its args must be picklable ({error}); define main at the top "
             f"level of a module, or use torchrun"

@@ -6,6 +6,19 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from weft.arguments import (
+    check_args,
+    check_callable,
+    check_heap_bytes,
+    check_instance,
+    check_number,
+    check_optional,
+    check_seed,
+    check_virtual_ranks,
+    is_integer,
+    positive,
+    quoted,
+)
 from weft.errors import SimulatorMissing
 from weft.runtime.team import Team
 
@@ -36,10 +49,12 @@ def simulate(
     Raises what a rank raised (the others are stopped), Deadlock the moment no task can go on, InvalidAccess for a kernel
     that leaves its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1")
-    if sms < 1:
-        raise ValueError(f"sms={sms} must be at least 1")
+    check_callable("main", main, "main(team, *args)")
+    world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)
+    heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
+    check_optional(check_callable, "on_event", on_event, "on_event((step, task, kind, detail))")
+    check_optional(check_callable, "prepare", prepare, "prepare(machine)")
+    _check_slow(slow, world_size)
     try:
         from weft.simulator.machine import Machine
     except ImportError as error:
@@ -57,6 +72,16 @@ def simulate(
     if prepare is not None:
         prepare(machine)
     return machine.run([lambda rank=rank: host(rank) for rank in range(world_size)])
+
+
+def _check_slow(slow: Any, world_size: int) -> None:
+    if slow is None:
+        return
+    check_instance("slow", slow, Mapping, "a dictionary, from rank to how many times rarer it is chosen")
+    for rank, factor in slow.items():
+        if not is_integer(rank) or not 0 <= rank < world_size:
+            raise ValueError(f"slow has {quoted(rank)}, which is not a rank in 0 .. {world_size - 1}")
+        check_number(f"slow[{rank}]", factor, 0, float("inf"), "a number of times, 0 or more")
 
 
 def on_virtual_rank() -> bool:

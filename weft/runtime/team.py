@@ -9,6 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from weft.arguments import (
+    check_callable,
+    check_debug,
+    check_heap_bytes,
+    check_instance,
+    check_int,
+    check_optional,
+    check_sequence,
+    is_integer,
+    quoted,
+)
 from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
 from weft.runtime.copying import at_peer
 from weft.runtime.heap import HeapLayout
@@ -67,7 +78,9 @@ class Team:
         """
         self._check_open("empty()")
         self._check_not_capturing("symmetric memory")
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = _checked_shape(shape)
+        check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
+        check_optional(check_instance, "name", name, str, "a string")
         index = next(self._counter)
         nbytes = _numel(shape) * dtype.itemsize
         offset = self._layout.find(nbytes)
@@ -100,6 +113,7 @@ class Team:
         AllocationMismatch, on all ranks, if they free different tensors.
         """
         self._check_open("free()")
+        _check_tensor(tensor)
         if not self.is_symmetric(tensor):
             raise NotSymmetric(self.rank, "tensor", tensor.shape)
         offset = tensor.data_ptr() - self._platform.heap.data_ptr()
@@ -126,9 +140,12 @@ class Team:
     def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric if it is none."""
         self._check_open("at_peer()")
+        _check_tensor(tensor)
+        peer = check_int("peer", peer)
         return at_peer(self._platform, tensor, peer)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        _check_tensor(tensor)
         heap = self._platform.heap
         return heap.data_ptr() <= tensor.data_ptr() < heap.data_ptr() + heap.numel()
 
@@ -137,14 +154,21 @@ class Team:
         self._check_open("local()")
         # What fills it would be recorded, and done by replays only, each time anew.
         self._check_not_capturing("memory that lasts")
+        shape = _checked_shape(shape)
+        check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.int32")
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def workspace(self, key: Hashable, make: Callable[[], T]) -> T:
         """``make()`` at the first call with ``key``, the same object afterwards. Collective at the first call."""
         self._check_open("workspace()")
-        if key not in self._workspaces:
-            self._workspaces[key] = make()
-        return self._workspaces[key]
+        try:
+            return self._workspaces[key]
+        except KeyError:
+            check_callable("make", make, "make()")
+        except TypeError:
+            raise ValueError(f"key={quoted(key)} cannot be hashed; pass a tuple of strings and numbers") from None
+        self._workspaces[key] = made = make()
+        return made
 
     # --- the ranks ---------------------------------------------------------------------------------------------------
 
@@ -168,6 +192,10 @@ class Team:
 
         registers  per thread that the kernel uses at most. Shared memory is not counted: one program an SM where it is scarce
         """
+        if type(num_warps) is not int or num_warps < 1:
+            num_warps = check_int("num_warps", num_warps, 1)
+        if type(registers) is not int or registers < 1:
+            registers = check_int("registers", registers, 1)
         return self._platform.max_programs(num_warps, registers)
 
     def barrier(self) -> None:
@@ -196,7 +224,11 @@ class Team:
         heap_bytes  of symmetric memory per rank; as much as this team has if None
         """
         self._check_open("subset()")
-        ranks = list(ranks)
+        ranks = list(check_sequence("ranks", ranks, "a list of ranks"))
+        heap_bytes = check_heap_bytes(heap_bytes)
+        if not ranks or not all(map(is_integer, ranks)):
+            raise ValueError(f"ranks={quoted(ranks)} is not a list of ranks, integers in 0 .. {self.size - 1}")
+        ranks = list(map(int, ranks))
         if len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
             raise ValueError(f"ranks={ranks} must be different ranks of this team, 0 to {self.size - 1}")
         if ranks != sorted(ranks):
@@ -258,7 +290,7 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
     """
     from weft.runtime import simulate  # it makes teams, so it imports this module
 
-    seconds = (20.0 if debug is True else float(debug)) if debug else None
+    heap_bytes, seconds = check_heap_bytes(heap_bytes), check_debug(debug)
     virtual = simulate.platform_of_this_thread(heap_bytes)
     if virtual is not None:
         if group is not None:
@@ -267,6 +299,22 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
     from weft.runtime.cuda import CudaPlatform  # needs a GPU build of torch
 
     return Team(CudaPlatform.join(group, heap_bytes), seconds)
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    """ValueError unless it is an integer or a sequence of integers, none below 0."""
+    if is_integer(shape):
+        shape = (shape,)
+    shape = check_sequence("shape", shape, "an integer or a tuple of integers, as in (4, 128)")
+    for extent in shape:
+        if not is_integer(extent) or extent < 0:
+            raise ValueError(f"shape={quoted(shape)} is not a tuple of integers of at least 0, as in (4, 128)")
+    return tuple(map(int, shape))
+
+
+def _check_tensor(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        check_instance("tensor", tensor, torch.Tensor, "a tensor")
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from weft.arguments import check_instance
 from weft.runtime import capabilities, codec
 from weft.runtime.copying import at_peer, check_copy
 from weft.runtime.view import RECORD_WORDS
@@ -47,7 +48,12 @@ class VirtualPlatform:
         self.device = torch.device("cpu")
         self.caps = capabilities.simulated(self.size, self._machine.sms)
         # torch.empty aligns to 64 bytes; tensors are carved at multiples of 256 and TMA wants 128.
-        raw = torch.empty(heap_bytes + 256, dtype=torch.uint8)
+        try:
+            raw = torch.empty(heap_bytes + 256, dtype=torch.uint8)
+        except RuntimeError:
+            raise ValueError(
+                f"heap_bytes={heap_bytes}: this machine has not so much memory for each of {self.size} virtual ranks; pass less"
+            ) from None
         self.heap = raw[-raw.data_ptr() % 256 :][:heap_bytes]
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self._machine.memory.add_heap(self.heap.data_ptr(), heap_bytes, members[place])
@@ -122,13 +128,16 @@ class VirtualCopyEngine:
             self._machine.watcher.fork(self.stream)
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
-        self._enqueue(f"put to rank {peer}", self._at(dst, peer), src)
+        there = self._at(dst, peer)
+        self._enqueue(f"put to rank {peer}", there, src)
 
     def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
-        self._enqueue(f"get from rank {peer}", dst, self._at(src, peer))
+        there = self._at(src, peer)
+        self._enqueue(f"get from rank {peer}", dst, there)
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
-        self._enqueue(f"signal to rank {peer}", self._at(signal, peer), epoch, signal=True)
+        there = self._at(signal, peer)
+        self._enqueue(f"signal to rank {peer}", there, epoch, signal=True)
 
     def join(self) -> None:
         self._machine.join(self.stream)
@@ -178,6 +187,7 @@ class HostLibrary:
         return self._sum(shards).to(x.dtype)
 
     def _exchange(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
+        check_instance("x", x, torch.Tensor, "a tensor")
         # A copy, since a rank that is ahead may write to x before the others have read it.
         return self._platform.meet(what, x.detach().clone(), streams=True)
 

@@ -98,8 +98,8 @@ class Launches:
             raise WeftError(f"{task.label}: kernels are launched from host code only")
         if not task.is_here:
             raise WeftError(
-                f"a kernel was launched by thread {threading.current_thread().name!r}, and it is the turn of {task.label}; launch "
-                f"kernels from main(team) itself, and not from a thread of a simulation that has ended"
+                f"a kernel was launched by thread {threading.current_thread().name!r}, and it is the turn of {task.label}; "
+                f"launch kernels from main(team) itself, and not from a thread of a simulation that has ended"
             )
         self.settle()
         self._names, self._known = _argument_names(jit_fn, args, kwargs), []

@@ -194,7 +194,7 @@ def read(path: Path) -> Table:
             raise ValueError("schema is another")
         rows = tuple(Row(**{**row, "shape": tuple(row["shape"])}) for row in document.pop("rows"))
         return Table(rows=rows, **document)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a file of weft tune, schema {SCHEMA}: {error}") from error
 
 

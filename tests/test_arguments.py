@@ -1,0 +1,270 @@
+"""Arguments of a wrong type or value, for every public callable: one line with the argument, its value and the rule."""
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft import SamplingParams, layers, ops
+from weft.arguments import LONGEST, quoted, shortened
+from weft.engine import Runner
+from weft.models import Qwen3Config
+
+LONG = "n" * 5000
+NESTED = []
+for _ in range(5000):
+    NESTED = [NESTED]
+
+# Values that no argument of a kind can have.
+INT = ("4", 2.0, None, True, [1], LONG, NESTED, np.ones(2))
+COUNT = (*INT, -1, 0)
+OPTIONAL_COUNT = tuple(value for value in COUNT if value is not None)
+FLAG = ("yes", 1, 0, None, LONG)
+OPTIONAL_FLAG = ("yes", 1, 0, LONG)
+NUMBER = ("0.5", None, [0.5], True, LONG, float("nan"))
+TENSOR = (None, [1.0], "x", 5, np.ones((4, 8), np.float32), LONG)
+TEAM = (None, "team", 5, torch.ones(4, 8), LONG)
+CHOICE = (5, None, ["auto"], LONG)
+HEAP = ("1", 1.5, True, -1, 0, 2**70, [1], LONG)
+WORLD = ("4", 2.0, True, -1, 0, 10**9, [1], LONG)
+CALLABLE = (5, "main", LONG, NESTED)
+ARGS = (5, "ab", {1: 2}, LONG)
+SHAPE = ("4", 2.0, None, True, -1, (2, -1), (2, "3"), (True,), [2.0], LONG, NESTED)
+DTYPE = ("float32", 5, None, np.float32, LONG)
+OPTIONAL_DTYPE = ("float32", 5, np.float32, torch.int32, LONG)
+
+
+def refused(call, name, value, says=ValueError):
+    with pytest.raises(says) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message, message
+    assert len(message) < LONGEST + 400, message
+    assert name in message, f"{message!r} does not name {name}"
+    if not isinstance(value, (tuple, list, dict)):
+        assert quoted(value) in message, f"{message!r} does not quote {value!r}"
+
+
+def each(table):
+    return [(name, value) for name, values in table.items() for value in values]
+
+
+def check_table(call, valid, table):
+    for name, value in each(table):
+        refused(lambda name=name, value=value: call(**{**valid, name: value}), name, value)
+
+
+def nothing(team):
+    return None
+
+
+DOORS = {"main": CALLABLE, "args": ARGS, "heap_bytes": HEAP, "seed": ("1", 1.5, None, True)}
+
+
+def test_doors_of_simulations():
+    simulate = {
+        **DOORS, "world_size": (*WORLD, None), "sms": COUNT, "slow": (5, "x", {"0": 2}, {9: 2}, {0: "2"}, {0: -1.0}),
+        "on_event": CALLABLE, "prepare": CALLABLE,
+    }  # fmt: skip
+    check_table(weft.simulate, {"main": nothing, "world_size": 2}, simulate)
+    launch = {
+        **DOORS, "world_size": WORLD, "device": (*CHOICE, "tpu"), "debug": ("yes", None, -1, 0, float("nan"), LONG),
+        "share_gpus": FLAG,
+    }  # fmt: skip
+    check_table(weft.launch, {"main": nothing, "device": "sim"}, launch)
+    check = {
+        **DOORS, "world_size": (*(v for v in WORLD if v != [1]), None, [], [2, 0], [2, "3"], [10**9]), "schedules": COUNT,
+        "sms": COUNT, "depth": COUNT, "strategy": CHOICE, "deterministic": FLAG, "script": (5, None),
+        "progress": CALLABLE, "on_results": CALLABLE,
+    }  # fmt: skip
+    check_table(weft.check, {"main": nothing, "world_size": 2}, check)
+
+
+def test_methods_of_a_team():
+    def main(team):
+        x = team.zeros((4,))
+        for make in (team.empty, team.zeros, lambda shape, dtype: team.local(shape, dtype)):
+            check_table(make, {"shape": 4, "dtype": torch.float32}, {"shape": SHAPE, "dtype": DTYPE})
+        check_table(team.signals, {"shape": 4}, {"shape": SHAPE, "name": (5, ["x"])})
+        for method in (team.free, team.is_symmetric):
+            check_table(method, {}, {"tensor": TENSOR})
+        check_table(team.at_peer, {"tensor": x, "peer": 0}, {"tensor": TENSOR, "peer": (*INT, -1, 7)})
+        check_table(team.workspace, {"key": "k", "make": dict}, {"key": ([],), "make": (5, None)})
+        check_table(team.max_programs, {}, {"num_warps": COUNT, "registers": COUNT})
+        check_table(
+            team.subset, {"ranks": [0]}, {"ranks": (5, "0", None, [], ["0"], [0.0], [True], [7]), "heap_bytes": HEAP}
+        )
+        check_table(weft.init, {}, {"heap_bytes": HEAP, "debug": ("yes", None, -1, 0, float("inf"))})
+        return True
+
+    assert weft.simulate(main, 1) == [True]
+
+
+def test_heap_bytes_that_this_machine_has_not():
+    with pytest.raises(ValueError, match=r"heap_bytes=\d+: this machine has not so much memory for each of 2 virtual"):
+        weft.simulate(nothing, 2, heap_bytes=1 << 46)
+
+
+ENGINE = {
+    "model": (5, True, ["x"], np.ones(2)),
+    "mode": (*CHOICE, "fast"),
+    "dtype": OPTIONAL_DTYPE,
+    "fused": OPTIONAL_FLAG,
+    "max_seq_len": OPTIONAL_COUNT,
+    "max_batch": COUNT,
+    "page_size": COUNT,
+    "pages": (*OPTIONAL_COUNT, 1),
+    "memory_fraction": (*NUMBER, 0, 2.0, -1),
+    "chunk_tokens": COUNT,
+    "cuda_graph": FLAG,
+    "progress": CALLABLE,
+}
+
+
+def test_copies_and_layers():
+    def main(team):
+        x = team.zeros((4,), torch.float32)
+        copies = {"dst": TENSOR, "src": TENSOR, "peer": (*INT, -1, 7)}
+        for copy in (team.copy_engine.put, team.copy_engine.get):
+            for name, value in each(copies):
+                given = {"dst": x, "src": x, "peer": 0, name: value}
+                refused(lambda copy=copy, given=given: copy(**given), "=", ())
+        for collective in (team.library.all_reduce, team.library.all_gather, team.library.reduce_scatter):
+            check_table(collective, {}, {"x": TENSOR})
+        layer = {"team": team, "mode": "torch", "dtype": torch.float32}
+        bad = {"team": TEAM, "mode": CHOICE, "dtype": DTYPE}
+        sizes = {"hidden_size": 64, "intermediate_size": 64}
+        check_table(layers.TPMLP, {**layer, **sizes}, {**bad, **dict.fromkeys(sizes, COUNT)})
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        valid = {**layer, **sizes, "rms_norm_eps": 1e-6}
+        check_table(layers.TPAttention, valid, {**bad, **dict.fromkeys(sizes, COUNT)})
+        return True
+
+    assert weft.simulate(main, 1) == [True]
+
+
+def test_engines_and_runners():
+    def main(team):
+        check_table(weft.Engine, {"model": None, "team": team}, {**ENGINE, "team": TEAM})
+        engine = weft.Engine(None, team)
+        sampling = {
+            "max_new_tokens": COUNT, "temperature": (*NUMBER, -1.0), "top_p": (*NUMBER, 0.0, 2.0),
+            "seed": ("1", 1.5, None, True, -1, 2**70), "stop": (5, [""], [5]), "ignore_eos": FLAG,
+            "prompts": (5, None, 2.5, [], [None], [2.5], [[True]], [["x"]], b"x", [NESTED], {"a": 1}),
+        }  # fmt: skip
+        check_table(engine.generate, {"prompts": "1+1="}, sampling)
+        check_table(
+            engine.submit, {"prompt": "1", "params": SamplingParams()}, {"prompt": (5, None), "params": (5, None)}
+        )
+        runner = {"max_batch": COUNT, "page_size": COUNT, "pages": OPTIONAL_COUNT, "max_seq_len": OPTIONAL_COUNT}
+        runner |= {"memory_fraction": NUMBER, "cuda_graph": OPTIONAL_FLAG, "model": (None, 5, "x", LONG)}
+        check_table(Runner, {"model": engine.model}, runner)
+        return True
+
+    assert weft.simulate(main, 1) == [True]
+
+
+def test_an_llm():
+    valid = {"model": None, "world_size": 1, "device": "sim"}
+    check_table(weft.LLM, valid, {**ENGINE, "world_size": WORLD, "device": (*CHOICE, "tpu"), "heap_bytes": HEAP})
+    refused(lambda: weft.LLM(LONG, 1, device="sim"), "no such directory", ())
+    with weft.LLM(**valid) as llm:
+        check_table(llm.generate, {"prompts": "1"}, {"prompts": (5, None, b"x", [2.5]), "params": (5, "x", {"a": 1})})
+        check_table(llm.chat, {"messages": [{"role": "user"}]}, {"messages": (5, "x", [], LONG)})
+
+
+def test_sampling_parameters():
+    table = {
+        "temperature": (*NUMBER, -1.0, float("inf")), "top_p": (*NUMBER, 0.0, 1.5), "max_tokens": COUNT,
+        "seed": ("1", 1.5, None, True, -1, 2**70), "stop": (5, [""], [5], NESTED), "ignore_eos": FLAG,
+        "stop_token_ids": (5, "x", ["1"], [True], [-1], NESTED),
+    }  # fmt: skip
+    check_table(SamplingParams, {}, table)
+
+
+def test_names_of_models():
+    check_table(Qwen3Config.named, {}, {"name": ()})
+    for name in (None, 5, LONG):
+        refused(lambda name=name: Qwen3Config.named(name), "model", name)
+
+
+def operands(team):
+    """Op, valid arguments, and for each argument the values that it refuses."""
+    f = torch.ones
+    x, ids, pages = f(4, 8), torch.zeros(4, dtype=torch.int64), torch.zeros((2, 4), dtype=torch.int32)
+    cache, angles = f(4, 1, 16, 16), f(8, 16)
+    team_and = {"team": TEAM, "algorithm": (*CHOICE, "ring")}
+    for op in (ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.all_to_all):
+        yield op, {"x": x, "team": team}, {"x": TENSOR, **team_and}
+    norm = {"x": TENSOR, "residual": TENSOR, "weight": TENSOR, "eps": ("x", None, [1])}
+    valid = {"x": x, "residual": x, "weight": f(8), "eps": 1e-6}
+    yield ops.add_rms_norm, valid, norm
+    yield ops.all_reduce_rms_norm, {**valid, "team": team}, {**norm, **team_and, "factored": FLAG}
+    matrices = {"a": TENSOR, "b": TENSOR}
+    yield ops.matmul, {"a": x, "b": x}, matrices
+    yield ops.matmul_all_reduce, {"a": x, "b": x, "team": team}, {**matrices, "team": TEAM}
+    yield ops.matmul_reduce_scatter, {"a": x, "b": x, "team": team}, {**matrices, "team": TEAM, "own_first": FLAG}
+    sharded = {"a_shard": TENSOR, "b": TENSOR, "team": TEAM, "own_first": FLAG}
+    yield ops.all_gather_matmul, {"a_shard": x, "b": x, "team": team}, sharded
+    yield ops.barrier, {}, {"team": TEAM}
+    yield ops.silu_mul, {}, {"gate_up": TENSOR}
+    yield ops.matmul_silu_mul, {"x": x, "weight": x}, {"x": TENSOR, "weight": TENSOR}
+    yield ops.embed_rows, {"tokens": ids, "weight": x, "first": 0}, {"tokens": TENSOR, "weight": TENSOR, "first": INT}
+    logits = {"logits": TENSOR, "first": INT, "temperature": TENSOR[1:], "seed": TENSOR[1:], "floor": TENSOR[1:]}
+    drawn = {"temperature": f(4), "seed": ids, "position": ids}
+    yield ops.best_words, {"logits": x, "first": 0, **drawn}, logits
+    yield ops.join_words, {}, {"pairs": TENSOR}
+    places = {"positions": torch.zeros(2, dtype=torch.int64), "pages": pages, "page_size": 16, "tickets": 4}
+    yield ops.decode_places, places, {"positions": TENSOR, "pages": TENSOR, "page_size": INT, "tickets": INT}
+    above = {"logits": x, "best": f(4), "temperature": f(4), "low": torch.zeros(4, dtype=torch.int32), "shift": 24}
+    yield (
+        ops.likelihood_above,
+        above,
+        {**dict.fromkeys(("logits", "best", "temperature", "low"), TENSOR), "shift": (5, "x", None)},
+    )
+    shared = {"keys": cache, "values": cache, "pages": pages, "lengths": torch.ones(2, dtype=torch.int32)}
+    number = ("x", [1])
+    yield ops.paged_attention, {"q": f(2, 1, 16), **shared}, {**dict.fromkeys(("q", *shared), TENSOR), "scale": number}
+    weights = {"q_weight": f(16), "k_weight": f(16), "eps": 1e-6, "angles": angles}
+    tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *shared), TENSOR)
+    yield ops.decode_attention, {"qkv": f(2, 48), **weights, **shared}, {**tensors, "eps": number, "scale": number}
+    slots = {"positions": ids[:2], "slots": ids[:2], "keys": cache, "values": cache}
+    tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *slots), TENSOR)
+    yield ops.qk_norm_rope, {"qkv": f(2, 48), **weights, **slots}, {**tensors, "eps": number, "with_keys": FLAG}
+    spans = {"q": f(2, 1, 16), "keys": cache, "values": cache, "pages": pages[:1], "spans": [(0, 2)]}
+    tensors = dict.fromkeys(("q", "keys", "values", "pages"), TENSOR)
+    yield ops.paged_prefill_attention, spans, {**tensors, "scale": number}
+    yield ops.matmul_parts, {"x": x, "weight": x}, {"x": TENSOR, "weight": TENSOR}
+
+
+def test_ops():
+    def main(team):
+        seen = set()
+        for op, valid, table in operands(team):
+            seen.add(op.__name__)
+            for name, value in each(table):
+                # Errors of ops begin with the op's name; where an operand fits none, another may be named.
+                refused(lambda op=op, valid=valid, n=name, v=value: op(**{**valid, n: v}), op.__name__, (), ValueError)
+        return seen
+
+    [seen] = weft.simulate(main, 1)
+    assert seen == set(ops.__all__) - {"Explanation", "FactoredNorm", "PrefillSpans", "explain"}
+
+
+def test_spans():
+    valid = {"sequences": [(0, 2)], "group": 1, "dtype": torch.float32}
+    check_table(ops.PrefillSpans.make, valid, {"sequences": (5, None, [5], ["x"], [(1.5, 2)])})
+
+
+def test_explain():
+    valid = {"op": "all_reduce", "shape": (16,), "world_size": 2}
+    table = {"op": CHOICE, "dtype": DTYPE, "world_size": ("4", 2.0, True, 0), "caps": (5, "x"), "own_first": FLAG}
+    check_table(ops.explain, valid, {**table, "shape": (5, ("4",), (-1,), LONG), "algorithm": CHOICE})
+
+
+def test_long_values_are_shortened_and_odd_ones_named():
+    assert len(shortened("a b " * 5000)) < LONGEST + 20
+    assert quoted(10**5000) == "<int>" and quoted(NESTED) == "<list>"
+    assert (
+        quoted("a\nb") == r"'a\nb'" and quoted(torch.ones(2, 3)) == "<Tensor of shape (2, 3) and dtype torch.float32>"
+    )

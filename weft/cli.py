@@ -18,9 +18,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+import weft
+from weft.arguments import shortened
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.console import DTYPES, check_torchrun, one_line_errors
+from weft.console import DTYPES, Commands, check_torchrun, one_line_errors, write_any_text
 from weft.tune.command import tune
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 app = typer.Typer(
+    cls=Commands,
     help="Overlapped multi-GPU kernels in plain Python, and a simulator for machines without a GPU.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
@@ -37,6 +40,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"weft {weft.__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Take the flags that stand before a subcommand."""
+
+
 app.command()(bench)
 app.command()(check)
 app.command()(tune)
@@ -70,12 +90,13 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         from weft.layers import MODES
+        from weft.models.checkpoint import is_directory
 
         _one_of("mode", self.mode, MODES)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
-        if self.model is not None and not self.model.is_dir():
+        if self.model is not None and not is_directory(self.model):
             raise ValueError(
-                f"--model {self.model}: no such directory; pass one with config.json and *.safetensors in it"
+                f"--model {shortened(self.model)}: no such directory; pass one with config.json and *.safetensors in it"
             )
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise ValueError(f"--prompt-tokens {self.prompt_tokens} is not a positive integer")
@@ -190,6 +211,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
     from weft.engine import Engine
 
     talks = team.rank == 0
+    write_any_text()  # on GPUs this is a process of its own
     dtype = None if options.dtype == "auto" else getattr(torch, DTYPES[options.dtype])
     with _loading(talks) as progress:
         engine = Engine(
@@ -249,8 +271,9 @@ def _print_speed(engine: Engine, team: Team, options: GenerateOptions) -> None:
     note = " (the simulator's times mean nothing)" if team.is_simulated else ""
     chunks = f", up to {runner.longest_prefill} at once" if runner.longest_prefill < stats.prompt_tokens else ""
     decode = f"decode: {engine.model.plan(runner.largest_decode)}" if runner.largest_decode else "no decode steps"
+    later = f"{stats.tokens_per_second:.1f} tokens/s after it" if stats.tokens_per_second else "none came after it"
     typer.echo(
-        f"first token after {stats.time_to_first_token:.3f} s, {stats.tokens_per_second:.1f} tokens/s{note}\n"
+        f"first token after {stats.time_to_first_token:.3f} s, {later}{note}\n"
         f"mode {options.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
         f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}",
         err=True,
@@ -304,7 +327,7 @@ def _print_findings(findings: list[Finding]) -> None:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"--{name} {value} is unknown; choose one of {', '.join(allowed)}")
+        raise ValueError(f"--{name} {shortened(value)} is unknown; choose one of {', '.join(allowed)}")
 
 
 @contextmanager

@@ -3,16 +3,22 @@ can run, lists and files among flags."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
+from weft.arguments import quoted, shortened
 from weft.errors import CannotWrite, WeftError
 from weft.runtime.files import check_target
 
@@ -49,7 +55,7 @@ def numbers(flag: str, text: str | None) -> tuple[int, ...]:
     """None twice."""
     found = words(flag, text)
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
-        raise ValueError(f"--{flag} {text} is not a list of positive numbers, as in 2,4")
+        raise ValueError(f"--{flag} {shortened(text)} is not a list of positive numbers, as in 2,4")
     return tuple(dict.fromkeys(map(int, found)))
 
 
@@ -59,7 +65,7 @@ def words(flag: str, text: str | None) -> tuple[str, ...]:
         return ()
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise ValueError(f"--{flag} {text!r} names nothing; name something, or leave --{flag} out")
+        raise ValueError(f"--{flag} {quoted(text)} names nothing; name something, or leave --{flag} out")
     return found
 
 
@@ -104,11 +110,101 @@ def check_output(flag: str, file: Path | None) -> None:
 
 @contextmanager
 def one_line_errors(traceback: bool) -> Iterator[None]:
-    """What a person got wrong is said on stderr, exit status 2. All else is our mistake and keeps its traceback."""
+    """Say on stderr what a caller got wrong or a file refused, exit status 2. All else is a bug: a traceback."""
     try:
         yield
-    except (WeftError, ValueError) as error:
+    except (WeftError, ValueError, OSError) as error:
         if traceback:
             raise
-        typer.echo(f"weft: {error}", err=True)
-        sys.exit(2)
+        fail(error)
+
+
+def fail(error: Exception) -> NoReturn:
+    """End the command with one line on stderr and exit status 2; without a line and with 1 where its reader has left."""
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        _drop_output()
+        sys.exit(1)
+    try:
+        typer.echo(f"weft: {message_of(error)}", err=True)
+    except OSError:  # stderr is full as well
+        _drop_output()
+    sys.exit(2)
+
+
+# Where an error without a file name is one of standard output.
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
+_LONG = re.compile(r"\S{300,}")
+
+
+def message_of(error: Exception) -> str:
+    """The error's message, with an end to long names in it; of an OSError the file and the reason."""
+    text = str(error)
+    if isinstance(error, OSError) and not isinstance(error, WeftError) and error.strerror:
+        where = error.filename if error.filename is not None else "standard output"
+        if error.filename is not None or error.errno in _OF_OUTPUT:
+            text = f"{shortened(os.fsdecode(where) if isinstance(where, (str, bytes)) else where)}: {error.strerror}"
+    return without_long_names(text)
+
+
+def without_long_names(text: str) -> str:
+    """The text, with runs of 300 characters or more shortened."""
+    return _LONG.sub(lambda match: shortened(match[0]), text)
+
+
+def write_any_text() -> None:
+    """Let stdout and stderr escape characters that their encoding lacks, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What is still buffered has no reader: without this, Python would try again at its end, and complain."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+class Commands(TyperGroup):
+    """The subcommands of `weft`, which an interrupt, a closed pipe or a full disk ends without a traceback."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _short_usage_errors():
+            return super().make_context(*args, **extra)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        write_any_text()
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                if sys.stdout is not None:  # it was closed before Python began
+                    sys.stdout.flush()  # not later, where nothing would turn its error into a line
+        except OSError as error:
+            if "--traceback" in sys.argv:
+                raise
+            fail(error)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with _short_usage_errors():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _drop_output()
+            sys.exit(130)
+
+
+@contextmanager
+def _short_usage_errors() -> Iterator[None]:
+    """Usage errors of typer repeat what was typed: shorten it."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "show") and isinstance(message := getattr(error, "message", None), str):
+            error.message = without_long_names(message)  # type: ignore[attr-defined]
+        raise

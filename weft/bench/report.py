@@ -103,7 +103,7 @@ def read(path: Path) -> list[Report]:
     """ValueError, with the file's name, for what is not a results file of this schema."""
     try:
         return from_json(path.read_text())
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a results file of schema {SCHEMA}: {error}") from error
 
 

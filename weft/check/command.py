@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from weft.console import check_output
-from weft.errors import SimulatorMissing, WeftError
+from weft.arguments import shortened
+from weft.console import check_output, one_line_errors
+from weft.errors import SimulatorMissing
 from weft.runtime.files import put
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def check(
     """Look for races, deadlocks and lost signals, without a GPU. Exit status 0: clean, 1: findings, 2: wrong usage."""
     # What a replay needs besides the schedule.
     named = f"{script}" + (f" --function {function}" if function != "main" else "")
-    try:
+    with one_line_errors(traceback):
         check_output("--json", json)
         report = _checked(
             load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
@@ -51,11 +52,6 @@ def check(
         _show(report)
         if json is not None:
             put(json, report.to_json() + "\n")
-    except (ValueError, OSError, WeftError) as error:
-        if traceback:
-            raise
-        typer.echo(f"weft: {error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -114,4 +110,4 @@ def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"--world-size {text} is not a list of numbers such as 2,4") from None
+        raise ValueError(f"--world-size {shortened(text)} is not a list of numbers such as 2,4") from None

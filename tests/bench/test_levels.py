@@ -2,6 +2,7 @@
 
 import gc
 import re
+import types
 from dataclasses import replace
 
 import pytest
@@ -472,6 +473,30 @@ def test_answers_are_checked_and_timed():
         assert found.tokens_per_second > 0
 
 
+@pytest.mark.parametrize(
+    ("steps", "first", "each"),
+    [
+        ([1, 1, 1, 1], 1.0, 1.0),
+        ([2, 1, 1], 1.0, 1.0),  # two tokens of each prompt arrive together
+        ([0, 2, 2], 2.0, 0.5),
+        ([4], 1.0, 0.25),  # none after the first: the whole time, over all tokens
+    ],
+)
+def test_the_time_per_token_counts_the_tokens_that_arrive_after_the_first(monkeypatch, steps, first, each):
+    now = 0.0
+    monkeypatch.setattr(generate.time, "perf_counter", lambda: now)
+
+    def answers():
+        nonlocal now
+        for tokens in steps:
+            now += 1.0
+            yield [(prompt, 7) for _ in range(tokens) for prompt in range(2)]
+
+    times, found = generate.drawn(types.SimpleNamespace(batch=2, new=4), answers)
+    assert (times.first, times.each, times.whole) == (first, each, float(len(steps)))
+    assert found == [[7] * 4] * 2
+
+
 def test_times_of_answers_are_those_of_the_slowest_rank():
     def times(*each):
         return [generate.Times(first=0.002, each=value * 1e-6, whole=0.01) for value in each]
@@ -484,10 +509,10 @@ def test_times_of_answers_are_those_of_the_slowest_rank():
 
 def test_wrong_answers_are_caught(monkeypatch):
     def stuck(problem):
-        return lambda: ((prompt, 7) for _ in range(problem.new) for prompt in range(problem.batch))
+        return lambda: ([(prompt, 7) for prompt in range(problem.batch)] for _ in range(problem.new))
 
     def short(problem):
-        return lambda: ((prompt, 7) for prompt in range(problem.batch))
+        return lambda: ([(prompt, 7)] for prompt in range(problem.batch))
 
     for make, complaint in ((stuck, r"token \d lies .* RMS below eager torch's choice"), (short, "1 tokens, not 3")):
         monkeypatch.setattr(generate, "eager", make)

@@ -117,6 +117,8 @@ def bench(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
 ) -> None:
     """Time every way to do an op, side by side. Exit status 1: weft was wrong or did not run somewhere."""
+    from weft.bench.shapes import LEVELS, stand_ins
+
     with one_line_errors(traceback):
         options = BenchOptions(
             op=op,
@@ -145,6 +147,10 @@ def bench(
         plans, simulated = _plans(options)
         if talks() and (absent := options.lacking()):
             typer.echo(f"weft: {options.op} has no provider {', '.join(absent)}; the others are measured", err=True)
+        if simulated and talks() and options.op not in LEVELS:
+            for size, _ in plans:
+                for line in stand_ins(options.op, options.shapes, size, options.dtype):
+                    typer.echo(f"weft: {line}", err=True)
         reports: list[Report] = []
         lost = _measure(plans, simulated, options.json, reports)
         if talks():

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.arguments import shortened
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 NORMED = "all-reduce-rms-norm"
 GEMMS = ("gemm", "ag-gemm", "gemm-rs", "gemm-ar")
@@ -100,6 +102,22 @@ def parse_shapes(
                 _check_simulable(op, word, shape.size, world_size)
             found.setdefault(shape.size, shape)
     return tuple(found.values())
+
+
+def stand_ins(op: str, words: Sequence[str], world_size: int, dtype: str = "bf16") -> tuple[str, ...]:
+    """A line for each named set among ``words``: the small shapes that simulated ranks run in its place."""
+    lines = []
+    for word in [one for several in words for one in words_apart(several)]:
+        if not word[:1].isdigit():
+            shapes = parse_shapes(op, [word], world_size, dtype=dtype, tiny=True)
+            labels = ", ".join(
+                "x".join(map(str, shape.size)) if len(shape.size) > 1 else shape.label for shape in shapes
+            )
+            lines.append(
+                f"--shapes {shortened(word)}: simulated ranks run {labels} instead, since a tile takes them milliseconds; "
+                f"its own shapes take a machine with GPUs"
+            )
+    return tuple(lines)
 
 
 def words_apart(text: str) -> list[str]:

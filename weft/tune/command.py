@@ -12,7 +12,7 @@ from rich.text import Text
 
 from weft.bench import command as bench_command
 from weft.bench.table import show_cells
-from weft.console import check_output, numbers, one_line_errors, progress, talks
+from weft.console import check_output, message_of, numbers, one_line_errors, progress, talks
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
@@ -90,6 +90,9 @@ def tune(
 
     Exit status 1: the search ended early; what was found before is in the file.
     """
+    from weft.bench.shapes import stand_ins
+    from weft.tune.spaces import OWN_FIRST
+
     with one_line_errors(traceback):
         options = TuneOptions(
             words=tuple(ops),
@@ -102,11 +105,15 @@ def tune(
             device=device,
         )
         plans = plan(options)
+        if talks() and any(run.device == "sim" for run in plans):
+            for op, named in options.shapes_by_op().items():
+                for line in stand_ins(op.removesuffix(OWN_FIRST), named, plans[0].world_size):
+                    typer.echo(f"weft: {line}", err=True)
     lost = _tune(plans, traceback)
     if lost is None:
         return
     if talks():
-        typer.echo(f"weft: {lost}", err=True)
+        typer.echo(f"weft: {message_of(lost)}", err=True)
     bench_command.leave(2 if isinstance(lost, SimulatorMissing) else 1)
 
 

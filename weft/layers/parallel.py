@@ -11,22 +11,27 @@ M is a multiple of W in ag_rs. A column-parallel layer always returns all M toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from weft import ops
-from weft.arguments import check_instance, positive
+from weft.arguments import check_instance, positive, quoted
 from weft.layers.plan import Mode, Plan, check_mode, plan_alone
 from weft.layers.shard import Shard
 from weft.ops.factored_norm import FactoredNorm
-from weft.runtime.team import Team
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
 
 
 def check_layer(team: Team, mode: Mode, dtype: torch.dtype, **sizes: int) -> None:
     """ValueError unless a layer can be made of these arguments, its sizes among them."""
-    check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
+    # Weights can be made without a simulation, for a stand-in of a team.
+    if not all(hasattr(team, name) for name in ("rank", "size", "device")):
+        raise ValueError(f"team={quoted(team)} is not a Team; weft.init() makes one, and main(team) gets one")
     check_mode(mode)
     check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
     for name, size in sizes.items():

@@ -22,6 +22,7 @@ OPTIONAL_COUNT = tuple(value for value in COUNT if value is not None)
 FLAG = ("yes", 1, 0, None, LONG)
 OPTIONAL_FLAG = ("yes", 1, 0, LONG)
 NUMBER = ("0.5", None, [0.5], True, LONG, float("nan"))
+OPTIONAL_NUMBER = tuple(value for value in NUMBER if value is not None)
 TENSOR = (None, [1.0], "x", 5, np.ones((4, 8), np.float32), LONG)
 TEAM = (None, "team", 5, torch.ones(4, 8), LONG)
 CHOICE = (5, None, ["auto"], LONG)
@@ -145,10 +146,10 @@ def test_copies_and_layers():
 
 def test_engines_and_runners():
     def main(team):
-        check_table(weft.Engine, {"model": None, "team": team}, {**ENGINE, "team": TEAM})
+        check_table(weft.Engine, {"model": None, "team": team}, {**ENGINE, "team": TEAM, "warn": FLAG})
         engine = weft.Engine(None, team)
         sampling = {
-            "max_new_tokens": COUNT, "temperature": (*NUMBER, -1.0), "top_p": (*NUMBER, 0.0, 2.0),
+            "max_new_tokens": OPTIONAL_COUNT, "temperature": (*OPTIONAL_NUMBER, -1.0), "top_p": (*OPTIONAL_NUMBER, 0.0, 2.0),
             "seed": ("1", 1.5, None, True, -1, 2**70), "stop": (5, [""], [5]), "ignore_eos": FLAG,
             "prompts": (5, None, 2.5, [], [None], [2.5], [[True]], [["x"]], b"x", [NESTED], {"a": 1}),
         }  # fmt: skip

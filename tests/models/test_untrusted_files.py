@@ -88,7 +88,12 @@ def folder(path):
 
 def unix_socket(path):
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(os.path.relpath(path))
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's address is short
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(here)
 
 
 READERS = {

@@ -95,6 +95,7 @@ class Engine:
         check_model(model)
         check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
         check_options(mode, dtype, fused, cuda_graph, progress)
+        check_bool("warn", warn)
         chunk_tokens = positive("chunk_tokens", chunk_tokens)
         max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
         checkpoint = None if isinstance(model, Qwen3Config) else Checkpoint(BUILTIN if model is None else model)

@@ -45,10 +45,13 @@ class HeapExhausted(WeftError):
 
 
 class NotSymmetric(WeftError, ValueError):
-    def __init__(self, rank: int, argument: str, shape: Sequence[int]) -> None:
+    """``argument``: what it is, or, without a ``shape``, where in a kernel it is used and what it is."""
+
+    def __init__(self, rank: int, argument: str, shape: Sequence[int] | None = None) -> None:
+        named = argument if shape is None else f"rank {rank}: {argument} of shape {tuple(shape)}"
         super().__init__(
-            f"rank {rank}: {argument} of shape {tuple(shape)} does not lie in the team's symmetric heap, so no peer can "
-            f"reach it; make it with team.empty(), team.zeros() or team.signals()"
+            f"{named} does not lie in the team's symmetric heap, so no peer can reach it; make it with team.empty(), "
+            f"team.zeros() or team.signals()"
         )
         self.rank, self.argument = rank, argument
 

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from weft.language.arguments import check_constants, check_pointers, check_scalars, check_signal
 from weft.language.coordinates import symm_at
 from weft.language.signals import SET, notify
 
@@ -34,6 +35,9 @@ def put(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
     On return ``src`` may be overwritten. The peer may read after a ``notify`` (or ``quiet`` and any other release) of this
     program that it waited for.
     """
+    check_pointers("put", dst=dst, src=src)
+    check_scalars("put", n=n, peer=peer)
+    check_constants("put", BLOCK=BLOCK)
     _copy(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK)
 
 
@@ -43,12 +47,19 @@ def get(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
 
     On return this program may read ``dst``.
     """
+    check_pointers("get", dst=dst, src=src)
+    check_scalars("get", n=n, peer=peer)
+    check_constants("get", BLOCK=BLOCK)
     _copy(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK)
 
 
 @triton.jit
 def put_signal(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
     """``put``, then ``notify(signal, peer, value, team, op)``: who waits for the signal sees the data."""
+    check_signal("put_signal", signal, value)
+    check_pointers("put_signal", dst=dst, src=src)
+    check_scalars("put_signal", n=n, peer=peer)
+    check_constants("put_signal", op=op, BLOCK=BLOCK)
     put(dst, src, n, peer, team, BLOCK)
     notify(signal, peer, value, team, op)
 
@@ -56,16 +67,26 @@ def put_signal(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, B
 @triton.jit
 def put_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
     """``put`` that may return before it has read ``src``: ``src`` may be overwritten after ``quiet(team)`` only."""
+    check_pointers("put_nbi", dst=dst, src=src)
+    check_scalars("put_nbi", n=n, peer=peer)
+    check_constants("put_nbi", BLOCK=BLOCK)
     put(dst, src, n, peer, team, BLOCK)
 
 
 @triton.jit
 def get_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
     """``get`` that may return before the data are here: read ``dst`` after ``quiet(team)`` only."""
+    check_pointers("get_nbi", dst=dst, src=src)
+    check_scalars("get_nbi", n=n, peer=peer)
+    check_constants("get_nbi", BLOCK=BLOCK)
     _copy(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK)
 
 
 @triton.jit
 def put_signal_nbi(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
     """``put_signal`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only."""
+    check_signal("put_signal_nbi", signal, value)
+    check_pointers("put_signal_nbi", dst=dst, src=src)
+    check_scalars("put_signal_nbi", n=n, peer=peer)
+    check_constants("put_signal_nbi", op=op, BLOCK=BLOCK)
     put_signal(dst, src, n, signal, value, peer, team, op, BLOCK)

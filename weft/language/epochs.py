@@ -7,16 +7,20 @@ current one have. Kernels that share the words must be ordered by a stream.
 import triton
 import triton.language as tl
 
+from weft.language.arguments import check_epoch
+
 
 @triton.jit
 def next_epoch(epoch):
     """The number of this launch, 1 at the first. The same in all its programs."""
+    check_epoch("next_epoch", epoch)
     return tl.load(epoch) + 1
 
 
 @triton.jit
 def advance_epoch(epoch, now):
     """Called once by every program of the grid at its end; the last one makes ``now`` the epoch that has ended."""
+    check_epoch("advance_epoch", epoch)
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     # acq_rel: every program's read of the epoch, before its own ticket, comes before the last one's store.
     tl.debug_barrier()

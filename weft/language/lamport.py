@@ -13,6 +13,7 @@ after e - 1 was cleared.
 import triton
 import triton.language as tl
 
+from weft.language.arguments import check_lamport
 from weft.language.lowering import stock
 
 
@@ -22,6 +23,7 @@ def lamport_store(ptr, x, mask):
 
     ``x`` is rounded to the buffer's dtype first; a result of -0.0 is sent as +0.0.
     """
+    check_lamport("lamport_store", mask, ptr=ptr)
     x = x.to(ptr.dtype.element_ty)
     stock.store_flagged(ptr, tl.where(x == 0, tl.zeros_like(x), x), mask)
 
@@ -32,6 +34,7 @@ def lamport_load(ptr, mask, team):
 
     In debug builds gives up like ``wait``.
     """
+    check_lamport("lamport_load", mask, ptr=ptr)
     x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
     if team.patience_us > 0:
         started = stock.microseconds()
@@ -71,6 +74,7 @@ def lamport_receive(ptr, old, mask, team, ordered=True):
     load is served by the L2 of this GPU, which is also where peers' stores arrive. PTX alone does not promise it. A fence
     would, but it waits for all stores to peers, too. If not ``ordered``, the clearing is complete when the kernel ends.
     """
+    check_lamport("lamport_receive", mask, ptr=ptr, old=old)
     lamport_clear(old, mask)
     if ordered:
         while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
@@ -82,6 +86,8 @@ def lamport_receive(ptr, old, mask, team, ordered=True):
 def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=True):
     """``lamport_receive`` of a block and of the few words behind ``key`` that were stored after it, in the same round trips to
     memory: a pair of blocks."""
+    check_lamport("lamport_receive_keyed", mask, ptr=ptr, old=old)
+    check_lamport("lamport_receive_keyed", key_mask, key=key, old_key=old_key)
     lamport_clear(old, mask)
     lamport_clear(old_key, key_mask)
     if ordered:
@@ -98,6 +104,8 @@ def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=
 def lamport_load_keyed(ptr, mask, key, key_mask, team):
     """``lamport_load`` of a block and of the few words behind ``key`` that were stored after it, in the same round trips to
     memory: a pair of blocks."""
+    check_lamport("lamport_load_keyed", mask, ptr=ptr)
+    check_lamport("lamport_load_keyed", key_mask, key=key)
     if team.patience_us > 0:
         x = lamport_load(ptr, mask, team)
         y = lamport_load(key, key_mask, team)
@@ -119,6 +127,7 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team):
 @triton.jit
 def lamport_clear(ptr, mask):
     """Make the elements behind ``ptr`` unwritten."""
+    check_lamport("lamport_clear", mask, ptr=ptr)
     # By its bits: Triton 3.6 turns the constant -0.0 into +0.0.
     dtype: tl.constexpr = ptr.dtype.element_ty
     if dtype.primitive_bitwidth == 32:

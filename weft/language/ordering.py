@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from weft.language.arguments import check_team
 from weft.language.lowering import stock
 
 
@@ -16,6 +17,7 @@ def gather_stores():
 @triton.jit
 def fence(team):
     """This program's puts and stores to any peer before it are delivered before those after it."""
+    check_team("fence", team)
     stock.drain_tma_stores()
     gather_stores()
     stock.fence_system(team.barriers)

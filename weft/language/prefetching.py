@@ -2,6 +2,7 @@
 
 import triton
 
+from weft.language.arguments import check_prefetch
 from weft.language.lowering import stock
 
 
@@ -16,4 +17,5 @@ def prefetch(ptr, nbytes):
     after it came in is written in the L2. It must not touch memory outside of an allocation. On sm_90 and later; does
     nothing elsewhere, nor in the simulator.
     """
+    check_prefetch(ptr, nbytes)
     stock.prefetch(ptr, nbytes)

@@ -1,13 +1,15 @@
 """The language in OpenSHMEM's spelling, so that a kernel written for NVSHMEM ports line by line.
 
 The names, argument orders and constants are NVSHMEM's device API with ``team`` added at the end. Sizes of ``*mem`` calls are
-bytes. Scope is the block: every call is made by the whole program. Signals are this library's 32-bit words.
+bytes. Scope is the block: every call is made by the whole program. Signals are uint64, as NVSHMEM's are
+(``team.zeros(shape, torch.uint64)``), or any other type of ``weft.language.signals``.
 """
 
 import triton
 import triton.language as tl
 
 from weft.language import bulk, coordinates, ordering, signals
+from weft.language.arguments import check_constants, check_pointers, check_signal, check_team_view, signed_type_of
 
 CMP_EQ: tl.constexpr = tl.constexpr(0)
 CMP_NE: tl.constexpr = tl.constexpr(1)
@@ -26,6 +28,7 @@ def my_pe(team):
 
 @tl.core.builtin
 def n_pes(team, _semantic=None):
+    check_team_view("n_pes", team)
     return team.size
 
 
@@ -36,34 +39,40 @@ def remote_ptr(dest, pe, team):
 
 
 @triton.jit
-def _bytes(ptr):
+def _bytes(ptr, primitive: tl.constexpr):
+    check_pointers(primitive, ptr=ptr)
     return ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
 
 
 @triton.jit
 def putmem_block(dest, source, nelems, pe, team):
     """``nelems`` bytes of ``source`` to ``dest`` at ``pe``; ``source`` may be reused on return."""
-    bulk.put(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+    bulk.put(_bytes(dest, "putmem_block"), _bytes(source, "putmem_block"), nelems, pe, team, 16384)
 
 
 @triton.jit
 def putmem_nbi_block(dest, source, nelems, pe, team):
-    bulk.put_nbi(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+    bulk.put_nbi(_bytes(dest, "putmem_nbi_block"), _bytes(source, "putmem_nbi_block"), nelems, pe, team, 16384)
 
 
 @triton.jit
 def getmem_block(dest, source, nelems, pe, team):
-    bulk.get(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+    bulk.get(_bytes(dest, "getmem_block"), _bytes(source, "getmem_block"), nelems, pe, team, 16384)
 
 
 @triton.jit
 def getmem_nbi_block(dest, source, nelems, pe, team):
-    bulk.get_nbi(_bytes(dest), _bytes(source), nelems, pe, team, 16384)
+    bulk.get_nbi(_bytes(dest, "getmem_nbi_block"), _bytes(source, "getmem_nbi_block"), nelems, pe, team, 16384)
 
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, team):
-    """Set or add to the signal at ``pe``; releases this program's earlier stores, as ``notify`` does."""
+    """Set or add to the signal at ``pe``; releases this program's earlier stores, as ``notify`` does.
+
+    ``sig_op``, ``SIGNAL_SET`` or ``SIGNAL_ADD``, is known when the kernel is compiled.
+    """
+    check_signal("signal_op", sig_addr, signal)
+    check_constants("signal_op", sig_op=sig_op)
     if sig_op == SIGNAL_ADD:
         signals.notify(sig_addr, pe, signal, team, "add")
     else:
@@ -73,22 +82,32 @@ def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, team):
 
 @triton.jit
 def putmem_signal_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+    check_signal("putmem_signal_block", sig_addr, signal)
+    check_constants("putmem_signal_block", sig_op=sig_op)
     putmem_block(dest, source, nelems, pe, team)
     signal_op(sig_addr, signal, sig_op, pe, team)
 
 
 @triton.jit
 def putmem_signal_nbi_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+    check_signal("putmem_signal_nbi_block", sig_addr, signal)
+    check_constants("putmem_signal_nbi_block", sig_op=sig_op)
     putmem_nbi_block(dest, source, nelems, pe, team)
     signal_op(sig_addr, signal, sig_op, pe, team)
 
 
 @triton.jit
 def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, team):
-    """Wait for a signal of one's own; returns the value seen. ``CMP_GE`` and ``CMP_GT`` only: signals grow, and a wait for
-    equality misses a value that was passed."""
+    """Wait for a signal of one's own; returns the value seen.
+
+    ``cmp``, known when the kernel is compiled, is ``CMP_GE`` or ``CMP_GT``: signals grow, and a wait for equality misses a
+    value that was passed. Both compare the signed difference, as ``wait`` does, where NVSHMEM compares the unsigned numbers.
+    """
+    check_signal("signal_wait_until", sig_addr, cmp_value)
+    check_constants("signal_wait_until", cmp=cmp)
     if cmp == CMP_GT:
-        return signals.wait(sig_addr, cmp_value + 1, team)
+        # In the signal's width: one more than the largest number of a narrower type is not its smallest.
+        return signals.wait(sig_addr, tl.cast(cmp_value, signed_type_of("signal_wait_until", sig_addr)) + 1, team)
     else:
         tl.static_assert(cmp == CMP_GE, "signal_wait_until: signals only grow, so cmp must be CMP_GE or CMP_GT")
         return signals.wait(sig_addr, cmp_value, team)

@@ -1,12 +1,18 @@
 """Order between ranks: ``notify`` releases, ``wait`` acquires, ``barrier`` is both with everybody.
 
-A signal is an int32 word of the symmetric heap (``team.signals(shape)``). Signals only grow, and a wait asks for ``>=``.
-The comparison is of the signed difference, so that counting past 2**31 goes on working, for signals never so far behind.
+A signal is one int32 of the symmetric heap (``team.signals(shape)``), or one uint32, int64 or uint64
+(``team.zeros(shape, dtype)``); anything else is refused when the kernel is compiled, and by the simulator. Signals only grow,
+and a wait asks for ``>=``.
+
+Values count modulo the signal's width: a value of another integer type is first truncated or extended to the signed type of
+that width, a constant that does not fit is refused, and the comparison is of the signed difference. So counting past 2**31
+(2**63) goes on working, signed or unsigned, as long as no wait is that far ahead of its signal.
 """
 
 import triton
 import triton.language as tl
 
+from weft.language.arguments import check_constants, check_scalars, check_signal, check_team, signed_type_of
 from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.lowering import stock
 from weft.language.ordering import gather_stores
@@ -20,10 +26,15 @@ ADD: tl.constexpr = tl.constexpr("add")
 def notify(signal, peer, value, team, op: tl.constexpr = SET):
     """Release: all that this program has stored is visible to whoever sees ``value``.
 
-    ``signal``: scalar pointer to a symmetric int32. ``op``: "set" stores ``value`` at ``peer``; "add" adds it atomically.
+    ``signal``: scalar pointer to a symmetric signal. ``value``: integer scalar. ``op``, a compile-time constant: "set" stores
+    ``value`` at ``peer``; "add" adds it atomically.
     Promise: every earlier store of this *program* (all its threads, remote ones and tensor-descriptor stores included) is
     visible system-wide before ``peer`` can see the new value. Contains a CTA barrier: call it where all threads come.
     """
+    check_signal("notify", signal, value)
+    check_scalars("notify", peer=peer)
+    check_team("notify", team)
+    check_constants("notify", op=op)
     stock.drain_tma_stores()
     gather_stores()
     target = symm_at(signal, peer, team)
@@ -38,19 +49,27 @@ def notify(signal, peer, value, team, op: tl.constexpr = SET):
 def wait(signal, value, team):
     """Acquire: returns once ``*signal >= value``, with the value seen (a token for ``consume_token``).
 
-    ``signal``: scalar pointer to an int32 in this rank's memory. Promise: all that the notifier's program stored before its
-    ``notify`` is visible to every thread of this program afterwards, to plain loads and to tensor-descriptor loads. In debug
-    builds (``weft.init(debug=True)``) gives up after the team's patience, leaves a record and traps.
+    ``signal``: scalar pointer to a signal in this rank's memory. ``value``: integer scalar. What is returned has the signal's
+    type. Promise: all that the notifier's program stored before its ``notify`` is visible to every thread of this program
+    afterwards, to plain loads and to tensor-descriptor loads. In debug builds (``weft.init(debug=True)``) gives up after the
+    team's patience, leaves a record and traps.
     """
+    check_signal("wait", signal, value)
+    check_team("wait", team)
+    # Unsigned numbers have no difference below 0.
+    signed: tl.constexpr = signed_type_of("wait", signal)
+    wanted = tl.cast(value, signed)
     seen = stock.load_acquire(signal)
     if team.patience_us > 0:
         started = stock.microseconds()
-        while seen - value < 0:
+        while tl.cast(seen, signed) - wanted < 0:
             seen = stock.load_acquire(signal)
             if stock.microseconds() - started > team.patience_us:
-                stock.give_up(signal, value, seen, (team.coords >> 1) - 1, team.patience_us, team.record)
+                stock.give_up(
+                    signal, wanted, tl.cast(seen, signed), (team.coords >> 1) - 1, team.patience_us, team.record
+                )
     else:
-        while seen - value < 0:
+        while tl.cast(seen, signed) - wanted < 0:
             seen = stock.load_acquire(signal)
     stock.fence_before_tma_loads()
     return seen
@@ -71,8 +90,11 @@ def barrier(team):
     """All ranks: programs with the same ``tl.program_id(0)`` meet; what each stored before is visible to the others after.
 
     Every rank must call it in the same programs the same number of times; at most ``MAX_BARRIER_PROGRAMS`` programs.
-    One-dimensional grids. The counters live in the team and only grow, so it may be called any number of times.
+    One-dimensional grids: programs that differ in another index alone would share counters, which the simulator refuses. The
+    counters live in the team and only grow, so it may be called any number of times.
     """
+    check_team("barrier", team)
+    stock.meets_by_first_index()
     world: tl.constexpr = num_ranks(team)
     me = rank(team)
     row = team.barriers + tl.program_id(0) * (world + 1)

@@ -17,7 +17,7 @@ from weft.errors import InvalidAccess
 from weft.simulator.memory import Extent, Memory
 
 _SHIFT = 48
-_ADDRESS = (1 << _SHIFT) - 1
+ADDRESS = (1 << _SHIFT) - 1  # the bits of a pointer that are its address
 _NUMBERS = 1 << 15  # so that an address stays positive as an int64
 
 
@@ -49,6 +49,12 @@ class Pointers:
             extent = next((e for e in reversed(self._memory.freed) if e.base <= address < e.base + e.size), None)
         return address if extent is None else address | self._number(extent) << _SHIFT
 
+    def origin(self, pointer: int) -> tuple[int, str]:
+        """(where the tensor begins that a pointer was made of, its name); of a pointer made of an integer, where it points."""
+        address = pointer & ADDRESS
+        extent = self._extents.get(pointer >> _SHIFT) or self._memory.find(address)
+        return (extent.base, extent.name) if extent is not None else (address, f"{address:#x}")
+
     def plain(
         self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Callable[[], str], verb: str
     ) -> np.ndarray:
@@ -57,13 +63,13 @@ class Pointers:
         if active.size == 0:
             return addresses
         low, high = int(active.min()), int(active.max())
-        if high <= _ADDRESS:
+        if high <= ADDRESS:
             return addresses
-        number, extent = low >> _SHIFT, self._memory.find(low & _ADDRESS)
-        is_one = extent is not None and (high & _ADDRESS) + itemsize <= extent.base + extent.size
+        number, extent = low >> _SHIFT, self._memory.find(low & ADDRESS)
+        is_one = extent is not None and (high & ADDRESS) + itemsize <= extent.base + extent.size
         if number != high >> _SHIFT or not is_one or not self._reaches(number, extent):
             self._inspect(active, itemsize, who, verb)
-        return addresses & np.uint64(_ADDRESS)
+        return addresses & np.uint64(ADDRESS)
 
     def _number(self, extent: Extent) -> int:
         known = self._numbers.get(extent)
@@ -105,7 +111,7 @@ class Pointers:
     def _inspect(self, active: np.ndarray, itemsize: int, who: Callable[[], str], verb: str) -> None:
         numbers = active >> np.uint64(_SHIFT)
         for number in np.unique(numbers).tolist():
-            left = (active[numbers == number] & np.uint64(_ADDRESS)).ravel()
+            left = (active[numbers == number] & np.uint64(ADDRESS)).ravel()
             while number in self._extents and left.size:
                 address = int(left.min())
                 extent = self._memory.find(address)

@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import triton.language as tl
 
+from weft.errors import NotSymmetric, WeftError
 from weft.language import lamport, signals
+from weft.language.arguments import check_value, check_words, signed_type
 from weft.language.lowering import stock
+from weft.runtime.view import MAX_BARRIER_PROGRAMS
+from weft.simulator.pointers import ADDRESS
 from weft.simulator.words import simulated
 
 
@@ -20,23 +23,27 @@ from weft.simulator.words import simulated
 def _wait(machine: Any, signal: Any, value: Any, team: Any) -> Any:
     from weft.simulator import interpreter as interp  # needs NumPy types that only the simulator installs
 
-    address = int(interp.addresses_of(signal).ravel()[0])
-    bits = interp.element_dtype(signal).primitive_bitwidth
-    wanted = int(np.asarray(interp.value_of(value)).ravel()[0])
+    check_value("wait", signal, value)
+    address = int(interp.addresses_of(signal)[0])
+    bits = signed_type("wait", signal).primitive_bitwidth
     half = 1 << (bits - 1)
+    # Modulo the signal's width, as a GPU's registers have it.
+    wanted = (int(interp.value_of(value)) + half) % (2 * half) - half
 
     def reached(word: int) -> bool:
         return (word - wanted + half) % (2 * half) >= half
 
     word = machine.wait_for_word(address, bits // 8, reached, wanted)
     machine.fence_async()
-    return interp.scalar(word - 2 * half if word >= half else word, tl.int64 if bits == 64 else tl.int32)
+    element = interp.element_dtype(signal)
+    return interp.scalar(word - 2 * half if word >= half and element.is_int_signed() else word, element)
 
 
 @simulated(lamport.lamport_load)
 def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
     from weft.simulator import interpreter as interp
 
+    check_words("lamport_load", "ptr", ptr, mask)
     addresses = interp.addresses_of(ptr)
     active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
     dtype = interp.element_dtype(ptr)
@@ -61,6 +68,8 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
 
 @simulated(lamport.lamport_load_keyed)
 def _lamport_load_keyed(machine: Any, ptr: Any, mask: Any, key: Any, key_mask: Any, team: Any) -> tuple[Any, Any]:
+    check_words("lamport_load_keyed", "ptr", ptr, mask)
+    check_words("lamport_load_keyed", "key", key, key_mask)
     return _lamport_load(machine, ptr, mask, team), _lamport_load(machine, key, key_mask, team)
 
 
@@ -79,8 +88,7 @@ def _store_release(machine: Any, ptr: Any, value: Any) -> None:
     from weft.simulator import interpreter as interp
 
     bits = interp.element_dtype(ptr).primitive_bitwidth
-    word = int(np.asarray(interp.value_of(value)).ravel()[0])
-    machine.release_store(int(interp.addresses_of(ptr).ravel()[0]), word, bits // 8)
+    machine.release_store(int(interp.addresses_of(ptr)[0]), int(interp.value_of(value)), bits // 8)
 
 
 @simulated(stock.drain_tma_stores)
@@ -111,3 +119,40 @@ def _let_next_kernel_start(machine: Any) -> None:
 @simulated(stock.fence_system)
 def _fence_system(machine: Any, word: Any) -> None:
     machine.fence()
+
+
+@simulated(stock.meets_by_first_index)
+def _meets_by_first_index(machine: Any) -> None:
+    _, (x, y, z) = machine.program()
+    if y * z > 1:
+        raise WeftError(
+            f"{machine.who()}: barrier in a grid of {(x, y, z)}, whose programs meet by tl.program_id(0) alone; launch a "
+            f"one-dimensional grid"
+        )
+    if x > MAX_BARRIER_PROGRAMS:
+        raise WeftError(
+            f"{machine.who()}: barrier in a grid of {x:,} programs, more than the team has counters for; launch at most "
+            f"{MAX_BARRIER_PROGRAMS:,}"
+        )
+
+
+@simulated(stock.reaches_peers)
+def _reaches_peers(machine: Any, ptr: Any, peer: Any, team: Any) -> None:
+    from weft.simulator import interpreter as interp
+
+    me = (interp.value_of(team.coords) >> 1) - 1
+    if np.all(interp.value_of(peer) == me):
+        return
+    pointer, memory, rank = int(interp.addresses_of(ptr).flat[0]), machine.memory, machine.rank
+    base, name = machine.pointers.origin(pointer)
+    heap = memory.heap_of(pointer & ADDRESS) or memory.heap_of(base)
+    if heap == memory.heap_of(int(interp.addresses_of(team.barriers)[0]) & ADDRESS):
+        return
+    if heap is None:
+        raise NotSymmetric(rank, f"{machine.who()}: {name}")
+    if memory.heap_rank(heap) == rank:
+        raise WeftError(f"{machine.who()}: {name} is of another team's heap; pass the view of the team that made it")
+    raise WeftError(
+        f"{machine.who()}: the pointer into {name} leads to rank {memory.heap_rank(heap)}'s memory already; pass one of this "
+        f"rank's, translated once"
+    )

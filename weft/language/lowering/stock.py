@@ -104,6 +104,16 @@ def is_unwritten(x):
 
 
 @triton.jit
+def reaches_peers(ptr, peer, team):
+    """A pointer is about to be translated to ``peer``'s memory: nothing to do on a GPU. The simulator looks at the pointer."""
+
+
+@triton.jit
+def meets_by_first_index():
+    """Programs are about to meet by ``tl.program_id(0)`` alone: nothing to do on a GPU. The simulator looks at the grid."""
+
+
+@triton.jit
 def prefetch(ptr, nbytes):
     """``cp.async.bulk.prefetch.L2``: a hint, so nothing where the target has no bulk copies."""
     if target_info.cuda_capability_geq(9, 0):

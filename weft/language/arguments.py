@@ -1,0 +1,183 @@
+"""Checks of what a primitive is given, made while a kernel is compiled, and by the simulator while it runs.
+
+The same functions run in both, so that both refuse the same misuse in the same words. They emit no code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from triton.language.core import constexpr
+
+# The types of a signal, and the signed type in which its values are compared.
+_SIGNED = {"int32": tl.int32, "uint32": tl.int32, "int64": tl.int64, "uint64": tl.int64}
+
+
+def signed_type(primitive: str, signal: Any) -> tl.dtype:
+    """The signed type of the width of the signal behind ``signal``. TypeError if there cannot be one."""
+    element = _pointed_to(primitive, "signal", signal)
+    if element.name not in _SIGNED:
+        raise TypeError(
+            f"{primitive}: signal points to {element}; a signal is one int32, uint32, int64 or uint64: make it with "
+            f"team.signals(shape)"
+        )
+    return _SIGNED[element.name]
+
+
+def check_value(primitive: str, signal: Any, value: Any) -> None:
+    """TypeError or ValueError unless ``value`` can be compared with, or stored to, the signal behind ``signal``."""
+    bits = signed_type(primitive, signal).primitive_bitwidth
+    known = _known(value)
+    if isinstance(known, tl.tensor):
+        _check_integer(primitive, "value", known)
+    elif not isinstance(known, int):
+        raise TypeError(f"{primitive}: value is {_named(known)}; pass an integer")
+    elif not -(1 << (bits - 1)) <= known < 1 << bits:
+        raise ValueError(
+            f"{primitive}: value={known} does not fit into the {bits} bits of the signal; pass one that does"
+        )
+
+
+def check_team_view(primitive: str, team: Any) -> None:
+    """TypeError unless ``team`` is what a kernel gets for ``team.view``."""
+    if not hasattr(team, "deltas"):
+        raise TypeError(f"{primitive}: team is {_named(_known(team))}; pass the kernel's argument that was team.view")
+
+
+def check_words(primitive: str, name: str, ptr: Any, mask: Any) -> None:
+    """TypeError unless ``ptr`` can be a block of Lamport data and ``mask`` says which of them are meant."""
+    ptr, mask = _known(ptr), _known(mask)
+    if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr() or not _is_block(ptr):
+        raise TypeError(
+            f"{primitive}: {name} is {_named(ptr)}; pass a block of pointers, such as {name} + tl.arange(0, BLOCK)"
+        )
+    if ptr.dtype.element_ty.primitive_bitwidth not in (16, 32):
+        raise TypeError(
+            f"{primitive}: {name} points to {ptr.dtype.element_ty}; data that are their own flag are fp16, bf16 or fp32"
+        )
+    if not isinstance(mask, tl.tensor) or not mask.dtype.is_bool():
+        raise TypeError(f"{primitive}: mask is {_named(mask)}; pass a block of booleans, such as offsets < n")
+
+
+def _check_integer(primitive: str, name: str, x: Any) -> None:
+    if _is_block(x) or not x.dtype.is_int():
+        raise TypeError(f"{primitive}: {name} is {_named(x)}; pass an integer scalar")
+
+
+def _pointed_to(primitive: str, name: str, ptr: Any) -> tl.dtype:
+    ptr = _known(ptr)
+    if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
+        raise TypeError(f"{primitive}: {name} is {_named(ptr)}; pass a scalar pointer")
+    if _is_block(ptr):
+        raise TypeError(f"{primitive}: {name} is {_named(ptr)}; pass a scalar pointer, such as {name} + index")
+    return ptr.dtype.element_ty
+
+
+def _is_block(x: tl.tensor) -> bool:
+    return x.type is not x.dtype and x.type.is_block()
+
+
+def _shape(x: tl.tensor) -> list[int]:
+    return [_known(size) for size in x.type.shape] if _is_block(x) else []
+
+
+def _known(x: Any) -> Any:
+    return x.value if isinstance(x, constexpr) else x
+
+
+def _named(x: Any) -> str:
+    """The value ``x`` in a message."""
+    if not isinstance(x, tl.tensor):
+        return repr(x) if isinstance(x, (int, float, str)) or x is None else f"a {type(x).__name__}"
+    kind = f"pointer{'s' if _is_block(x) else ''} to {x.dtype.element_ty}" if x.dtype.is_ptr() else str(x.dtype)
+    if _is_block(x):
+        return f"a block of shape {_shape(x)} of {kind}"
+    return f"a run-time value of type {kind}" if not x.dtype.is_ptr() else f"a {kind}"
+
+
+@tl.core.builtin
+def signed_type_of(primitive, signal, _semantic=None):
+    """``signed_type`` in a kernel, a compile-time constant."""
+    return constexpr(signed_type(_known(primitive), signal))
+
+
+@tl.core.builtin
+def check_signal(primitive, signal, value, _semantic=None):
+    """``check_value`` in a kernel."""
+    check_value(_known(primitive), signal, value)
+
+
+@tl.core.builtin
+def check_lamport(primitive, mask, _semantic=None, **pointers):
+    """``check_words`` in a kernel, for each of ``pointers``."""
+    for name, ptr in pointers.items():
+        check_words(_known(primitive), name, ptr, mask)
+
+
+@tl.core.builtin
+def check_symmetric(primitive, ptr, peer, team, _semantic=None):
+    """``ptr`` is a pointer or a block of them, ``peer`` an integer or a block of them, and ``team`` a team's view."""
+    primitive, ptr, peer = map(_known, (primitive, ptr, peer))
+    if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
+        raise TypeError(f"{primitive}: ptr is {_named(ptr)}; pass a pointer into a symmetric tensor")
+    if not (peer.dtype.is_int() if isinstance(peer, tl.tensor) else isinstance(peer, int)):
+        raise TypeError(f"{primitive}: peer is {_named(peer)}; pass an integer or a block of them")
+    check_team_view(primitive, team)
+
+
+@tl.core.builtin
+def check_team(primitive, team, _semantic=None):
+    """``check_team_view`` in a kernel."""
+    check_team_view(_known(primitive), team)
+
+
+@tl.core.builtin
+def check_prefetch(ptr, nbytes, _semantic=None):
+    """``ptr`` points, and ``nbytes`` are int32, in one block of it or for all."""
+    ptr, nbytes = _known(ptr), _known(nbytes)
+    if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
+        raise TypeError(f"prefetch: ptr is {_named(ptr)}; pass a block of pointers")
+    if not (nbytes.dtype.name in ("int32", "uint32") if isinstance(nbytes, tl.tensor) else isinstance(nbytes, int)):
+        raise TypeError(f"prefetch: nbytes is {_named(nbytes)}; pass int32")
+    if isinstance(nbytes, tl.tensor) and _is_block(nbytes) and _shape(nbytes) != _shape(ptr):
+        raise ValueError(f"prefetch: nbytes is {_named(nbytes)}, ptr {_named(ptr)}; pass blocks of one shape")
+
+
+@tl.core.builtin
+def check_epoch(primitive, epoch, _semantic=None):
+    """``epoch`` is one pointer to an integer that can count calls."""
+    element = _pointed_to(_known(primitive), "epoch", epoch)
+    if element.name not in _SIGNED:
+        raise TypeError(
+            f"{_known(primitive)}: epoch points to {element}; it is two int32 of this rank: make them with "
+            f"team.local((2,), torch.int32) or team.signals((2,))"
+        )
+
+
+@tl.core.builtin
+def check_pointers(primitive, _semantic=None, **pointers):
+    """Each of ``pointers`` is one pointer, not a block of them."""
+    for name, ptr in pointers.items():
+        _pointed_to(_known(primitive), name, ptr)
+
+
+@tl.core.builtin
+def check_scalars(primitive, _semantic=None, **values):
+    """Each of ``values`` is one integer, known when the kernel is compiled or not."""
+    for name, x in values.items():
+        known = _known(x)
+        if isinstance(known, tl.tensor):
+            _check_integer(_known(primitive), name, known)
+        elif not isinstance(known, int):
+            raise TypeError(f"{_known(primitive)}: {name} is {_named(known)}; pass an integer scalar")
+
+
+@tl.core.builtin
+def check_constants(primitive, _semantic=None, **values):
+    """Each of ``values`` is known when the kernel is compiled."""
+    for name, x in values.items():
+        if isinstance(_known(x), tl.tensor):
+            raise TypeError(
+                f"{_known(primitive)}: {name} is {_named(x)}; it is a compile-time constant: pass a literal or a tl.constexpr"
+            )

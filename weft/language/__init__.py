@@ -7,6 +7,7 @@ Every word states what it guarantees; order lives in the verb (``notify`` releas
 from weft.language import shmem
 from weft.language.bulk import get, get_nbi, put, put_nbi, put_signal, put_signal_nbi
 from weft.language.coordinates import num_ranks, rank, symm_at
+from weft.language.documenting import document as _document
 from weft.language.epochs import advance_epoch, next_epoch
 from weft.language.lamport import (
     lamport_clear,
@@ -37,3 +38,6 @@ __all__ = [
     "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
     "wait_for_previous_kernel", "zero_here",
 ]  # fmt: skip
+
+_document(globals()[name] for name in __all__)
+_document(vars(shmem).values())

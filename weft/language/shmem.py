@@ -23,11 +23,13 @@ SIGNAL_ADD: tl.constexpr = tl.constexpr(10)
 
 @triton.jit
 def my_pe(team):
+    """This rank, an int32 scalar: ``weft.language.rank``."""
     return coordinates.rank(team)
 
 
 @tl.core.builtin
 def n_pes(team, _semantic=None):
+    """The world size, a compile-time constant: ``weft.language.num_ranks``."""
     check_team_view("n_pes", team)
     return team.size
 
@@ -52,16 +54,19 @@ def putmem_block(dest, source, nelems, pe, team):
 
 @triton.jit
 def putmem_nbi_block(dest, source, nelems, pe, team):
+    """``putmem_block`` that may return early: ``source`` may be reused after ``quiet`` only."""
     bulk.put_nbi(_bytes(dest, "putmem_nbi_block"), _bytes(source, "putmem_nbi_block"), nelems, pe, team, 16384)
 
 
 @triton.jit
 def getmem_block(dest, source, nelems, pe, team):
+    """``nelems`` bytes of ``source`` at ``pe`` to ``dest``, which this program may read on return."""
     bulk.get(_bytes(dest, "getmem_block"), _bytes(source, "getmem_block"), nelems, pe, team, 16384)
 
 
 @triton.jit
 def getmem_nbi_block(dest, source, nelems, pe, team):
+    """``getmem_block`` that may return early: ``dest`` may be read after ``quiet`` only."""
     bulk.get_nbi(_bytes(dest, "getmem_nbi_block"), _bytes(source, "getmem_nbi_block"), nelems, pe, team, 16384)
 
 
@@ -82,6 +87,7 @@ def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, team):
 
 @triton.jit
 def putmem_signal_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+    """``putmem_block``, then ``signal_op``: whoever waits for the signal sees the data."""
     check_signal("putmem_signal_block", sig_addr, signal)
     check_constants("putmem_signal_block", sig_op=sig_op)
     putmem_block(dest, source, nelems, pe, team)
@@ -90,6 +96,7 @@ def putmem_signal_block(dest, source, nelems, sig_addr, signal, sig_op: tl.const
 
 @triton.jit
 def putmem_signal_nbi_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+    """``putmem_signal_block`` that may return early: ``source`` may be reused after ``quiet`` only."""
     check_signal("putmem_signal_nbi_block", sig_addr, signal)
     check_constants("putmem_signal_nbi_block", sig_op=sig_op)
     putmem_nbi_block(dest, source, nelems, pe, team)
@@ -127,11 +134,13 @@ def int_g(source, pe, team):
 
 @triton.jit
 def fence(team):
+    """This program's puts and stores to any PE before it are delivered before those after it."""
     ordering.fence(team)
 
 
 @triton.jit
 def quiet(team):
+    """This program's earlier puts and gets, the ``_nbi_`` ones too, are complete and visible at their targets."""
     ordering.quiet(team)
 
 
@@ -144,4 +153,5 @@ def barrier_all_block(team):
 
 @triton.jit
 def sync_all_block(team):
+    """Every rank's program of this id has come here: ``weft.language.barrier``."""
     signals.barrier(team)

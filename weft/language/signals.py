@@ -66,7 +66,7 @@ def wait(signal, value, team):
             seen = stock.load_acquire(signal)
             if stock.microseconds() - started > team.patience_us:
                 stock.give_up(
-                    signal, wanted, tl.cast(seen, signed), (team.coords >> 1) - 1, team.patience_us, team.record
+                    signal, value, tl.cast(seen, signed), (team.coords >> 1) - 1, team.patience_us, team.record
                 )
     else:
         while tl.cast(seen, signed) - wanted < 0:

@@ -22,6 +22,7 @@ from typing import Literal
 Status = Literal["ok", "missing", "unused"]
 
 VERDICT = "weft will use"
+_INTERPRET = "TRITON_INTERPRET"
 _NO_LIMIT = (10_000, 0)
 _CPU_TORCH = "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 
@@ -83,6 +84,7 @@ def examine() -> list[Finding]:
     """Look at this machine. Never raises for what it finds."""
     findings = [_python()]
     findings.extend(_package(package) for package in _PACKAGES)
+    findings.extend(_interpret() if _status(findings, "Triton") == "ok" else ())
     findings.extend(_gpus() if _status(findings, "torch") == "ok" else ())
     findings.append(_verdict(findings))
     return findings
@@ -118,6 +120,19 @@ def _package(package: _Package) -> Finding:
         return _missing(package, version, wanted)
     value = f"{version}, built for {_built_for(module)}" if package.module == "torch" else version
     return Finding(name=package.name, value=value, status="ok", explanation=package.purpose)
+
+
+def _interpret() -> Iterator[Finding]:
+    from weft.runtime import interpreting  # needs Triton
+
+    if interpreting.is_foreign():
+        yield Finding(
+            name=_INTERPRET,
+            value="set",
+            status="missing",
+            explanation="Triton's own interpreter has every kernel; weft's simulator interprets by itself",
+            remedy=f"unset {_INTERPRET}",
+        )
 
 
 def _missing(package: _Package, value: str, why: str) -> Finding:
@@ -210,6 +225,13 @@ def _peers(matrix: Sequence[Sequence[bool]]) -> Finding:
 def _verdict(findings: Sequence[Finding]) -> Finding:
     simulator = all(_status(findings, name) == "ok" for name in _SIMULATOR_NEEDS)
     gpus = all(_status(findings, name) == "ok" for name in _GPUS_NEED)
+    if _status(findings, _INTERPRET) is not None:
+        return Finding(
+            name=VERDICT,
+            value="nothing: it cannot run",
+            status="missing",
+            explanation=f"{_INTERPRET} is set",
+        )
     peers = _status(findings, "peer access")  # None: there is one GPU, so no pair
     if gpus and peers == "ok":
         return _use("the GPUs", "CUDA symmetric memory: every pair has peer access")

@@ -34,6 +34,7 @@ from weft.arguments import (
 )
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
+from weft.runtime.interpreting import refuse_foreign
 from weft.runtime.store import Given, give, private_folder
 
 DEVICES = ("auto", "cuda", "sim")
@@ -91,6 +92,7 @@ def launch(
     KeyboardInterrupt or SystemExit is a WeftError, and each computes on the CPU in one thread, as under torchrun. NotEnoughGPUs
     if "cuda" was asked for in vain.
     """
+    refuse_foreign()
     check_callable("main", main, "main(team, *args)")
     check_choice("device", device, DEVICES)
     if world_size is not None:

@@ -20,6 +20,7 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import SimulatorMissing
+from weft.runtime.interpreting import refuse_foreign
 from weft.runtime.team import Team
 
 # Which virtual rank a host thread is; threads of the simulator set it, nobody else has it.
@@ -49,6 +50,7 @@ def simulate(
     Raises what a rank raised (the others are stopped), Deadlock the moment no task can go on, InvalidAccess for a kernel
     that leaves its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
     """
+    refuse_foreign()
     check_callable("main", main, "main(team, *args)")
     world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)

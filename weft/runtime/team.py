@@ -23,6 +23,7 @@ from weft.arguments import (
 from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
 from weft.runtime.copying import at_peer
 from weft.runtime.heap import HeapLayout
+from weft.runtime.interpreting import refuse_foreign
 from weft.runtime.platform import CopyEngine, Library, Platform
 from weft.runtime.view import MAX_BARRIER_PROGRAMS, TeamView, make_view
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 # Custom ops carry a team's name in their schema and find it here.
 _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
+
+_NOT_A_VIEW = "a kernel takes a team's view, not the Team itself: pass team.view, not team"
 
 
 class Team:
@@ -66,6 +69,16 @@ class Team:
 
     def __repr__(self) -> str:
         return f"Team({self.name!r}, rank={self.rank}, size={self.size}, device={self.device})"
+
+    # A kernel that is handed the team itself: Triton reads these two of an argument to find its type, on GPUs as in the
+    # simulator, and would else say no more than that it has no type for a Team.
+
+    def data_ptr(self) -> int:
+        raise TypeError(_NOT_A_VIEW)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        raise TypeError(_NOT_A_VIEW)
 
     # --- symmetric memory --------------------------------------------------------------------------------------------
 
@@ -290,6 +303,7 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
     """
     from weft.runtime import simulate  # it makes teams, so it imports this module
 
+    refuse_foreign()
     heap_bytes, seconds = check_heap_bytes(heap_bytes), check_debug(debug)
     virtual = simulate.platform_of_this_thread(heap_bytes)
     if virtual is not None:

@@ -120,7 +120,7 @@ class Launches:
             self._forget(bases)
             return
         if self.watcher is not None:
-            self.watcher.launch(task.rank, run, args)
+            self.watcher.launch(task.rank, run, launch.tuples)
         self._pending[task.rank].append(run)
         self.sm_freed(task.rank, freed=0)
         self._awaited[task.rank] = run
@@ -178,9 +178,17 @@ class Launches:
 
 
 def _argument_names(jit_fn: Any, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
-    """data_ptr -> what to call it, of tensors and of descriptors' tensors; 0 -> what to call any other."""
+    """data_ptr -> what to call it, of tensors, of descriptors' tensors and of those in tuples; 0 -> what to call any other."""
     kernel = jit_fn.__name__
-    named = [*zip((p.name for p in jit_fn.params), args, strict=False), *kwargs.items()]
-    tensors = ((name, getattr(value, "base", value)) for name, value in named)
-    known = {value.data_ptr(): f"{name}, argument of {kernel}" for name, value in tensors if hasattr(value, "data_ptr")}
-    return known | {0: f"argument of {kernel}"}
+    defaults = [(p.name, p.default) for p in jit_fn.params]
+    named = [*defaults, *zip((p.name for p in jit_fn.params), args, strict=False), *kwargs.items()]
+    known = {0: f"argument of {kernel}"}
+    while named:
+        name, value = named.pop()
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", range(len(value)))
+            named += [(f"{name}.{field}", part) for field, part in zip(fields, value, strict=True)]
+        value = getattr(value, "base", value)
+        if hasattr(value, "data_ptr"):
+            known.setdefault(value.data_ptr(), f"{name}, argument of {kernel}")
+    return known

@@ -44,8 +44,8 @@ class Ordering:
 
     # --- programs ----------------------------------------------------------------------------------------------------
 
-    def launch(self, rank: int, grid: Any, args: tuple) -> None:
-        """A grid of ``rank`` is about to start."""
+    def launch(self, rank: int, grid: Any, tuples: list[tuple]) -> None:
+        """A grid of ``rank`` is about to start; ``tuples`` are among its arguments."""
         main = self._main[rank]
         main.learn(self._cpu[rank])
         self._launches[rank] += 1
@@ -58,7 +58,7 @@ class Ordering:
             # It may begin once all programs of the one before have let it: what those knew then, they had waited for, or not.
             before = previous.early if previous.hasty else previous.known
             grid.early = joined(before.copy(), since)
-        grid.views = [a for a in args if hasattr(a, "deltas") and hasattr(a, "barriers")]
+        grid.views = [a for a in tuples if hasattr(a, "deltas") and hasattr(a, "barriers")]
         if grid.views:
             self.launched_names[rank].append(f"{grid.launch.name}{list(grid.launch.grid)}")
         grid.reached = {heap for t in grid.launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None}

@@ -10,7 +10,10 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
+from weft.errors import NotInterpretable
 from weft.simulator import numerics
+from weft.simulator.interpreter import libdevice
+from weft.simulator.interpreter.assembly import instead_of
 from weft.simulator.interpreter.descriptors import Descriptor
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, everywhere, not_interpretable, numpy_dtype, plain
@@ -85,11 +88,23 @@ class Builder(InterpreterBuilder):
     def create_assume(self, condition: TensorHandle) -> None:
         self.create_assert(condition, "tl.assume() of something that does not hold")
 
-    def create_inline_asm(self, *_: Any) -> None:
-        raise not_interpretable(f"inline assembly in {self.names()}")
+    def create_inline_asm(self, assembly: str, *_: Any) -> None:
+        raise NotInterpretable(
+            f"inline assembly in {self.names()} cannot run in the simulator; {instead_of(assembly)}, or put it behind `if "
+            f"tl.target_info.is_cuda():` with a portable twin in plain Triton behind `else:`, which the simulator takes, and "
+            f"test that the two agree"
+        )
 
-    def create_extern_elementwise(self, library: str, path: str, symbol: str, *_: Any) -> None:
-        raise not_interpretable(f"the external function {symbol} of {library or path} in {self.names()}")
+    def create_extern_elementwise(
+        self, library: str, path: str, symbol: str, args: list, ret_type: tl.dtype, is_pure: bool
+    ) -> Handle:
+        function, element = libdevice.function_of(symbol), ret_type.scalar
+        if function is None:
+            raise not_interpretable(
+                f"the external function {symbol} of {library or path or 'libdevice'} in {self.names()}"
+            )
+        out = function(*(x.data for x in args))
+        return Handle(numerics.convert(np.asarray(out), numpy_dtype(element)), element)
 
     # memory
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import triton.language as tl
 from triton.language.core import TRITON_BUILTIN, constexpr
 from triton.runtime.jit import JITFunction
 
@@ -33,6 +34,25 @@ def with_semantic(member: Any, semantic: Semantic) -> Callable:
         return member
     inner = member.__wrapped__ if hasattr(member, "__wrapped__") and hasattr(member, "signature") else member
     return partial(inner, _semantic=semantic)
+
+
+# The stubs that kernels import, and where Triton's compiler for NVIDIA GPUs finds what stands behind them.
+_STUBS, _LIBDEVICE = "triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice"
+
+
+def _libdevice(name: str, function: Callable) -> Callable:
+    """A function of libdevice: TypeError in one line for types that it does not take."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except KeyError as error:
+            given = ", ".join(getattr(ty, "name", str(ty)) for ty in error.args[0])
+            raise TypeError(
+                f"libdevice.{name} has no version for {given}; cast the arguments, to tl.float32 for instance"
+            ) from None
+
+    return call
 
 
 class Callees:
@@ -65,8 +85,15 @@ class Callees:
             return callee
         if isinstance(callee, constexpr):
             return self.resolve(callee.value)
+        module = getattr(callee, "__module__", None)
         if isinstance(callee, JITFunction):
             function = self._rewritten(callee)
+        elif module in (_STUBS, _LIBDEVICE) and inspect.isfunction(callee):
+            name = callee.__name__
+            found = getattr(tl.extra.cuda.libdevice, name, None)
+            if found is None:
+                raise not_interpretable(f"libdevice.{name}")
+            function = _libdevice(name, with_semantic(found, self._semantic))
         elif is_builtin(callee):
             function = with_semantic(callee, self._semantic)
         else:

@@ -6,8 +6,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import triton
-
 from weft.simulator.interpreter import launching, patching
 from weft.simulator.interpreter.builder import Builder
 from weft.simulator.interpreter.callees import Callees
@@ -32,8 +30,6 @@ class Interpreter:
     def __enter__(self) -> Interpreter:
         if patching.is_active():
             raise RuntimeError("an Interpreter is active in this process already; leave its scope first")
-        if triton.knobs.runtime.interpret:
-            raise RuntimeError("TRITON_INTERPRET is set, so Triton's own interpreter has the kernels; unset it")
         try:
             patching.patch_jit_functions(self._patches, self.port.launch, self._callees.resolve)
             patching.patch_language(self._patches, self._callees, self._stand_ins)

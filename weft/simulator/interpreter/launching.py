@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.core import constexpr
-from triton.runtime.jit import TensorWrapper
+from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.simulator.interpreter.semantic import Semantic
@@ -26,21 +27,27 @@ _OPTIONS = frozenset({
     "ptx_options", "ptx_version", "sanitize_overflow", "sched4reg", "schedule_hint", "supported_fp8_dtypes",
     "warp_size", "waves_per_eu"
 })  # fmt: skip
+# Programs that a grid may have along each of its dimensions, on NVIDIA GPUs.
+_MOST = (2**31 - 1, 65535, 65535)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A kernel with its arguments bound. ``run()`` executes it once, for the program that the port names."""
+    """A kernel with its arguments bound. ``run()`` executes it once, for the program that the port names.
+
+    tensors, tuples  among its arguments, in whatever way they were passed: by position, by name, by default, inside a tuple
+    """
 
     name: str
     grid: tuple[int, int, int]
     run: Callable[[], None]
     tensors: list[torch.Tensor]
+    tuples: list[tuple]
 
 
 def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: Any, args: tuple, kwargs: dict) -> Launch:
     """Bind a launch's arguments to ``function``, which stands for the kernel, as Triton does. TypeError for missing,
-    surplus or unknown arguments."""
+    surplus or unknown arguments and for types that no kernel takes; TypeError or ValueError for a grid that is none."""
     names = {p.name for p in jit_fn.params}
     own = {name: value for name, value in kwargs.items() if name in names}
     unknown = [n for n in kwargs if n not in names and n not in _OPTIONS and not n.startswith("launch_")]
@@ -53,15 +60,19 @@ def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: Any, args
     bound.apply_defaults()
     for hook in jit_fn.pre_run_hooks:
         hook(*args, **kwargs)
-    arguments = _Arguments(semantic)
-    seen = {
-        p.name: arguments.convert(bound.arguments[p.name], p.is_constexpr, p.is_const, p.annotation_type)
-        for p in jit_fn.params
-    }
-    size = grid(bound.arguments) if callable(grid) else grid
-    sizes = [int(value_of(n)) for n in (size if isinstance(size, (tuple, list)) else (size,))]
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"{jit_fn.__name__}: a grid has 1 to 3 dimensions, got {size}")
+    arguments, seen = _Arguments(semantic), {}
+    for p in jit_fn.params:
+        try:
+            seen[p.name] = arguments.convert(bound.arguments[p.name], p.is_constexpr, p.is_const, p.annotation_type)
+        except _NoArgument as error:
+            raise TypeError(
+                f"{jit_fn.__name__}: argument {p.name} is {error}, which no kernel takes; pass a tensor, a number, a tensor "
+                f"descriptor or a tuple of them, or make the parameter a tl.constexpr"
+            ) from None
+    sizes = _sizes(jit_fn.__name__, grid(bound.arguments) if callable(grid) else grid)
+    warps = value_of(kwargs.get("num_warps", 4))
+    if not isinstance(warps, int) or warps < 1 or warps & (warps - 1):
+        raise ValueError(f"{jit_fn.__name__}: num_warps={warps!r} is not a power of 2")
     named = {p.name: seen.pop(p.name) for p in jit_fn.signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     positional = list(seen.values())
 
@@ -69,15 +80,47 @@ def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: Any, args
         with np.errstate(all="ignore"):
             function(*positional, **named)
 
-    return Launch(name=jit_fn.__name__, grid=(*sizes, 1, 1)[:3], run=run, tensors=arguments.tensors)
+    return Launch(
+        name=jit_fn.__name__, grid=(*sizes, 1, 1)[:3], run=run, tensors=arguments.tensors, tuples=arguments.tuples
+    )
+
+
+def _sizes(kernel: str, grid: Any) -> list[int]:
+    """The grid of a launch as Triton's launcher reads it. A size of 0 launches nothing."""
+    try:
+        sizes = list(grid)
+    except TypeError:
+        raise TypeError(f"{kernel}: grid={grid!r} is not a tuple; launch it as {kernel}[({grid!r},)](...)") from None
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{kernel}: grid={grid} has {len(sizes)} dimensions; a grid has 1 to 3")
+    for axis, size in enumerate(sizes):
+        try:
+            sizes[axis] = operator.index(value_of(size))
+        except TypeError:
+            raise TypeError(
+                f"{kernel}: grid={tuple(grid)} has {size!r} in dimension {axis}; pass integers (triton.cdiv divides and "
+                f"rounds up)"
+            ) from None
+        if sizes[axis] < 0:
+            raise ValueError(
+                f"{kernel}: grid={tuple(grid)} is negative in dimension {axis}; a GPU would launch nothing"
+            )
+        if sizes[axis] > _MOST[axis]:
+            raise ValueError(f"{kernel}: grid={tuple(grid)} has more than {_MOST[axis]:,} programs in dimension {axis}")
+    return sizes
+
+
+class _NoArgument(Exception):
+    """Of a type that no kernel takes."""
 
 
 class _Arguments:
-    """Converts the arguments of one launch, and keeps the tensors met on the way."""
+    """Converts the arguments of one launch, and keeps the tensors and tuples met on the way."""
 
     def __init__(self, semantic: Semantic) -> None:
         self.semantic = semantic
         self.tensors: list[torch.Tensor] = []
+        self.tuples: list[tuple] = []
 
     def convert(self, value: Any, fixed: bool = False, const: bool = False, annotation: str = "") -> Any:
         """``value`` as a kernel sees it; as it is where the parameter is ``fixed`` (constexpr)."""
@@ -90,15 +133,18 @@ class _Arguments:
                 return scalar(value, tl.str_to_ty(annotation, None))
             return self.semantic.scalar_constant(value, _scalar_type(value))
         if isinstance(value, tuple):
+            self.tuples.append(value)
             parts = [self.convert(v) for v in value]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         if isinstance(value, TensorDescriptor):
             return self._descriptor(value)
         if hasattr(value, "data_ptr"):
             tensor = value.base if isinstance(value, TensorWrapper) else value
+            ty = _pointer_type(_element(value.dtype), const)
             self.tensors.append(tensor)
-            ty = _pointer_type(triton._utils.canonicalize_dtype(value.dtype), const)
             return make(np.array([self.semantic.builder.port.pointer(tensor)], np.uint64), ty, False)
+        if not isinstance(value, JITFunction):
+            raise _NoArgument(f"a {type(value).__name__}")
         return value
 
     def _descriptor(self, host: TensorDescriptor) -> tl.tensor_descriptor:
@@ -119,6 +165,13 @@ def _scalar_type(value: int | float) -> tl.dtype:
     if isinstance(value, float):
         return tl.float32
     return tl.int32 if -(2**31) <= value < 2**31 else tl.int64 if value < 2**63 else tl.uint64
+
+
+def _element(dtype: Any) -> str:
+    try:
+        return triton._utils.canonicalize_dtype(dtype)
+    except KeyError:
+        raise _NoArgument(f"a tensor of {dtype}") from None
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 
 import triton.language as tl
 from triton.language.core import base_value, constexpr, tensor_descriptor_base
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from weft.simulator.interpreter.callees import Callees, is_builtin
@@ -61,10 +62,18 @@ def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[A
     def get(jit_fn: Any, instance: Any, owner: Any = None) -> Any:
         return partial(resolve(jit_fn), instance) if isinstance(instance, base_value) else jit_fn
 
+    def refuse(function: Any, *_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            f"{function.__name__} was defined while TRITON_INTERPRET was set, so Triton's own interpreter has it; unset it "
+            f"before the kernel is defined"
+        )
+
     run.__weft_interpreter__ = True  # type: ignore[attr-defined]
     patches.set(JITFunction, "run", run)
     patches.set(JITFunction, "__call__", lambda jit_fn, *args, **kwargs: resolve(jit_fn)(*args, **kwargs))
     patches.set(JITFunction, "__get__", get)
+    patches.set(InterpretedFunction, "run", refuse)
+    patches.set(InterpretedFunction, "__call__", refuse)
 
 
 def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> None:

@@ -1,0 +1,38 @@
+"""Inline assembly, which the simulator does not run: what a kernel says in its place."""
+
+from __future__ import annotations
+
+import re
+
+# A pattern of the assembly -> what to write. The first that is found counts.
+_INSTEAD = (
+    (r"multimem\.ld_reduce", "add up tl.load of wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
+    (r"multimem\.", "tl.store through wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
+    (r"\bld\.\S*acquire", "write wl.wait(signal, value, team), or tl.atomic_add(ptr, 0, sem='acquire', scope='sys')"),
+    (
+        r"\bst\.\S*release",
+        "write wl.notify(signal, peer, value, team), or tl.atomic_xchg(ptr, value, sem='release', scope='sys')",
+    ),
+    (r"\b(atom|red)\.", "write tl.atomic_add and its kind, with sem= and scope="),
+    (r"fence\.proxy", "write wl.wait(signal, value, team), which contains it"),
+    (r"fence|membar", "write wl.fence(team)"),
+    (r"cp\.async\.bulk\.(wait|commit)", "write wl.notify(signal, peer, value, team), which contains it"),
+    (r"prefetch", "write wl.prefetch(ptr, nbytes)"),
+    (r"griddepcontrol", "write wl.follow_previous_kernel()"),
+    (r"bar\.sync|barrier\.sync|s_barrier", "write tl.debug_barrier()"),
+    (r"\bld\.\S*volatile", "write tl.load(ptr, volatile=True)"),
+    (r"\bld\.", "write tl.load"),
+    (r"\bst\.", "write tl.store"),
+    (
+        r"(ex2|lg2|sin|cos|tanh|rsqrt|rcp|sqrt)\.approx",
+        "write it with tl.exp2, tl.log2, tl.rsqrt or a function of libdevice",
+    ),
+    (r"%(smid|warpid|tid|ctaid|nctaid)", "write tl.program_id, or do without the place of a program on the GPU"),
+    (r"%(globaltimer|clock)", "do without a clock: simulated time means nothing"),
+)
+
+
+def instead_of(assembly: str) -> str:
+    """What to write in place of this assembly, as the part of a sentence."""
+    found = (instead for pattern, instead in _INSTEAD if re.search(pattern, assembly))
+    return next(found, "write it in plain Triton")

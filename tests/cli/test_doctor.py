@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+import triton
 from typer.testing import CliRunner
 
 from weft.cli import app
@@ -129,6 +130,14 @@ def test_a_triton_that_is_too_new_is_named(monkeypatch):
     finding = named(doctor.examine(), "Triton")
     assert finding.status == "missing"
     assert "< 3.10" in finding.explanation
+
+
+def test_triton_s_own_interpreter_is_named_and_nothing_runs_with_it(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    findings = doctor.examine()
+    found = named(findings, "TRITON_INTERPRET")
+    assert (found.status, found.remedy) == ("missing", "unset TRITON_INTERPRET")
+    assert named(findings, doctor.VERDICT).value == "nothing: it cannot run" and not doctor.runnable(findings)
 
 
 def test_json_has_every_field():

@@ -350,3 +350,42 @@ def test_symm_at_takes_tensors_of_bool():
         return x.tolist()
 
     assert weft.simulate(main, 2) == [[False] * 4, [True, False, False, False]]
+
+
+@triton.jit
+def hand_over(box, out, signal, value, team, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    peer = 1 - wl.rank(team)
+    tl.store(wl.symm_at(box, peer, team) + at, tl.cast(value, tl.int64) * 2 + at)
+    wl.notify(signal, peer, value, team)
+    wl.wait(signal, value, team)
+    tl.store(out + at, tl.load(box + at))
+    # Nobody writes the box again before both have read it.
+    wl.notify(signal + 1, peer, value, team)
+    wl.shmem.signal_wait_until(signal + 1, wl.shmem.CMP_GT, value - 1, team)
+
+
+def hand_over_at_the_sign_bit(team):
+    """For each type the values around its sign bit, and around 0; a wait that lets too early shows in what is read."""
+    got = []
+    for dtype, bits in WIDTHS.items():
+        signed = {32: torch.int32, 64: torch.int64}[bits]
+        for start in (2 ** (bits - 1) - 3, -3):
+            signal = team.zeros((2,), dtype)
+            signal.view(signed).fill_(start)
+            box, out = team.zeros((256,), torch.int64), torch.zeros(256, dtype=torch.int64, device=team.device)
+            team.barrier()
+            for step in range(1, 7):
+                value = as_signed(start + step, bits)
+                hand_over[(1,)](box, out, signal, value, team.view, 256)
+                got.append(torch.equal(out.cpu(), as_signed(value * 2, 64) + torch.arange(256)))
+    return got
+
+
+def test_data_handed_over_around_the_sign_bit():
+    assert all(map(all, weft.simulate(hand_over_at_the_sign_bit, 2)))
+
+
+@pytest.mark.gpu(2)
+def test_gpu_data_handed_over_around_the_sign_bit():
+    assert all(map(all, weft.launch(hand_over_at_the_sign_bit, 2, "cuda")))

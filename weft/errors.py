@@ -155,6 +155,17 @@ class WaitTimeout(WeftError):
         self.signal, self.wanted, self.seen, self.seconds = signal, wanted, seen, seconds
 
 
+class WrongMain(WeftError, TypeError):
+    """A ``main`` whose body would never run. ``what``: what it is, or what it returned."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(
+            f"main={name[:80]} {what}, so its body would never run; pass a plain function main(team, ...) that does the work "
+            f"and returns its result"
+        )
+        self.name, self.what = name, what
+
+
 class Deadlock(WeftError):
     """The simulator found that no task can go on. ``waiting`` has one line for each of them."""
 

@@ -71,6 +71,14 @@ def test_a_script_that_does_not_load_is_wrong_usage(tmp_path, text):
     assert "cannot be imported" in result.output
 
 
+def test_a_main_that_would_never_run_is_wrong_usage(tmp_path):
+    script = tmp_path / "waiting.py"
+    script.write_text("async def main(team):\n    raise AssertionError\n")
+    result = run(script, "--schedules", 2)
+    assert result.exit_code == 2
+    assert "weft: main=main is an async function, so its body would never run" in result.output
+
+
 def test_a_main_that_leaves_early_has_not_shown_that_it_is_right(tmp_path):
     script = tmp_path / "leaving.py"
     script.write_text("import sys\n\n\ndef main(team):\n    sys.exit(0)\n")
@@ -106,6 +114,10 @@ def test_racy(team):
 def test_assertion(team):
     assert team.rank == 0, "ranks disagree"
 
+@pytest.mark.weft(world_size=2, schedules=2)
+async def test_async(team):
+    assert False
+
 def test_unmarked(team):
     pass
 """
@@ -117,7 +129,8 @@ def test_the_pytest_plugin(tmp_path):
     plugin = [] if is_installed else ["-p", "weft.check.plugin"]
     command = [sys.executable, "-m", "pytest", "-q", *plugin, "-p", "no:cacheprovider", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True).stdout
-    assert "2 failed, 1 passed, 1 error" in output
+    assert "3 failed, 1 passed, 1 error" in output
+    assert "main=test_async is an async function" in output
     assert "missing-barrier  data[0..31] of rank 1" in output
     assert "replay: @pytest.mark.weft(world_size=2, strategy='pct', seed=" in output
     assert "ranks disagree" in output

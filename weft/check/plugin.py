@@ -36,6 +36,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if marker is None:
         return None
     from weft.check.run import check
+    from weft.errors import WrongMain
+    from weft.runtime.mains import check_main
 
     function = pyfuncitem.obj
     names = pyfuncitem._fixtureinfo.argnames
@@ -46,7 +48,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     def main(team: Any) -> Any:
         return function(team=team, **others)
 
-    report = check(main, *marker.args, **{"script": pyfuncitem.nodeid} | marker.kwargs)
+    try:
+        check_main(function)
+        report = check(main, *marker.args, **{"script": pyfuncitem.nodeid} | marker.kwargs)
+    except WrongMain as error:
+        pytest.fail(str(error), pytrace=False)
     if not report.ok:
         pytest.fail(str(report), pytrace=False)
     return True

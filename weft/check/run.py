@@ -24,7 +24,8 @@ from weft.arguments import (
 from weft.check.digests import Digest, digest_of, first_difference
 from weft.check.report import Found, Report, Schedule
 from weft.check.shrinking import Shrinking
-from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError
+from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
+from weft.runtime.mains import check_main
 from weft.runtime.simulate import simulate
 from weft.simulator.findings import Finding, Side, allowed_by
 from weft.simulator.hosts import host_line_of
@@ -76,6 +77,7 @@ def check(
     An error that main raises is a finding too. ValueError for arguments that make no sense.
     """
     check_callable("main", main, "main(team, *args)")
+    check_main(main)
     sizes = check_sizes("world_size", world_size)
     schedules, sms, depth = positive("schedules", schedules), positive("sms", sms), positive("depth", depth)
     check_choice("strategy", strategy, STRATEGIES)
@@ -154,7 +156,7 @@ class Runner:
             digest = digest_of(results)
         except (Exception, SystemExit) as caught:  # a main that leaves early has not shown that it is right
             error = caught
-        if not kept:
+        if not kept or isinstance(error, WrongMain):
             raise error  # it did not even begin
         machine = kept[0]
         watcher = machine.watcher

@@ -35,6 +35,7 @@ from weft.arguments import (
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
 from weft.runtime.interpreting import refuse_foreign
+from weft.runtime.mains import check_main, checked_result
 from weft.runtime.store import Given, give, private_folder
 
 DEVICES = ("auto", "cuda", "sim")
@@ -94,6 +95,7 @@ def launch(
     """
     refuse_foreign()
     check_callable("main", main, "main(team, *args)")
+    check_main(main)
     check_choice("device", device, DEVICES)
     if world_size is not None:
         world_size = positive("world_size", world_size)
@@ -140,7 +142,7 @@ def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | N
 
     team = init(heap_bytes=heap_bytes, debug=debug)
     try:
-        result = main(team, *args)
+        result = checked_result(main, main(team, *args))
         try:
             results = team.exchange(result)
         except NotExchangeable as error:
@@ -245,7 +247,7 @@ def _worker(pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat
         torch.set_num_threads(1)
         team = join(seat, rank)
         main, args = pickle.loads(work)
-        value = main(team, *args)
+        value = checked_result(main, main(team, *args))
         team.close()
     except BaseException as caught:
         error = caught

@@ -21,6 +21,7 @@ from weft.arguments import (
 )
 from weft.errors import SimulatorMissing
 from weft.runtime.interpreting import refuse_foreign
+from weft.runtime.mains import check_main, checked_result
 from weft.runtime.team import Team
 
 # Which virtual rank a host thread is; threads of the simulator set it, nobody else has it.
@@ -52,6 +53,7 @@ def simulate(
     """
     refuse_foreign()
     check_callable("main", main, "main(team, *args)")
+    check_main(main)
     world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
     check_optional(check_callable, "on_event", on_event, "on_event((step, task, kind, detail))")
@@ -69,7 +71,7 @@ def simulate(
     def host(rank: int) -> Any:
         _THIS_THREAD.cluster, _THIS_THREAD.rank = cluster, rank
         with machine.host_scope(rank):
-            return main(Team(cluster.platform(rank, heap_bytes)), *args)
+            return checked_result(main, main(Team(cluster.platform(rank, heap_bytes)), *args))
 
     if prepare is not None:
         prepare(machine)

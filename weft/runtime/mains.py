@@ -1,0 +1,45 @@
+"""Refusal of a main that would never run: a coroutine function, a generator function, or a callable that stands for one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from weft.errors import WrongMain
+
+
+def check_main(main: Any) -> None:
+    """WrongMain unless ``main`` can be called and its body then runs: ``async`` functions and generators only begin."""
+    if not callable(main):
+        raise WrongMain(_name(main), f"of type {type(main).__name__} cannot be called")
+    body = main
+    while isinstance(body, functools.partial):
+        body = body.func
+    call = body if inspect.isroutine(body) or inspect.isclass(body) else type(body).__call__
+    for function in (body, call):
+        for is_such, what in _KINDS:
+            if is_such(function):
+                raise WrongMain(_name(main), what)
+
+
+def checked_result(main: Any, result: Any) -> Any:
+    """``result`` of ``main``; WrongMain if it is a coroutine or a generator, whose body has not run."""
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if hasattr(result, "close"):
+            result.close()  # or Python warns that it was never awaited
+        raise WrongMain(_name(main), f"returned a {type(result).__name__}")
+    return result
+
+
+_KINDS = (
+    (inspect.iscoroutinefunction, "is an async function"),
+    (inspect.isasyncgenfunction, "is an async generator function"),
+    (inspect.isgeneratorfunction, "is a generator function"),
+)
+
+
+def _name(main: Any) -> str:
+    while isinstance(main, functools.partial):
+        main = main.func
+    return getattr(main, "__name__", None) or type(main).__name__

@@ -1,5 +1,7 @@
 """The simulator runs kernels and host code of all ranks as the verbs promise, and says at once when nobody can go on."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -82,8 +84,118 @@ def test_a_raw_spin_that_nobody_ends_is_a_deadlock():
         flag = team.signals(4, name="flag")
         spin_on_a_raw_atomic[(1,)](flag[2:] if team.rank == 0 else flag, flag, team.view)
 
-    with pytest.raises(Deadlock, match="rank 0 kernel spin_on_a_raw_atomic program 0 spins"):
+    with pytest.raises(
+        Deadlock, match=r"rank 0 kernel spin_on_a_raw_atomic program 0 spins in .*: atomic add of flag\[2\]"
+    ):
         weft.simulate(main, 2)
+
+
+@triton.jit
+def look(flag):
+    return tl.load(flag)
+
+
+@triton.jit
+def spin_in_a_form(flag, out, team, FORM: tl.constexpr):
+    wl.wait(flag + 4, 0, team)  # is satisfied, and not what the program hangs for
+    n = 0
+    if FORM == "plain":
+        while tl.load(flag) == 0:  # plain
+            pass
+    elif FORM == "volatile":
+        while tl.load(flag, volatile=True) == 0:  # volatile
+            pass
+    elif FORM == "helper":
+        while look(flag) == 0:
+            pass
+    elif FORM == "two":
+        while (tl.load(flag) == 0) | (tl.load(flag + 1) == 0):  # two
+            pass
+    elif FORM == "sum":
+        while tl.sum(tl.load(flag + tl.arange(0, 4))) == 0:  # sum
+            pass
+    elif FORM == "cas":
+        while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:  # cas
+            pass
+    elif FORM == "ring":
+        while tl.load(flag + n) == 0:  # ring
+            n = (n + 1) % 4
+    elif FORM == "counted":
+        while tl.load(flag) == 0:  # counted
+            n += 1
+    elif FORM == "assigned":
+        seen = tl.load(flag)
+        while seen == 0:
+            seen = tl.load(flag)  # assigned
+    tl.store(out, n)
+
+
+FORMS = ("plain", "volatile", "helper", "two", "sum", "cas", "ring", "counted", "assigned")
+
+
+def spinning(team, form, tells=False):
+    flag, out = team.signals(8, name="flag"), team.local(1, torch.int32)
+    team.barrier()
+    if tells and team.rank == 0:
+        for index in range(4):
+            tell_later[(1,)](flag[index:], team.view, N)
+    else:
+        spin_in_a_form[(1,)](flag, out, team.view, form)
+    return True
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_raw_spin_of_any_form_is_a_deadlock_at_once_that_names_the_load(form):
+    steps = []
+    with pytest.raises(Deadlock) as caught:
+        weft.simulate(spinning, 2, args=(form,), on_event=lambda event: steps.append(event[0]))
+    report, lines = str(caught.value), Path(__file__).read_text().splitlines()
+    line = next(
+        n for n, text in enumerate(lines, 1) if text.endswith(f"# {form}" if form != "helper" else "tl.load(flag)")
+    )
+    assert f"program 0 spins in test_simulate.py:{line}: " in report, report
+    assert "flag[" in report and "sees 0" in report
+    assert "waits for flag[4]" not in report
+    assert ("take a plain load out of a loop" in report) is (form not in ("volatile", "cas"))
+    assert steps[-1] < (200 if form != "counted" else 10_000)
+
+
+@triton.jit
+def tell_later(flag, team, N: tl.constexpr):
+    for _ in range(N):
+        tl.atomic_add(flag + 4, 0, sem="acquire", scope="sys")
+    wl.notify(flag, 1, 1, team)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_raw_spin_goes_on_when_another_rank_writes_what_it_polls(form):
+    assert weft.simulate(spinning, 2, seed=1, args=(form, True)) == [True, True]
+
+
+@triton.jit
+def reads_for_long(x, out, flag, N: tl.constexpr, ROUNDS: tl.constexpr):
+    """Program 0 polls with a count of its tries; program 1 reads new data, and the same scale, for long before it writes."""
+    tries, total, i = 0, 0.0, 0
+    if tl.program_id(0) == 0:
+        while tl.load(flag, volatile=True) == 0:
+            tries += 1
+    else:
+        while i < ROUNDS:
+            total += tl.sum(tl.load(x + i * N + tl.arange(0, N))) * tl.load(out)
+            i += 1
+        tl.atomic_xchg(flag, 1, sem="release", scope="gpu")
+        tl.store(out + 1, total)
+
+
+def test_a_long_computation_is_no_deadlock():
+    rounds = 3000
+
+    def main(team):
+        x, out = torch.ones(rounds * 4), torch.ones(2)
+        reads_for_long[(2,)](x, out, torch.zeros(1, dtype=torch.int32), 4, rounds)
+        return out[1].item()
+
+    assert weft.simulate(main, 1) == [4.0 * rounds]
 
 
 @triton.jit

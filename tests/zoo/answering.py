@@ -95,7 +95,7 @@ def staged(inbox, got, epoch, team, N: tl.constexpr, BUG: tl.constexpr):
     wl.advance_epoch(epoch, now)
 
 
-@exhibit("uncleared", "inbox", "a stage of Lamport words is used again without a clear", staged, also=("race",))
+@exhibit("uncleared", "inbox", "a stage of Lamport words is used again without a clear", staged)
 def lamport_stage_not_cleared(team, bug):
     epoch, got = team.local(2, torch.int32), team.local(N, torch.float32)
     inbox = team.empty((3, N), torch.float32, name="inbox").fill_(-0.0)

@@ -1,6 +1,6 @@
 """One planted bug and its correct twin: the same kernel with the constant BUG set or not.
 
-A line that ends in ``# here`` is one that the finding must name; the finding names no others.
+A line that ends in ``# here`` is one that the finding must name; the finding names no others, and there is no second finding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ N = 32
 class Exhibit:
     """kind       what the check must call it;  tensor: where;  kernels: in whose source the lines are marked
     what       the mistake, in a few words;  published: it is one that published libraries ship
-    also       kinds that the same bug may lead to as well
+    also       kinds of findings beside it that do not follow from it
+    mark       how the lines end that the finding must name, if not in "# here"
     """
 
     name: str
@@ -29,14 +30,15 @@ class Exhibit:
     also: tuple[str, ...] = ()
     published: bool = False
     world_size: int = 2
-    sms: int = 8
+    sms: int | None = None
+    mark: str = "here"
 
     @property
     def lines(self) -> set[int]:
         found = set()
         for kernel in (*self.kernels, self.main):
             source, first = inspect.getsourcelines(getattr(kernel, "fn", kernel))
-            found |= {first + i for i, line in enumerate(source) if line.rstrip().endswith("# here")}
+            found |= {first + i for i, line in enumerate(source) if line.rstrip().endswith(f"# {self.mark}")}
         return found
 
 

@@ -107,7 +107,6 @@ def wait_and_reset(landed, team, BUG: tl.constexpr):
     "landed",
     "the kernel sets its signal back to 0 for the next call",
     wait_and_reset,
-    also=("deadlock",),
 )
 def reset_in_the_kernel(team, bug):
     landed = team.signals(1, name="landed")
@@ -121,8 +120,7 @@ def wait_for(landed, epoch, team):
     wl.wait(landed, epoch, team)
 
 
-@exhibit("signal-reset", "landed", "host code zeroes the signals between two calls without a barrier", wait_for,
-         also=("deadlock",))  # fmt: skip
+@exhibit("signal-reset", "landed", "host code zeroes the signals between two calls without a barrier", wait_for)  # fmt: skip
 def reset_by_the_host(team, bug):
     landed = team.signals(1, name="landed")
     wait_for[(1,)](landed, 1, team.view)
@@ -139,7 +137,7 @@ def notify_value(landed, value, team):
         wl.wait(landed, value, team)
 
 
-@exhibit("epoch-back", "landed", "an epoch that goes back", notify_value, also=("deadlock",))
+@exhibit("epoch-back", "landed", "an epoch that goes back", notify_value)
 def epoch_that_goes_back(team, bug):
     landed = team.signals(1, name="landed")
     for value in (2, 1) if bug else (1, 2):
@@ -158,8 +156,7 @@ def poll_for_one_value(landed, team, BUG: tl.constexpr):
         wl.wait(landed, 2, team)
 
 
-@exhibit("equality-wait", "landed", "a loop waits for one value of a signal that passes it", poll_for_one_value,
-         also=("deadlock",))  # fmt: skip
+@exhibit("equality-wait", "landed", "a loop waits for one value of a signal that passes it", poll_for_one_value)  # fmt: skip
 def loop_for_one_value(team, bug):
     landed = team.signals(1, name="landed")
     poll_for_one_value[(1,)](landed, team.view, bug)
@@ -252,7 +249,7 @@ def poll_in_two_lines(landed, team, BUG: tl.constexpr):
         wl.wait(landed, 2, team)
 
 
-@exhibit("equality-wait", "landed", "the same, with the word in a variable", poll_in_two_lines, also=("deadlock",))
+@exhibit("equality-wait", "landed", "the same, with the word in a variable", poll_in_two_lines)
 def loop_for_one_value_of_a_variable(team, bug):
     landed = team.signals(1, name="landed")
     poll_in_two_lines[(1,)](landed, team.view, bug)

@@ -98,9 +98,9 @@ def flagged(
     if wl.rank(team) == 0:
         tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here
         tl.debug_barrier()
-        tl.atomic_xchg(wl.symm_at(landed, 1, team), 1, sem=SEM, scope=SCOPE)
+        tl.atomic_xchg(wl.symm_at(landed, 1, team), 1, sem=SEM, scope=SCOPE)  # flag
     else:
-        while tl.atomic_add(landed, 0, sem=LOOK, scope=SEES) < 1:
+        while tl.atomic_add(landed, 0, sem=LOOK, scope=SEES) < 1:  # flag
             pass
         tl.store(got + at, tl.load(data + at))  # here
 
@@ -111,12 +111,12 @@ def with_orders(team, sem="release", scope="sys", look="acquire", sees="sys"):
     team.barrier()
 
 
-@exhibit("scope", "data", "a release of gpu scope for a peer", flagged, also=("scope",))
+@exhibit("scope", "landed", "a release of gpu scope for a peer", flagged, mark="flag")
 def release_of_gpu_scope(team, bug):
     with_orders(team, scope="gpu" if bug else "sys")
 
 
-@exhibit("scope", "data", "an acquire of gpu scope of a peer's release", flagged, also=("scope",))
+@exhibit("scope", "landed", "an acquire of gpu scope of a peer's release", flagged, mark="flag")
 def acquire_of_gpu_scope(team, bug):
     with_orders(team, sees="gpu" if bug else "sys")
 
@@ -168,7 +168,7 @@ def plainly_flagged(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr)
         tl.store(got + at, tl.load(data + at))
 
 
-@exhibit("race", "landed", "the flag is set by a plain store", plainly_flagged, also=("relaxed-order",))
+@exhibit("race", "landed", "the flag is set by a plain store", plainly_flagged)
 def flag_by_plain_store(team, bug):
     data, landed, got = tensors(team)
     plainly_flagged[(1,)](data, landed, got, team.view, N, bug)
@@ -189,7 +189,7 @@ def told_too_early(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
         tl.store(got + at, tl.load(data + at))  # here
 
 
-@exhibit("race", "data", "the notify comes before the stores", told_too_early, also=("divergence",))
+@exhibit("race", "data", "the notify comes before the stores", told_too_early)
 def notify_before_store(team, bug):
     data, landed, got = tensors(team)
     told_too_early[(1,)](data, landed, got, team.view, N, bug)
@@ -266,16 +266,16 @@ def reads_past_its_chunk(team, bug):
 def between_programs(data, flag, got, N: tl.constexpr, SCOPE: tl.constexpr):
     at = tl.arange(0, N)
     if tl.program_id(0) == 0:
-        tl.store(data + at, 1.0)  # here
+        tl.store(data + at, 1.0)
         tl.debug_barrier()
-        tl.atomic_xchg(flag, 1, sem="release", scope=SCOPE)
+        tl.atomic_xchg(flag, 1, sem="release", scope=SCOPE)  # here
     else:
-        while tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE) < 1:
+        while tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE) < 1:  # here
             pass
-        tl.store(got + at, tl.load(data + at))  # here
+        tl.store(got + at, tl.load(data + at))
 
 
-@exhibit("scope", "data", "a release of cta scope for another program", between_programs, world_size=1)
+@exhibit("scope", "landed", "a release of cta scope for another program", between_programs, world_size=1)
 def release_of_cta_scope(team, bug):
     data, landed, got = tensors(team)
     between_programs[(2,)](data, landed, got, N, "cta" if bug else "gpu")

@@ -29,7 +29,7 @@ def scatter_and_sum(slots, landed, out, epoch, team, N: tl.constexpr, BUG: tl.co
 
 @exhibit(
     "race", "slots", "a call scatters into a workspace that a peer still sums from the call before", scatter_and_sum,
-    published=True, also=("divergence",),
+    published=True,
 )  # fmt: skip
 def workspace_without_entry_proof(team, bug):
     slots = team.zeros((2, team.size, N), torch.float32, name="slots")
@@ -76,7 +76,7 @@ def both_write(data, team, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(wl.symm_at(data, 0, team) + row + at, me.to(tl.float32))  # here
 
 
-@exhibit("race", "data", "all ranks store to the same rows of one rank", both_write, also=("divergence",))
+@exhibit("race", "data", "all ranks store to the same rows of one rank", both_write)
 def ranks_write_the_same_rows(team, bug):
     data = team.zeros((2, N), torch.float32, name="data")
     both_write[(1,)](data, team.view, N, bug)
@@ -107,7 +107,7 @@ def accumulate(total, BUG: tl.constexpr):
         tl.atomic_add(total, 1)
 
 
-@exhibit("race", "total", "programs add to a sum by load and store", accumulate, also=("divergence",))
+@exhibit("race", "total", "programs add to a sum by load and store", accumulate)
 def sum_without_an_atomic(team, bug):
     total = team.zeros(1, torch.int32, name="total")
     accumulate[(4,)](total, bug)
@@ -231,7 +231,7 @@ def exchange_for_a_barrier(team, bug):
     take[(1,)](data, got, N)
 
 
-@exhibit("race", "data", "host code fills a tensor that a peer's kernel writes", push, also=("divergence",))
+@exhibit("race", "data", "host code fills a tensor that a peer's kernel writes", push)
 def filled_by_the_host_too_late(team, bug):
     data, _, _ = tensors(team)
     if not bug:

@@ -49,7 +49,7 @@ def rotated(team, stages, proof):
 
 @exhibit(
     "overtaken", "inbox", "a clearing without a fence is overtaken by the next words, whose answer it then wipes out",
-    rotate, also=("deadlock", "uncleared"),
+    rotate,
 )  # fmt: skip
 def clearing_that_is_overtaken(team, bug):
     return rotated(team, 3, "none" if bug else "fence")
@@ -57,7 +57,6 @@ def clearing_that_is_overtaken(team, bug):
 
 @exhibit(
     "overtaken", "inbox", "a clearing is read back by plain loads, which a cache may answer", rotate,
-    also=("deadlock", "uncleared"),
 )  # fmt: skip
 def clearing_read_back_from_a_cache(team, bug):
     return rotated(team, 3, "load" if bug else "volatile")
@@ -65,7 +64,6 @@ def clearing_read_back_from_a_cache(team, bug):
 
 @exhibit(
     "race", "inbox", "two stages in turn: a peer writes one again before it is cleared", rotate,
-    also=("deadlock", "uncleared"),
 )  # fmt: skip
 def stage_used_again_too_early(team, bug):
     return rotated(team, 2 if bug else 3, "fence")

@@ -112,9 +112,72 @@ def chain(landed, team):
     wl.notify(landed + me, wl.rank(team), 1, team)
 
 
+@triton.jit
+def spin_plainly(landed, flag, team, BUG: tl.constexpr):
+    me = wl.rank(team)
+    wl.notify(landed, 1 - me, 1, team)
+    wl.wait(landed, 1, team)
+    if BUG:
+        while tl.load(flag) == 0:  # here
+            pass
+    else:
+        wl.wait(landed, 1, team)
+
+
+@exhibit(
+    "deadlock", "flag", "behind a wait a raw loop spins on a plain load of a word that nobody writes", spin_plainly
+)
+def spins_on_a_plain_load(team, bug):
+    spin_plainly[(1,)](team.signals(1, name="landed"), team.signals(1, name="flag"), team.view, bug)
+
+
 @exhibit("residency", "landed", "programs wait for later ones that find no SM", chain, sms=4)
 def grid_beyond_residency(team, bug):
     chain[(6 if bug else 4,)](team.signals(8, name="landed"), team.view)
+
+
+@triton.jit
+def send_all(landed, team, COUNT: tl.constexpr):
+    for slot in range(COUNT):
+        wl.notify(landed + slot, 1 - wl.rank(team), 1, team)
+
+
+@triton.jit
+def swap_or_take(landed, team, BUG: tl.constexpr):
+    me = tl.program_id(0)
+    if BUG:
+        wl.notify(landed + me, 1 - wl.rank(team), 1, team)
+    wl.wait(landed + me, 1, team)  # here
+
+
+@exhibit("residency", "landed", "programs of grids too large for their GPUs wait for each other, not for an earlier kernel",
+         swap_or_take, sms=4)  # fmt: skip
+def grids_that_wait_for_each_other(team, bug):
+    landed = team.signals(8, name="landed")
+    if not bug:
+        send_all[(1,)](landed, team.view, 8)
+    swap_or_take[(8,)](landed, team.view, bug)
+
+
+@triton.jit
+def sum_tiles_in_order(done, tiles, BUG: tl.constexpr):
+    """Each tile waits for the one two further on: right where all tiles have a program each."""
+    count, me = tl.num_programs(0), tl.program_id(0)
+    for step in range(tl.cdiv(tiles, count)):
+        tile = me + step * count
+        if tile < tiles:
+            if BUG:
+                if tile + 2 < tiles:
+                    while tl.atomic_add(done + tile + 2, 0, sem="acquire", scope="gpu") == 0:  # here
+                        pass
+            tl.atomic_xchg(done + tile, 1, sem="release", scope="gpu")
+
+
+@exhibit("deadlock", "done", "programs sized by max_programs wait for a tile that is their own next one where the SMs are few",
+         sum_tiles_in_order)  # fmt: skip
+def tiles_in_an_order_for_many_sms(team, bug):
+    done = team.zeros(8, torch.int32, name="done")
+    sum_tiles_in_order[(min(8, team.max_programs()),)](done, 8, bug)
 
 
 @triton.jit

@@ -32,7 +32,10 @@ def check(
     strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix",
     seed: Annotated[int, typer.Option(help="Of the first run")] = 0,
     depth: Annotated[int, typer.Option(help="Of pct: ordering constraints that a bug needs")] = 3,
-    sms: Annotated[int, typer.Option(help="Programs of a rank that run at once")] = 8,
+    sms: Annotated[
+        int | None,
+        typer.Option(help="Programs of a rank that run at once; 8, varied for kernels sized by it, if left out"),
+    ] = None,
     function: Annotated[str, typer.Option(help="What to run in place of main")] = "main",
     json: Annotated[Path | None, typer.Option(help="Write the report there")] = None,
     any_results: Annotated[

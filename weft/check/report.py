@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.simulator.findings import Finding, Side
 
-_SMS = 8  # where nothing else is asked for
+DEFAULT_SMS = 8  # where nothing else is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Schedule:
     strategy: str
     seed: int
     depth: int = 3
-    sms: int = _SMS
+    sms: int = DEFAULT_SMS
     runs: int = 1
 
     def command(self, script: str) -> str:
@@ -32,7 +32,7 @@ class Schedule:
         }
         if self.strategy in ("pct", "mix"):
             values["depth"] = self.depth
-        if self.sms != _SMS:
+        if self.sms != DEFAULT_SMS or self.runs > 1:  # several runs would vary it
             values["sms"] = self.sms
         if script and "::" not in script:
             return " ".join([f"weft check {script}", *(f"--{n.replace('_', '-')} {v}" for n, v in values.items())])
@@ -42,17 +42,19 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A finding; ``count``: how often; ``schedules``: in how many runs; ``replay``: the simplest run known to show it."""
+    """A finding; ``count``: how often; ``schedules``: in how many runs; ``replay``: the simplest run known to show it;
+    ``also``: what follows from it."""
 
     finding: Finding
     count: int
     schedules: int
     replay: Schedule
+    also: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """findings    by cause, those that a marker allows included (``finding.allowed``)
+    """findings    by cause, those that a marker allows included (``finding.allowed``); what follows from one is in its ``also``
     schedules   runs made
     exhaustive  "exhausted": every schedule of the reduced space was run; "bounded": the search stopped early; "" otherwise
     script      how to name the script in a replay command
@@ -82,6 +84,8 @@ class Report:
         sizes = ", ".join(map(str, self.world_sizes))
         searched = f"; {self.exhaustive}" if self.exhaustive else ""
         lines = [f"{len(self.wrong)} finding(s) in {self.schedules} schedules at world size {sizes}{searched}"]
+        if max(self.world_sizes) > 1 and all(size & (size - 1) == 0 for size in self.world_sizes):
+            lines[0] += "; all powers of two: try world size 3 as well"
         for found in self.findings:
             if found.finding.allowed is not None:
                 where = ", ".join(sorted({str(side.place) for side in found.finding.sides}))
@@ -107,18 +111,24 @@ class Report:
 def paragraph(number: int, found: Found, script: str) -> str:
     """A finding as a kernel author reads it."""
     finding = found.finding
-    where = ""
-    if finding.tensor:
-        span = f"{finding.first}" if finding.first == finding.last else f"{finding.first}..{finding.last}"
-        where = f"  {finding.tensor}[{span}] of rank {finding.rank}"
-    lines = [f"{number}. {finding.kind}{where}", f"   {finding.message}"]
+    lines = [f"{number}. {_head(finding)}", f"   {finding.message}"]
     for side in finding.sides:
         lines += _side(side)
     lines += [f"   {line}" for line in finding.detail if line != finding.message]
     lines.append(f"   to mend: {finding.remedy}")
+    for other in found.also:
+        places = ", ".join(dict.fromkeys(str(side.place) for side in other.sides if side.place is not None))
+        lines.append(f"   also seen: {_head(other)}{f' ({places})' if places else f': {other.message}'}")
     times = f"{found.count} times in {found.schedules} schedule(s)"
     lines.append(f"   seen {times}; replay: {found.replay.command(script)}")
     return "\n".join(lines)
+
+
+def _head(finding: Finding) -> str:
+    if not finding.tensor:
+        return finding.kind
+    span = f"{finding.first}" if finding.first == finding.last else f"{finding.first}..{finding.last}"
+    return f"{finding.kind}  {finding.tensor}[{span}] of rank {finding.rank}"
 
 
 def _side(side: Side) -> list[str]:

@@ -22,7 +22,8 @@ from weft.arguments import (
     positive,
 )
 from weft.check.digests import Digest, digest_of, first_difference
-from weft.check.report import Found, Report, Schedule
+from weft.check.folding import Seen, causes_of
+from weft.check.report import DEFAULT_SMS, Found, Report, Schedule
 from weft.check.shrinking import Shrinking
 from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
 from weft.runtime.mains import check_main
@@ -32,17 +33,36 @@ from weft.simulator.hosts import host_line_of
 from weft.simulator.strategies import STRATEGIES, make, strategy_of
 
 DEFAULT_SCHEDULES = 20
+# Programs of a rank at once, for mains that size their kernels by them: each for as many runs as "mix" has strategies.
+_SMS_IN_TURN = (DEFAULT_SMS, 2, 4, 1)
+_RUNS_OF_ONE = 4
 Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run gave. ``digest``: of the ranks' ``results``; None if it ended early. ``programs``: a rank's, at once."""
+    """What one run gave. ``digest``: of the ranks' ``results``; None if it ended early. ``programs``: a rank's, at once.
+    ``is_sized``: main has asked how many may be resident at once. ``unstarted``: programs of the largest grid of which some
+    could not start when no task could go on, 0 if there was none."""
 
     findings: tuple[tuple[Finding, int], ...]
     digest: Digest | None
     results: Any
     programs: int
+    is_sized: bool = False
+    unstarted: int = 0
+
+    @property
+    def needs_more_sms(self) -> bool:
+        """True if the run went wrong by too few SMs, or by an error that too few may have led to."""
+        kinds = ("residency", "error")
+        return any(f.kind in kinds and not f.message.startswith("AssertionError") for f, _ in self.findings)
+
+    @property
+    def causes(self) -> list[Finding]:
+        """Findings that do not follow from others of this run."""
+        seen = [Seen(finding=finding, runs=frozenset((0,))) for finding, _ in self.findings]
+        return [one.finding for i, (one, cause) in enumerate(zip(seen, causes_of(seen), strict=True)) if i == cause]
 
 
 def check(
@@ -53,7 +73,7 @@ def check(
     strategy: str = "mix",
     seed: int = 0,
     depth: int = 3,
-    sms: int = 8,
+    sms: int | None = None,
     heap_bytes: int | None = 8 << 20,
     args: Sequence[Any] = (),
     deterministic: bool = True,
@@ -68,7 +88,8 @@ def check(
                    report says "exhausted" or "bounded")
     seed           of the first schedule; the i-th has seed + i
     depth          of pct
-    sms            programs of a rank that can be resident at once
+    sms            programs of a rank that can be resident at once; if None 8, and for a main that asks (``team.max_programs``)
+                   8, 2, 4 and 1 in turn, each for four schedules
     deterministic  main's results must be bitwise the same under all schedules
     script         how replay commands name what is checked; a Python call if empty
     progress       called with (runs made, runs in all, findings so far)
@@ -79,7 +100,8 @@ def check(
     check_callable("main", main, "main(team, *args)")
     check_main(main)
     sizes = check_sizes("world_size", world_size)
-    schedules, sms, depth = positive("schedules", schedules), positive("sms", sms), positive("depth", depth)
+    schedules, depth = positive("schedules", schedules), positive("depth", depth)
+    sms = check_optional(positive, "sms", sms)
     check_choice("strategy", strategy, STRATEGIES)
     seed = check_seed(seed)
     check_bool("deterministic", deterministic)
@@ -93,18 +115,34 @@ def check(
         if strategy == "exhaustive":
             from weft.check.exhaustive import explore
 
-            exhausted = explore(runner, size, sms, schedules, gathered, lambda: _tell(progress, gathered, total))
+            exhausted = explore(
+                runner, size, sms or DEFAULT_SMS, schedules, gathered, lambda: _tell(progress, gathered, total)
+            )
             exhaustive = "bounded" if not exhausted or exhaustive == "bounded" else "exhausted"
             continue
+        varies = False
         for number in range(seed, seed + schedules):
             schedule = Schedule(
-                world_size=size, strategy=strategy_of(strategy, number), seed=number, depth=depth, sms=sms
+                world_size=size,
+                strategy=strategy_of(strategy, number),
+                seed=number,
+                depth=depth,
+                sms=sms or DEFAULT_SMS,
             )
-            gathered.add(schedule, runner.run(schedule))
+            turn = _SMS_IN_TURN[(number - seed) // _RUNS_OF_ONE % len(_SMS_IN_TURN)]
+            chosen = replace(schedule, sms=turn) if varies else schedule
+            outcome = runner.run(chosen)
+            if chosen.sms < schedule.sms and outcome.needs_more_sms:
+                # Kernels of a fixed size wait for one another here: a GPU that they fit is no smaller than that.
+                varies, chosen = False, schedule
+                outcome = runner.run(schedule)
+            elif number == seed:
+                varies = sms is None and outcome.is_sized
+            gathered.add(chosen, outcome)
             _tell(progress, gathered, total)
     found = gathered.found()
     if strategy != "exhaustive":
-        shrinking = Shrinking(runner)
+        shrinking = Shrinking(runner, {f.finding.cause for f in found})
         found = [replace(f, replay=shrinking.shrunk(f)) for f in found]
     return Report(
         findings=tuple(found), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
@@ -128,6 +166,18 @@ class Runner:
         self._main, self._heap_bytes, self._args = main, heap_bytes, args
 
     def run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
+        """Run once; if it stops where programs find no SM, once more on GPUs that hold all: a hang there has another cause."""
+        outcome = self._run(schedule, strategy)
+        if strategy is not None or outcome.unstarted <= schedule.sms:
+            return outcome
+        larger = self._run(replace(schedule, sms=outcome.unstarted))
+        hangs = tuple((f, count) for f, count in larger.findings if f.kind in ("deadlock", "launch-mismatch"))
+        if not hangs:
+            return outcome
+        kept = tuple((f, count) for f, count in outcome.findings if f.kind != "residency")
+        return replace(outcome, findings=kept + hangs)
+
+    def _run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
         from weft.simulator.delays import Delays
         from weft.simulator.watcher import Watcher
 
@@ -166,7 +216,10 @@ class Runner:
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         if error is not None and not isinstance(error, Deadlock):
             findings.append((_of_error(error, machine), 1))
-        return Outcome(findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once)
+        return Outcome(
+            findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
+            is_sized=machine.is_sized, unstarted=watcher.unstarted,
+        )  # fmt: skip
 
 
 class Gathered:
@@ -175,24 +228,28 @@ class Gathered:
     def __init__(self, strategy: str, deterministic: bool, on_results: Callable[[list[Any]], None] | None) -> None:
         self.runs, self._strategy, self._deterministic, self._on_results = 0, strategy, deterministic, on_results
         self._found: dict[tuple, Found] = {}
-        self._digests: dict[int, tuple[Digest, Schedule]] = {}
+        self._seen: dict[tuple, set[int]] = {}
+        self._digests: dict[tuple[int, int], tuple[Digest, Schedule]] = {}  # by world size and SMs
+        self._runs_of: dict[int, set[int]] = {}  # by world size
 
     def add(self, schedule: Schedule, outcome: Outcome) -> None:
         self.runs += 1
+        self._runs_of.setdefault(schedule.world_size, set()).add(self.runs)
         for finding, count in outcome.findings:
             self._merge(finding, count, schedule)
         if outcome.digest is not None and self._on_results is not None:
             self._on_results(outcome.results)
         if outcome.digest is not None and self._deterministic:
-            first, other = self._digests.setdefault(schedule.world_size, (outcome.digest, schedule))
+            size = schedule.world_size
+            first, other = self._digests.setdefault((size, schedule.sms), (outcome.digest, schedule))
             where = first_difference(first, outcome.digest)
             if where:
                 text = (
                     f"{where} differs bitwise between strategy {other.strategy}, seed {other.seed} and strategy "
-                    f"{schedule.strategy}, seed {schedule.seed} at world size {schedule.world_size}"
+                    f"{schedule.strategy}, seed {schedule.seed} at world size {size}"
                 )
                 both = self._range(other, schedule)
-                self._merge(Finding(kind="divergence", message=text), 1, both, ("divergence", schedule.world_size))
+                self._merge(Finding(kind="divergence", message=text), 1, both, ("divergence", size))
 
     def _range(self, first: Schedule, last: Schedule) -> Schedule:
         """What runs both again."""
@@ -208,9 +265,21 @@ class Gathered:
             self._found[cause] = Found(finding=finding, count=count, schedules=1, replay=schedule)
         else:
             self._found[cause] = replace(old, count=old.count + count, schedules=old.schedules + 1)
+        # A wait that meets a later value orders more than it asks for, so that a run may go wrong by a race that only others
+        # show: all runs of its size may explain other results.
+        runs = self._runs_of[schedule.world_size] if finding.kind == "divergence" else (self.runs,)
+        self._seen.setdefault(cause, set()).update(runs)
 
     def found(self) -> list[Found]:
-        return list(self._found.values())
+        """Findings with what follows from each."""
+        every = [(self._found[cause], self._seen[cause]) for cause in self._found]
+        causes = causes_of([Seen(finding=found.finding, runs=frozenset(runs)) for found, runs in every])
+        kept = []
+        for index, (found, _) in enumerate(every):
+            if causes[index] == index:
+                also = tuple(every[i][0].finding for i, cause in enumerate(causes) if cause == index != i)
+                kept.append(replace(found, also=also))
+        return kept
 
 
 _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")
@@ -222,6 +291,7 @@ def _of_error(error: Exception, machine: Any) -> Finding:
     kind, tensor, rank, index = "error", "", 0, 0
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     sides: tuple[Side, ...] = ()
+    advice = ""
     if isinstance(error, InvalidAccess):
         misaligned, gone = "misaligned" in error.verb, "freed" in error.nearest
         kind = "misaligned" if misaligned else "use-after-free" if gone else "out-of-bounds"
@@ -230,6 +300,11 @@ def _of_error(error: Exception, machine: Any) -> Finding:
             tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
         asked = machine.watcher.asked.get(error.who)
         sides = (races.side(replace(asked, verb=error.verb)),) if asked is not None else ()
+        if asked is not None and machine.watcher.is_of_another_team(asked.trail, tensor):
+            advice = (
+                f"{tensor} lies in another team's heap than the view that the kernel has: allocate it with that team, or pass "
+                f"the view of its own"
+            )
     elif failed is not None:
         kind = "misaligned" if isinstance(error, Misaligned) else kind
         code = machine.interpreter.line_of(error) or host_line_of(error)
@@ -239,7 +314,7 @@ def _of_error(error: Exception, machine: Any) -> Finding:
         kind = "residency"
     return Finding(
         kind=kind, message=message.splitlines()[0] if message else kind, tensor=tensor, rank=rank, first=index, last=index,
-        sides=sides, allowed=allowed_by(kind, sides),
+        sides=sides, allowed=allowed_by(kind, sides), advice=advice,
     )  # fmt: skip
 
 

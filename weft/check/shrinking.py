@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ _SEEDS = 3
 
 
 class Shrinking:
-    """Of the findings of one check. Runs are remembered, as findings often have one schedule in common."""
+    """Search for simpler schedules: each must show its finding again, and none but those of ``known`` causes.
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    Runs are remembered, as findings often have one schedule in common."""
+
+    def __init__(self, runner: Runner, known: Collection[tuple]) -> None:
+        self._runner, self._known = runner, known
         self._outcomes: dict[Schedule, Outcome] = {}
 
     def shrunk(self, found: Found) -> Schedule:
@@ -41,7 +43,10 @@ class Shrinking:
 
     def _shows(self, schedule: Schedule, cause: tuple) -> bool:
         outcome = self._outcome(schedule)
-        return outcome is not None and any(finding.cause == cause for finding, _ in outcome.findings)
+        if outcome is None:
+            return False
+        shown = {finding.cause for finding in outcome.causes if finding.allowed is None}
+        return cause in shown and shown <= self._known
 
     def _programs(self, schedule: Schedule) -> int:
         outcome = self._outcome(schedule)
@@ -53,7 +58,7 @@ class Shrinking:
             before: Any = None
             for seed in range(2 * _SEEDS):
                 outcome = self._outcome(replace(known, strategy=strategy, seed=seed, runs=1))
-                digest = outcome.digest if outcome is not None else None
+                digest = outcome.digest if outcome is not None and not outcome.findings else None
                 if before is not None and digest is not None and digest != before:
                     return replace(known, strategy=strategy, seed=seed - 1, runs=2)
                 before = digest

@@ -82,6 +82,7 @@ class VirtualPlatform:
             self._machine.watcher.synchronized(self._machine.rank)
 
     def max_programs(self, num_warps: int, registers: int) -> int:
+        self._machine.is_sized = True
         return self._machine.sms
 
     def is_capturing(self) -> bool:

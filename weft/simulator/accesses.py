@@ -5,14 +5,18 @@ Each access is a step of the scheduler; then the checker hears of it, and late s
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from weft.errors import InvalidAccess
+from weft.simulator.interpreter import LIBRARIES, Interpreter
 from weft.simulator.memory import Memory
 from weft.simulator.pointers import Pointers
-from weft.simulator.scheduler import Scheduler
+from weft.simulator.scheduler import Scheduler, Waiting
+from weft.simulator.spinning import Key, Look, Looking
 
 
 class Accesses:
@@ -21,6 +25,7 @@ class Accesses:
     scheduler: Scheduler
     memory: Memory
     pointers: Pointers
+    interpreter: Interpreter
     watcher: Any
     delays: Any
     who: Callable[[], str]
@@ -44,13 +49,14 @@ class Accesses:
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
         addresses = self.plain(addresses, mask, itemsize, "load")
+        key = self.looks(addresses, mask, itemsize)
         self.step(addresses, mask, itemsize, False)
-        self.scheduler.polled(plain=access != "volatile")
         if self._on_event is not None:
             self.note("load", self._first(addresses, mask))
         if self.delays is not None:
             self._own_access(addresses, mask, itemsize)
         bits = self.memory.load(addresses, mask, itemsize, self.who)
+        self.looked(key, Look(f"{access} load", addresses, mask, itemsize, bits))
         if self.watcher is not None:
             self.watcher.load(addresses, mask, itemsize, access, bits)
         return bits
@@ -58,6 +64,7 @@ class Accesses:
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
         addresses = self.plain(addresses, mask, bits.dtype.itemsize, "store")
         self.step(addresses, mask, bits.dtype.itemsize, True, late=self.delays is not None)
+        self.changes()
         if self._on_event is not None:
             self.note("store", self._first(addresses, mask))
         if self.watcher is not None:
@@ -90,6 +97,75 @@ class Accesses:
 
         return self._read_modify_write("cas", addresses, bits, mask, bits.dtype, combine, sem, scope)
 
+    # --- programs that poll ------------------------------------------------------------------------------------------
+
+    def looks(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> Key | None:
+        """Note that the running program is about to look; block it, if it only polls, until what it polls changes."""
+        first = 0 if mask.flat[0] else int(mask.argmax())
+        if not mask.flat[first]:
+            return None
+        task = self.scheduler.current
+        looking = task.looking = task.looking or Looking()
+        key = int(addresses.flat[first]), addresses.size, itemsize
+        if looking.returns(key, self.interpreter.kernel_state):
+            self._spin(task, looking)
+            task.looking = Looking(counts={key: 1})
+        return key
+
+    def looked(self, key: Key | None, look: Look) -> None:
+        """Note what the running program has seen without changing anything."""
+        if key is None:
+            return
+        looking = self.scheduler.current.looking
+        is_new = looking.counts.get(key) == 1
+        is_plain = look.verb in ("plain load", "tma load", "lamport load")
+        polls = looking.looked(key, look)
+        if polls:
+            looking.code = self._code()
+        self.scheduler.polled(plain=is_plain and not polls, new=is_new)
+
+    def changes(self) -> None:
+        """Note that the running program changes memory, so that its next round may differ from the last."""
+        self.scheduler.current.looking = None
+
+    def _spin(self, task: Any, looking: Looking) -> None:
+        looks = list(looking.round.looks.values())
+        ranges = [look.extent for look in looks]
+        looking.code = self._code()
+
+        def done() -> bool:
+            try:
+                return any(
+                    not np.array_equal(self.memory.load(k.addresses, k.mask, k.itemsize, lambda: task.label), k.bits)
+                    for k in looks
+                )
+            except InvalidAccess:  # freed since: the program's next look says so
+                return True
+
+        if self.watcher is not None:
+            self.watcher.spins(ranges[0][0], looking.code)
+        low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
+        self.scheduler.block(Waiting(done, lambda: self.spinning(looks, looking.code), low, high))
+
+    def spinning(self, looks: list[Look], code: tuple | None) -> str:
+        """Loads and atomics of a program that spins, for messages."""
+        place = f" in {os.path.basename(code[0].co_filename)}:{code[1]}" if code else ""
+        seen = "; ".join(f"{look.verb} of {self._seen(look)}" for look in looks[:3])
+        more = f" and {len(looks) - 3} more" if len(looks) > 3 else ""
+        return f"spins{place}: {seen}{more}"
+
+    def _seen(self, look: Look) -> str:
+        active = look.bits[look.mask]
+        first = int(active.flat[0])
+        bits = 8 * look.itemsize
+        value = first - (1 << bits) if first >> (bits - 1) else first
+        name = self.memory.describe(look.extent[0])
+        return f"{name} sees {value}" if active.size == 1 else f"{active.size} elements from {name} sees {value} first"
+
+    def _code(self) -> tuple | None:
+        frame = self.interpreter.kernel_frame(LIBRARIES)
+        return (frame.f_code, frame.f_lineno) if frame is not None else None
+
     def barrier(self) -> None:
         """A CTA barrier. A program is one task here, so there is nothing to wait for."""
         if self.watcher is not None:
@@ -113,6 +189,7 @@ class Accesses:
         at = self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "store")
         address = int(at[0])
         self.step(at, np.ones(1, bool), itemsize, True, late=self.delays is not None)
+        self.changes()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
         everywhere = np.ones(1, bool)
         if self._on_event is not None:
@@ -163,6 +240,7 @@ class Accesses:
         mask = np.broadcast_to(mask, addresses.shape)
         addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
         looks = op == "add" and not np.asarray(values).any()
+        key = self.looks(addresses, mask, dtype.itemsize)
         self.step(addresses, mask, dtype.itemsize, not looks, releases="rel" in sem)
         unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
         values = np.broadcast_to(values, addresses.shape)
@@ -184,9 +262,10 @@ class Accesses:
                 self.memory.store(at, new, one, self.who)
                 changed.append(int(at[0]))
         if changed:
+            self.changes()
             self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
         else:
-            self.scheduler.polled(plain=False)
+            self.looked(key, Look(f"atomic {op}", addresses, mask, dtype.itemsize, before.reshape(addresses.shape)))
         if self.watcher is not None:
             self.watcher.atomic(op, flat_addresses[flat_mask], before[flat_mask], after[flat_mask], sem, scope)
         return before.reshape(addresses.shape)

@@ -66,13 +66,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the accesses: who (task), what (verb), where, and the last synchronisation it had done by then."""
+    """One of the accesses: who (task), what (verb), where, and the last synchronisation it had done by then, through which
+    tensor of signals ("" if none)."""
 
     rank: int
     task: str
     verb: str
     place: Place | None
     sync: str
+    through: str = ""
 
     @property
     def line(self) -> int | None:
@@ -88,6 +90,7 @@ class Finding:
     tensor   its name, "" where none is concerned; ``rank`` owns it; elements ``first`` to ``last`` are concerned
     sides    the accesses, the earlier first
     detail   further lines (a deadlock's list of waiting tasks)
+    advice   what to change, where that is known better than by the kind
     allowed  the reason of a ``# weft: allow(kind) reason`` on one of its lines; None where there is none
     """
 
@@ -100,10 +103,16 @@ class Finding:
     sides: tuple[Side, ...] = ()
     detail: tuple[str, ...] = ()
     allowed: str | None = None
+    advice: str = ""
 
     @property
     def remedy(self) -> str:
-        return REMEDIES[self.kind]
+        return self.advice or REMEDIES[self.kind]
+
+    @property
+    def through(self) -> str:
+        """The signals through which the later side synchronised last."""
+        return self.sides[-1].through if self.sides else ""
 
     @property
     def lines(self) -> tuple[int | None, ...]:

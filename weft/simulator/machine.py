@@ -27,6 +27,10 @@ from weft.simulator.pointers import Pointers
 from weft.simulator.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
 
 Event = tuple[int, str, str, str]
+_HOISTED = (
+    "a compiler may take a plain load out of a loop, which then never ends on a GPU even if the value comes: poll with "
+    "wl.wait, or with an atomic that acquires"
+)
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Machine(Accesses, Launches):
         self.interpreter = Interpreter(self)
         self._on_event = on_event
         self._free_sms, self.most_at_once = [sms] * world_size, 0
+        self.is_sized = False  # host code has asked how many programs are resident at once
         self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
         self._streams: dict[tuple[int, str], Stream] = {}
         self._meetings: dict[str, dict[int, Any]] = {}
@@ -171,6 +176,7 @@ class Machine(Accesses, Launches):
         the word then seen. Acquires."""
         address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
         task, where = self.scheduler.current, self.who()
+        task.looking = None
         if self.watcher is not None:
             self.watcher.waits(address, itemsize)
         self.touch(address, address + itemsize)
@@ -218,10 +224,15 @@ class Machine(Accesses, Launches):
     def _deadlock(self) -> Deadlock:
         lines = []
         for task in self.scheduler.waiting_tasks():
-            what = (
-                task.waiting.describe() if task.waiting is not None else "spins: its loads and atomics change nothing"
-            )
+            if task.waiting is not None:
+                what = task.waiting.describe()
+            elif task.looking is not None and task.looking.last is not None:
+                what = self.spinning([task.looking.last], task.looking.code)
+            else:
+                what = "runs and changes nothing"
             lines.append(f"{task.label} {what}")
+        if any(": plain load of " in line for line in lines):
+            lines.append(_HOISTED)
         for rank, pending in enumerate(self._pending):
             for grid in pending:
                 if grid.started < grid.total:

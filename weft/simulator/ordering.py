@@ -15,6 +15,7 @@ import numpy as np
 from weft.simulator.clocks import joined, new_clock
 from weft.simulator.hosts import HostOperations, host_line
 from weft.simulator.races import Races
+from weft.simulator.residency import Residency
 from weft.simulator.syncing import Words, signed
 from weft.simulator.trails import SCALAR, Access, ProgramTrail, Sync, Trail
 
@@ -27,6 +28,7 @@ class Ordering:
         self.machine, self.memory = machine, machine.memory
         self.races = Races(machine)
         self.words = Words(self.races)
+        self.residency = Residency(machine.sms, self.memory, self.races.report)
         self._cpu = [new_clock() for _ in range(machine.world_size)]
         slots = self.races.slots
         self._main = [Trail(slots, r, f"rank {r} host code", "main", new_clock()) for r in range(machine.world_size)]
@@ -73,6 +75,7 @@ class Ordering:
             trail.ahead = grid.known
             trail.sync = Sync(f"{trail.sync.verb}, beside the kernel before it")
         self._programs[grid.rank, grid.launch.name, program.number] = program
+        trail.grid = grid
         program.trail.launch, program.trail.reached, program.trail.waits = grid.number, set(grid.reached), None
 
     def followed(self) -> None:
@@ -98,14 +101,6 @@ class Ordering:
             )
             self.races.report("unfollowed", text, [access])
         program.grid.end = joined(program.grid.end, trail.finish())
-        if trail.waits is not None and program.grid.total > self.machine.sms:
-            access = Access(0, trail, SCALAR, 0, 0, 0, "wait", trail.waits[1], "sys", trail.sync)
-            text = (
-                f"kernel {program.grid.launch.name} has {program.grid.total} programs, some of which wait, and this GPU holds "
-                f"{self.machine.sms} at a time"
-            )
-            extent = self.memory.find(trail.waits[0])
-            self.races.report("residency", text, [access], extent.name if extent else "", extent.rank if extent else 0)
 
     def grid_ended(self, grid: Any) -> None:
         main = self._main[grid.rank]
@@ -177,27 +172,29 @@ class Ordering:
         key = (trail.rank, name)
         self._forks[key] = joined(self._forks[key], main.publish()) if key in self._forks else main.publish()
 
-    def enqueued(self, name: str, tensors: list[Any]) -> tuple[str, np.ndarray, tuple | None]:
+    def enqueued(self, name: str, tensors: list[Any]) -> tuple[str, np.ndarray, tuple | None, int]:
         trail = self.stream(name)
         known = self._cpu[trail.rank].copy()
         if (trail.rank, name) in self._forks:
             known = joined(known, self._forks[trail.rank, name])
         self.hold(trail.rank, tensors, f"tensor of the {name}")
-        return name, known, host_line()
+        return name, known, host_line(), self._launches[trail.rank]
 
-    def begin(self, order: tuple[str, np.ndarray, tuple | None], label: str) -> None:
+    def begin(self, order: tuple[str, np.ndarray, tuple | None, int], label: str) -> None:
         trail = self.stream(order[0])
         trail.learn(order[1])
         trail.label, trail.code = f"rank {trail.rank} {order[0]} ({label})", order[2]
+        trail.launch = order[3]
         self.machine.scheduler.current.trail = trail
 
     def copied(self, target: int, source: int, nbytes: int, itemsize: int, signal: bool) -> None:
         """Part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
         trail, steps = self.trail(), np.arange(0, nbytes, itemsize).astype(np.uint64)
-        reads = self.races.access(trail, "copy", "copy from")
+        reads, writes = (self.races.access(trail, "copy", verb) for verb in ("copy from", "copy to"))
+        reads.launches = writes.launches = trail.launch
         self.races.read(trail, reads, np.uint64(source) + steps, itemsize, None)
         if not signal:
-            self.races.write(trail, self.races.access(trail, "copy", "copy to"), np.uint64(target) + steps, itemsize)
+            self.races.write(trail, writes, np.uint64(target) + steps, itemsize)
             return
         word, access = self.words.at(target, itemsize), self.races.access(trail, "copy", "signal", "sys")
         value = self.memory.read_word(source, itemsize, lambda: trail.label)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.simulator.advice import advice_for
 from weft.simulator.clocks import HEARD, ORDER, TOLD, Slots, at, hear
 from weft.simulator.findings import Finding, Place, Side, allowed_by
 from weft.simulator.interpreter import LIBRARIES
@@ -224,6 +225,7 @@ class Races:
             shadow.extent.rank,
             low,
             high,
+            advice=advice_for(kind, earlier, access, self.place),
         )
 
     def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
@@ -270,11 +272,11 @@ class Races:
         return f"no release after {first} (rank {earlier.trail.rank}) is acquired before {second} (rank {access.trail.rank})"
 
     def report(self, kind: str, message: str, accesses: Iterable[Access], tensor: str = "", rank: int = 0, first: int = 0,
-               last: int = 0, detail: tuple[str, ...] = ()) -> None:  # fmt: skip
+               last: int = 0, detail: tuple[str, ...] = (), advice: str = "") -> None:  # fmt: skip
         sides = tuple(self.side(a) for a in accesses)
         finding = Finding(
             kind=kind, message=message, tensor=tensor, rank=rank, first=first, last=last, sides=sides, detail=detail,
-            allowed=allowed_by(kind, sides),
+            allowed=allowed_by(kind, sides), advice=advice,
         )  # fmt: skip
         self.findings.setdefault(finding.cause, finding)
         self.counts[finding.cause] = self.counts.get(finding.cause, 0) + 1
@@ -287,6 +289,7 @@ class Races:
             verb=access.verb,
             place=self.place(access.code),
             sync=self.words_of(access.sync),
+            through=self._signals(access.sync),
         )
 
     def place(self, code: tuple | None) -> Place | None:
@@ -303,6 +306,10 @@ class Races:
     def words_of(self, sync: Sync) -> str:
         target = f" {self.memory.describe(sync.address)}" if sync.address is not None else ""
         return f"{sync.verb}{target}{f' in {self.place(sync.code)}' if sync.code else ''}"
+
+    def _signals(self, sync: Sync) -> str:
+        extent = self.memory.find(sync.address) if sync.address is not None else None
+        return extent.name if extent is not None else ""
 
     def line_of(self, access: Access) -> str:
         place = self.place(access.code)

@@ -19,8 +19,8 @@ from weft.simulator.interrupts import Interrupts
 
 # Fruitless polls (loads or atomics that changed nothing) for each task that could run, after which nobody is believed to
 # be able to go on: kernels may spin with raw atomics, and a spinning task never blocks.
-_POLLS_PER_TASK = 4000
-# Plain loads count less: a long inner loop reads much before it writes.
+_POLLS_PER_TASK = 1000
+# Plain loads outside of loops that poll count less: a long inner loop reads much before it writes.
 _PLAIN_LOAD = 0.02
 # Seconds between two looks whether to go on waiting for host code whose simulation ends early.
 _HURRY_AFTER = 0.1
@@ -55,6 +55,7 @@ class Task:
         # What it will access when it goes on, and from which line; filled in for a strategy that explores.
         self.next: tuple[tuple[int, int, bool], ...] | None = None
         self.next_line: Any = None
+        self.looking: Any = None  # of a program: what it has looked at since it last changed memory
 
     def run(self) -> None:
         """The body; its result or error is kept."""
@@ -187,9 +188,9 @@ class Scheduler:
         """Something happened that a spinning task may be spinning for."""
         self._fruitless = 0.0
 
-    def polled(self, plain: bool) -> None:
-        """A load, or an atomic that changed nothing."""
-        self._fruitless += _PLAIN_LOAD if plain else 1.0
+    def polled(self, plain: bool, new: bool = False) -> None:
+        """A load, or an atomic that changed nothing; ``new``: of what the task has not looked at before, which is progress."""
+        self._fruitless = 0.0 if new else self._fruitless + (_PLAIN_LOAD if plain else 1.0)
         if self.strategy is not None and not plain:
             self.strategy.polled(self.current)
 

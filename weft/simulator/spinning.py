@@ -1,10 +1,126 @@
-"""Loops that poll, as their source says: what do they wait for?"""
+"""Loops that poll: what their source waits for, and programs that repeat themselves until memory changes.
+
+A kernel's next step is a function of its variables and of what it reads. A program that comes back to the same loads and
+atomics with equal variables, without having changed memory in between, therefore goes round for ever unless what it has
+read in that round changes. That is exact, so such a program blocks until then, and a deadlock is seen at once. A loop that
+counts its tries never comes back to equal variables; the scheduler gives up on it after many fruitless tries.
+"""
 
 from __future__ import annotations
 
 import ast
 import linecache
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+# Looks at the same bytes after which a program is watched, and places that are remembered of one that looks at many.
+_LOOKS = 8
+_PLACES = 4096
+
+# A look: (first address, elements, bytes of each), by which it is known again.
+Key = tuple[int, int, int]
+# Innermost first: the code of a kernel's frames, the instruction, the line and the variables.
+State = list[tuple[CodeType, int, int, dict[str, Any]]]
+
+
+@dataclass(slots=True)
+class Look:
+    """A load, or an atomic that changed nothing, and the bits that it has seen."""
+
+    verb: str
+    addresses: np.ndarray
+    mask: np.ndarray
+    itemsize: int
+    bits: np.ndarray
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        active = self.addresses[self.mask]
+        return int(active.min()), int(active.max()) + self.itemsize
+
+
+@dataclass(slots=True)
+class Round:
+    """Reads of a program since it was at ``key`` with the variables ``state``."""
+
+    key: Key
+    state: State
+    looks: dict[Key, Look] = field(default_factory=dict)
+    is_steady: bool = True  # nothing that it read twice has changed
+
+    def add(self, key: Key, look: Look) -> None:
+        known = self.looks.setdefault(key, look)
+        self.is_steady = self.is_steady and np.array_equal(known.bits, look.bits)
+
+
+@dataclass(slots=True)
+class Looking:
+    """Reads of one program since it last changed memory."""
+
+    counts: dict[Key, int] = field(default_factory=dict)
+    round: Round | None = None
+    last: Look | None = None
+    in_while: bool = False
+    code: tuple[CodeType, int] | None = None  # where it looked last, once it is watched
+
+    def returns(self, key: Key, state: Callable[[], State]) -> bool:
+        """Note a look at ``key`` that is about to come; True if the program was here before with equal variables."""
+        count = self.counts.get(key, 0) + 1
+        if len(self.counts) >= _PLACES:
+            self.counts.clear()
+        self.counts[key] = count
+        if count < _LOOKS:
+            return False
+        around = self.round
+        if around is not None and around.key == key and around.is_steady and around.looks:
+            if _same_state(state(), around.state):
+                return True
+        if count & (count - 1) == 0:  # ever more rarely, so that a round of any length is met (Brent)
+            now = state()
+            self.in_while = any(_innermost(_loops(code.co_filename), line) for code, _, line, _ in now)
+            self.round = Round(key, now)
+        elif around is not None and not around.is_steady and around.key == key:
+            self.round = Round(key, state())
+        return False
+
+    def looked(self, key: Key, look: Look) -> bool:
+        """Note a look; True if it is one of many in a ``while`` loop."""
+        self.last = look
+        if self.round is not None:
+            self.round.add(key, look)
+        return self.in_while and self.counts.get(key, 0) >= _LOOKS
+
+
+def _same_state(one: State, other: State) -> bool:
+    return len(one) == len(other) and all(
+        a[:2] == b[:2] and a[3].keys() == b[3].keys() and all(_same(a[3][name], b[3][name]) for name in a[3])
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality of two variables of a kernel; False where that cannot be said."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, (int, float, str)):
+        return a == b
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    for inner in ("handle", "data", "value"):  # a tensor, its handle, a constexpr
+        if hasattr(a, inner):
+            return getattr(a, "dtype", None) == getattr(b, "dtype", None) and _same(
+                getattr(a, inner), getattr(b, inner)
+            )
+    return False
 
 
 @cache
@@ -12,6 +128,13 @@ def waits_for_one_value(file: str, line: int) -> bool:
     """Whether what is read in ``line`` is polled by a ``while`` that ends at one value only: ``!=``, or ``not ... ==``."""
     loop = _innermost(_loops(file), line)
     return loop is not None and _is_polled(loop, line) and any(_is_inequality(node) for node in ast.walk(loop.test))
+
+
+@cache
+def is_polled(file: str, line: int) -> bool:
+    """True if the condition of a ``while`` loop depends on what is read in ``line`` of it."""
+    loop = _innermost(_loops(file), line)
+    return loop is not None and _is_polled(loop, line)
 
 
 def _is_inequality(node: ast.AST) -> bool:
@@ -39,5 +162,8 @@ def _innermost(loops: list[ast.While], line: int) -> ast.While | None:
 
 @cache
 def _loops(file: str) -> list[ast.While]:
-    tree = ast.parse("".join(linecache.getlines(file)))
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # a cell of a notebook, with its magic
+        return []
     return [node for node in ast.walk(tree) if isinstance(node, ast.While)]

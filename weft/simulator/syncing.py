@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.simulator.races import Races
-from weft.simulator.spinning import waits_for_one_value
+from weft.simulator.spinning import is_polled, waits_for_one_value
 from weft.simulator.trails import SCALAR, Access, ProgramTrail, Release, Sync, Trail, Word
 
 
@@ -56,6 +56,7 @@ class Words:
             trail.learn(known)
         code = self._races.code() if isinstance(trail, ProgramTrail) else None
         trail.notes |= self._missed(word, trail.rank, scope)
+        trail.hasty = word.hasty
         for other, note in word.notes.items():
             trail.notes.setdefault(other, note)
         trail.sync = Sync(verb, word.address, code)
@@ -77,6 +78,7 @@ class Words:
         code = self._races.code() if isinstance(trail, ProgramTrail) else None
         if isinstance(trail, ProgramTrail):
             trail.releases.append(Release(trail.stamp(SCALAR)[2], code, word.address))
+            word.hasty = (trail.ahead, code) if trail.ahead is not None else None
         known = trail.publish()
         if not keeps:
             word.forget()
@@ -130,9 +132,9 @@ class Words:
         if access.verb == "notify":
             word.notify_launches.add(launch)
             if back:
-                self._report(
-                    "epoch-back", f"{self._races.line_of(access)} sets a signal that has {old} to {new}", word, [access]
-                )
+                word.back = f"{self._races.line_of(access)} sets a signal that has {old} to {new}", access
+                if word.wait_launches or self._waiting_for(word) is not None:
+                    self.awaited(word)
             return
         if not back:
             return
@@ -148,7 +150,14 @@ class Words:
         word.added += 1
         self._took(word, new)
 
+    def awaited(self, word: Word) -> None:
+        """Report a notify that has set the word back, now that a program waits for the word."""
+        if word.back is not None:
+            (text, access), word.back = word.back, None
+            self._report("epoch-back", text, word, [access])
+
     def waited(self, word: Word, wanted: int, launch: int) -> None:
+        self.awaited(word)
         if wanted > 0:
             word.wanted = max(word.wanted, wanted)
             word.wait_launches.add(launch)
@@ -156,6 +165,8 @@ class Words:
     def polled(self, word: Word, trail: Trail) -> None:
         """A raw load or atomic that only looks: is it a loop that waits for equality?"""
         code = self._races.code() if isinstance(trail, ProgramTrail) else None
+        if code is not None and is_polled(code[0].co_filename, code[1]):
+            self.awaited(word)
         if code is not None and word.equality is None and waits_for_one_value(code[0].co_filename, code[1]):
             word.equality = (trail, code)
             self._equality(word)

@@ -14,6 +14,7 @@ was awaited, and of all else up to the last fence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class Access:
     sync: Sync
     message: np.ndarray | None = None
     resets: bool = False  # it set a signal back
+    launches: int | None = None  # of a copy: kernels that its rank had launched when it was given
 
 
 class Trail:
@@ -57,6 +59,9 @@ class Trail:
         self.code: tuple | None = None  # of host code and streams: the line that gave the operation
         # Whose writes an acquire did not make visible, and why: trail -> (kind, sentence).
         self.notes: dict[Trail, tuple[str, str]] = {}
+        # Of the last release acquired, if its program had not waited for the kernel before: what it did not cover, and where.
+        self.hasty: tuple[np.ndarray, tuple | None] | None = None
+        self.grid: Any = None  # of a program
         self.slot = slots.of(rank, name)
         self.clock = fit(clock, self.slot)
         self.tick()
@@ -241,6 +246,8 @@ class Word:
     wait_launches: set[int] = field(default_factory=set)
     equality: tuple[Trail, tuple] | None = None
     values: set[int] = field(default_factory=set)
+    hasty: tuple[np.ndarray, tuple | None] | None = None  # as of a trail
+    back: tuple[str, Access] | None = None  # a notify that set it back, to be reported if a program waits for it
 
     def forget(self) -> None:
         """A plain or relaxed store ends the release sequence."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from weft.simulator.ordering import Ordering
 from weft.simulator.races import kind_of
+from weft.simulator.spinning import is_polled
 from weft.simulator.syncing import addresses_in, signed
 from weft.simulator.trails import ASYNC, AWAITED, BLOCK, FLAGGED, SCALAR, Access, ProgramTrail, Sync, Trail
 
@@ -23,6 +24,7 @@ class Watcher(Ordering):
         self.memory.on_remove = self.removed
         # Where what was asked about, as an access that fails is, happened: by the words that say who it was.
         self.asked: dict[str, Access] = {}
+        self.unstarted = 0  # programs of the largest grid that could not start in a deadlock
 
     # --- what ends a run ---------------------------------------------------------------------------------------------
 
@@ -30,20 +32,43 @@ class Watcher(Ordering):
         trail = self.trail()
         self.asked[who] = Access(0, trail, SCALAR, 0, 0, 0, "access", self.races.code(), None, trail.sync)
 
+    def is_of_another_team(self, trail: Trail, tensor: str) -> bool:
+        """True if ``tensor``, an argument of the trail's kernel, lies in no heap of a team whose view the kernel has."""
+        grid, heap_of = trail.grid, self.memory.heap_of
+        if grid is None or not grid.views:
+            return False
+        mine = {heap_of(view.barriers.data_ptr()) for view in grid.views}
+        heaps = ((t.data_ptr(), heap_of(t.data_ptr())) for t in grid.launch.tensors)
+        names = (self.memory.find(at) for at, heap in heaps if heap is not None and heap not in mine)
+        return any(extent is not None and extent.name == tensor for extent in names)
+
     def waits(self, address: int, itemsize: int) -> None:
         """The running program begins to wait for a word."""
         trail = self.trail()
-        self.words.at(address, itemsize)
+        self.words.awaited(self.words.at(address, itemsize))
         trail.waits = (address, self.races.code())
 
     def waits_for_data(self, address: int) -> None:
         """The running program waits for Lamport words, the first of them at ``address``."""
         self.trail().waits = (address, self.races.code())
 
+    def spins(self, address: int, code: tuple | None) -> None:
+        """Note that the running program polls what is at ``address`` and does nothing else."""
+        self.trail().waits = (address, code)
+
     def deadlocked(self, unstarted: list[Any], tasks: list[str]) -> list[str]:
         """Nobody can go on; ``tasks`` says who waits for what. Reports the likely cause, and returns what can be said of each
         word that is waited for."""
-        waiting = [t.trail for t in self.machine.scheduler.waiting_tasks() if getattr(t, "trail", None) is not None]
+        waiting, spinning = [], set()
+        for task in self.machine.scheduler.waiting_tasks():
+            trail, looking = getattr(task, "trail", None), task.looking
+            if trail is not None:
+                waiting.append(trail)
+            if looking is not None and looking.code is not None:
+                spinning.add(trail)
+            if trail is not None and task.waiting is None:
+                # It spins: the wait that it has got past is not what it waits for.
+                trail.waits = (looking.last.extent[0], looking.code) if trail in spinning else None
         words: dict[int, list[Trail]] = {}
         for trail in waiting:
             if getattr(trail, "waits", None) is not None:
@@ -54,6 +79,7 @@ class Watcher(Ordering):
         rows = enumerate(zip(*self.launched_names, strict=False))
         differ = next(((i, row) for i, row in rows if len(set(row)) > 1), None)
         if unstarted:
+            self.unstarted = max(grid.total for grid in unstarted)
             kind = "residency"
             text = (
                 f"kernel {unstarted[0].launch.name} has {unstarted[0].total} programs and this GPU holds {self.machine.sms}: "
@@ -69,7 +95,8 @@ class Watcher(Ordering):
             where = getattr(trail, "waits", None)
             if where is not None and where[1] not in seen:
                 seen.add(where[1])
-                sides.append(Access(0, trail, SCALAR, 0, 0, 0, "wait", where[1], "sys", trail.sync))
+                verb = "spin" if trail in spinning else "wait"
+                sides.append(Access(0, trail, SCALAR, 0, 0, 0, verb, where[1], "sys", trail.sync))
         index = (address - extent.base) // extent.itemsize if extent is not None else 0
         name, rank = (extent.name, extent.rank) if extent is not None else ("", 0)
         self.races.report(kind, text, sides, name, rank, index, index, (*tasks, *causes))
@@ -122,7 +149,11 @@ class Watcher(Ordering):
             word = self.words.known(int(addresses[0]))
             if word is not None:
                 self.words.relaxed(trail, word, "sys")
-                self.words.polled(word, trail)
+                self._polled(trail, word, access)
+        if how == "lamport":
+            sender = self.races.last_store(int(addresses[0]))
+            if sender is not None:
+                self.residency.relied_on(trail, sender.trail, int(addresses[0]), access.code)
         self.races.read(trail, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
         if how == "lamport":
             trail.waits = (int(addresses[0]), access.code)
@@ -195,8 +226,7 @@ class Watcher(Ordering):
         else:
             self.words.relaxed(trail, word, scope)
         if not changes:
-            self.words.polled(word, trail)
-            trail.waits = (word.address, access.code) if sem == "acquire" else trail.waits
+            self._polled(trail, word, access)
         else:
             value = signed(new, word.itemsize)
             if op == "add":
@@ -209,6 +239,11 @@ class Watcher(Ordering):
                 self.words.unordered(trail, word, scope, keeps=True)
         if sem in ("acquire", "acq_rel"):
             trail.barrier()  # Triton hands the value to all threads through one
+
+    def _polled(self, trail: Trail, word: Any, access: Access) -> None:
+        self.words.polled(word, trail)
+        if access.code is not None and is_polled(access.code[0].co_filename, access.code[1]):
+            self.residency.waited(trail, word, None, access.code)
 
     def notified(self, address: int, bits: int, itemsize: int) -> None:
         """``st.release.sys`` of one thread, before it is done."""
@@ -228,6 +263,7 @@ class Watcher(Ordering):
         self.words.acquire(trail, word, "sys", "waited for")
         trail.barrier()
         self.words.waited(word, wanted, trail.launch)
+        self.residency.waited(trail, word, wanted, access.code)
         trail.waits = (address, access.code)
 
     def barrier(self) -> None:

@@ -33,6 +33,15 @@ class KernelFrames:
             frame = frame.f_back
         return library
 
+    def state(self) -> list[tuple[types.CodeType, int, int, dict[str, object]]]:
+        """(code, instruction, line, variables) of all kernel code now executing, innermost first."""
+        found, frame = [], sys._getframe(1)
+        while frame is not None:
+            if id(frame.f_code) in self.codes:
+                found.append((frame.f_code, frame.f_lasti, frame.f_lineno, dict(frame.f_locals)))
+            frame = frame.f_back
+        return found
+
     def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
         """(code, line) of the innermost kernel code that an exception came through, outside ``LIBRARIES`` if there is any."""
         found, inside, entry = None, None, error.__traceback__

@@ -56,6 +56,10 @@ class Interpreter:
         where nothing else does. None outside kernels."""
         return self._frames.innermost(outside)
 
+    def kernel_state(self) -> list[tuple[types.CodeType, int, int, dict[str, object]]]:
+        """(code, instruction, line, variables) of all kernel code now executing, innermost first."""
+        return self._frames.state()
+
     def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
         """(code, line) of the innermost kernel code that an exception came through; None if it came through none."""
         return self._frames.line_of(error)

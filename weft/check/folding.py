@@ -1,0 +1,94 @@
+"""Findings that follow from others: each is listed under its cause and is not counted.
+
+    divergence, overshoot,        under any ordering finding
+    an AssertionError of main
+    uninitialised                 under an ordering finding of that tensor at the reading line
+    deadlock                      under what went wrong with the words that are waited for
+    an ordering finding           under one of the signal through which its second side synchronised last; or under one of the
+                                  same tensor that shares a line with it and says more than that nothing orders the two
+    early-access                  under another one, or `unfollowed`, of the same kernel
+    uncleared                     under an ordering finding of two stores to that stage; a load beside it follows from it
+
+Only findings of a common run are folded (`divergence`: of a world size), and only under findings that no marker allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.simulator.findings import RACES, Finding
+
+# What may change results from schedule to schedule.
+DISORDER = RACES | {"uncleared"}
+_HANGS = DISORDER | {"epoch-back", "equality-wait"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A finding and the numbers of the runs that showed it."""
+
+    finding: Finding
+    runs: frozenset[int]
+
+
+def causes_of(seen: Sequence[Seen]) -> list[int]:
+    """For each finding the index of its cause, its own if it has none."""
+    parents = list(range(len(seen)))
+
+    def root(index: int) -> int:
+        while parents[index] != index:
+            index = parents[index]
+        return index
+
+    for index, effect in enumerate(seen):
+        for other, cause in enumerate(seen):
+            if other != index and root(other) != index and _explains(cause, effect, earlier=other < index):
+                parents[index] = other
+                break
+    return [root(index) for index in range(len(seen))]
+
+
+def _explains(cause: Seen, effect: Seen, *, earlier: bool) -> bool:
+    one, other = cause.finding, effect.finding
+    if one.allowed is not None or other.allowed is not None or not cause.runs & effect.runs:
+        return False
+    kind, is_ordering = other.kind, one.kind in RACES
+    same = bool(one.tensor) and one.tensor == other.tensor
+    touching = same and bool(_places(one) & _places(other))
+    if kind == "divergence":
+        return one.kind in DISORDER
+    if kind == "overshoot":
+        return is_ordering
+    if kind == "error":
+        return one.kind in DISORDER and other.message.startswith("AssertionError") and effect.runs <= cause.runs
+    if kind == "uninitialised":
+        return is_ordering and touching
+    if kind == "deadlock":
+        return one.kind in _HANGS and same
+    if kind == "uncleared":
+        return is_ordering and touching and _is_of_stores(one)
+    if kind == "early-access" and one.kind in ("early-access", "unfollowed"):
+        return _kernel(one) == _kernel(other) and (earlier or one.kind == "unfollowed")
+    if kind in RACES and one.kind == "uncleared":
+        return touching and not _is_of_stores(other)
+    if kind in RACES and is_ordering:
+        if not same:
+            return other.through == one.tensor != "" and (earlier or one.through != other.tensor)
+        says_more = (one.kind != "race") - (kind != "race")
+        return touching and (says_more > 0 or says_more == 0 and earlier)
+    return False
+
+
+def _places(finding: Finding) -> set[tuple[str, int]]:
+    return {(side.place.file, side.place.line) for side in finding.sides if side.place is not None}
+
+
+def _is_of_stores(finding: Finding) -> bool:
+    return all("load" not in side.verb for side in finding.sides)
+
+
+def _kernel(finding: Finding) -> str:
+    """The kernel of the later side: from "rank 0 kernel NAME program 1"."""
+    task = finding.sides[-1].task if finding.sides else ""
+    return task.partition(" kernel ")[2].partition(" program ")[0]

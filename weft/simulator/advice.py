@@ -1,0 +1,73 @@
+"""Remedies for a race by the nature of its two sides: copies, host code, two writers, a loop that polls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weft.simulator.clocks import at
+from weft.simulator.findings import Place
+from weft.simulator.spinning import is_polled
+from weft.simulator.trails import Access
+
+_STORES = ("store", "descriptor store")
+_COPY, _HOST = "copy", "host"
+
+
+def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple | None], Place | None]) -> str:
+    """One line for a race of two accesses; "" where its kind says enough."""
+    if kind != "race":
+        return ""
+    same_rank = earlier.trail.rank == later.trail.rank
+    if _COPY in (earlier.kind, later.kind):
+        return _of_copies(earlier, later) if same_rank else _of_peers_copies(later.kind == _COPY)
+    if _HOST in (earlier.kind, later.kind):
+        return (
+            "call team.synchronize() between the two"
+            if same_rank
+            else "call team.barrier() between the two: host code waits there for the streams of all ranks"
+        )
+    hasty = later.trail.hasty
+    if hasty is not None and at(hasty[0], earlier.slot) >= earlier.time:
+        where = place(hasty[1])
+        return (
+            f"call wl.wait_for_previous_kernel() before the notify in {where}: with launch_pdl=True the stores of the kernels "
+            f"before may come after it"
+        )
+    if any(_polls(access) for access in (earlier, later)):
+        return (
+            "poll with wl.wait, or with an atomic that acquires: a plain load orders nothing, and a compiler may take it out "
+            "of the loop, which then never ends"
+        )
+    if earlier.verb in _STORES and later.verb in _STORES:
+        return (
+            "let each write a place of its own, or mask all but one; order the two only if the later value is to stay"
+        )
+    if earlier.code is not None and earlier.code == later.code:
+        return "read and write in one step, with an atomic (tl.atomic_add), or give each program a place of its own"
+    return ""
+
+
+def _of_copies(earlier: Access, later: Access) -> str:
+    """Remedy for a copy and the main stream of its rank: by which was given first, not by which ran first."""
+    copy, other = (earlier, later) if earlier.kind == _COPY else (later, earlier)
+    copy_first = copy is earlier
+    if other.kind == _COPY or copy.launches is None:
+        return ""
+    if other.trail.grid is not None:
+        copy_first = other.trail.grid.number > copy.launches
+    if copy_first:
+        return "call team.copy_engine.join() after the copy: the main stream goes on beside it until then"
+    return (
+        "call team.copy_engine.fork() before the copy: it waits for what the main stream was given before fork() only"
+    )
+
+
+def _of_peers_copies(copy_last: bool) -> str:
+    if copy_last:
+        return "call team.barrier() before the copy, or fork() behind a kernel that waits for the other rank"
+    return "send team.copy_engine.signal() behind the copy and wait for it (wl.wait), or join() on its rank and team.barrier()"
+
+
+def _polls(access: Any) -> bool:
+    return access.verb == "load" and access.code is not None and is_polled(access.code[0].co_filename, access.code[1])

@@ -1,0 +1,74 @@
+"""Kernels that wait for programs which need not be resident: grids larger than a GPU that wait for one another in a circle.
+
+A program of a grid that its GPU cannot hold at once may have to end before another can start. It must not wait for what that
+other one does: for a program of its own grid, or for one of a peer's grid that is too large as well and waits for this one in
+turn. What earlier kernels, the copy engine, host code or grids that fit have sent does not depend on the end of a program of
+this grid, so that a wait for it cannot hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weft.simulator.trails import SCALAR, Access, Trail, Word
+
+
+class Residency:
+    """Record of the waits between grids too large for their GPU. ``report``: called as ``Races.report``."""
+
+    def __init__(self, sms: int, memory: Any, report: Callable[..., None]) -> None:
+        self._sms, self._memory, self._report = sms, memory, report
+        self._awaits: dict[Any, set[Any]] = {}
+
+    def waited(self, trail: Trail, word: Word, wanted: int | None, code: tuple | None) -> None:
+        """Note that ``trail`` has seen ``word`` at ``wanted`` or more (None: at some value that a loop polled for)."""
+        if self._is_too_large(trail):
+            for writer in _suppliers(word, wanted):
+                self.relied_on(trail, writer, word.address, code)
+
+    def relied_on(self, trail: Trail, writer: Trail, address: int, code: tuple | None) -> None:
+        """Note that ``trail`` has waited for what ``writer`` stored."""
+        if writer is trail or not (self._is_too_large(trail) and self._is_too_large(writer)):
+            return
+        mine, other = trail.grid, writer.grid
+        if other in self._awaits.setdefault(mine, set()) and other is not mine:
+            return
+        self._awaits[mine].add(other)
+        if not self._leads(other, mine):
+            return
+        suppliers = (
+            "others of it"
+            if other is mine
+            else f"programs of {writer.label.partition(' program ')[0]}, which wait for it"
+        )
+        text = (
+            f"kernel {mine.launch.name} has {mine.total} programs, some of which wait for {suppliers}, and this GPU holds "
+            f"{self._sms} at a time"
+        )
+        extent = self._memory.find(address)
+        access = Access(0, trail, SCALAR, 0, 0, 0, "wait", code, "sys", trail.sync)
+        self._report("residency", text, [access], extent.name if extent else "", extent.rank if extent else 0)
+
+    def _is_too_large(self, trail: Trail) -> bool:
+        return trail.grid is not None and trail.grid.total > self._sms
+
+    def _leads(self, start: Any, goal: Any) -> bool:
+        seen, left = {start}, [start]
+        while left:
+            grid = left.pop()
+            if grid is goal:
+                return True
+            left += [other for other in self._awaits.get(grid, ()) if other not in seen]
+            seen.update(left)
+        return False
+
+
+def _suppliers(word: Word, wanted: int | None) -> list[Trail]:
+    """Writers that the word needed to reach ``wanted``: the first that got there, and all that had added until then."""
+    found: list[Trail] = []
+    for trail, _, verb, value in word.writers:
+        found = [*found, trail] if "add" in verb else [trail]
+        if wanted is not None and value >= wanted:
+            break
+    return found

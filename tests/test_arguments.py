@@ -75,7 +75,7 @@ def test_doors_of_simulations():
     check_table(weft.launch, {"main": nothing, "device": "sim"}, launch)
     check = {
         **DOORS, "world_size": (*(v for v in WORLD if v != [1]), None, [], [2, 0], [2, "3"], [10**9]), "schedules": COUNT,
-        "sms": COUNT, "depth": COUNT, "strategy": CHOICE, "deterministic": FLAG, "script": (5, None),
+        "sms": OPTIONAL_COUNT, "depth": COUNT, "strategy": CHOICE, "deterministic": FLAG, "script": (5, None),
         "progress": CALLABLE, "on_results": CALLABLE,
     }  # fmt: skip
     check_table(weft.check, {"main": nothing, "world_size": 2}, check)

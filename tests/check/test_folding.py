@@ -179,7 +179,6 @@ def polled_plainly(team, _):
         (reusing.ranks_write_the_same_rows, "let each write a place of its own, or mask all but one"),
         (reusing.sum_without_an_atomic, "read and write in one step, with an atomic (tl.atomic_add)"),
         (notified_before_following, "call wl.wait_for_previous_kernel() before the notify in test_folding.py:"),
-        (tensor_of_another_team, "x lies in another team's heap than the view that the kernel has"),
         (polled_plainly, "poll with wl.wait, or with an atomic that acquires"),
         (publishing.notify_before_store, "order the two: a notify (release) after the first"),
     ],
@@ -188,6 +187,11 @@ def polled_plainly(team, _):
 def test_the_remedy_names_what_the_sides_are(main, says):
     found = weft.check(main, 2, schedules=4, args=(True,)).wrong
     assert [f.finding.remedy.startswith(says) for f in found] == [True], [f.finding.remedy for f in found]
+
+
+def test_a_tensor_of_another_team_is_named():
+    (found,) = weft.check(tensor_of_another_team, 2, schedules=2, args=(True,)).wrong
+    assert found.finding.message.endswith(": x is of another team's heap; pass the view of the team that made it")
 
 
 # --- how runs are made -------------------------------------------------------------------------------------------------------

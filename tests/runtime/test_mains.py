@@ -53,7 +53,6 @@ REFUSED = {
     "returned generator": (lambda team: generator(team), "main=<lambda> returned a generator"),
     "returned async generator": (lambda team: both(team), "main=<lambda> returned a async_generator"),
     "wrapper": (wrapped, "main=coroutine returned a coroutine"),
-    "no function": (3, "main=int of type int cannot be called"),
 }
 
 

@@ -291,7 +291,6 @@ def _of_error(error: Exception, machine: Any) -> Finding:
     kind, tensor, rank, index = "error", "", 0, 0
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     sides: tuple[Side, ...] = ()
-    advice = ""
     if isinstance(error, InvalidAccess):
         misaligned, gone = "misaligned" in error.verb, "freed" in error.nearest
         kind = "misaligned" if misaligned else "use-after-free" if gone else "out-of-bounds"
@@ -300,11 +299,6 @@ def _of_error(error: Exception, machine: Any) -> Finding:
             tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
         asked = machine.watcher.asked.get(error.who)
         sides = (races.side(replace(asked, verb=error.verb)),) if asked is not None else ()
-        if asked is not None and machine.watcher.is_of_another_team(asked.trail, tensor):
-            advice = (
-                f"{tensor} lies in another team's heap than the view that the kernel has: allocate it with that team, or pass "
-                f"the view of its own"
-            )
     elif failed is not None:
         kind = "misaligned" if isinstance(error, Misaligned) else kind
         code = machine.interpreter.line_of(error) or host_line_of(error)
@@ -314,7 +308,7 @@ def _of_error(error: Exception, machine: Any) -> Finding:
         kind = "residency"
     return Finding(
         kind=kind, message=message.splitlines()[0] if message else kind, tensor=tensor, rank=rank, first=index, last=index,
-        sides=sides, allowed=allowed_by(kind, sides), advice=advice,
+        sides=sides, allowed=allowed_by(kind, sides),
     )  # fmt: skip
 
 

@@ -10,9 +10,7 @@ from weft.errors import WrongMain
 
 
 def check_main(main: Any) -> None:
-    """WrongMain unless ``main`` can be called and its body then runs: ``async`` functions and generators only begin."""
-    if not callable(main):
-        raise WrongMain(_name(main), f"of type {type(main).__name__} cannot be called")
+    """WrongMain where a call of ``main`` does not run its body: ``async`` functions and generators only begin."""
     body = main
     while isinstance(body, functools.partial):
         body = body.func

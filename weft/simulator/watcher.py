@@ -32,16 +32,6 @@ class Watcher(Ordering):
         trail = self.trail()
         self.asked[who] = Access(0, trail, SCALAR, 0, 0, 0, "access", self.races.code(), None, trail.sync)
 
-    def is_of_another_team(self, trail: Trail, tensor: str) -> bool:
-        """True if ``tensor``, an argument of the trail's kernel, lies in no heap of a team whose view the kernel has."""
-        grid, heap_of = trail.grid, self.memory.heap_of
-        if grid is None or not grid.views:
-            return False
-        mine = {heap_of(view.barriers.data_ptr()) for view in grid.views}
-        heaps = ((t.data_ptr(), heap_of(t.data_ptr())) for t in grid.launch.tensors)
-        names = (self.memory.find(at) for at, heap in heaps if heap is not None and heap not in mine)
-        return any(extent is not None and extent.name == tensor for extent in names)
-
     def waits(self, address: int, itemsize: int) -> None:
         """The running program begins to wait for a word."""
         trail = self.trail()

@@ -287,3 +287,131 @@ def test_a_search_that_stops_early_says_bounded():
     )  # fmt: skip
     assert report.exhaustive == "bounded"
     assert "bounded" in str(report)
+
+
+@triton.jit
+def late_flag(x, out, team, HOW: tl.constexpr, WANTED: tl.constexpr):
+    """Rank 0 publishes data and then sets Y by an atomic, which may overtake the flag. Rank 1 looks at Y, then once at the flag."""
+    me = wl.rank(team)
+    home = wl.symm_at(x, 1, team)
+    if me == 0:
+        tl.store(home + tl.arange(0, 2), 1)
+        wl.notify(x + FLAG, 1, 4, team)
+        tl.atomic_xchg(home + Y, 1, sem="relaxed", scope="sys")
+    elif me == 1:
+        if tl.load(x + Y, volatile=True) == 1:
+            if HOW == "fence":
+                flag = tl.load(x + FLAG, volatile=True)
+                wl.fence(team)
+            else:
+                flag = tl.atomic_add(x + FLAG, 0, sem="acquire", scope="sys")
+            if flag == WANTED:
+                tl.store(out, 1 + tl.min(tl.load(x + tl.arange(0, 2))))
+    else:
+        tl.atomic_add(home + FLAG, 2, sem="relaxed", scope="sys")
+
+
+def test_an_acquire_of_the_old_value_learns_nothing_of_a_notify_that_is_under_way():
+    """The twin reads the data only where it has seen the flag."""
+    for how in ("acquire", "fence"):
+        assert {read for _, read in outcomes(late_flag, constants=(how, 0), kinds=["relaxed-order"])} == {0, 1, 2}
+        assert {read for _, read in outcomes(late_flag, constants=(how, 4))} == {0, 2}
+
+
+def test_a_read_modify_write_before_a_notify_arrives_goes_on_with_nothing_of_it():
+    """2: the third rank has added to 0, which the notify then overwrites. 6: it has added to what the notify stored."""
+    early = outcomes(late_flag, 3, constants=("acquire", 2), kinds=["relaxed-order"])
+    assert {read for _, read, _ in early} == {0, 1, 2}
+    assert {read for _, read, _ in outcomes(late_flag, 3, constants=("acquire", 6))} == {0, 2}
+
+
+@triton.jit
+def publish_to_next(x, token, team, SEM: tl.constexpr, READS: tl.constexpr, BARRIER: tl.constexpr):
+    """Rank 0 stores (or reads) rank 1's data and signals; rank 1 takes note of the signal without acquire order."""
+    at = tl.arange(0, 2)
+    if wl.rank(team) == 0:
+        if READS:
+            tl.store(token + at, tl.load(wl.symm_at(x, 1, team) + at))
+        else:
+            tl.store(wl.symm_at(x, 1, team) + at, 1)
+        if BARRIER:
+            tl.debug_barrier()
+        tl.atomic_xchg(wl.symm_at(x, 1, team) + FLAG, 1, sem=SEM, scope="sys")
+    else:
+        if SEM == "release":
+            tl.store(token, tl.load(x + FLAG, volatile=True))
+        else:
+            tl.store(token, tl.atomic_cas(x + FLAG, 1, 1, sem="relaxed", scope="sys"))
+
+
+@triton.jit
+def signal_relaxed(x, team):
+    if wl.rank(team) == 0:
+        tl.atomic_xchg(wl.symm_at(x, 1, team) + FLAG, 1, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def look(x, token, team):
+    if wl.rank(team) == 1:
+        tl.store(token, tl.load(x + FLAG, volatile=True))
+
+
+@triton.jit
+def go_on(x, token, out, team, READS: tl.constexpr):
+    at = tl.arange(0, 2)
+    if wl.rank(team) == 1 and tl.load(token) == 1:
+        if READS:
+            tl.store(x + at, 5)
+        else:
+            tl.store(out, 1 + tl.min(tl.load(x + at)))
+
+
+@triton.jit
+def only_access(x, token, team, READS: tl.constexpr):
+    at = tl.arange(0, 2)
+    if wl.rank(team) == 0:
+        if READS:
+            tl.store(token + at, tl.load(wl.symm_at(x, 1, team) + at))
+        else:
+            tl.store(wl.symm_at(x, 1, team) + at, 1)
+
+
+def next_kernels(*, sem="relaxed", reads=False, barrier=True, two=False, kinds=()):
+    """What rank 1's second kernel has read, or rank 0's first one."""
+    seen = set()
+
+    def main(team):
+        x, token, out = team.zeros(256, torch.int32, name="x"), *(torch.zeros(2, dtype=torch.int32) for _ in range(2))
+        if two:
+            only_access[(1,)](x, token, team.view, reads)
+            signal_relaxed[(1,)](x, team.view)
+            look[(1,)](x, token, team.view)
+        else:
+            publish_to_next[(1,)](x, token, team.view, sem, reads, barrier)
+        go_on[(1,)](x, token, out, team.view, reads)
+        return token.tolist()[0] if reads else out.tolist()[0]
+
+    report = weft.check.check(
+        main, 2, strategy="exhaustive", schedules=3000, deterministic=False,
+        on_results=lambda all: seen.add(all[0] if reads else all[1]),
+    )  # fmt: skip
+    assert report.exhaustive == "exhausted"
+    assert {f.finding.kind for f in report.findings} == set(kinds), str(report)
+    return seen
+
+
+def test_the_end_of_a_kernel_makes_an_acquire_of_its_relaxed_reads():
+    assert next_kernels(sem="release") == {0, 2}
+
+
+def test_the_beginning_of_a_kernel_makes_a_release_of_its_relaxed_writes():
+    """Of what the kernels before it did, not of what the kernel itself has stored."""
+    assert next_kernels(two=True) == {0, 2}
+    assert next_kernels(two=True, reads=True) == {0}
+    assert next_kernels(kinds=["race"]) == {0, 1, 2}
+
+
+def test_a_relaxed_write_behind_a_barrier_tells_that_loads_are_over():
+    """As at the end of torch's own symmetric-memory kernels."""
+    assert next_kernels(reads=True) == {0}
+    next_kernels(reads=True, barrier=False, kinds=["race"])

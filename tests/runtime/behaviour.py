@@ -189,6 +189,29 @@ def allocation_errors(team):
     return wrong
 
 
+@triton.jit
+def push_to_next(x, team, N: tl.constexpr):
+    me = wl.rank(team)
+    right = (me + 1) % wl.num_ranks(team)
+    tl.store(wl.symm_at(x, right, team) + tl.arange(0, N), (me + 1).to(x.dtype.element_ty))
+
+
+def fresh_tensors_are_pushed_into(team):
+    """What ``empty`` has returned is there on all ranks: a push may come before the peer has gone on. Also in the bytes of a
+    tensor that was freed, and in a team within the team."""
+    wrong = []
+    for group in (team, team.subset(list(range(team.size)), heap_bytes=4 << 20)):
+        for attempt in range(2):
+            x = group.empty(64, torch.float32, name="x")
+            push_to_next[(1,)](x, group.view, 64)
+            group.barrier()
+            expected = (group.rank - 1) % group.size + 1.0
+            if not x.eq(expected).all():
+                wrong.append(f"{group.name}, attempt {attempt}: {x.tolist()}, not {expected}")
+            group.free(x)
+    return wrong
+
+
 def teams_within_the_team(team):
     """A subset has its own ranks, heap and signals."""
     if team.size < 2:
@@ -209,6 +232,7 @@ ALL = [
     data_that_are_their_own_flag,
     flags_behind_copies,
     allocation_errors,
+    fresh_tensors_are_pushed_into,
     teams_within_the_team,
 ]
 

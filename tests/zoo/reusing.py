@@ -191,6 +191,24 @@ def source_overwritten_too_early(team, bug):
     team.barrier()
 
 
+@exhibit("race", "x, argument of take", "the copy engine refills a plain tensor that a kernel still reads: a join() tells the "
+         "kernels of the engine, not the engine of the kernels", take)  # fmt: skip
+def plain_tensor_refilled_too_early(team, bug):
+    source = team.zeros(N, torch.float32, name="source")
+    halves, got = [team.local(N, torch.float32) for _ in range(2)], team.local(N, torch.float32)
+    team.barrier()
+    team.copy_engine.fork()
+    team.copy_engine.get(halves[0], source, 1 - team.rank)
+    team.copy_engine.join()
+    take[(1,)](halves[0], got, N)
+    team.copy_engine.get(halves[1], source, 1 - team.rank)
+    team.copy_engine.join()
+    if not bug:
+        team.copy_engine.fork()
+    team.copy_engine.get(halves[0], source, 1 - team.rank)  # here
+    team.barrier()
+
+
 @triton.jit
 def take_after_wait(x, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
     at = tl.arange(0, N)

@@ -25,6 +25,7 @@ class Cluster:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.heaps: dict[tuple[str, int], torch.Tensor] = {}
+        self.carved: dict[tuple[str, int], int] = {}  # team and count of its tensors -> the rank that registered it
         self._made: dict[int, int] = {}
 
     def platform(self, rank: int, heap_bytes: int | None) -> VirtualPlatform:
@@ -41,7 +42,7 @@ class VirtualPlatform:
     def __init__(self, cluster: Cluster, team: str, members: list[int], place: int, heap_bytes: int) -> None:
         """``members`` are machine ranks; this is ``members[place]``."""
         self._cluster, self._machine, self._team, self._members = cluster, cluster.machine, team, members
-        self._meetings = self._subsets = 0
+        self._meetings = self._subsets = self._carved = 0
         self.rank, self.size = place, len(members)
         # One process holds all ranks, so the name says which.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
@@ -89,11 +90,20 @@ class VirtualPlatform:
         return False
 
     def carved(self, tensor: torch.Tensor, name: str) -> None:
-        nbytes = tensor.numel() * tensor.element_size()
-        # Poison: NaN in every float type, -1 in every integer, so that reading what nobody wrote shows.
-        self.heap[tensor.data_ptr() - self.heap.data_ptr() :][:nbytes].fill_(0xFF)
-        self._machine.uninitialised.add(tensor.data_ptr())
-        self._machine.memory.add(Extent(tensor.data_ptr(), nbytes, self.rank, name, tensor.element_size()))
+        """Called by each rank once all have agreed. The first registers the tensor on all of them, so that a rank which goes on
+        may use it at peers that have not come so far."""
+        offset, nbytes = tensor.data_ptr() - self.heap.data_ptr(), tensor.numel() * tensor.element_size()
+        first = self._cluster.carved.setdefault((self._team, self._carved), self.rank)
+        self._carved += 1
+        if first != self.rank:
+            return
+        for rank in range(self.size):
+            heap = self.peer_heap(rank)
+            base = heap.data_ptr() + offset
+            # Poison: NaN in every float type, -1 in every integer, so that reading what nobody wrote shows.
+            heap[offset : offset + nbytes].fill_(0xFF)
+            self._machine.uninitialised.add(base)
+            self._machine.memory.add(Extent(base, nbytes, rank, name, tensor.element_size()))
 
     def released(self, tensor: torch.Tensor) -> None:
         self._machine.pointers.free(tensor)

@@ -67,14 +67,18 @@ class Accesses:
         self.changes()
         if self._on_event is not None:
             self.note("store", self._first(addresses, mask))
+        if self.delays is not None:
+            self._own_access(addresses, mask, bits.dtype.itemsize)
+        landed = None
         if self.watcher is not None:
             self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
-            self.watcher.store(addresses, bits, mask, access)
+            landed = self.watcher.store(addresses, bits, mask, access)
         if self.delays is not None:
-            self.delays.leak()
             self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
-            self.delays.take(self.scheduler.current, addresses, bits, mask, access)
+            self.delays.take(self.scheduler.current, addresses, bits, mask, access, landed)
             return
+        if landed is not None:
+            landed()
         self.memory.store(addresses, bits, mask, self.who)
         active = addresses[mask]
         if active.size:
@@ -194,14 +198,18 @@ class Accesses:
         everywhere = np.ones(1, bool)
         if self._on_event is not None:
             self.note("store", self._first(at, everywhere))
+        landed = None
+        if self.delays is not None:
+            self._own_access(at, everywhere, itemsize)
         if self.watcher is not None:
             self.memory.check(at, everywhere, itemsize, self.who)
-            self.watcher.notified(address, int(value[0]), itemsize)
+            landed = self.watcher.notified(address, int(value[0]), itemsize)
         if self.delays is not None:
-            self.delays.leak()
             self.memory.check(at, everywhere, itemsize, self.who)
-            self.delays.take_release(self.scheduler.current, at, value)
+            self.delays.take_release(self.scheduler.current, at, value, landed)
             return
+        if landed is not None:
+            landed()
         self.memory.store(at, value, everywhere, self.who)
         self.scheduler.written(address, address + itemsize)
 

@@ -6,6 +6,8 @@ CTA barrier, descriptor stores once drained. A fence empties nothing either: wha
 was stored before. An atomic is done at once, and brings in first what its order covers; at GPU scope, what goes to the own GPU.
 A program sees its own stores at once, and what it has read back has arrived.
 
+The checker is told of a store's arrival, too: an acquire that finds the old value has not synchronised with it.
+
 For an exhaustive search each late store is a task, so that its arrival is a choice like any other. Otherwise some source lines,
 other ones for each seed, have their stores held back until nobody can go on without them: only so does a store come later than
 an answer to what its program stored after it.
@@ -14,7 +16,7 @@ an answer to what its program stored after it.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +30,13 @@ _LEAK = 0.08
 _HELD = 0.3
 
 
+Landed = Callable[[], None] | None
+
+
 @dataclass(slots=True, eq=False)
 class Delayed:
-    """One store. ``covered``: by the releases to come; ``after``: what arrives before it."""
+    """One store. ``covered``: by the releases to come; ``after``: what arrives before it; ``landed``: called just before its
+    bits are in memory."""
 
     addresses: np.ndarray
     bits: np.ndarray
@@ -40,6 +46,7 @@ class Delayed:
     covered: bool
     line: tuple
     after: list[Delayed]
+    landed: Landed = None
     drained: bool = False
     arrived: bool = False
     task: Any = None
@@ -65,15 +72,17 @@ class Delays:
 
     # --- what a program does -----------------------------------------------------------------------------------------
 
-    def take(self, task: Any, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> None:
+    def take(
+        self, task: Any, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str, landed: Landed
+    ) -> None:
         """A weak store."""
         if mask.any():
             one_thread = addresses.size == 1 and how != "tma"
-            self._add(task, addresses[mask], bits[mask], how == "tma", one_thread, self._before(task))
+            self._add(task, addresses[mask], bits[mask], how == "tma", one_thread, self._before(task), landed)
 
-    def take_release(self, task: Any, address: np.ndarray, bits: np.ndarray) -> None:
+    def take_release(self, task: Any, address: np.ndarray, bits: np.ndarray, landed: Landed) -> None:
         """A release store by one thread, at system scope."""
-        self._add(task, address, bits, False, True, [*self._before(task), *self._covered(task, "sys")])
+        self._add(task, address, bits, False, True, [*self._before(task), *self._covered(task, "sys")], landed)
 
     def atomic(self, task: Any, releases: bool, scope: str) -> None:
         """An atomic is about to be done."""
@@ -131,11 +140,13 @@ class Delays:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _add(
-        self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[Delayed]
-    ) -> None:
+        self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[Delayed],
+        landed: Landed,
+    ) -> None:  # fmt: skip
         low, high = int(addresses.min()), int(addresses.max()) + bits.dtype.itemsize
         self.touch(task, low, high)
-        late = Delayed(addresses, bits, low, high, tma, covered, self._line(task), [a for a in after if not a.arrived])
+        after = [late for late in after if not late.arrived]
+        late = Delayed(addresses, bits, low, high, tma, covered, self._line(task), after, landed)
         self._buffers.setdefault(task, []).append(late)
         if self._tasks:
             self._spawn(task, late)
@@ -183,6 +194,8 @@ class Delays:
                 self._buffers[task].remove(one)
                 if one.task is not None:
                     one.task.next = None  # nothing is left of it to order
+                if one.landed is not None:
+                    one.landed()
                 everywhere = np.ones(one.addresses.shape, bool)
                 self._machine.memory.store(one.addresses, one.bits, everywhere, lambda: task.label)
                 self._machine.scheduler.written(one.low, one.high)

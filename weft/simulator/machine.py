@@ -169,6 +169,10 @@ class Machine(Accesses, Launches):
         if self.watcher is not None:
             self.watcher.joined(stream)
 
+    def is_idle(self, rank: int) -> bool:
+        """Whether no kernel, copy or other stream operation of ``rank`` is under way."""
+        return rank not in self._left and all(s.idle for (owner, _), s in self._streams.items() if owner == rank)
+
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: int) -> int:

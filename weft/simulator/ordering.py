@@ -19,7 +19,7 @@ from weft.simulator.residency import Residency
 from weft.simulator.syncing import Words, signed
 from weft.simulator.trails import SCALAR, Access, ProgramTrail, Sync, Trail
 
-# Tensors of a rank that stay known after their use, until its streams have met.
+# Ordinary tensors of a rank that stay known after their use, as long as something may still come that is not ordered behind it.
 _HELD = 64
 
 
@@ -132,8 +132,8 @@ class Ordering:
             return
         for address, old in before.items():
             word = self.words.at(address, itemsize)
-            self.words.stored(word, access, old, self.words.value(word), main.launch)
-            self.words.unordered(main, word, None, keeps=False)
+            self.words.stored(word, access, self.words.value(word), main.launch, old)
+            self.words.unordered(main, word, None, keeps=False)()
         self.races.write(main, access, addresses, itemsize)
 
     def _bits(self, addresses: np.ndarray, itemsize: int) -> np.ndarray | None:
@@ -200,7 +200,7 @@ class Ordering:
         value = self.memory.read_word(source, itemsize, lambda: trail.label)
         word.wrote(trail, None, "copy engine's signal", signed(value, itemsize))
         self.races.write(trail, access, np.uint64(target) + steps, itemsize)
-        self.words.release(trail, word, "sys", "signalled", keeps=False)
+        self.words.release(trail, word, "sys", "signalled", keeps=False)()
 
     def joined(self, name: str) -> None:
         rank = self.machine.rank
@@ -237,13 +237,39 @@ class Ordering:
 
     def hold(self, rank: int, tensors: list[Any], name: str) -> None:
         """Keep ordinary tensors known (and alive, so that their addresses stay theirs) until the streams have met."""
+        held = self._held[rank]
+        if len(held) + len(tensors) > _HELD:
+            self._let_go(rank)
         for tensor in tensors:
             base = self.memory.add_tensor(tensor, rank, name)
             if base is not None:
-                self._held[rank].append((tensor, base))
-        while len(self._held[rank]) > _HELD:
-            self.memory.remove(self._held[rank].pop(0)[1])
+                if any(other == base for _, other in held):
+                    self.memory.remove(base)  # counted once
+                else:
+                    held.append((tensor, base))
+        while len(held) > _HELD:
+            self.memory.remove(held.pop(0)[1])
 
     def _let_go(self, rank: int) -> None:
-        while self._held[rank]:
-            self.memory.remove(self._held[rank].pop()[1])
+        """Forget the ordinary tensors whose uses so far come before all that the rank's streams can still do."""
+        if not self.machine.is_idle(rank):
+            return
+        to_come = self._to_come(rank)
+        kept = []
+        for tensor, base in self._held[rank]:
+            if all(self.races.is_past(base, clock) for clock in to_come):
+                self.memory.remove(base)
+            else:
+                kept.append((tensor, base))
+        self._held[rank][:] = kept
+
+    def _to_come(self, rank: int) -> list[np.ndarray]:
+        """What the next operation of each of the rank's streams will know, whatever it is."""
+        cpu = self._cpu[rank]
+        clocks = [joined(self._main[rank].clock.copy(), cpu)]
+        for (owner, name), trail in self._streams.items():
+            if owner == rank:
+                known = joined(trail.clock.copy(), cpu)
+                forked = self._forks.get((rank, name))
+                clocks.append(known if forked is None else joined(known, forked))
+        return clocks if len(clocks) > 1 else [cpu]

@@ -120,6 +120,16 @@ class Races:
         """An extent is gone: what comes to its addresses is another tensor."""
         self._shadows.pop(base, None)
 
+    def is_past(self, base: int, clock: np.ndarray) -> bool:
+        """Whether ``clock`` knows of all accesses to the extent at ``base`` that are remembered."""
+        shadow = self._shadows.get(base)
+        if shadow is None or shadow.unit == 0:
+            return True
+        numbers = {number for number in distinct(shadow.writes) if number > INITIAL}
+        for number in distinct(shadow.reads):
+            numbers.update(self._sets[number])
+        return all(at(clock, (one := self._accesses[number]).slot) >= one.time for number in numbers)
+
     def last_store(self, address: int) -> Access | None:
         """Who wrote the byte last, where that is known."""
         extent = self.memory.find(address)

@@ -1,12 +1,14 @@
 """Synchronisation words: what a release makes known, what an acquire learns, and what goes wrong with signals.
 
-A word is any scalar that a notify, a wait or an atomic has touched. PTX in short: an acquire that reads a release's value, or
+A word is any scalar that a notify, a wait or an atomic has touched. What a release makes known is credited to the word when its
+store arrives, so an acquire that reads the value before learns nothing of it. PTX in short: an acquire that reads a release's value, or
 one that a chain of read-modify-writes made of it, learns what the releaser knew, if the scope of each includes the other.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,36 +75,53 @@ class Words:
             )
             trail.notes.setdefault(other, ("relaxed-order", sentence))
 
-    def release(self, trail: Trail, word: Word, scope: str, verb: str, *, keeps: bool) -> None:
-        """``trail`` writes the word with release order; ``keeps``: by a read-modify-write, which goes on with the sequence."""
-        code = self._races.code() if isinstance(trail, ProgramTrail) else None
-        if isinstance(trail, ProgramTrail):
+    def release(self, trail: Trail, word: Word, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
+        """``trail`` writes the word with release order; ``keeps``: by a read-modify-write, which goes on with the sequence.
+
+        Returns what to call when the write is in memory: acquires know of it from then on."""
+        is_program = isinstance(trail, ProgramTrail)
+        code = self._races.code() if is_program else None
+        hasty = None
+        if is_program:
             trail.releases.append(Release(trail.stamp(SCALAR)[2], code, word.address))
-            word.hasty = (trail.ahead, code) if trail.ahead is not None else None
-        known = trail.publish()
-        if not keeps:
-            word.forget()
-        word.unreleased.pop(trail, None)
-        word.release(trail.rank, known, scope)
-        word.notes |= trail.notes
-        if scope != "sys":
-            where = self._races.place(code)
-            word.unreleased[trail] = ("scope", f"the release in {where} has scope {scope}", scope)
+            hasty = (trail.ahead, code) if trail.ahead is not None else None
+        known, notes = trail.publish(), dict(trail.notes)
         trail.sync = Sync(verb, word.address, code)
 
-    def unordered(self, trail: Trail, word: Word, scope: str | None, *, keeps: bool) -> None:
-        """``trail`` writes the word without release order (``scope`` None: a plain store)."""
-        if not keeps:
-            word.forget()
-        if isinstance(trail, ProgramTrail) and scope is not None and trail.fenced is not None:
-            word.release(trail.rank, trail.fenced, scope)
-            return
+        def landed() -> None:
+            if is_program:
+                word.hasty = hasty
+            if not keeps:
+                word.forget()
+            word.unreleased.pop(trail, None)
+            word.release(trail.rank, known, scope)
+            word.notes |= notes
+            if scope != "sys":
+                where = self._races.place(code)
+                word.unreleased[trail] = ("scope", f"the release in {where} has scope {scope}", scope)
+
+        return landed
+
+    def unordered(self, trail: Trail, word: Word, scope: str | None, *, keeps: bool) -> Callable[[], None]:
+        """``trail`` writes the word without release order (``scope`` None: a plain store). Returns as ``release`` does."""
+        known = trail.relaxed() if isinstance(trail, ProgramTrail) and scope is not None else None
+        is_fenced = known is not None and trail.fenced is not None
         place = self._races.place(self._races.code()) if isinstance(trail, ProgramTrail) else trail.label
-        word.unreleased[trail] = (
-            "relaxed-order",
-            f"{place} writes {self._memory.describe(word.address)} without release order",
-            "",
-        )
+
+        def landed() -> None:
+            if not keeps:
+                word.forget()
+            if known is not None:
+                word.release(trail.rank, known, scope)
+            if is_fenced:
+                return
+            word.unreleased[trail] = (
+                "relaxed-order",
+                f"{place} writes {self._memory.describe(word.address)} without release order",
+                "",
+            )
+
+        return landed
 
     def _missed(self, word: Word, rank: int, scope: str) -> dict[Trail, tuple[str, str]]:
         """Writers that an acquire of ``rank`` at ``scope`` does not synchronise with, and why."""
@@ -123,10 +142,11 @@ class Words:
 
     # --- what goes wrong with signals --------------------------------------------------------------------------------
 
-    def stored(self, word: Word, access: Access, old: int, new: int, launch: int) -> None:
-        """A word was set. Reports what is wrong with the value."""
-        trail, bits = access.trail, 8 * word.itemsize
-        back = (new - old) % (1 << bits) >= 1 << (bits - 1)
+    def stored(self, word: Word, access: Access, new: int, launch: int, old: int | None = None) -> None:
+        """A word is being set, from ``old`` or what memory still has. Reports what is wrong with the value."""
+        trail = access.trail
+        old = self.value(word) if old is None else old
+        back = _is_back(word, old, new)
         word.wrote(trail, access.code, access.verb, new)
         self._took(word, new)
         if access.verb == "notify":
@@ -143,6 +163,10 @@ class Words:
         if waiter is not None:
             text = f"{self._races.line_of(access)} sets a signal from {old} to {new} while {waiter} waits for it"
             self._report("signal-reset", text, word, [access])
+
+    def sets_back(self, word: Word, new: int) -> bool:
+        """Whether ``new`` is less than what memory has."""
+        return _is_back(word, self.value(word), new)
 
     def added(self, word: Word, access: Access, new: int, launch: int) -> None:
         word.wrote(access.trail, access.code, access.verb, new)
@@ -232,6 +256,11 @@ class Words:
             return
         index = (word.address - extent.base) // extent.itemsize
         self._races.report(kind, text, accesses, extent.name, extent.rank, index, index)
+
+
+def _is_back(word: Word, old: int, new: int) -> bool:
+    bits = 8 * word.itemsize
+    return (new - old) % (1 << bits) >= 1 << (bits - 1)
 
 
 def signed(word: int, itemsize: int) -> int:

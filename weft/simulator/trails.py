@@ -5,7 +5,8 @@ stream  a side stream (the copy engine)
 program a program instance. Its threads are not one: a release by one thread covers what all threads did before the last
         CTA barrier, and its own; tensor-descriptor stores are covered once they are drained, before such a barrier
 
-What a program does is of five kinds, with a slot each: ``SCALAR`` by one thread; ``BLOCK`` by all; ``ASYNC`` by the
+What a program does is of several kinds, with a slot each: ``SCALAR`` by one thread; ``BLOCK`` by all, but for plain loads, which
+are ``LOADED``: behind a CTA barrier they have their values, so that even a relaxed write makes them known; ``ASYNC`` by the
 asynchronous proxy; ``FLAGGED`` Lamport stores; ``AWAITED`` loads whose value the program has had before it went on (Lamport
 and volatile ones), and its own Lamport stores that such a load has found in memory. A Lamport word tells its reader of what
 was awaited, and of all else up to the last fence.
@@ -20,7 +21,7 @@ import numpy as np
 
 from weft.simulator.clocks import HEARD, TOLD, Slots, fit, joined
 
-BLOCK, SCALAR, ASYNC, FLAGGED, AWAITED = "block", "scalar", "async", "flagged", "awaited"
+BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 
 
 @dataclass(slots=True)
@@ -116,12 +117,14 @@ class ProgramTrail(Trail):
         self.seen: np.ndarray | None = None
         self.proxy = self.clock.copy()
         self.proxy[:, self.slot] -= 1
+        self.begun = self.proxy.copy()  # what a kernel that begins knows, as if behind a fence
 
     def follow(self) -> None:
         """The kernel before has ended, and all threads and the asynchronous proxy see what it did."""
         assert self.ahead is not None
         self.learn(self.ahead)
         self.proxy = joined(self.proxy, self.ahead)
+        self.begun = joined(self.begun, self.ahead)
         self.ahead = None
 
     def _of(self, kind: str) -> _Threads:
@@ -180,6 +183,16 @@ class ProgramTrail(Trail):
         self.tick()
         return known
 
+    def relaxed(self) -> np.ndarray:
+        """The clock that a relaxed write makes known: of the last fence or the kernel's begin, and loads that are over."""
+        known = self.begun if self.fenced is None else self.fenced
+        for kind in (LOADED, AWAITED):
+            if kind in self._threads:
+                threads = self._threads[kind]
+                known = fit(known.copy(), threads.slot)
+                known[:, threads.slot] = threads.published
+        return known
+
     def fence_proxy(self) -> None:
         self.proxy = self.clock.copy()
         self.step()
@@ -217,8 +230,8 @@ class ProgramTrail(Trail):
         self.seen = joined(clock.copy(), self.seen) if self.seen is not None else clock.copy()
 
     def finish(self) -> np.ndarray:
-        """The clock at the program's end: all of it has landed."""
-        known = self.clock
+        """The clock at the program's end: all of it has landed, and its relaxed reads are as behind a fence."""
+        known = self.clock if self.seen is None else joined(self.clock, self.seen)
         for threads in self._threads.values():
             known[:, threads.slot] = self.slots.time[threads.slot]
         return known

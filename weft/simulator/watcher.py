@@ -5,6 +5,8 @@ A machine without a watcher pays one comparison an access.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from weft.simulator.ordering import Ordering
 from weft.simulator.races import kind_of
 from weft.simulator.spinning import is_polled
 from weft.simulator.syncing import addresses_in, signed
-from weft.simulator.trails import ASYNC, AWAITED, BLOCK, FLAGGED, SCALAR, Access, ProgramTrail, Sync, Trail
+from weft.simulator.trails import ASYNC, AWAITED, FLAGGED, LOADED, SCALAR, Access, ProgramTrail, Sync, Trail
 
+# Elements of a relaxed access, up to which each is looked at as a synchronisation word.
+_FEW = 32
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
 
@@ -134,12 +138,12 @@ class Watcher(Ordering):
         self._translated(trail, addresses, bits)
         scope = "sys" if how == "volatile" else None
         # Every thread loads, a scalar too; one thread stores a scalar.
-        access = self.races.access(trail, AWAITED if how in ("volatile", "lamport") else BLOCK, _VERBS[how], scope)
-        if how == "volatile" and addresses.size == 1:
-            word = self.words.known(int(addresses[0]))
-            if word is not None:
-                self.words.relaxed(trail, word, "sys")
-                self._polled(trail, word, access)
+        access = self.races.access(trail, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
+        if how == "volatile" and addresses.size <= _FEW:
+            for word in self.words.within(int(addresses.min()), int(addresses.max()) + itemsize):
+                if addresses_in(word, addresses).size:
+                    self.words.relaxed(trail, word, "sys")
+                    self._polled(trail, word, access)
         if how == "lamport":
             sender = self.races.last_store(int(addresses[0]))
             if sender is not None:
@@ -151,14 +155,16 @@ class Watcher(Ordering):
         if self._translated(trail, addresses, None):
             self._untranslated(trail, access, addresses)
 
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> None:
-        """Before the bits are written."""
+    def store(
+        self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str
+    ) -> Callable[[], None] | None:
+        """Before the bits are written. Returns what to call when they arrive in memory, just before."""
         trail = self.trail()
         if not mask.all():
             addresses, bits = addresses[mask], bits[mask]
         if addresses.size == 0:
-            return
-        addresses, bits = addresses.ravel(), bits.ravel()
+            return None
+        addresses, bits, landed = addresses.ravel(), bits.ravel(), []
         verb = {"plain": "store", "tma": "descriptor store", "lamport": "lamport store"}[how]
         kind = {"plain": kind_of(addresses), "tma": ASYNC, "lamport": FLAGGED}[how]
         access = self.races.access(trail, kind, verb)
@@ -167,24 +173,30 @@ class Watcher(Ordering):
         itemsize = bits.dtype.itemsize
         for word in self.words.within(int(addresses.min()), int(addresses.max()) + itemsize):
             for i in addresses_in(word, addresses):
-                old, new = self.words.value(word), signed(bits[i], itemsize)
-                self.words.stored(word, access, old, new, trail.launch)
-                self.words.unordered(trail, word, None, keeps=False)
+                new = signed(bits[i], itemsize)
+                access.resets = access.resets or self.words.sets_back(word, new)
+                landed.append(partial(self.words.stored, word, access, new, trail.launch))
+                landed.append(self.words.unordered(trail, word, None, keeps=False))
         lamport = how == "lamport"
         self.races.write(trail, access, addresses, itemsize, lamport=lamport)
         if lamport:
-            self._message(trail, access, addresses, bits)
+            landed += self._message(trail, access, addresses, bits)
+        return partial(_call_all, landed) if landed else None
 
-    def _message(self, trail: Trail, access: Access, addresses: np.ndarray, bits: np.ndarray) -> None:
+    def _message(
+        self, trail: Trail, access: Access, addresses: np.ndarray, bits: np.ndarray
+    ) -> list[Callable[[], None]]:
+        """What is to be called when the words arrive, which tell their reader something from then on."""
         unwritten = 1 << (8 * bits.dtype.itemsize - 1)
         if (bits != unwritten).any():  # not a clear, which tells nobody anything
-            access.message = trail.message()
+            message = trail.message()
             held = self.memory.load(addresses, np.ones(addresses.shape, bool), bits.dtype.itemsize, self.machine.who)
             if (held != unwritten).any():
                 text = f"{self.races.line_of(access)} sends words into a stage that still holds others"
                 self._report("uncleared", text, access, addresses[held != unwritten])
-        else:
-            trail.step()
+            return [partial(setattr, access, "message", message)]
+        trail.step()
+        return []
 
     def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:
         """After it was done; arrays of those elements that are not masked off, as raw bits."""
@@ -195,7 +207,7 @@ class Watcher(Ordering):
         access = self.races.access(trail, kind_of(addresses), f"atomic {op} ({sem}, {scope})", scope)
         if self._translated(trail, addresses, None):
             self._untranslated(trail, access, addresses)
-        if addresses.size <= 32 or sem != "relaxed":
+        if addresses.size <= _FEW or sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
                 self._on_word(
                     op, trail, access, self.words.at(address, itemsize), int(old[i]), int(new[i]), sem, scope, changes
@@ -224,9 +236,9 @@ class Watcher(Ordering):
             else:
                 word.wrote(trail, access.code, access.verb, value)
             if sem in ("release", "acq_rel"):
-                self.words.release(trail, word, scope, "released", keeps=True)
+                self.words.release(trail, word, scope, "released", keeps=True)()
             else:
-                self.words.unordered(trail, word, scope, keeps=True)
+                self.words.unordered(trail, word, scope, keeps=True)()
         if sem in ("acquire", "acq_rel"):
             trail.barrier()  # Triton hands the value to all threads through one
 
@@ -235,16 +247,16 @@ class Watcher(Ordering):
         if access.code is not None and is_polled(access.code[0].co_filename, access.code[1]):
             self.residency.waited(trail, word, None, access.code)
 
-    def notified(self, address: int, bits: int, itemsize: int) -> None:
-        """``st.release.sys`` of one thread, before it is done."""
+    def notified(self, address: int, bits: int, itemsize: int) -> Callable[[], None]:
+        """``st.release.sys`` of one thread, before it is done. Returns as ``store`` does."""
         trail, word = self.trail(), self.words.at(address, itemsize)
         access = self.races.access(trail, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
         if self._translated(trail, at, None):
             self._untranslated(trail, access, at)
-        self.words.stored(word, access, self.words.value(word), signed(bits, itemsize), trail.launch)
+        stored = partial(self.words.stored, word, access, signed(bits, itemsize), trail.launch)
         self.races.write(trail, access, at, itemsize)
-        self.words.release(trail, word, "sys", "notified", keeps=False)
+        return partial(_call_all, [stored, self.words.release(trail, word, "sys", "notified", keeps=False)])
 
     def waited(self, address: int, itemsize: int, wanted: int) -> None:
         trail, word = self.trail(), self.words.at(address, itemsize)
@@ -302,3 +314,8 @@ class Watcher(Ordering):
     def removed(self, low: int, high: int) -> None:
         self.races.untouch(low)
         self.words.drop(low, high)
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -343,3 +343,26 @@ def store_tile_then_load(data, got, N: tl.constexpr, BUG: tl.constexpr):
 def own_descriptor_store_read_back(team, bug):
     data, _, got = tensors(team)
     store_tile_then_load[(1,)](data, got, N, bug)
+
+
+@triton.jit
+def reduced(total, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        tile = tl.make_tensor_descriptor(total, [1, N], [N, 1], [1, N])
+        tile.atomic_add([0, 0], tl.full((1, N), 1.0, tl.float32))  # here
+        if BUG:
+            tl.debug_barrier()
+            tl.atomic_xchg(wl.symm_at(landed, 1, team), 1, sem="release", scope="sys")
+        else:
+            wl.notify(landed, 1, 1, team)
+    else:
+        wl.wait(landed, 1, team)
+        tl.store(got + at, tl.load(wl.symm_at(total, 0, team) + at))  # here
+
+
+@exhibit("undrained-tma", "data", "a signal after a descriptor's reduction that need not have landed", reduced)
+def signal_overtakes_descriptor_reduction(team, bug):
+    data, landed, got = tensors(team)
+    reduced[(1,)](data, landed, got, team.view, N, bug)
+    team.barrier()

@@ -285,3 +285,34 @@ def fork_after_the_launch(team, bug):
     team.copy_engine.put(target, source, 1 - team.rank)
     team.copy_engine.signal(landed, one, 1 - team.rank)
     team.barrier()
+
+
+@triton.jit
+def turned(x, scratch, got, N: tl.constexpr, BUG: tl.constexpr):
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    tl.store(scratch + rows * N + columns, tl.load(x + rows * N + columns))  # here
+    if not BUG:
+        tl.debug_barrier()
+    tl.store(got + rows * N + columns, tl.load(scratch + columns * N + rows))  # here
+
+
+@exhibit("cta-race", "scratch, argument of turned", "a tile is written by rows and read by columns without a CTA barrier",
+         turned, world_size=1)  # fmt: skip
+def tile_turned_in_memory(team, bug):
+    x, scratch, got = (team.local((N, N), torch.float32) for _ in range(3))
+    turned[(1,)](x, scratch, got, N, bug)
+
+
+@triton.jit
+def counted_in_memory(count, got, N: tl.constexpr, BUG: tl.constexpr):
+    tl.store(count, 3)  # here
+    if not BUG:
+        tl.debug_barrier()
+    last = tl.load(count)  # here
+    tl.store(got + tl.arange(0, N), last)
+
+
+@exhibit("cta-race", "count, argument of counted_in_memory", "one thread stores a scalar, and all load it without a CTA barrier",
+         counted_in_memory, world_size=1)  # fmt: skip
+def scalar_read_back(team, bug):
+    counted_in_memory[(1,)](team.local(1, torch.int32), team.local(N, torch.int32), N, bug)

@@ -29,6 +29,15 @@ def _copy(target, source, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copy_later(target, source, n, BLOCK: tl.constexpr, WHAT: tl.constexpr):
+    """``_copy`` that promises nothing before ``quiet``. The simulator makes it at some time until then.
+
+    WHAT  "put", "get", or "put_signal": a put whose data are delivered before this program's next signal
+    """
+    _copy(target, source, n, BLOCK)
+
+
+@triton.jit
 def put(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
     """``dst[0:n]`` at ``peer`` = ``src[0:n]`` here. ``dst`` is symmetric.
 
@@ -66,27 +75,45 @@ def put_signal(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, B
 
 @triton.jit
 def put_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
-    """``put`` that may return before it has read ``src``: ``src`` may be overwritten after ``quiet(team)`` only."""
+    """``put`` that may return before it has read ``src``: ``src`` may be overwritten after ``quiet(team)`` only.
+
+    A later ``notify`` does not wait for the data, nor does a later store to the same place: put ``fence(team)``, which orders
+    deliveries, or ``quiet(team)`` in between. The kernel's end completes it too.
+    """
     check_pointers("put_nbi", dst=dst, src=src)
     check_scalars("put_nbi", n=n, peer=peer)
     check_constants("put_nbi", BLOCK=BLOCK)
-    put(dst, src, n, peer, team, BLOCK)
+    copy_later(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK, "put")
 
 
 @triton.jit
 def get_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
-    """``get`` that may return before the data are here: read ``dst`` after ``quiet(team)`` only."""
+    """``get`` that may return before the data are here: read ``dst`` after ``quiet(team)`` only.
+
+    Until then ``src`` must stay as it is, and a later ``notify`` or ``fence`` does not say that it has been read. The kernel's
+    end completes it too.
+    """
     check_pointers("get_nbi", dst=dst, src=src)
     check_scalars("get_nbi", n=n, peer=peer)
     check_constants("get_nbi", BLOCK=BLOCK)
-    _copy(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK)
+    copy_later(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK, "get")
+
+
+@triton.jit
+def put_before_signal(dst, src, n, peer, team, BLOCK: tl.constexpr):
+    """The first half of ``put_signal_nbi``."""
+    copy_later(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK, "put_signal")
 
 
 @triton.jit
 def put_signal_nbi(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
-    """``put_signal`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only."""
+    """``put_signal`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only.
+
+    Who waits for the signal sees these data, and what the program stored before; not what an earlier ``put_nbi`` brings.
+    """
     check_signal("put_signal_nbi", signal, value)
     check_pointers("put_signal_nbi", dst=dst, src=src)
     check_scalars("put_signal_nbi", n=n, peer=peer)
     check_constants("put_signal_nbi", op=op, BLOCK=BLOCK)
-    put_signal(dst, src, n, signal, value, peer, team, op, BLOCK)
+    put_before_signal(dst, src, n, peer, team, BLOCK)
+    notify(signal, peer, value, team, op)

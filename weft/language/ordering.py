@@ -16,7 +16,10 @@ def gather_stores():
 
 @triton.jit
 def fence(team):
-    """This program's puts and stores to any peer before it are delivered before those after it."""
+    """This program's puts (the ``_nbi`` ones too) and stores to any peer before it are delivered before those after it.
+
+    It completes nothing: sources of ``put_nbi`` and targets of ``get_nbi`` belong to the copy until ``quiet``.
+    """
     check_team("fence", team)
     stock.drain_tma_stores()
     gather_stores()
@@ -30,6 +33,7 @@ def quiet(team):
 
     Sources of puts may be overwritten and targets of gets may be read afterwards.
     """
+    stock.complete_copies()
     fence(team)
 
 

@@ -99,7 +99,8 @@ def putmem_signal_nbi_block(dest, source, nelems, sig_addr, signal, sig_op: tl.c
     """``putmem_signal_block`` that may return early: ``source`` may be reused after ``quiet`` only."""
     check_signal("putmem_signal_nbi_block", sig_addr, signal)
     check_constants("putmem_signal_nbi_block", sig_op=sig_op)
-    putmem_nbi_block(dest, source, nelems, pe, team)
+    name: tl.constexpr = "putmem_signal_nbi_block"
+    bulk.put_before_signal(_bytes(dest, name), _bytes(source, name), nelems, pe, team, 16384)
     signal_op(sig_addr, signal, sig_op, pe, team)
 
 

@@ -15,7 +15,7 @@ from weft.errors import InvalidAccess
 from weft.simulator.interpreter import LIBRARIES, Interpreter
 from weft.simulator.memory import Memory
 from weft.simulator.pointers import Pointers
-from weft.simulator.scheduler import Scheduler, Waiting
+from weft.simulator.scheduler import GreenletTask, Scheduler, Waiting
 from weft.simulator.spinning import Key, Look, Looking
 
 
@@ -31,6 +31,7 @@ class Accesses:
     who: Callable[[], str]
     note: Callable[..., None]
     _on_event: Any
+    _copies: dict[Any, list[tuple[GreenletTask, str]]]  # by program: those that are not known to be over
 
     def step(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, write: bool, releases: bool = False,
              late: bool = False) -> None:  # fmt: skip
@@ -85,10 +86,12 @@ class Accesses:
             self.scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
 
     def atomic(
-        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str
-    ) -> np.ndarray:
+        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str,
+        access: str = "plain",
+    ) -> np.ndarray:  # fmt: skip
         combine = _COMBINE[op]
-        return self._read_modify_write(op, addresses, bits.view(dtype), mask, np.dtype(dtype), combine, sem, scope)
+        dtype = np.dtype(dtype)
+        return self._read_modify_write(op, addresses, bits.view(dtype), mask, dtype, combine, sem, scope, access)
 
     def cas(
         self, addresses: np.ndarray, compare_bits: np.ndarray, bits: np.ndarray, sem: str, scope: str
@@ -213,6 +216,58 @@ class Accesses:
         self.memory.store(at, value, everywhere, self.who)
         self.scheduler.written(address, address + itemsize)
 
+    def copy_later(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int,
+                   convert: Callable[[np.ndarray], np.ndarray], what: str) -> None:  # fmt: skip
+        """A copy that the running program begins and need not have made before ``complete_copies``.
+
+        what  "put", "get", or "put_signal": a put that is delivered before the program's next signal
+        """
+        task, everywhere = self.scheduler.current, np.ones(sources.shape, bool)
+        sources = self.plain(sources, everywhere, source_itemsize, "load")
+        targets = self.plain(targets, everywhere, itemsize, "store")
+        self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
+        if self.delays is not None:
+            self._own_access(sources, everywhere, source_itemsize)
+            self._own_access(targets, everywhere, itemsize)
+        bits = self.memory.load(sources, everywhere, source_itemsize, self.who)
+        self.memory.check(targets, everywhere, itemsize, self.who)
+        landed = None
+        if self.watcher is not None:
+            landed = self.watcher.copies(targets, itemsize, sources, source_itemsize, bits, what)
+        low, high = int(targets.min()), int(targets.max()) + itemsize
+        first, last = int(sources.min()), int(sources.max()) + source_itemsize
+
+        def move() -> None:
+            self.scheduler.current.next = ((low, high, True), (first, last, False))
+            self.scheduler.step()
+            if landed is not None:
+                landed()
+            found = self.memory.load(sources, everywhere, source_itemsize, lambda: task.label)
+            self.memory.store(targets, convert(found), everywhere, lambda: task.label)
+            self.scheduler.written(low, high)
+
+        if what == "put_signal":
+            move()
+            return
+        copy = GreenletTask(self.scheduler, task.rank, f"copy of {task.label}", move)
+        copy.maker = task
+        self._copies.setdefault(task, []).append((copy, what))
+        self.scheduler.spawn(copy)
+
+    def complete_copies(self, *kinds: str) -> None:
+        """The running program goes on once its copies (those of ``kinds``, if any are named) have been made."""
+        task = self.scheduler.current
+        if not kinds and self.watcher is not None:
+            self.watcher.completed()
+        mine = [copy for copy, what in self._copies.get(task, ()) if not kinds or what in kinds]
+        if mine:
+            task.next = None
+            self.scheduler.block(Waiting(lambda: all(copy.finished for copy in mine), lambda: "waits for its copies"))
+            left = [entry for entry in self._copies[task] if not entry[0].finished]
+            self._copies[task] = left
+            if not left:
+                del self._copies[task]
+
     def drain_async(self) -> None:
         """Tensor-descriptor stores of the running program have landed."""
         if self.watcher is not None:
@@ -237,13 +292,14 @@ class Accesses:
 
     def fence(self) -> None:
         """A fence at system scope in every thread of the running program."""
+        self.complete_copies("put")
         self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
         if self.watcher is not None:
             self.watcher.fence()
         if self.delays is not None:
             self.delays.fence(self.scheduler.current)
 
-    def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope) -> np.ndarray:
+    def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope, access="plain") -> np.ndarray:
         """Element by element, as duplicates among the addresses must see each other."""
         mask = np.broadcast_to(mask, addresses.shape)
         addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
@@ -275,7 +331,11 @@ class Accesses:
         else:
             self.looked(key, Look(f"atomic {op}", addresses, mask, dtype.itemsize, before.reshape(addresses.shape)))
         if self.watcher is not None:
-            self.watcher.atomic(op, flat_addresses[flat_mask], before[flat_mask], after[flat_mask], sem, scope)
+            old, new = before[flat_mask], after[flat_mask]
+            if access == "tma":
+                self.watcher.reduced(op, flat_addresses[flat_mask], new, scope)
+            else:
+                self.watcher.atomic(op, flat_addresses[flat_mask], old, new, sem, scope)
         return before.reshape(addresses.shape)
 
     def _first(self, addresses: np.ndarray, mask: np.ndarray) -> str:

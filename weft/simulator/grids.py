@@ -26,9 +26,12 @@ class Program(GreenletTask):
         self.index = (index % x, index // x % y, index // (x * y))
         self.number = index
         self.grid = grid
-        super().__init__(
-            grid.scheduler, grid.rank, f"rank {grid.rank} kernel {grid.launch.name} program {index}", grid.launch.run
-        )
+        label = f"rank {grid.rank} kernel {grid.launch.name} program {index}"
+        super().__init__(grid.scheduler, grid.rank, label, self._body)
+
+    def _body(self) -> None:
+        self.grid.launch.run()
+        self.grid.machine.complete_copies()
 
 
 class Grid:

@@ -71,6 +71,7 @@ class Machine(Accesses, Launches):
         self._known: list[int] = []
         self._awaited: dict[int, Grid] = {}
         self._left: dict[int, Grid] = {}
+        self._copies: dict[Any, list[tuple[GreenletTask, str]]] = {}
         self.uninitialised: set[int] = set()  # bases of symmetric tensors, which nobody has filled
         # The checker's ear, and its late stores; None where nobody checks.
         self.watcher: Any = None

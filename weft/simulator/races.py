@@ -19,7 +19,21 @@ from weft.simulator.findings import Finding, Place, Side, allowed_by
 from weft.simulator.interpreter import LIBRARIES
 from weft.simulator.memory import Extent
 from weft.simulator.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
-from weft.simulator.trails import ASYNC, AWAITED, BLOCK, FLAGGED, SCALAR, Access, ProgramTrail, Sync, Trail
+from weft.simulator.trails import (
+    ASYNC,
+    AWAITED,
+    BLOCK,
+    COPYING,
+    DELIVERY,
+    FLAGGED,
+    SCALAR,
+    Access,
+    ProgramTrail,
+    Sync,
+    Trail,
+)
+
+_COPIES = (DELIVERY, COPYING)
 
 
 class Races:
@@ -66,14 +80,18 @@ class Races:
         return (frame.f_code, frame.f_lineno) if frame is not None else None
 
     def read(self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, bits: np.ndarray | None, *,
-             tma: bool = False, lamport: bool = False) -> None:  # fmt: skip
-        """``addresses``: one-dimensional, in known extents. ``bits``: what was read, None if unknown."""
+             tma: bool = False, lamport: bool = False) -> set[int]:  # fmt: skip
+        """``addresses``: one-dimensional, in known extents. ``bits``: what was read, None if unknown. The numbers of the writes
+        that were read."""
+        found: set[int] = set()
         for extent, part in extents_of(self.memory.find, addresses, itemsize):
             shadow = self._shadow(extent)
             cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
             writes = shadow.writes[cells]
             landed: dict[int, int] = {}  # own Lamport stores, seen in memory
-            for number in distinct(writes):
+            numbers = distinct(writes)
+            found.update(numbers)
+            for number in numbers:
                 if number == UNWRITTEN:
                     self._check_written(shadow, cells, writes, access, bits if part is addresses else None, itemsize)
                 elif number != INITIAL:
@@ -93,6 +111,20 @@ class Races:
                 shadow.writes[cells] = mapped(writes, lambda n, landed=landed: landed.get(n, n))
             readers = shadow.reads[cells]
             shadow.reads[cells] = mapped(readers, lambda n: self._with_reader(n, access))
+        return found
+
+    def crossed(self, number: int, access: Access, low: int, high: int) -> None:
+        """``access`` loads bytes ``low .. high - 1`` by other threads than the program's own store ``number`` wrote them."""
+        store, extent = self._accesses[number], self.memory.find(low)
+        key = ("cta-race", number, access.number)
+        if extent is not None and key not in self._reported:
+            self._reported.add(key)
+            text = (
+                f"{self.line_of(access)} loads by other threads of the program than {self.line_of(store)} stored, without a CTA "
+                f"barrier in between"
+            )
+            first, last = ((at - extent.base) // extent.itemsize for at in (low, high - 1))
+            self.report("cta-race", text, (store, access), extent.name, extent.rank, first, last)
 
     def write(
         self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False
@@ -146,6 +178,8 @@ class Races:
         trail = access.trail
         if self._knows(access, earlier, lamport):
             return "proxy-fence" if proxy is not None and at(proxy, earlier.slot) < earlier.time else None
+        if earlier.trail is trail and earlier.kind in _COPIES:
+            return "unquieted"
         if earlier.trail is trail:
             return "undrained-tma" if access.kind is not ASYNC else None
         if (
@@ -164,7 +198,8 @@ class Races:
                 at(trail.clock, self.slots.of(earlier.trail.rank, ("program", earlier.trail._index, SCALAR)))
                 >= earlier.seq
             ):
-                return "undrained-tma" if earlier.kind is ASYNC else "missing-barrier"
+                uncovered = "unquieted" if earlier.kind in _COPIES else "missing-barrier"
+                return "undrained-tma" if earlier.kind is ASYNC else uncovered
         if lamport and at(trail.clock, earlier.slot, HEARD) >= earlier.time:
             return "overtaken"
         return trail.notes.get(earlier.trail, ("race", ""))[0]
@@ -172,6 +207,8 @@ class Races:
     def _judge(
         self, earlier: Access, access: Access, shadow: Shadow, cells: Any, mask: np.ndarray, lamport: bool
     ) -> None:
+        if earlier.kind is DELIVERY and earlier.trail is access.trail and earlier.trail.delivered(earlier):
+            return
         kind = self._conflict(earlier, access, lamport, None)
         if kind is not None:
             self._race(kind, earlier, access, shadow, where(cells, mask))
@@ -240,14 +277,16 @@ class Races:
 
     def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
         first, second = self.line_of(earlier), self.line_of(access)
-        if kind in ("missing-barrier", "undrained-tma") and earlier.trail is not access.trail:
+        if kind == "unquieted" and earlier.trail is access.trail:
+            return f"{second} touches what the copy of {first} may still read or write: nothing before quiet() says that it is over"
+        if kind in ("missing-barrier", "undrained-tma", "unquieted") and earlier.trail is not access.trail:
             release = next((r for r in earlier.trail.releases if r.count >= earlier.seq), None)
             where_ = f"the release in {self.place(release.code)}" if release else "the release"
-            why = (
-                f"covers only what came before the last CTA barrier, and {first} comes after it"
-                if kind == "missing-barrier"
-                else f"does not cover the tensor-descriptor store in {first}, which was not drained before a CTA barrier"
-            )
+            why = {
+                "missing-barrier": f"covers only what came before the last CTA barrier, and {first} comes after it",
+                "undrained-tma": f"does not cover the tensor-descriptor store in {first}, which was not drained before a CTA barrier",
+                "unquieted": f"does not cover the copy of {first}, which was not completed before",
+            }[kind]
             return f"{where_}, acquired before {second}, {why}"
         if kind == "undrained-tma":
             return f"{second} touches what the same program stored through a descriptor in {first} and has not drained"

@@ -7,13 +7,15 @@ program a program instance. Its threads are not one: a release by one thread cov
 
 What a program does is of several kinds, with a slot each: ``SCALAR`` by one thread; ``BLOCK`` by all, but for plain loads, which
 are ``LOADED``: behind a CTA barrier they have their values, so that even a relaxed write makes them known; ``ASYNC`` by the
-asynchronous proxy; ``FLAGGED`` Lamport stores; ``AWAITED`` loads whose value the program has had before it went on (Lamport
+asynchronous proxy; of copies that ``quiet`` completes ``DELIVERY`` the stores of puts, which a fence orders, and ``COPYING`` all
+else; ``FLAGGED`` Lamport stores; ``AWAITED`` loads whose value the program has had before it went on (Lamport
 and volatile ones), and its own Lamport stores that such a load has found in memory. A Lamport word tells its reader of what
 was awaited, and of all else up to the last fence.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,9 @@ import numpy as np
 from weft.simulator.clocks import HEARD, TOLD, Slots, fit, joined
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
+DELIVERY, COPYING = "delivery", "copying"
+# Kinds whose accesses the program itself does not see in order.
+_LATE = (ASYNC, DELIVERY, COPYING)
 
 
 @dataclass(slots=True)
@@ -104,6 +109,35 @@ class _Threads:
     dirty: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Block:
+    """Where the elements of a block lie. ``mask``: those that are accessed."""
+
+    addresses: np.ndarray
+    mask: np.ndarray
+    itemsize: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for size in self.addresses.shape if size != 1)
+
+    def touches_threads_of(self, other: Block) -> tuple[int, int] | None:
+        """Bytes (low, high) of both that one thread has in this block and another one, for all that is known, in ``other``.
+
+        A thread has the same elements of two blocks of equal sizes, by the layout that Triton gives them as a rule. Of a
+        scalar, all threads load it and one stores it."""
+        mine, others = np.flatnonzero(self.mask), np.flatnonzero(other.mask)
+        here, there = self.addresses.ravel()[mine], other.addresses.ravel()[others]
+        if self.itemsize != other.itemsize:
+            low = max(int(here.min()), int(there.min()))
+            high = min(int(here.max()) + self.itemsize, int(there.max()) + other.itemsize)
+            return (low, high) if low < high else None
+        common, at, of = np.intersect1d(here, there, return_indices=True)
+        if self.sizes == other.sizes != ():
+            common = common[mine[at] != others[of]]
+        return (int(common.min()), int(common.max()) + self.itemsize) if common.size else None
+
+
 class ProgramTrail(Trail):
     def __init__(self, slots: Slots, rank: int, label: str, index: object, clock: np.ndarray) -> None:
         super().__init__(slots, rank, label, ("program", index, SCALAR), clock)
@@ -111,6 +145,8 @@ class ProgramTrail(Trail):
         # What it will know once it has waited for the kernel before; None of what starts when that has ended.
         self.ahead: np.ndarray | None = None
         self._threads: dict[str, _Threads] = {}
+        # Plain stores since the last CTA barrier: number of the access -> its last blocks.
+        self.stores: dict[int, deque[Block]] = {}
         self._fenced_scalars = self.slots.time[self.slot] - 1
         self.releases: list[Release] = []
         self.fenced: np.ndarray | None = None
@@ -134,8 +170,8 @@ class ProgramTrail(Trail):
             self.clock = fit(self.clock, slot)
             before = self.slots.time[slot]
             now = self.slots.tick(slot)
-            # A program sees its own plain stores at once, its descriptor stores when they are drained.
-            self.clock[:, slot] = before if kind is ASYNC else now
+            # A program sees its own plain stores at once, its descriptor stores when they are drained, its copies when complete.
+            self.clock[:, slot] = before if kind in _LATE else now
             threads = self._threads[kind] = _Threads(slot, before, before, before)
         return threads
 
@@ -149,10 +185,11 @@ class ProgramTrail(Trail):
 
     def barrier(self) -> None:
         """A CTA barrier: what all threads did is covered by the releases to come."""
+        self.stores.clear()
         for kind, threads in self._threads.items():
             if kind is ASYNC:
                 threads.published = threads.drained
-            elif threads.dirty:
+            elif threads.dirty and kind not in _LATE:
                 threads.published = self._next(threads)
 
     def drain(self) -> None:
@@ -162,11 +199,30 @@ class ProgramTrail(Trail):
             stores.drained = self._next(stores)
             self.clock[:, stores.slot] = stores.drained
 
+    def deliver(self) -> None:
+        """The puts so far are delivered before what follows; to this program they are not over."""
+        puts = self._threads.get(DELIVERY)
+        if puts is not None and puts.dirty:
+            puts.published = self._next(puts)
+
+    def delivered(self, access: Access) -> bool:
+        """Whether ``access`` is of a put that is delivered before what this program stores now."""
+        return access.kind is DELIVERY and access.time <= self._threads[DELIVERY].published
+
+    def complete(self) -> None:
+        """All copies so far are over, as every thread knows."""
+        for kind in (DELIVERY, COPYING):
+            copies = self._threads.get(kind)
+            if copies is not None:
+                if copies.dirty:
+                    copies.published = self._next(copies)
+                self.clock[:, copies.slot] = copies.published
+
     def _next(self, threads: _Threads) -> int:
         before = self.slots.time[threads.slot]
         now = self.slots.tick(threads.slot)
         threads.dirty = False
-        if threads is not self._threads.get(ASYNC):
+        if not any(threads is self._threads.get(kind) for kind in _LATE):
             self.clock[:, threads.slot] = now
         self.accesses.clear()
         return before
@@ -200,7 +256,7 @@ class ProgramTrail(Trail):
     def step(self) -> None:
         """What comes after is not known to those who know the clock so far. Publishes nothing."""
         for kind, threads in self._threads.items():
-            if kind is not ASYNC and threads.dirty:
+            if kind not in _LATE and threads.dirty:
                 self._next(threads)
                 threads.dirty = True
         self.tick()
@@ -212,7 +268,7 @@ class ProgramTrail(Trail):
         for kind, threads in self._threads.items():
             if kind is not AWAITED:
                 known[TOLD, threads.slot] = threads.fenced
-            if kind is ASYNC:
+            if kind in _LATE:
                 known[HEARD, threads.slot] = threads.fenced
         self.step()
         return known
@@ -220,6 +276,7 @@ class ProgramTrail(Trail):
     def fence(self) -> None:
         """A fence in every thread: covers later relaxed stores, and makes acquires of earlier relaxed loads."""
         self._fenced_scalars = self.slots.time[self.slot]
+        self.deliver()
         self.fenced = self.publish()
         for threads in self._threads.values():
             threads.fenced = threads.published

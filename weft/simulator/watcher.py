@@ -5,6 +5,7 @@ A machine without a watcher pays one comparison an access.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,9 +16,25 @@ from weft.simulator.ordering import Ordering
 from weft.simulator.races import kind_of
 from weft.simulator.spinning import is_polled
 from weft.simulator.syncing import addresses_in, signed
-from weft.simulator.trails import ASYNC, AWAITED, FLAGGED, LOADED, SCALAR, Access, ProgramTrail, Sync, Trail
+from weft.simulator.trails import (
+    ASYNC,
+    AWAITED,
+    BLOCK,
+    COPYING,
+    DELIVERY,
+    FLAGGED,
+    LOADED,
+    SCALAR,
+    Access,
+    Block,
+    ProgramTrail,
+    Sync,
+    Trail,
+)
 
-# Elements of a relaxed access, up to which each is looked at as a synchronisation word.
+_COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
+# Elements of a relaxed access up to which each is looked at as a synchronisation word; and blocks of one line's stores that are
+# kept to be compared with loads.
 _FEW = 32
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
@@ -129,7 +146,7 @@ class Watcher(Ordering):
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, how: str, bits: np.ndarray) -> None:
-        trail = self.trail()
+        trail, block = self.trail(), Block(addresses, mask, itemsize)
         if not mask.all():
             addresses, bits = addresses[mask], bits[mask]
         if addresses.size == 0:
@@ -148,18 +165,27 @@ class Watcher(Ordering):
             sender = self.races.last_store(int(addresses[0]))
             if sender is not None:
                 self.residency.relied_on(trail, sender.trail, int(addresses[0]), access.code)
-        self.races.read(trail, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
+        found = self.races.read(trail, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
+        if how == "plain" and trail.stores:
+            for number in found & trail.stores.keys():
+                self._across_threads(trail, number, access, block)
         if how == "lamport":
             trail.waits = (int(addresses[0]), access.code)
             trail.sync = Sync("received words of", int(addresses[0]), access.code)
         if self._translated(trail, addresses, None):
             self._untranslated(trail, access, addresses)
 
-    def store(
-        self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str
-    ) -> Callable[[], None] | None:
+    def _across_threads(self, trail: ProgramTrail, number: int, access: Access, loaded: Block) -> None:
+        """Do other threads load than have stored, by what was stored last?"""
+        for stored in reversed(trail.stores[number]):
+            crossed = loaded.touches_threads_of(stored)
+            if crossed is not None:
+                self.races.crossed(number, access, *crossed)
+                return
+
+    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> Callable[[], None] | None:
         """Before the bits are written. Returns what to call when they arrive in memory, just before."""
-        trail = self.trail()
+        trail, block = self.trail(), Block(addresses, mask, bits.dtype.itemsize)
         if not mask.all():
             addresses, bits = addresses[mask], bits[mask]
         if addresses.size == 0:
@@ -179,6 +205,8 @@ class Watcher(Ordering):
                 landed.append(self.words.unordered(trail, word, None, keeps=False))
         lamport = how == "lamport"
         self.races.write(trail, access, addresses, itemsize, lamport=lamport)
+        if how == "plain":
+            trail.stores.setdefault(access.number, deque(maxlen=_FEW)).append(block)
         if lamport:
             landed += self._message(trail, access, addresses, bits)
         return partial(_call_all, landed) if landed else None
@@ -216,6 +244,37 @@ class Watcher(Ordering):
             self.races.write(trail, access, addresses, itemsize)
         else:
             self.races.read(trail, access, addresses, itemsize, None)
+
+    def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
+        """A descriptor's reduction: relaxed atomics of the asynchronous proxy."""
+        trail = self.trail()
+        if addresses.size == 0:
+            return
+        access = self.races.access(trail, ASYNC, f"descriptor {op.removeprefix('f')}", scope)
+        if self._translated(trail, addresses, None):
+            self._untranslated(trail, access, addresses)
+        for word in self.words.within(int(addresses.min()), int(addresses.max()) + new.dtype.itemsize):
+            self.words.unordered(trail, word, None, keeps=True)()
+        self.races.write(trail, access, addresses, new.dtype.itemsize)
+
+    def copies(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray,
+               what: str) -> Callable[[], None] | None:  # fmt: skip
+        """A copy that need not be over before ``quiet``. Returns as ``store`` does."""
+        trail = self.trail()
+        reads = self.races.access(trail, COPYING, f"load of {what}_nbi")
+        writes = self.races.access(trail, _COPIED[what], f"store of {what}_nbi")
+        self.races.read(trail, reads, sources, source_itemsize, bits)
+        self.races.write(trail, writes, targets, itemsize)
+        for access, addresses in ((reads, sources), (writes, targets)):
+            if self._translated(trail, addresses, None):
+                self._untranslated(trail, access, addresses)
+        words = self.words.within(int(targets.min()), int(targets.max()) + itemsize)
+        landed = [self.words.unordered(trail, word, None, keeps=False) for word in words]
+        return partial(_call_all, landed) if landed else None
+
+    def completed(self) -> None:
+        """The running program's copies are over."""
+        self.trail().complete()
 
     @staticmethod
     def _only_looks(op: str, old: np.ndarray, new: np.ndarray) -> bool:

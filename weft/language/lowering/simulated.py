@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from weft.errors import NotSymmetric, WeftError
-from weft.language import lamport, signals
+from weft.language import bulk, lamport, signals
 from weft.language.arguments import check_value, check_words, signed_type
 from weft.language.lowering import stock
 from weft.runtime.view import MAX_BARRIER_PROGRAMS
+from weft.simulator import numerics
 from weft.simulator.pointers import ADDRESS
 from weft.simulator.words import simulated
 
@@ -99,6 +100,29 @@ def _drain_tma_stores(machine: Any) -> None:
 @simulated(stock.complete_stores)
 def _complete_stores(machine: Any) -> None:
     """A program's stores are one after the other here, whatever thread they are of."""
+
+
+@simulated(bulk.copy_later)
+def _copy_later(machine: Any, target: Any, source: Any, n: Any, BLOCK: Any, WHAT: Any) -> None:
+    from weft.simulator import interpreter as interp
+
+    steps = np.arange(int(np.asarray(interp.value_of(n)).ravel()[0]), dtype=np.uint64)
+    there, here = (interp.numpy_dtype(interp.element_dtype(ptr)) for ptr in (target, source))
+    targets = interp.addresses_of(target).ravel()[0] + steps * np.uint64(there.itemsize)
+    sources = interp.addresses_of(source).ravel()[0] + steps * np.uint64(here.itemsize)
+
+    def convert(bits: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(numerics.convert(bits.view(here), there)).view(numerics.BITS[there.itemsize])
+
+    machine.barrier()  # as ``_copy`` has them
+    if steps.size:
+        machine.copy_later(targets, there.itemsize, sources, here.itemsize, convert, interp.value_of(WHAT))
+    machine.barrier()
+
+
+@simulated(stock.complete_copies)
+def _complete_copies(machine: Any) -> None:
+    machine.complete_copies()
 
 
 @simulated(stock.fence_before_tma_loads)

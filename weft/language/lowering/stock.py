@@ -55,6 +55,12 @@ def complete_stores():
 
 
 @triton.jit
+def complete_copies():
+    """Copies that need not be over before ``quiet`` are. Nothing to do: their loads and stores have been made, in order."""
+    pass
+
+
+@triton.jit
 def fence_before_tma_loads():
     """Tensor-descriptor loads see what an acquire has made visible. Nothing to do where they are ordinary loads."""
     if target_info.cuda_capability_geq(9, 0):

@@ -190,7 +190,8 @@ class Builder(InterpreterBuilder):
             op = "fadd"
         elif op in ("min", "max") and dtype.kind == "u":
             op = "u" + op
-        self.atomic(op, addresses, value.data, mask, value.dtype, "relaxed", "gpu")
+        bits = np.broadcast_to(value.data.view(numerics.BITS[dtype.itemsize]), addresses.shape)
+        self.port.atomic(op, addresses, bits, mask, dtype, "relaxed", "gpu", "tma")
 
     def create_descriptor_gather(self, descriptor: Descriptor, rows: Any, column: Any, _: Any) -> Handle:
         offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]

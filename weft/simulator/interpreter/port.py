@@ -28,9 +28,11 @@ class Port(Protocol):
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None: ...
 
     def atomic(
-        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str
-    ) -> np.ndarray:
-        """Old raw bits; ``op`` of add, fadd, xchg, min, max, umin, umax, and, or, xor, computed in ``dtype``."""
+        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str,
+        access: str = "plain",
+    ) -> np.ndarray:  # fmt: skip
+        """Old raw bits; ``op`` of add, fadd, xchg, min, max, umin, umax, and, or, xor, computed in ``dtype``. ``access``: "tma"
+        for a descriptor's reduction."""
 
     def cas(self, addresses: np.ndarray, compare: np.ndarray, bits: np.ndarray, sem: str, scope: str) -> np.ndarray: ...
 

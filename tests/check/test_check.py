@@ -5,9 +5,12 @@ import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import weft
 import weft.check
+import weft.language as wl
 from tests.check import examples
 from tests.zoo import staging
 from weft.simulator.watcher import Watcher
@@ -183,3 +186,28 @@ def test_breakpoint_stops_one_rank(monkeypatch):
     monkeypatch.setattr(sys, "breakpointhook", lambda *_: stops.append(sys._getframe(1).f_code.co_name))
     assert weft.simulate(examples.stopped, 3) == [0, 1, 2]
     assert stops == ["stop_here"]
+
+
+@triton.jit
+def take_behind(data, flag, got, team, N: tl.constexpr):
+    wl.wait(flag, 1, team)
+    tl.store(got + tl.arange(0, N), tl.load(data + tl.arange(0, N)))
+
+
+def flagged_copy(team, as_signal):
+    source, data = (team.zeros(32, torch.float32, name=name) for name in ("source", "data"))
+    landed, ones, got = team.signals(3, name="landed"), team.local(3, torch.int32), team.local(32, torch.float32)
+    ones.fill_(1)
+    team.barrier()
+    team.copy_engine.fork()
+    team.copy_engine.put(data, source, 1 - team.rank)
+    (team.copy_engine.signal if as_signal else team.copy_engine.put)(landed, ones, 1 - team.rank)
+    take_behind[(1,)](data, landed[2:], got, team.view, 32)
+    team.barrier()
+
+
+def test_a_copy_engine_s_signal_releases_by_each_of_its_words_and_a_copy_by_none():
+    report = weft.check(flagged_copy, 2, schedules=4, args=(True,))
+    assert report.ok, str(report)
+    kinds = {found.finding.kind for found in weft.check(flagged_copy, 2, schedules=4, args=(False,)).findings}
+    assert kinds & {"race", "relaxed-order"}

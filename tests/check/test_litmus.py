@@ -291,7 +291,7 @@ def test_a_search_that_stops_early_says_bounded():
 
 @triton.jit
 def late_flag(x, out, team, HOW: tl.constexpr, WANTED: tl.constexpr):
-    """Rank 0 publishes data and then sets Y by an atomic, which may overtake the flag. Rank 1 looks at Y, then once at the flag."""
+    """Rank 0 publishes data, then sets Y by an atomic, which may overtake the flag. Rank 1 looks at Y, then at the flag."""
     me = wl.rank(team)
     home = wl.symm_at(x, 1, team)
     if me == 0:

@@ -7,6 +7,7 @@ import triton.language as tl
 import weft.language as wl
 from tests.zoo.exhibit import N, exhibit
 from tests.zoo.publishing import tensors
+from weft.language.shmem import SIGNAL_SET
 
 
 @triton.jit
@@ -82,9 +83,8 @@ def put_signal_twice(data, source, landed, got, team, N: tl.constexpr, BUG: tl.c
     if wl.rank(team) == 0:
         for call in tl.static_range(2):
             tl.store(source + at, call + 1.0)  # here
-            wl.shmem.putmem_signal_nbi_block(
-                data + call * N, source, 4 * N, landed + call, 1, wl.shmem.SIGNAL_SET, 1, team
-            )  # here
+            there, flag = data + call * N, landed + call
+            wl.shmem.putmem_signal_nbi_block(there, source, 4 * N, flag, 1, SIGNAL_SET, 1, team)  # here
             if not BUG:
                 wl.quiet(team)
     else:

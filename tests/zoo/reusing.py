@@ -312,7 +312,7 @@ def counted_in_memory(count, got, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(got + tl.arange(0, N), last)
 
 
-@exhibit("cta-race", "count, argument of counted_in_memory", "one thread stores a scalar, and all load it without a CTA barrier",
+@exhibit("cta-race", "count, argument of counted_in_memory", "one thread stores a scalar, all load it without a CTA barrier",
          counted_in_memory, world_size=1)  # fmt: skip
 def scalar_read_back(team, bug):
     counted_in_memory[(1,)](team.local(1, torch.int32), team.local(N, torch.int32), N, bug)

@@ -109,7 +109,8 @@ def put_before_signal(dst, src, n, peer, team, BLOCK: tl.constexpr):
 def put_signal_nbi(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
     """``put_signal`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only.
 
-    Who waits for the signal sees these data, and what the program stored before; not what an earlier ``put_nbi`` brings.
+    A program that waits for the signal sees these data and what this program stored before, not what an earlier ``put_nbi``
+    brings.
     """
     check_signal("put_signal_nbi", signal, value)
     check_pointers("put_signal_nbi", dst=dst, src=src)

@@ -12,7 +12,7 @@ REMEDIES = {
     "missing-barrier": "put tl.debug_barrier() between the stores and the release, or use wl.notify, which contains it",
     "cta-race": "put tl.debug_barrier() between the store and the load: one thread of a program may load before another stores",
     "undrained-tma": "a tensor-descriptor store lands later: use wl.notify, which drains it, or store with tl.store",
-    "unquieted": "a copy of put_nbi or get_nbi is over after wl.quiet(team) only; before a notify of a put, wl.fence(team) will do",
+    "unquieted": "call wl.quiet(team) before: put_nbi and get_nbi complete there; or wl.fence(team) before a notify of a put",
     "proxy-fence": "descriptor loads need a proxy fence after the acquire: use wl.wait, which contains it, or tl.load",
     "scope": "use scope='sys' on both sides: 'gpu' orders one GPU's programs only, 'cta' one program's threads",
     "relaxed-order": "release with sem='release' (or wl.notify) and acquire with sem='acquire' (or wl.wait) on the same word",

@@ -195,12 +195,15 @@ class Ordering:
         self.races.read(trail, reads, np.uint64(source) + steps, itemsize, None)
         if not signal:
             self.races.write(trail, writes, np.uint64(target) + steps, itemsize)
+            for word in self.words.within(target, target + nbytes):
+                self.words.unordered(trail, word, None, keeps=False)()
             return
-        word, access = self.words.at(target, itemsize), self.races.access(trail, "copy", "signal", "sys")
-        value = self.memory.read_word(source, itemsize, lambda: trail.label)
-        word.wrote(trail, None, "copy engine's signal", signed(value, itemsize))
-        self.races.write(trail, access, np.uint64(target) + steps, itemsize)
-        self.words.release(trail, word, "sys", "signalled", keeps=False)()
+        self.races.write(trail, self.races.access(trail, "copy", "signal", "sys"), np.uint64(target) + steps, itemsize)
+        for step in steps.tolist():
+            word = self.words.at(target + step, itemsize)
+            value = self.memory.read_word(source + step, itemsize, lambda: trail.label)
+            word.wrote(trail, None, "copy engine's signal", signed(value, itemsize))
+            self.words.release(trail, word, "sys", "signalled", keeps=False)()
 
     def joined(self, name: str) -> None:
         rank = self.machine.rank

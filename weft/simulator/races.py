@@ -120,8 +120,8 @@ class Races:
         if extent is not None and key not in self._reported:
             self._reported.add(key)
             text = (
-                f"{self.line_of(access)} loads by other threads of the program than {self.line_of(store)} stored, without a CTA "
-                f"barrier in between"
+                f"{self.line_of(access)} loads by other threads of the program than {self.line_of(store)} stored, without a "
+                f"CTA barrier in between"
             )
             first, last = ((at - extent.base) // extent.itemsize for at in (low, high - 1))
             self.report("cta-race", text, (store, access), extent.name, extent.rank, first, last)
@@ -278,13 +278,14 @@ class Races:
     def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
         first, second = self.line_of(earlier), self.line_of(access)
         if kind == "unquieted" and earlier.trail is access.trail:
-            return f"{second} touches what the copy of {first} may still read or write: nothing before quiet() says that it is over"
+            return f"{second} touches what the copy of {first} may still read or write: it is over after quiet() only"
         if kind in ("missing-barrier", "undrained-tma", "unquieted") and earlier.trail is not access.trail:
             release = next((r for r in earlier.trail.releases if r.count >= earlier.seq), None)
             where_ = f"the release in {self.place(release.code)}" if release else "the release"
             why = {
                 "missing-barrier": f"covers only what came before the last CTA barrier, and {first} comes after it",
-                "undrained-tma": f"does not cover the tensor-descriptor store in {first}, which was not drained before a CTA barrier",
+                "undrained-tma": f"does not cover the tensor-descriptor store in {first}, which was not drained before a CTA "
+                "barrier",
                 "unquieted": f"does not cover the copy of {first}, which was not completed before",
             }[kind]
             return f"{where_}, acquired before {second}, {why}"

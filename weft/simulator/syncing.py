@@ -1,8 +1,8 @@
 """Synchronisation words: what a release makes known, what an acquire learns, and what goes wrong with signals.
 
-A word is any scalar that a notify, a wait or an atomic has touched. What a release makes known is credited to the word when its
-store arrives, so an acquire that reads the value before learns nothing of it. PTX in short: an acquire that reads a release's value, or
+A word is any scalar that a notify, a wait or an atomic has touched. PTX in short: an acquire that reads a release's value, or
 one that a chain of read-modify-writes made of it, learns what the releaser knew, if the scope of each includes the other.
+What a release makes known is credited to the word when its store arrives: an acquire before that learns nothing of it.
 """
 
 from __future__ import annotations

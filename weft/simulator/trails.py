@@ -5,10 +5,10 @@ stream  a side stream (the copy engine)
 program a program instance. Its threads are not one: a release by one thread covers what all threads did before the last
         CTA barrier, and its own; tensor-descriptor stores are covered once they are drained, before such a barrier
 
-What a program does is of several kinds, with a slot each: ``SCALAR`` by one thread; ``BLOCK`` by all, but for plain loads, which
-are ``LOADED``: behind a CTA barrier they have their values, so that even a relaxed write makes them known; ``ASYNC`` by the
-asynchronous proxy; of copies that ``quiet`` completes ``DELIVERY`` the stores of puts, which a fence orders, and ``COPYING`` all
-else; ``FLAGGED`` Lamport stores; ``AWAITED`` loads whose value the program has had before it went on (Lamport
+What a program does is of several kinds, with a slot each: ``SCALAR`` by one thread; ``BLOCK`` by all, but for plain loads,
+which are ``LOADED``: behind a CTA barrier they have their values, so that even a relaxed write makes them known; ``ASYNC`` by
+the asynchronous proxy; of copies that ``quiet`` completes, ``DELIVERY`` the stores of puts, which a fence orders, and
+``COPYING`` all else; ``FLAGGED`` Lamport stores; ``AWAITED`` loads whose value the program has had before it went on (Lamport
 and volatile ones), and its own Lamport stores that such a load has found in memory. A Lamport word tells its reader of what
 was awaited, and of all else up to the last fence.
 """
@@ -170,7 +170,7 @@ class ProgramTrail(Trail):
             self.clock = fit(self.clock, slot)
             before = self.slots.time[slot]
             now = self.slots.tick(slot)
-            # A program sees its own plain stores at once, its descriptor stores when they are drained, its copies when complete.
+            # A program sees its own plain stores at once, its descriptor stores when drained, its copies when complete.
             self.clock[:, slot] = before if kind in _LATE else now
             threads = self._threads[kind] = _Threads(slot, before, before, before)
         return threads

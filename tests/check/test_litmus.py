@@ -415,3 +415,29 @@ def test_a_relaxed_write_behind_a_barrier_tells_that_loads_are_over():
     """As at the end of torch's own symmetric-memory kernels."""
     assert next_kernels(reads=True) == {0}
     next_kernels(reads=True, barrier=False, kinds=["race"])
+
+
+@triton.jit
+def put_later(x, out, team, ORDER: tl.constexpr):
+    """Rank 0 puts two words, signals, and overwrites them at home."""
+    at = tl.arange(0, 2)
+    if wl.rank(team) == 0:
+        tl.store(x + Y + at, 1)
+        wl.put_nbi(x, x + Y, 2, 1, team, BLOCK=2)
+        if ORDER == "fence":
+            wl.fence(team)
+        if ORDER == "quiet":
+            wl.quiet(team)
+        wl.notify(x + FLAG, 1, 1, team)
+        if ORDER != "fence":
+            tl.store(x + Y + at, 2)
+    else:
+        wl.wait(x + FLAG, 1, team)
+        tl.store(out, tl.min(tl.load(x + at)))
+
+
+def test_a_put_that_is_not_completed_may_be_late_and_read_what_is_stored_after_it():
+    """0: the signal came first."""
+    assert {read for _, read in outcomes(put_later, constants=("none",), kinds=["unquieted"])} == {0, 1, 2}
+    assert {read for _, read in outcomes(put_later, constants=("fence",))} == {1}
+    assert {read for _, read in outcomes(put_later, constants=("quiet",))} == {1}

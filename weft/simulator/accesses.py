@@ -225,10 +225,10 @@ class Accesses:
         task, everywhere = self.scheduler.current, np.ones(sources.shape, bool)
         sources = self.plain(sources, everywhere, source_itemsize, "load")
         targets = self.plain(targets, everywhere, itemsize, "store")
-        self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
-        if self.delays is not None:
-            self._own_access(sources, everywhere, source_itemsize)
-            self._own_access(targets, everywhere, itemsize)
+        for addresses, size in ((sources, source_itemsize), (targets, itemsize)):
+            self.step(addresses, everywhere, size, False, late=True)
+            if self.delays is not None:
+                self._own_access(addresses, everywhere, size)
         bits = self.memory.load(sources, everywhere, source_itemsize, self.who)
         self.memory.check(targets, everywhere, itemsize, self.who)
         landed = None

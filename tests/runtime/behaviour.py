@@ -199,8 +199,8 @@ def push_to_next(x, team, N: tl.constexpr):
 def fresh_tensors_are_pushed_into(team):
     """What ``empty`` has returned is there on all ranks: a push may come before the peer has gone on. Also in the bytes of a
     tensor that was freed, and in a team within the team."""
-    wrong = []
-    for group in (team, team.subset(list(range(team.size)), heap_bytes=4 << 20)):
+    wrong, inner = [], team.subset(list(range(team.size)), heap_bytes=4 << 20)
+    for group in (team, inner):
         for attempt in range(2):
             x = group.empty(64, torch.float32, name="x")
             push_to_next[(1,)](x, group.view, 64)
@@ -209,6 +209,7 @@ def fresh_tensors_are_pushed_into(team):
             if not x.eq(expected).all():
                 wrong.append(f"{group.name}, attempt {attempt}: {x.tolist()}, not {expected}")
             group.free(x)
+    inner.close()
     return wrong
 
 

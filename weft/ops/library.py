@@ -18,11 +18,12 @@ from weft.runtime.cublaslt import Algorithm
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False) -> torch.Tensor:
     """``out`` (None: a new one) = a[M, K] @ b[N, K].T, fp32 sums, rounded; then, if ``add``, plus what ``out`` holds, rounded
-    again, as cuBLAS does it."""
+    again, as cuBLAS does it. On virtual ranks the sums are fp64."""
     # Detached: this runs inside a custom op, where autograd would refuse out=.
     a, b = a.detach(), b.detach()
     if a.device.type == "cpu":
-        product = (a.float() @ b.float().T).to(a.dtype)
+        # In fp64: CPU libraries add in an order that depends on where operands lie, which fp32 sums would show.
+        product = (a.double() @ b.double().T).to(a.dtype)
         return product if out is None else out.add_(product) if add else out.copy_(product)
     algorithm = algorithm_for(a.shape[0], *b.shape, a.dtype, capabilities_of(a.device))
     if algorithm is not None:

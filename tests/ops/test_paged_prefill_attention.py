@@ -176,7 +176,7 @@ def test_no_races():
     [
         (
             {"spans": [(-1, 4), (0, 4)]},
-            r"sequences=\[\(-1, 4\), \(0, 4\)\] are not all \(before, length\), none negative",
+            r"sequences=\[\(-1, 4\), \(0, 4\)\] are not all \(before, length\), integers and none negative",
         ),
         ({"spans": [(2, 4, 0, 0, 0)]}, r"sequences=\[\(2, 4, 0, 0, 0\)\] are not all \(before, length\)"),
         ({"spans": [(0, 4)]}, r"spans are of 4 tokens, which q must have, and not 8"),

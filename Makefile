@@ -10,7 +10,7 @@ unexport PYTHONPATH PYTHONHOME
 PYTHON ?=
 WORKERS ?= 2
 BOOTSTRAP := $(or $(PYTHON),python3) scripts/bootstrap.py $(if $(PYTHON),--python $(PYTHON))
-PYTEST := -m pytest -q -n $(WORKERS) -m "not gpu"
+PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu"
 
 .PHONY: demo test test-gpu lint format env clean
 

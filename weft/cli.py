@@ -310,7 +310,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs")]
 
 
 def _print_findings(findings: list[Finding]) -> None:
-    marks = {"ok": Text("ok", style="green"), "missing": Text("missing", style="red"), "unused": Text("-", style="dim")}
+    marks = {
+        "ok": Text("ok", style="green"), "missing": Text("missing", style="red"), "wrong": Text("wrong", style="red"),
+        "unused": Text("-", style="dim"),
+    }  # fmt: skip
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in findings:
         explanation = Text(finding.explanation, style="dim")

@@ -136,7 +136,7 @@ def test_triton_s_own_interpreter_is_named_and_nothing_runs_with_it(monkeypatch)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     findings = doctor.examine()
     found = named(findings, "TRITON_INTERPRET")
-    assert (found.status, found.remedy) == ("missing", "unset TRITON_INTERPRET")
+    assert (found.status, found.remedy) == ("wrong", "unset TRITON_INTERPRET")
     assert named(findings, doctor.VERDICT).value == "nothing: it cannot run" and not doctor.runnable(findings)
 
 
@@ -144,7 +144,7 @@ def test_json_has_every_field():
     result = CliRunner().invoke(app, ["doctor", "--json"])
     for finding in json.loads(result.stdout):
         assert set(finding) == {"name", "value", "status", "explanation", "remedy"}
-        assert finding["status"] in ("ok", "missing", "unused")
+        assert finding["status"] in ("ok", "missing", "wrong", "unused")
 
 
 def test_probed_capabilities_name_the_ranks_out_of_reach(gpus):

@@ -83,8 +83,12 @@ def test_compiles_and_fits(arch, name):
             assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch != "sm_80")
 
 
-@pytest.mark.parametrize(("D", "group", "page"), [(64, 1, 16), (256, 4, 256), (16, 3, 16), (128, 40, 32)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "D", "group", "page"),
+    [
+        (torch.float16, 64, 1, 16), (torch.float32, 256, 4, 256), (torch.float32, 16, 3, 16), (torch.float16, 128, 40, 32),
+    ],
+)  # fmt: skip
 def test_other_heads_compile_and_fit(dtype, D, group, page, tmp_path):
     for arch in ("sm_90", "gfx942"):
         for name in ("qk_norm_rope", "paged_attention", "paged_prefill_attention", "decode_attention"):

@@ -19,7 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
-Status = Literal["ok", "missing", "unused"]
+Status = Literal["ok", "missing", "wrong", "unused"]
 
 VERDICT = "weft will use"
 _INTERPRET = "TRITON_INTERPRET"
@@ -31,8 +31,8 @@ _CPU_TORCH = "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 class Finding:
     """One line of the report.
 
-    status   ok: here and used; missing: weft could do more with it (``remedy`` says how to get it); unused: weft does
-             not need it here
+    status   ok: here and used; missing: weft could do more with it (``remedy`` says how to get it); wrong: weft cannot run
+             with it; unused: weft does not need it here
     remedy   a command for the shell, or ""
     """
 
@@ -129,7 +129,7 @@ def _interpret() -> Iterator[Finding]:
         yield Finding(
             name=_INTERPRET,
             value="set",
-            status="missing",
+            status="wrong",
             explanation="Triton's own interpreter has every kernel; weft's simulator interprets by itself",
             remedy=f"unset {_INTERPRET}",
         )

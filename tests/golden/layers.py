@@ -26,34 +26,19 @@ CONFIG = SimpleNamespace(
 PLANS = (("torch", False), ("gemm_ar", False), ("gemm_ar", True), ("ag_rs", False), ("ag_rs", True))
 
 
-def linear(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> nn.Linear:
-    layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
-    layer.weight.data = (0.3 * torch.randn((rows, columns), generator=generator)).to(dtype)
-    return layer.requires_grad_(False)
-
-
-class MLP(nn.Module):
-    """What TPMLP.from_module takes."""
-
-    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (linear(96, HIDDEN, generator, dtype) for _ in range(2))
-        self.down_proj = linear(HIDDEN, 96, generator, dtype)
-        self.act_fn = nn.SiLU()
-
-
-def modules(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """An MLP and an attention as Qwen3 has them."""
+def modules(dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Any]:
+    """An MLP and an attention of Qwen3 with random weights, and their configuration."""
     from transformers.models.qwen3 import modeling_qwen3
 
-    generator = torch.Generator().manual_seed(5)
     full = modeling_qwen3.Qwen3Config(
         **vars(CONFIG), num_hidden_layers=1, rope_parameters={"rope_type": "default", "rope_theta": 50.0}
     )
-    attention = modeling_qwen3.Qwen3Attention(full, layer_idx=0).to(dtype).requires_grad_(False)
-    for weight in attention.parameters():
-        weight.data = (0.3 * torch.randn(weight.shape, generator=generator)).to(dtype)
-    return MLP(generator, dtype), attention, full
+    made = modeling_qwen3.Qwen3MLP(full), modeling_qwen3.Qwen3Attention(full, layer_idx=0)
+    generator = torch.Generator().manual_seed(5)
+    for module in made:
+        for weight in module.to(dtype).requires_grad_(False).parameters():
+            weight.data = (0.3 * torch.randn(weight.shape, generator=generator)).to(dtype)
+    return *made, full
 
 
 def share(x: torch.Tensor, team: Any, mode: str) -> torch.Tensor:

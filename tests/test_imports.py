@@ -19,6 +19,8 @@ LAYERS = (
     "models",
     "layers",
     "ops",
+    "transport",
+    "kernels",
     "language",
     "runtime",
     "simulator",

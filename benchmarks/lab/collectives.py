@@ -24,8 +24,9 @@ import triton
 
 import weft
 from weft.ops import barrier
-from weft.ops.dispatch import CopyPlan, Plan, transport_of
+from weft.ops.dispatch import transport_of
 from weft.runtime.files import put
+from weft.transport.plans import CopyPlan, Plan
 from weft.tune.compiling import compile_only
 
 KIB, MIB = 1 << 10, 1 << 20

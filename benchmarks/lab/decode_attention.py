@@ -27,7 +27,7 @@ import triton
 
 from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
-from weft.ops.factored_norm import FactoredNorm
+from weft.kernels.deferred_norm import FactoredNorm
 from weft.ops.paged_attention import AttentionConfig
 from weft.runtime.files import put
 

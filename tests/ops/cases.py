@@ -15,7 +15,7 @@ import torch
 
 from tests.ops.closeness import assert_close, assert_identical
 from weft import ops
-from weft.ops.dispatch import CopyPlan, Plan
+from weft.transport.plans import CopyPlan, Plan
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -12,7 +12,7 @@ import torch
 
 import weft
 from tests.ops.cases import BF16, FP16, FP32
-from weft.ops.factored_norm import FactoredNorm
+from weft.kernels.deferred_norm import FactoredNorm
 
 NORM_EPS = 1e-6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]

@@ -17,8 +17,8 @@ from tests.ops.closeness import assert_identical
 from weft import ops
 from weft.errors import TeamClosed
 from weft.ops import dispatch, exchange, tuned
-from weft.ops.dispatch import Plan
 from weft.runtime import capabilities
+from weft.transport.plans import Plan
 
 
 def run_cases(team, cases: Iterable[Case], calls: int = 3):

@@ -17,12 +17,13 @@ from weft.ops.all_reduce import all_reduce_kernel
 from weft.ops.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_rows
 from weft.ops.all_to_all import all_to_all_kernel
 from weft.ops.barrier import barrier_kernel
-from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, Plan, of_world
+from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, of_world
 from weft.ops.exchange import WIDE_BYTES, registers_of
 from weft.ops.reduce_scatter import reduce_scatter_kernel
 from weft.ops.skinny_config import MAX_PARTS_LEFT
 from weft.ops.staging import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
 from weft.runtime.cuda import resident_programs
+from weft.transport.plans import Plan
 
 WIDTH = 6144
 # name -> (kernel, transport, constants of its own)

@@ -10,12 +10,11 @@ from tests.compiling import TARGETS, compiled
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft.ops.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.decode_attention import decode_attention_kernel
-from weft.ops.local import launch_options
 from weft.ops.paged_attention import config_for, constants, paged_attention_kernel
 from weft.ops.paged_prefill_attention import PrefillSpans, paged_prefill_attention_kernel
 from weft.ops.qk_norm_rope import TILE, qk_norm_rope_kernel
 from weft.ops.silu_mul import silu_mul_kernel
-from weft.runtime.capabilities import Capabilities
+from weft.runtime.capabilities import Capabilities, launch_options
 
 prefill = importlib.import_module("weft.ops.paged_prefill_attention")
 

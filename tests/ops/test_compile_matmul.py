@@ -13,15 +13,17 @@ import torch
 import triton
 
 from tests.compiling import TARGETS, a_view, compiled
+from weft.kernels.operands import operand
 from weft.ops import gemm, tuned
 from weft.ops.all_gather_matmul import all_gather_matmul_kernel
-from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
+from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.matmul import matmul_kernel
 from weft.ops.matmul_all_reduce import matmul_all_reduce_kernel
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
-from weft.ops.segments import SUM_BLOCK, SUM_WARPS, begin_kernel, share_kernel, sum_kernel, wait_kernel
+from weft.ops.segments import SUM_BLOCK, SUM_WARPS, share_kernel, sum_kernel
 from weft.ops.tiles import as_argument, make_tiles
 from weft.runtime.capabilities import Capabilities
+from weft.transport.copy_channel import MAX_CHUNKS, begin_kernel, wait_kernel
 
 KERNELS = {
     "matmul": matmul_kernel,
@@ -56,8 +58,8 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
     """The kernel of ``op`` with what its host function would give it for panels of ``rows`` rows."""
     chosen = chosen or config(arch, rows, dtype, op, world_size)
     K, x = 5120 if descriptors else 5001, torch.zeros((64, 64), dtype=dtype)
-    a = gemm.operand(x, chosen.block_m, chosen.block_k, descriptors)
-    b = gemm.operand(x, chosen.block_n, chosen.block_k, descriptors)
+    a = operand(x, chosen.block_m, chosen.block_k, descriptors)
+    b = operand(x, chosen.block_n, chosen.block_k, descriptors)
     tiles = make_tiles(
         rows, N, panels=world_size, block_m=chosen.block_m, block_n=chosen.block_n, group=chosen.group, chunks=4
     )

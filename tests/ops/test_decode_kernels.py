@@ -10,7 +10,7 @@ from tests.ops.test_compile_matmul import stack_bytes
 from weft import ops
 from weft.ops.decode_places import decode_places_kernel
 from weft.ops.embed_rows import embed_rows_kernel
-from weft.ops.local import launch_options
+from weft.runtime.capabilities import launch_options
 
 
 @pytest.mark.parametrize("device", DEVICES)

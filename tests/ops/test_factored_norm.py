@@ -10,12 +10,12 @@ import weft
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
 from weft import ops
+from weft.kernels.deferred_norm import FactoredNorm
 from weft.layers.norm import ResidualRMSNorm
 from weft.layers.parallel import RowParallelLinear
 from weft.layers.plan import Plan
 from weft.ops import skinny, skinny_config
 from weft.ops.all_reduce import run_of_parts
-from weft.ops.factored_norm import FactoredNorm
 
 # The module: the package has the function under its name.
 all_reduce_rms_norm = importlib.import_module("weft.ops.all_reduce_rms_norm")

@@ -14,8 +14,8 @@ from tests.ops.cases import BF16, FP16, FP32
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, everywhere, random, undivided
 from weft import ops
-from weft.ops.arithmetic import cdiv
-from weft.ops.factored_norm import FactoredNorm
+from weft.kernels.deferred_norm import FactoredNorm
+from weft.runtime.arithmetic import cdiv
 
 attention = importlib.import_module("weft.ops.paged_attention")
 

@@ -11,7 +11,7 @@ from weft import ops
 from weft.engine.sampling import gumbel
 from weft.ops.best_words import best_words_kernel, join_words, join_words_kernel
 from weft.ops.likelihood_above import LOWEST, SHIFTS, likelihood_above_kernel, narrow, narrow_kernel
-from weft.ops.local import launch_options
+from weft.runtime.capabilities import launch_options
 
 SHAPES = [(1, 1), (1, 5000), (3, 1024), (5, 1025), (40, 70)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

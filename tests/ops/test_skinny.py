@@ -11,12 +11,11 @@ from tests.compiling import TARGETS, compiled
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft import ops
+from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.operands import operand
 from weft.ops import local, skinny, skinny_config
-from weft.ops.factored_norm import FactoredNorm
-from weft.ops.gemm import operand
-from weft.ops.local import launch_options
 from weft.ops.skinny_config import SkinnyConfig
-from weft.runtime.capabilities import Capabilities
+from weft.runtime.capabilities import Capabilities, launch_options
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # What an op is called with: (M, N, K), ragged in every dimension. Rows of K elements start on 16 bytes.

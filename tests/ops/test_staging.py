@@ -15,8 +15,9 @@ from weft import ops
 from weft.ops import dispatch, staging
 from weft.ops.remembered import forget
 from weft.runtime import capabilities
+from weft.transport.plans import LINE_BYTES
 
-LINE = dispatch.LINE_BYTES
+LINE = LINE_BYTES
 GPU = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
 
 

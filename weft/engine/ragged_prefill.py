@@ -17,7 +17,7 @@ from weft.engine.sampling import Choice, choose_tokens
 from weft.layers.step import PagedCache, Step
 from weft.models.qwen3 import Qwen3ForCausalLM
 from weft.ops import PrefillSpans
-from weft.ops.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
 # Of tokens: powers of two up to ROWS, then its multiples, and above 2048 those of a sixteenth of the next power of two. Rows in

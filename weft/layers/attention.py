@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from weft import ops
+from weft.kernels.deferred_norm import FactoredNorm
 from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, split_evenly
 from weft.layers.plan import Mode
 from weft.layers.rotary import apply_rotary
 from weft.layers.shard import Shard, fill_from_module, whole
 from weft.layers.step import Chunk, Step
 from weft.layers.whole_attention import check_module
-from weft.ops.factored_norm import FactoredNorm
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

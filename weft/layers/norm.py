@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft import ops
+from weft.kernels.deferred_norm import FactoredNorm
 from weft.layers.parallel import empty_parameter
 from weft.layers.plan import Plan
 from weft.layers.shard import Shard, whole
-from weft.ops.factored_norm import FactoredNorm
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from weft import ops
 from weft.arguments import check_instance, positive, quoted
+from weft.kernels.deferred_norm import FactoredNorm
 from weft.layers.plan import Mode, Plan, check_mode, plan_alone
 from weft.layers.shard import Shard
-from weft.ops.factored_norm import FactoredNorm
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

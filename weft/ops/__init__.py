@@ -1,5 +1,6 @@
 """What a model calls: collectives and overlapped matrix products, each a ``torch.library`` custom op."""
 
+from weft.kernels.deferred_norm import FactoredNorm
 from weft.ops.add_rms_norm import add_rms_norm
 from weft.ops.all_gather import all_gather
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -12,7 +13,6 @@ from weft.ops.decode_attention import decode_attention
 from weft.ops.decode_places import decode_places
 from weft.ops.embed_rows import embed_rows
 from weft.ops.explain import Explanation, explain
-from weft.ops.factored_norm import FactoredNorm
 from weft.ops.likelihood_above import likelihood_above
 from weft.ops.matmul import matmul
 from weft.ops.matmul_all_reduce import matmul_all_reduce

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES, norm, squares_of
-from weft.ops.arithmetic import cdiv, next_power_of_2
+from weft.kernels.rms_norm import norm, squares_of
+from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
 from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS, check_has_rows, check_scalar
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
 
 
 @triton.jit

@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.gemm_tile import gemm_tile, join_parts, leave_part, store_tile
+from weft.kernels.operands import can_describe, operand, row_stride, rows_contiguous
 from weft.ops import gemm, library, skinny
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
-from weft.ops.gemm_config import MAX_CHUNKS, GemmConfig, configured
+from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
 from weft.ops.registration import check_flag, check_team
-from weft.ops.segments import Segments, await_flags, pieces_of, runs_of
+from weft.ops.segments import pieces_of, runs_of
 from weft.ops.tiles import (
     as_argument,
     at_place,
@@ -30,6 +31,8 @@ from weft.ops.tiles import (
     work_steps,
 )
 from weft.runtime.team import find_team
+from weft.runtime.workspace import grown_workspace
+from weft.transport.copy_channel import MAX_CHUNKS, Segments, await_flags
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -142,7 +145,7 @@ def run(
     segments, of which there is one, are the library's GEMM."""
     if team.size == 1:
         return run_matmul(a_shard, b, gemm.for_one_rank(config))
-    shard, b = a_shard.contiguous(), gemm.rows_contiguous(b)
+    shard, b = a_shard.contiguous(), rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
     given = {"a_shard.shape[0]": rows, "b.shape[0]": N, "b.shape[1]": K, "dtype": b.dtype, "own_first": own_first}
     gemm.agree("all_gather_matmul", team, given)
@@ -172,14 +175,14 @@ def _run_fused(
     chunk = tiles.chunk * config.block_m
     team.copy_engine.fork()
     _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], space)
-    descriptors = gemm.can_describe(shard, gathered, b)
+    descriptors = can_describe(shard, gathered, b)
     parts, programs = gemm.parts_for(team, config, shard.dtype), gemm.programs(team, tiles, config)
     options = gemm.constants(config, descriptors, team.caps.arch)
     del options["PIECE"]
     all_gather_matmul_kernel[(programs,)](
-        gemm.operand(shard, config.block_m, config.block_k, descriptors), gemm.row_stride(shard),
-        gemm.operand(gathered, config.block_m, config.block_k, descriptors), padded,
-        gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
+        operand(shard, config.block_m, config.block_k, descriptors), row_stride(shard),
+        operand(gathered, config.block_m, config.block_k, descriptors), padded,
+        operand(b, config.block_n, config.block_k, descriptors), row_stride(b),
         out, space.flags, space.epoch, parts.scratch, parts.tickets, rows, N, K, as_argument(tiles),
         gemm.whole_for(tiles, programs, config, tiles.count // world), team.view,
         MAX_CHUNKS=MAX_CHUNKS, FLATTEN=config.flatten, OWN_FIRST=own_first, **options,
@@ -252,7 +255,7 @@ def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:
         # Flags of both orders of rows: _run_segments.
         return Segments.make(team, team.zeros((2, capacity), dtype=dtype), 2 * team.size)
 
-    return gemm.grown_workspace(team, ("all_gather_matmul", dtype), size, make)
+    return grown_workspace(team, ("all_gather_matmul", dtype), size, make)
 
 
 @custom_op("all_gather_matmul")

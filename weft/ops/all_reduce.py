@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import cdiv
+from weft.kernels.partial_sums import product_of_parts
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import CopyPlan, Plan
 from weft.ops.exchange import (
     clears_in_order,
     count_tiles,
@@ -30,10 +29,11 @@ from weft.ops.exchange import (
     sum_of_ranks,
     tile_rest,
 )
-from weft.ops.matmul_parts import product_of_parts
 from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.ops.staging import add_and_share, chosen, on_lines, split
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.team import Team, find_team
+from weft.transport.plans import CopyPlan, Plan
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "copy_engine")
 

@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.partial_sums import product_of_parts
+from weft.kernels.rms_norm import norm, squares_of
 from weft.ops import dispatch
-from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Decision, Plan, compare, of_world
+from weft.ops.dispatch import Decision, compare, of_world
 from weft.ops.exchange import (
     STAGES,
     UNWRITTEN,
@@ -37,8 +39,6 @@ from weft.ops.exchange import (
     slots_of,
     sum_of_ranks,
 )
-from weft.ops.factored_norm import FactoredNorm
-from weft.ops.matmul_parts import product_of_parts
 from weft.ops.registration import (
     FLOATS,
     HALVES,
@@ -49,7 +49,9 @@ from weft.ops.registration import (
     check_scalar,
     check_tensor,
 )
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.team import Team, find_team
+from weft.transport.plans import Plan
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_ROW_BYTES = 65536
@@ -80,19 +82,6 @@ def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr
     wl.lamport_store(theirs, tl.broadcast_to(x[:, None], (ROWS, BLOCK)), there)
     mine = sums + program * (STAGES * SIZE) + rows * PARTS + others[None, :]
     return tl.sum(wl.lamport_receive(mine + now, mine + before, there, team), axis=1)
-
-
-@triton.jit
-def norm(hidden, squares, weight, eps, WIDTH: tl.constexpr):
-    """``hidden`` [ROWS, BLOCK], columns of rows of WIDTH whose squares sum to ``squares`` [ROWS]: each over its row's root
-    mean square, times ``weight``, in fp32."""
-    return hidden.to(tl.float32) * tl.rsqrt(squares / WIDTH + eps)[:, None] * weight.to(tl.float32)[None, :]
-
-
-@triton.jit
-def squares_of(hidden):
-    h = hidden.to(tl.float32)
-    return tl.sum(h * h, axis=1)
 
 
 @triton.jit

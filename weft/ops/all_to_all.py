@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import CopyPlan, Plan, word_of
 from weft.ops.exchange import (
     clears_in_order,
     count_tiles,
@@ -26,7 +24,9 @@ from weft.ops.exchange import (
 )
 from weft.ops.registration import as_words, check_choice, check_even, check_tensor
 from weft.ops.staging import chosen, exchange, on_lines
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.team import Team, find_team
+from weft.transport.plans import CopyPlan, Plan, word_of
 
 ALGORITHMS = ("auto", "push", "copy_engine")
 

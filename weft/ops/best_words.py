@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import cdiv, next_power_of_2
+from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm import rows_contiguous
-from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS, check_count
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))

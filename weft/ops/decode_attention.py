@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
+from weft.kernels.operands import rows_contiguous
+from weft.kernels.partial_sums import sum_of_parts
 from weft.ops.attend import pages_at
 from weft.ops.custom_op import custom_op
-from weft.ops.factored_norm import FactoredNorm, check_squares, factors
-from weft.ops.gemm import rows_contiguous
-from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
-from weft.ops.matmul_parts import sum_of_parts
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.paged_attention import (
     LOG2_E,
     AttentionConfig,
@@ -32,6 +32,7 @@ from weft.ops.paged_attention import (
 )
 from weft.ops.qk_norm_rope import check_projected
 from weft.ops.registration import check_scalar
+from weft.runtime.capabilities import launch_options
 
 
 @triton.jit

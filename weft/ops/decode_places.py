@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import check_count
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import launch_options
 
 BLOCK = 128
 

@@ -13,6 +13,7 @@ import torch
 
 from weft.ops import tuned
 from weft.ops.remembered import remembered
+from weft.transport.plans import LINE_BYTES, CopyPlan, Plan, word_of
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -47,50 +48,6 @@ COPY_PLANS = {
     "exchange": {2: {"pieces": (3, 1), "programs": 64}},
     "add": {2: {"pieces": (3, 1), "programs": 132}, 8: {"pieces": (3, 1), "programs": 64}},
 }
-# Pieces and slots begin on as many bytes.
-LINE_BYTES = 16
-TRANSPORTS = ("lamport", "keyed", "none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How tiles travel (weft.ops.exchange).
-
-    transport        "lamport" or "keyed"; "none" where there is one rank
-    row_bytes        what goes to one peer at once: a power of two of at least 16, or in all_reduce_rms_norm, which cuts rows
-                     into even parts, a multiple of 16
-    num_warps        of a program, a power of two
-    programs_per_sm  at most; fewer where registers do not suffice
-    """
-
-    transport: str
-    row_bytes: int
-    num_warps: int
-    programs_per_sm: int = 32
-
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport={self.transport!r} is not one of {', '.join(map(repr, TRANSPORTS))}")
-        if self.transport == "none":
-            return
-        if self.row_bytes < 16 or self.row_bytes % 16:
-            raise ValueError(f"row_bytes={self.row_bytes} is not a positive multiple of 16")
-        if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
-            raise ValueError(f"num_warps={self.num_warps} is not a power of two")
-        if self.programs_per_sm < 1:
-            raise ValueError(f"programs_per_sm={self.programs_per_sm} is not positive; pass 1 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPlan:
-    """How copy engines carry parts (weft.ops.staging).
-
-    pieces    at most MAX_CHUNKS of weft.ops.gemm_config: the sizes, in proportion, of the pieces that parts are cut into
-    programs  of a kernel that copies or adds up while copy engines are busy
-    """
-
-    pieces: tuple[int, ...]
-    programs: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +144,6 @@ def has_even_lines(whole: int, world_size: int) -> bool:
 def whole_of(op: str, nbytes: int, world_size: int) -> int:
     """The bytes of all parts together: of the output of all_gather, of the input of the others."""
     return nbytes * world_size if op == "all_gather" else nbytes
-
-
-def word_of(nbytes: int) -> torch.dtype:
-    """What moves unchanged moves as the widest of these integers that ``nbytes``, one rank's part, is a multiple of.
-    Single bytes travel widened to two, which never read as unwritten."""
-    return torch.int32 if nbytes % 4 == 0 else torch.int16 if nbytes % 2 == 0 else torch.int8
 
 
 def of_world(table: dict[int, Any], world_size: int) -> Any:

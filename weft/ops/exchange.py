@@ -63,10 +63,10 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import next_power_of_2
-from weft.ops.dispatch import Plan
-from weft.ops.local import launch_options
+from weft.runtime.arithmetic import next_power_of_2
+from weft.runtime.capabilities import launch_options
 from weft.runtime.team import Team
+from weft.transport.plans import Plan
 
 # Of narrow rows, whose launches have one exchange or two a program, and of wide ones, which large messages take: bf16, W=2, us,
 # with 7 / 11 / 19 stages of wide rows: all-gather of 32 MiB 56.1 / 53.3 / 53.3, 64 MiB 107 / 104.5 / 101.2

@@ -15,12 +15,13 @@ from weft.arguments import check_bool, check_instance, check_optional, is_intege
 from weft.ops import library, skinny_config, tuned
 from weft.ops.all_reduce_rms_norm import check_row
 from weft.ops.all_reduce_rms_norm import choose as choose_norm
-from weft.ops.dispatch import COLLECTIVES, MATMULS, Plan, choose, choose_matmul, whole_of
+from weft.ops.dispatch import COLLECTIVES, MATMULS, choose, choose_matmul, whole_of
 from weft.ops.gemm_config import GemmConfig, configured, row_for
 from weft.ops.matmul_all_reduce import MOST_ELEMENTS, slots_for
 from weft.ops.registration import FLOATS, ITEM_SIZES, check_choice, check_divides
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
+from weft.transport.plans import Plan
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities

@@ -12,67 +12,19 @@ hidden * weight in the place of normed. Those may be larger than what fp16 holds
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
-import triton.language as tl
 
+from weft.kernels.deferred_norm import FactoredNorm, check_squares, normed
+from weft.kernels.operands import can_describe, rows_contiguous
 from weft.ops import library, skinny, skinny_config
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm import can_describe, rows_contiguous
 from weft.ops.local import capabilities_of
-
-
-@dataclass(frozen=True, slots=True)
-class FactoredNorm:
-    """What ``matmul``, ``matmul_parts`` and ``matmul_silu_mul`` take in the place of the normed rows, and ``silu_mul`` and
-    ``qk_norm_rope`` in the place of a product of them.
-
-    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype; or a product of that
-    squares  fp32 [..., parts], at least one: what adds up to the mean of each row's hidden^2
-    eps      of the norm
-    """
-
-    scaled: torch.Tensor
-    squares: torch.Tensor
-    eps: float
-
-    def normed(self) -> torch.Tensor:
-        """The normed rows after all, of the shape and dtype of ``scaled``: rounded twice."""
-        return normed(self.scaled, self.squares, self.eps)
-
-
-def normed(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
-    factor = torch.rsqrt(squares.sum(dim=-1, keepdim=True) + eps)
-    return (scaled.float() * factor).to(scaled.dtype)
-
-
-@triton.jit
-def factors(squares, rows, there, eps, SQUARES: tl.constexpr):
-    """[n] fp32: what the ``rows`` [n] are to be multiplied by, of squares [M, SQUARES]; any number where not ``there``."""
-    part = tl.arange(0, triton.next_power_of_2(SQUARES))
-    at = squares + (rows.to(tl.int64) * SQUARES)[:, None] + part[None, :]
-    shares = tl.load(at, mask=there[:, None] & (part < SQUARES)[None, :], other=0.0)
-    return tl.rsqrt(tl.sum(shares, axis=1) + eps)
 
 
 def product(op: str, x: FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
     """``op``, "matmul" or "matmul_silu_mul", of arguments of which all but ``squares`` are checked."""
     check_squares(op, x, weight)
     return torch.ops.weft.product_of_norm.default(x.scaled, x.squares, x.eps, weight, op == "matmul_silu_mul")
-
-
-def check_squares(op: str, x: FactoredNorm, weight: torch.Tensor) -> None:
-    rows, given = x.scaled.shape[0], x.squares
-    fits = (
-        given.dim() == 2 and given.shape[0] == rows and given.shape[1] > 0
-    )  # no part would say "not factored" to a kernel
-    if given.dtype != torch.float32 or not fits or given.device != weight.device:
-        raise ValueError(
-            f"{op}: squares is {given.dtype} {tuple(given.shape)} on {given.device}; pass what all_reduce_rms_norm "
-            f"returned, float32 [{rows}, parts] on {weight.device}"
-        )
 
 
 @custom_op("product_of_norm", backward=False)

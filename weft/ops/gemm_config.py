@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.ops import tuned
-from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
 from weft.ops.remembered import remembered
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.codec import exchangeable
+from weft.transport.copy_channel import MAX_CHUNKS
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# Signals that a rank keeps for each peer's rows.
-MAX_CHUNKS = 8
 DESIGNS = ("fused", "segments", "library")
 # The fields of GemmConfig that mean something to segments, and those that mean nothing to one kernel.
 OF_SEGMENTS = ("chunks", "lanes", "span", "begin_first", "accumulate", "own_pieces")

@@ -15,11 +15,12 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import quoted
+from weft.kernels.operands import rows_contiguous
 from weft.ops.best_words import ordered, parts_of
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm import rows_contiguous
-from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS
+from weft.runtime.capabilities import launch_options
 
 BLOCK = 256
 THRESHOLDS = 16

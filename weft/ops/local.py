@@ -33,12 +33,6 @@ def _probe(device: torch.device) -> capabilities.Capabilities:
     return capabilities.probe(device, [])
 
 
-def launch_options(caps: capabilities.Capabilities) -> dict[str, bool]:
-    """What ``wl.follow_previous_kernel`` needs, where the target knows it; the simulator's checker does."""
-    overlaps = caps.is_simulated or (caps.arch.startswith("sm_") and int(caps.arch[3:]) >= 90)
-    return {"launch_pdl": True} if overlaps else {}
-
-
 def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None, dtypes: Sequence[torch.dtype]) -> None:
     """``x`` lies on ``device`` (None: on any) and has one of ``dtypes``, else ValueError."""
     try:

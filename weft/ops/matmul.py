@@ -7,10 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.gemm_tile import gemm_tile, join_parts, leave_part, store_tile
+from weft.kernels.operands import can_describe, operand, row_stride, rows_contiguous
 from weft.ops import factored_norm, gemm, library, skinny
 from weft.ops.custom_op import custom_op
-from weft.ops.factored_norm import FactoredNorm
-from weft.ops.gemm import gemm_tile, join_parts, leave_part, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.local import capabilities_of
 from weft.ops.tiles import MAX_PARTS, locate, make_tiles, work_at, work_steps
@@ -62,7 +63,7 @@ def matmul(a: torch.Tensor | FactoredNorm, b: torch.Tensor) -> torch.Tensor:
 def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | Algorithm | None = None) -> torch.Tensor:
     """``matmul`` of checked arguments, with a chosen config or algorithm of the library. A config of design "library" is as
     torch calls it. ValueError for a config of design "segments", which is for ops of several ranks."""
-    a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
+    a, b = rows_contiguous(a), rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     caps = capabilities_of(a.device)
     if isinstance(config, Algorithm):
@@ -81,12 +82,12 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | Algorithm | None 
     programs = min(caps.sms, tiles.count * (MAX_PARTS.value if config.split else 1))
     whole = gemm.whole_for(tiles, programs, config)
     scratch, tickets = _parts(a.device, tiles.count - whole, programs, config)
-    descriptors = gemm.can_describe(a, b)
+    descriptors = can_describe(a, b)
     options = gemm.constants(config, descriptors, caps.arch)
     del options["PIECE"]
     matmul_kernel[(programs,)](
-        gemm.operand(a, config.block_m, config.block_k, descriptors), gemm.row_stride(a),
-        gemm.operand(b, config.block_n, config.block_k, descriptors), gemm.row_stride(b),
+        operand(a, config.block_m, config.block_k, descriptors), row_stride(a),
+        operand(b, config.block_n, config.block_k, descriptors), row_stride(b),
         out, scratch, tickets, M, N, K, tiles, whole, **options,
     )  # fmt: skip
     return out

@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.gemm_tile import gemm_tile, halves, join_parts, leave_part, packed, store_tile
+from weft.kernels.operands import rows_contiguous
 from weft.ops import gemm, library, skinny
 from weft.ops.all_reduce import run_of_parts
-from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import choose
-from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
 from weft.ops.registration import check_team
-from weft.ops.segments import SUM_WARPS, Segments, add_up, await_flags, pieces_of, rows_of, send_partials, share
+from weft.ops.segments import SUM_WARPS, add_up, pieces_of, rows_of, send_partials, share
 from weft.ops.tiles import (
     Tiles,
     as_argument,
@@ -34,7 +34,10 @@ from weft.ops.tiles import (
     work_at,
     work_steps,
 )
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.team import find_team
+from weft.runtime.workspace import capacity_for, grown_workspace
+from weft.transport.copy_channel import Segments, await_flags
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -212,7 +215,7 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     cannot count (MOST_ELEMENTS); what is chosen here then has segments."""
     if team.size == 1:
         return run_matmul(a, b, gemm.for_one_rank(config))
-    a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
+    a, b = rows_contiguous(a), rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
     gemm.agree("matmul_all_reduce", team, {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype})
     asked, config = config, config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
@@ -246,7 +249,7 @@ def slots_for(M: int, N: int, world_size: int, config: GemmConfig) -> tuple[int,
     MOST_ELEMENTS."""
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)
     slot_size = cdiv(tiles, world_size) * config.block_m * config.block_n
-    return slot_size, (world_size - 1) * gemm.capacity_for(slot_size)
+    return slot_size, (world_size - 1) * capacity_for(slot_size)
 
 
 def _run_fused(
@@ -352,7 +355,7 @@ def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
             epoch=team.local((2,), torch.int32),
         )
 
-    return gemm.grown_workspace(team, ("matmul_all_reduce", dtype), slot_size, make)
+    return grown_workspace(team, ("matmul_all_reduce", dtype), slot_size, make)
 
 
 def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
@@ -365,7 +368,7 @@ def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
         buffers = team.empty((halves, places, capacity), dtype=dtype)
         return Segments.make(team, buffers, 2 * (team.size - 1), programs)
 
-    return gemm.grown_workspace(team, ("matmul_all_reduce segments", dtype), size, make)
+    return grown_workspace(team, ("matmul_all_reduce segments", dtype), size, make)
 
 
 @custom_op("matmul_all_reduce")

@@ -7,32 +7,12 @@ own adds the parts up: 1.3 us a call and its start, for a few KiB (H200). A kern
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
+from weft.kernels.deferred_norm import FactoredNorm, check_squares
+from weft.kernels.operands import can_describe, rows_contiguous
 from weft.ops import gemm, skinny, skinny_config
 from weft.ops.custom_op import custom_op
-from weft.ops.factored_norm import FactoredNorm, check_squares
 from weft.ops.local import capabilities_of
-
-
-@triton.jit
-def sum_of_parts(source, mask, part_stride, PARTS: tl.constexpr):
-    """``source`` and what lies part_stride, 2 part_stride, ... elements behind it, added up in this order, fp32: how a kernel
-    reads them."""
-    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(source + part * tl.cast(part_stride, tl.int64), mask=mask, other=0.0).to(tl.float32)
-    return x
-
-
-@triton.jit
-def product_of_parts(source, mask, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """That sum rounded to ``dtype``, as ``matmul`` rounds its own; of one part, which may have it, what stands there."""
-    if PARTS == 1:
-        return tl.load(source, mask=mask, other=0.0).to(dtype)
-    else:
-        return sum_of_parts(source, mask, part_stride, PARTS).to(dtype)
 
 
 def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor | FactoredNorm:
@@ -72,8 +52,8 @@ def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinn
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
     """Where a descriptor reaches it, copied if need be, so that the result's shape does not depend on where it lies."""
-    matrix = gemm.rows_contiguous(matrix)
-    return matrix if gemm.can_describe(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+    matrix = rows_contiguous(matrix)
+    return matrix if can_describe(matrix) else matrix.clone(memory_format=torch.contiguous_format)
 
 
 @custom_op("matmul_parts", backward=False)

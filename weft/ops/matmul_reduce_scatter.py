@@ -11,14 +11,15 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.gemm_tile import gemm_tile, halves, join_parts, leave_part, packed, store_tile
+from weft.kernels.operands import rows_contiguous
 from weft.ops import gemm, library, skinny
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.ops.gemm_config import GemmConfig, configured
 from weft.ops.lanes import lanes_of
 from weft.ops.matmul import run as run_matmul
 from weft.ops.registration import check_flag, check_team
-from weft.ops.segments import Segments, add_up, await_flags, pieces_of, rows_of, send_partials
+from weft.ops.segments import add_up, pieces_of, rows_of, send_partials
 from weft.ops.tiles import (
     as_argument,
     at_place,
@@ -33,6 +34,8 @@ from weft.ops.tiles import (
     work_steps,
 )
 from weft.runtime.team import find_team
+from weft.runtime.workspace import grown_workspace
+from weft.transport.copy_channel import Segments, await_flags
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -191,7 +194,7 @@ def run(
     segments, of which there is one, are the library's GEMM."""
     if team.size == 1:
         return run_matmul(a, b, gemm.for_one_rank(config))
-    a, b = gemm.rows_contiguous(a), gemm.rows_contiguous(b)
+    a, b = rows_contiguous(a), rows_contiguous(b)
     world, (M, K), N = team.size, a.shape, b.shape[0]
     rows = M // world
     given = {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype, "own_first": own_first}
@@ -299,7 +302,7 @@ def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
     def make(capacity: int) -> Segments:
         return Segments.make(team, team.empty((2, team.size - 1, capacity), dtype=dtype), team.size - 1)
 
-    return gemm.grown_workspace(team, ("matmul_reduce_scatter segments", dtype), size, make)
+    return grown_workspace(team, ("matmul_reduce_scatter segments", dtype), size, make)
 
 
 def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
@@ -310,7 +313,7 @@ def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
             epoch=team.local((2,), torch.int32),
         )
 
-    return gemm.grown_workspace(team, ("matmul_reduce_scatter", dtype), slot_size, make)
+    return grown_workspace(team, ("matmul_reduce_scatter", dtype), slot_size, make)
 
 
 @custom_op("matmul_reduce_scatter")

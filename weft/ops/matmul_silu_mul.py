@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.operands import rows_contiguous
 from weft.ops import factored_norm, library, skinny
 from weft.ops.custom_op import custom_op
-from weft.ops.factored_norm import FactoredNorm
-from weft.ops.gemm import rows_contiguous
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.registration import FLOATS, check_is_tensor
 

@@ -20,12 +20,13 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import quoted
-from weft.ops.arithmetic import cdiv
 from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.paged_attention import LOG2_E, check_heads
 from weft.ops.qk_norm_rope import check_cache
 from weft.ops.registration import FLOATS, check_scalar
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import launch_options
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import cdiv
+from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
+from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
-from weft.ops.factored_norm import FactoredNorm, check_squares, factors
-from weft.ops.gemm import rows_contiguous
-from weft.ops.local import capabilities_of, check_like, check_shape, launch_options
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS, check_flag, check_is_tensor, check_scalar
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import launch_options
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # Elements of a program's tile: 16 a thread of 4 warps, so that half a head of bf16 is loaded 16 bytes at a time.

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import cdiv, next_power_of_2
+from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
+from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
-from weft.ops.factored_norm import FactoredNorm, check_squares, factors
-from weft.ops.gemm import rows_contiguous
-from weft.ops.local import capabilities_of, check_like, launch_options
+from weft.ops.local import capabilities_of, check_like
 from weft.ops.registration import FLOATS
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
 
 # Elements of a program's tile: 8 a thread of 4 warps, so that bf16 is loaded 16 bytes at a time.
 TILE = 1024

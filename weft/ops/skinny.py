@@ -26,11 +26,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.gemm_tile import gemm_tile
+from weft.kernels.operands import can_describe, operand, row_stride
 from weft.ops import library
-from weft.ops.arithmetic import cdiv
-from weft.ops.gemm import can_describe, gemm_tile, operand, row_stride
-from weft.ops.local import capabilities_of, launch_options
+from weft.ops.local import capabilities_of
 from weft.ops.skinny_config import SkinnyConfig, configured, parts_of
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import launch_options
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops.arithmetic import cdiv, next_power_of_2
 from weft.ops.registration import HALVES
 from weft.ops.remembered import remembered
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities

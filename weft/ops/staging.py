@@ -29,12 +29,14 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.arithmetic import cdiv
-from weft.ops.dispatch import LINE_BYTES, CopyPlan, Decision, choose
-from weft.ops.gemm import capacity_for, grown_workspace
-from weft.ops.local import launch_options
-from weft.ops.segments import Segments, added, await_flags
+from weft.kernels.partial_sums import added
+from weft.ops.dispatch import Decision, choose
 from weft.ops.tiles import slot_of
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import launch_options
+from weft.runtime.workspace import capacity_for, grown_workspace
+from weft.transport.copy_channel import Segments, await_flags
+from weft.transport.plans import LINE_BYTES, CopyPlan
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

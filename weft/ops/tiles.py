@@ -34,7 +34,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from weft.ops.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv
 
 # Parts of a split tile. Adding one up costs one program about 1.5 µs on H200 (128 x 256), and 33 parts cost more than
 # the idle round that they save.

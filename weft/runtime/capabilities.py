@@ -118,3 +118,9 @@ def _index_of(device: torch.device | int) -> int:
     if device.type != "cuda":
         raise ValueError(f"device={device} is not a GPU; virtual ranks have capabilities.simulated(world_size, sms)")
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def launch_options(caps: Capabilities) -> dict[str, bool]:
+    """What ``wl.follow_previous_kernel`` needs, where the target knows it; the simulator's checker does."""
+    overlaps = caps.is_simulated or (caps.arch.startswith("sm_") and int(caps.arch[3:]) >= 90)
+    return {"launch_pdl": True} if overlaps else {}

@@ -22,6 +22,7 @@ from weft.ops.gemm_config import GemmConfig
 from weft.runtime import cublaslt
 from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
+from weft.transport.plans import CopyPlan, Plan
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -99,10 +100,10 @@ class CollectiveConfig:
     num_warps: int
     programs_per_sm: int
 
-    def plan(self) -> dispatch.Plan:
+    def plan(self) -> Plan:
         fields = dataclasses.asdict(self)
         del fields["algorithm"]
-        return dispatch.Plan(**fields)
+        return Plan(**fields)
 
 
 @exchangeable
@@ -115,8 +116,8 @@ class CopyConfig:
     algorithm: str = "copy_engine"
     transport: str = "flags"
 
-    def plan(self) -> dispatch.CopyPlan:
-        return dispatch.CopyPlan(pieces=tuple(self.pieces), programs=self.programs)
+    def plan(self) -> CopyPlan:
+        return CopyPlan(pieces=tuple(self.pieces), programs=self.programs)
 
 
 class OwnFirst(Problem):
@@ -195,7 +196,7 @@ def default(problem: Problem) -> Config:
     if op in COLLECTIVES:
         nbytes = problem.sets[0][0].nbytes
         decision = dispatch.choose_by_rule(WEFT[op], nbytes, team.size)
-        if isinstance(decision.plan, dispatch.CopyPlan):
+        if isinstance(decision.plan, CopyPlan):
             return CopyConfig(pieces=decision.plan.pieces, programs=decision.plan.programs)
         return CollectiveConfig(algorithm=decision.algorithm, **dataclasses.asdict(decision.plan))
     return gemm_config.default_config(WEFT[op], *size, problem.dtype, team.size, team.caps)

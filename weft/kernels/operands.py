@@ -1,0 +1,32 @@
+"""Layouts of matrices that kernels take: dense rows, and tensor descriptors where rows begin on 16 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """``x`` where its rows are dense and do not overlap (a slice of rows or columns is), else a dense copy."""
+    dense = x.shape[1] == 1 or x.stride(1) == 1
+    apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]
+    return x if dense and apart else x.contiguous()
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Elements from row to row. The stride of a single row means nothing: one that any descriptor takes."""
+    return x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 16) * 16
+
+
+def can_describe(*matrices: torch.Tensor) -> bool:
+    """Whether tensor descriptors reach them all: base and every row on 16 bytes."""
+    return all(x.data_ptr() % 16 == 0 and row_stride(x) * x.element_size() % 16 == 0 for x in matrices)
+
+
+def operand(x: torch.Tensor, block_rows: int, block_k: int, descriptors: bool) -> Any:
+    """What a kernel is given for the matrix ``x``: a descriptor of [block_rows, block_k] blocks, or ``x`` itself."""
+    if not descriptors:
+        return x
+    return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [block_rows, block_k])

@@ -1,0 +1,33 @@
+"""Workspaces of a team that grow by powers of two and are never given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, TypeVar
+
+from weft.runtime.arithmetic import next_power_of_2
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+
+T = TypeVar("T")
+
+
+def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], T]) -> T:
+    """The team's workspace under ``key`` that holds ``size`` elements; ``make(capacity)`` where none is large enough.
+
+    Capacities are powers of two, so all that were ever made take less than twice the largest. None is given back: a
+    captured CUDA graph may go on using it. Calls of any shape share one: the kernels prove reuse from call to call.
+    """
+    by_capacity = team.workspace(key, dict)
+    capacity = max(by_capacity, default=0)
+    if capacity < size:
+        capacity = capacity_for(size)
+        by_capacity[capacity] = make(capacity)
+    return by_capacity[capacity]
+
+
+def capacity_for(size: int) -> int:
+    """Of a workspace that is made for ``size`` elements."""
+    return max(1 << 16, next_power_of_2(size))

@@ -1,0 +1,60 @@
+"""How one transfer between ranks is cut up: tiles of a push, or pieces of a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Pieces and slots begin on as many bytes.
+LINE_BYTES = 16
+
+
+TRANSPORTS = ("lamport", "keyed", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How tiles travel (weft.ops.exchange).
+
+    transport        "lamport" or "keyed"; "none" where there is one rank
+    row_bytes        what goes to one peer at once: a power of two of at least 16, or in all_reduce_rms_norm, which cuts rows
+                     into even parts, a multiple of 16
+    num_warps        of a program, a power of two
+    programs_per_sm  at most; fewer where registers do not suffice
+    """
+
+    transport: str
+    row_bytes: int
+    num_warps: int
+    programs_per_sm: int = 32
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r} is not one of {', '.join(map(repr, TRANSPORTS))}")
+        if self.transport == "none":
+            return
+        if self.row_bytes < 16 or self.row_bytes % 16:
+            raise ValueError(f"row_bytes={self.row_bytes} is not a positive multiple of 16")
+        if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
+            raise ValueError(f"num_warps={self.num_warps} is not a power of two")
+        if self.programs_per_sm < 1:
+            raise ValueError(f"programs_per_sm={self.programs_per_sm} is not positive; pass 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """How copy engines carry parts (weft.ops.staging).
+
+    pieces    at most MAX_CHUNKS of weft.ops.gemm_config: the sizes, in proportion, of the pieces that parts are cut into
+    programs  of a kernel that copies or adds up while copy engines are busy
+    """
+
+    pieces: tuple[int, ...]
+    programs: int = 64
+
+
+def word_of(nbytes: int) -> torch.dtype:
+    """What moves unchanged moves as the widest of these integers that ``nbytes``, one rank's part, is a multiple of.
+    Single bytes travel widened to two, which never read as unwritten."""
+    return torch.int32 if nbytes % 4 == 0 else torch.int16 if nbytes % 2 == 0 else torch.int8

@@ -43,7 +43,7 @@ def name_of(file: Path) -> str:
 
 
 def layer_of(file: Path) -> str:
-    """The first part below weft/: "ops" for weft/ops/gemm.py, "cli" for weft/cli.py."""
+    """The first part below weft/: "ops" for weft/ops/gemm/persistent.py, "cli" for weft/cli.py."""
     return file.relative_to(ROOT / "weft").parts[0].removesuffix(".py")
 
 

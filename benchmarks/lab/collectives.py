@@ -72,7 +72,7 @@ def candidates(op: str, nbytes: int, world_size: int) -> list[tuple[str, Plan | 
 
 
 def call(op: str, team: Any, algorithm: str, plan: Plan | CopyPlan, x: torch.Tensor) -> torch.Tensor:
-    run = importlib.import_module(f"weft.ops.{op}").run
+    run = importlib.import_module(getattr(weft.ops, op).__module__).run
     return run(x, team, algorithm, plan) if op == "all_reduce" else run(x, team, plan)
 
 
@@ -87,7 +87,7 @@ def norm_rows(team: Any, share: tuple[int, int] | None) -> list[dict[str, Any]]:
     """all_reduce_rms_norm: the algorithm, how a row is cut, and the warps of a program."""
     rows, number = [], 0
     weight = torch.ones(HIDDEN, device=team.device, dtype=torch.bfloat16)
-    module = importlib.import_module("weft.ops.all_reduce_rms_norm")
+    module = importlib.import_module("weft.ops.collectives.all_reduce_rms_norm")
     for count in ROWS:
         xs = [torch.randn(count, HIDDEN, device=team.device, dtype=torch.bfloat16) for _ in range(INPUTS)]
         for algorithm in ("one_shot", "two_shot"):

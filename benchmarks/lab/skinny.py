@@ -1,6 +1,6 @@
 """Products of few rows with cold weights, weft's kernel against cuBLAS, on one GPU: a laboratory.
 
-    python -m benchmarks.lab.skinny --out benchmarks/lab/h200-skinny.json [--world-size 2,4] [--rows 1,8,16,32,64,128]
+    python -m benchmarks.lab.skinny --out benchmarks/lab/h200-small_m.json [--world-size 2,4] [--rows 1,8,16,32,64,128]
 
 All projections of Qwen3-32B, as one rank of so many holds them. Each answer is checked against fp32 before it is timed.
 A time is that of one product in a CUDA graph of many, on weights of 1 GB in all, used in turn, so that each is cold:
@@ -9,7 +9,7 @@ A time is that of one product in a CUDA graph of many, on weights of 1 GB in all
     after norm   RMSNorm, product, RMSNorm, product ...: a norm and a product
     after wait   the same with norms that take 4 us longer, as an all-reduce of few rows does
 
-``python benchmarks/skinny.py`` makes the table of docs/performance.md from the file.
+``python benchmarks/small_m.py`` makes the table of docs/performance.md from the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import triton.language as tl
 import weft.language as wl
 from weft import ops
 from weft.language.lowering import ptx
-from weft.ops import skinny, skinny_config
+from weft.ops.gemm import small_m, small_m_config
 from weft.ops.local import capabilities_of
 from weft.runtime.files import put
 
@@ -140,14 +140,14 @@ def rows_of(bench: Bench, world_size: int, rows: list[int]):
         outputs = N // 2 if gated else N
         for M in rows:
             x = torch.randn((M, K), dtype=BF16, device=bench.device)
-            config = skinny_config.config_for(M, outputs, K, caps, gated)
-            providers = {"cublas": library(gated), "skinny": lambda x, w, c=config, g=gated: skinny.run(x, w, c, g)}
+            config = small_m_config.config_for(M, outputs, K, caps, gated)
+            providers = {"cublas": library(gated), "skinny": lambda x, w, c=config, g=gated: small_m.run(x, w, c, g)}
             found = {}
             for provider, product in providers.items():
                 check(product, x, weights[0], gated)
                 found[provider] = bench.situations(product, x, weights)
             op = "matmul_silu_mul" if gated else "matmul"
-            chosen = skinny.chosen_for(op, x, weights[0], caps)
+            chosen = small_m.chosen_for(op, x, weights[0], caps)
             row = {
                 "projection": name, "world_size": world_size, "M": M, "N": N, "K": K, "gated": gated,
                 "floor_us": round(2 * N * K / GBPS / 1e3, 2), "us": found,

@@ -18,7 +18,7 @@ from weft.bench.plan import Plan, heap_bytes
 from weft.bench.problem import Problem
 from weft.bench.providers import DESIGNED, WEFT, Attempt, Provider, Unavailable, choose, config_of
 from weft.bench.shapes import Shape, parse_shapes
-from weft.ops.gemm_config import DESIGNS, configured, segments_for
+from weft.ops.gemm.config import DESIGNS, configured, segments_for
 from weft.runtime.capabilities import Capabilities
 
 

@@ -31,8 +31,8 @@ import weft.check
 from tests.ops import cases, matmul_cases
 from weft import ops
 from weft.bench.machine import revision
-from weft.ops.all_reduce import run_of_parts
-from weft.ops.gemm_config import GemmConfig
+from weft.ops.collectives.all_reduce import run_of_parts
+from weft.ops.gemm.config import GemmConfig
 
 # Lamport stages are used again in the eighth call.
 CALLS = 10
@@ -108,7 +108,7 @@ def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
 def in_segments(op: str, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """The design of library GEMMs and copy engines, which dispatch leaves to GPUs."""
     config = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=2)
-    return importlib.import_module(f"weft.ops.{op}").run(x(team.size * 24, 32), x(48, 32), team, config)
+    return importlib.import_module(getattr(weft.ops, op).__module__).run(x(team.size * 24, 32), x(48, 32), team, config)
 
 
 # A program has several tiles, and sends the next one before it receives this one.

@@ -11,7 +11,7 @@ import torch
 import weft
 from weft import ops
 from weft.ops import FactoredNorm
-from weft.ops.likelihood_above import LOWEST, SHIFTS, narrow
+from weft.ops.vocab.likelihood_above import LOWEST, SHIFTS, narrow
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 EPS = 1e-6

@@ -40,7 +40,7 @@ from tests.ops.closeness import assert_close, assert_identical, bits
 from tests.ops.matmul_cases import LARGE_MATMULS, MATMUL_OPS, MATMULS, OWN_FIRST, config
 from weft import ops
 from weft.bench.machine import revision
-from weft.ops.gemm_config import DESIGNS
+from weft.ops.gemm.config import DESIGNS
 from weft.runtime.files import put
 
 REPLAYS = 20

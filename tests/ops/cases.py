@@ -147,7 +147,7 @@ def plan_of(case: Case) -> Plan | CopyPlan:
 
 def run_all_reduce(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
     if case.config:
-        from weft.ops.all_reduce import run
+        from weft.ops.collectives.all_reduce import run
 
         return run(x, team, case.algorithm, plan_of(case))
     return ops.all_reduce(x, team, case.algorithm)
@@ -155,7 +155,7 @@ def run_all_reduce(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
 
 def run_reduce_scatter(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
     if case.config:
-        from weft.ops.reduce_scatter import run
+        from weft.ops.collectives.reduce_scatter import run
 
         return run(x, team, plan_of(case))
     return ops.reduce_scatter(x, team, case.algorithm)
@@ -163,7 +163,7 @@ def run_reduce_scatter(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
 
 def run_all_gather(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
     if case.config:
-        from weft.ops.all_gather import run
+        from weft.ops.collectives.all_gather import run
 
         return run(x, team, plan_of(case))
     return ops.all_gather(x, team, case.algorithm)
@@ -171,7 +171,7 @@ def run_all_gather(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
 
 def run_all_to_all(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
     if case.config:
-        from weft.ops.all_to_all import run
+        from weft.ops.collectives.all_to_all import run
 
         return run(x, team, plan_of(case))
     return ops.all_to_all(x, team, case.algorithm)
@@ -215,7 +215,7 @@ def whole_of_parts(case: Case, parts: torch.Tensor) -> torch.Tensor:
 
 
 def run_all_reduce_of_parts(case: Case, team: Any, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    from weft.ops.all_reduce import run_of_parts
+    from weft.ops.collectives.all_reduce import run_of_parts
 
     return run_of_parts(x, case.dtype, team)
 

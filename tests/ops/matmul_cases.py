@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+import weft.ops
 from tests.ops.cases import BF16, FP16, FP32, OPERATIONS, Case, Inputs, Operation, part_of, values
 from weft import ops
-from weft.ops.gemm_config import GemmConfig
+from weft.ops.gemm.config import GemmConfig
 
 MATMUL_OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 # Of the ops whose ranks' rows may come in this order: an own Operation for each.
@@ -32,7 +33,7 @@ def run(case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
     more = {order: True} if order else {}
     if case.config:
         # The package's attribute of this name is the function.
-        module = importlib.import_module(f"weft.ops.{name}")
+        module = importlib.import_module(getattr(weft.ops, name).__module__)
         return module.run(a, b, *of_team, config=GemmConfig(**dict(case.config)), **more)
     return getattr(ops, name)(a, b, *of_team, **more)
 

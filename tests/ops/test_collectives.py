@@ -16,8 +16,9 @@ from tests.ops.cases import BF16, COLLECTIVES, FP32, OPERATIONS, Case, check, in
 from tests.ops.closeness import assert_identical
 from weft import ops
 from weft.errors import TeamClosed
-from weft.ops import dispatch, exchange, tuned
+from weft.ops import dispatch, tuned
 from weft.runtime import capabilities
+from weft.transport import push
 from weft.transport.plans import Plan
 
 
@@ -180,7 +181,7 @@ def test_explain_says_what_and_why():
     ],
 )  # fmt: skip
 def test_the_orders_of_sends_need_as_many_stages_as_the_proof_says(monkeypatch, stages, algorithm, clean):
-    """weft.ops.exchange: a peer one tile ahead reuses a stage that is not cleared yet, with one stage less."""
+    """weft.transport.push: a peer one tile ahead reuses a stage that is not cleared yet, with one stage less."""
 
     def main(team):
         generator = torch.Generator().manual_seed(team.rank)
@@ -189,7 +190,7 @@ def test_the_orders_of_sends_need_as_many_stages_as_the_proof_says(monkeypatch, 
             return [ops.all_gather(x, team) for _ in range(3)]
         return [ops.all_reduce(x, team, algorithm) for _ in range(3)]
 
-    monkeypatch.setattr(exchange, "STAGES", tl.constexpr(stages))
+    monkeypatch.setattr(push, "STAGES", tl.constexpr(stages))
     report = weft.check.check(main, 2, schedules=4, sms=1, heap_bytes=None)
     assert report.ok is clean
     assert clean or "race" in {f.kind for found in report.findings for f in (found.finding, *found.also)}
@@ -203,10 +204,10 @@ def never(slot, exchanges, WIDTH: tl.constexpr):
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all", "one_shot", "two_shot"])
 @pytest.mark.parametrize(("row_bytes", "most"), [(512, 4), (4096, 16)])
 def test_a_launch_of_few_tiles_need_not_see_its_clearings(monkeypatch, op, row_bytes, most):
-    """weft.ops.exchange: up to three exchanges less than there are stages. With one more, `weft check` finds a clearing that
+    """weft.transport.push: up to three exchanges less than there are stages. With one more, `weft check` finds a clearing that
     comes too late; what the kernels do of their own accord, it finds clean."""
     name = "all_reduce" if "shot" in op else op
-    module, each = importlib.import_module(f"weft.ops.{name}"), 2 if op == "two_shot" else 1
+    module, each = importlib.import_module(getattr(weft.ops, name).__module__), 2 if op == "two_shot" else 1
     plan = Plan(transport="lamport", row_bytes=row_bytes, num_warps=1, programs_per_sm=1)
     if name in ("all_gather", "all_to_all"):
         plan = dataclasses.replace(plan, transport="keyed")
@@ -232,10 +233,10 @@ def test_a_launch_of_few_tiles_need_not_see_its_clearings(monkeypatch, op, row_b
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 9])
 def test_rows_of_all_plans_begin_on_lines(world_size):
     """A warp's stores to a peer go in whole packets: a stage is whole lines, keys and all."""
-    line = exchange.LINE_BYTES.value
-    keys = exchange.key_bytes("keyed", world_size)
-    assert keys % line == 0 and keys >= world_size * exchange.KEY_BYTES.value
-    assert exchange.key_bytes("lamport", world_size) == 0
+    line = push.LINE_BYTES.value
+    keys = push.key_bytes("keyed", world_size)
+    assert keys % line == 0 and keys >= world_size * push.KEY_BYTES.value
+    assert push.key_bytes("lamport", world_size) == 0
     for table in (dispatch.ONE_CROSSING, dispatch.TWO_SHOT):
         assert all(row_bytes % line == 0 for _, row_bytes, _, _ in dispatch.of_world(table, world_size))
 
@@ -245,10 +246,10 @@ def test_a_stage_holds_its_rows_and_then_its_keys():
         x = torch.arange(100, dtype=torch.int32) + 1000 * (team.rank + 1)
         ops.all_gather(x, team)
         plan = dispatch.choose("all_gather", x.nbytes, x.dtype, team.size, team.caps).plan
-        slots = exchange.slots_of(team, plan, 4)
-        stage = 3 * plan.row_bytes + exchange.LINE_BYTES.value
-        assert slots.buffer.numel() == slots.programs * exchange.stages_of(plan.row_bytes) * stage
-        assert slots.buffer.data_ptr() % exchange.LINE_BYTES.value == 0
+        slots = push.slots_of(team, plan, 4)
+        stage = 3 * plan.row_bytes + push.LINE_BYTES.value
+        assert slots.buffer.numel() == slots.programs * push.stages_of(plan.row_bytes) * stage
+        assert slots.buffer.data_ptr() % push.LINE_BYTES.value == 0
         first = slots.buffer.view(torch.int32)[stage // 4 : 2 * stage // 4]  # epoch 1 of the first program
         rows, keys = first[: 3 * plan.row_bytes // 4].view(3, -1), first[3 * plan.row_bytes // 4 :].view(-1, 4)
         for peer in range(3):
@@ -276,7 +277,10 @@ def test_plans_that_no_kernel_has_are_refused(fields, message):
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_rows_that_would_overrun_the_workspace_are_refused(op):
     """48 bytes are sent as 64."""
-    module, transport = importlib.import_module(f"weft.ops.{op}"), "lamport" if "reduce" in op else "keyed"
+    module, transport = (
+        importlib.import_module(getattr(weft.ops, op).__module__),
+        "lamport" if "reduce" in op else "keyed",
+    )
     plan = Plan(transport=transport, row_bytes=48, num_warps=1)
 
     def main(team):

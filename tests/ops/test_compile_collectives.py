@@ -12,18 +12,18 @@ import triton
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.ops import tuned
-from weft.ops.all_gather import all_gather_kernel
-from weft.ops.all_reduce import all_reduce_kernel
-from weft.ops.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_rows
-from weft.ops.all_to_all import all_to_all_kernel
-from weft.ops.barrier import barrier_kernel
+from weft.ops.collectives.all_gather import all_gather_kernel
+from weft.ops.collectives.all_reduce import all_reduce_kernel
+from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_rows
+from weft.ops.collectives.all_to_all import all_to_all_kernel
+from weft.ops.collectives.barrier import barrier_kernel
+from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
+from weft.ops.collectives.reduce_scatter import reduce_scatter_kernel
 from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, of_world
-from weft.ops.exchange import WIDE_BYTES, registers_of
-from weft.ops.reduce_scatter import reduce_scatter_kernel
-from weft.ops.skinny_config import MAX_PARTS_LEFT
-from weft.ops.staging import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
+from weft.ops.gemm.small_m_config import MAX_PARTS_LEFT
 from weft.runtime.cuda import resident_programs
 from weft.transport.plans import Plan
+from weft.transport.push import WIDE_BYTES, registers_of
 
 WIDTH = 6144
 # name -> (kernel, transport, constants of its own)

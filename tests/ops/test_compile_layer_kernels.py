@@ -8,15 +8,15 @@ import torch
 
 from tests.compiling import TARGETS, compiled
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
-from weft.ops.add_rms_norm import add_rms_norm_kernel, warps_of
-from weft.ops.decode_attention import decode_attention_kernel
-from weft.ops.paged_attention import config_for, constants, paged_attention_kernel
-from weft.ops.paged_prefill_attention import PrefillSpans, paged_prefill_attention_kernel
-from weft.ops.qk_norm_rope import TILE, qk_norm_rope_kernel
-from weft.ops.silu_mul import silu_mul_kernel
+from weft.ops.attention.decode_attention import decode_attention_kernel
+from weft.ops.attention.paged_attention import config_for, constants, paged_attention_kernel
+from weft.ops.attention.paged_prefill_attention import PrefillSpans, paged_prefill_attention_kernel
+from weft.ops.attention.qk_norm_rope import TILE, qk_norm_rope_kernel
+from weft.ops.elementwise.add_rms_norm import add_rms_norm_kernel, warps_of
+from weft.ops.elementwise.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities, launch_options
 
-prefill = importlib.import_module("weft.ops.paged_prefill_attention")
+prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
 
 KERNELS = (
     "silu_mul", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention", "paged_attention_whole",

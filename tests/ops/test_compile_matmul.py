@@ -14,14 +14,15 @@ import triton
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.kernels.operands import operand
-from weft.ops import gemm, tuned
-from weft.ops.all_gather_matmul import all_gather_matmul_kernel
-from weft.ops.gemm_config import GemmConfig, configured
-from weft.ops.matmul import matmul_kernel
-from weft.ops.matmul_all_reduce import matmul_all_reduce_kernel
-from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter_kernel
-from weft.ops.segments import SUM_BLOCK, SUM_WARPS, share_kernel, sum_kernel
-from weft.ops.tiles import as_argument, make_tiles
+from weft.kernels.tile_schedule import as_argument, make_tiles
+from weft.ops import tuned
+from weft.ops.gemm import persistent
+from weft.ops.gemm.config import GemmConfig, configured
+from weft.ops.gemm.matmul import matmul_kernel
+from weft.ops.overlap.all_gather_matmul import all_gather_matmul_kernel
+from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce_kernel
+from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, share_kernel, sum_kernel
 from weft.runtime.capabilities import Capabilities
 from weft.transport.copy_channel import MAX_CHUNKS, begin_kernel, wait_kernel
 
@@ -49,7 +50,7 @@ def tuned_tiles(op):
             chosen = row.as_config(GemmConfig) if row.op == op else None
             if chosen and chosen.design == "fused":
                 # Once for each that differs to a compiler.
-                constants = (*gemm.constants(chosen, True, "sm_90").values(), chosen.flatten)
+                constants = (*persistent.constants(chosen, True, "sm_90").values(), chosen.flatten)
                 found[world_size, constants] = world_size, chosen
     return list(found.values())
 
@@ -77,7 +78,7 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
             a, K, b, K, x, *slots, x, WORDS, WORDS, 1 << 20, 1 << 12, *parts, rows, *sizes, *end,
         ),
     }[op]  # fmt: skip
-    options = gemm.constants(chosen, descriptors, arch)
+    options = persistent.constants(chosen, descriptors, arch)
     if op not in ("matmul_reduce_scatter", "matmul_all_reduce"):
         del options["PIECE"]
     if op == "all_gather_matmul":

@@ -12,9 +12,9 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, mutated, random, undivided
 from tests.ops.test_layer_kernels import rms_norm, rotate
 from weft import ops
-from weft.ops.paged_attention import AttentionConfig
+from weft.ops.attention.paged_attention import AttentionConfig
 
-decoding = importlib.import_module("weft.ops.decode_attention")
+decoding = importlib.import_module("weft.ops.attention.decode_attention")
 
 EPS = 1e-6
 QWEN = Heads(q_heads=16, kv_heads=2)

@@ -8,8 +8,8 @@ from tests.ops.layer_cases import DEVICES, everywhere, random
 from tests.ops.test_compile_layer_kernels import INTS, LONGS, caps_of
 from tests.ops.test_compile_matmul import stack_bytes
 from weft import ops
-from weft.ops.decode_places import decode_places_kernel
-from weft.ops.embed_rows import embed_rows_kernel
+from weft.ops.attention.decode_places import decode_places_kernel
+from weft.ops.vocab.embed_rows import embed_rows_kernel
 from weft.runtime.capabilities import launch_options
 
 

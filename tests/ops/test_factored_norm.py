@@ -14,11 +14,11 @@ from weft.kernels.deferred_norm import FactoredNorm
 from weft.layers.norm import ResidualRMSNorm
 from weft.layers.parallel import RowParallelLinear
 from weft.layers.plan import Plan
-from weft.ops import skinny, skinny_config
-from weft.ops.all_reduce import run_of_parts
+from weft.ops.collectives.all_reduce import run_of_parts
+from weft.ops.gemm import small_m, small_m_config
 
 # The module: the package has the function under its name.
-all_reduce_rms_norm = importlib.import_module("weft.ops.all_reduce_rms_norm")
+all_reduce_rms_norm = importlib.import_module("weft.ops.collectives.all_reduce_rms_norm")
 
 EPS = 1e-6
 # (M, N, K): rows of K elements start on 16 bytes, but for the last, which no descriptor reaches.
@@ -61,7 +61,7 @@ def multiplied(norm, hidden, op, N):
     rounded twice."""
     M, K = hidden.shape
     caps = capabilities_of("sim" if hidden.device.type == "cpu" else "sm_90")
-    config, _ = skinny_config.configured(op, M, N, K, hidden.dtype, caps, factored=True)
+    config, _ = small_m_config.configured(op, M, N, K, hidden.dtype, caps, factored=True)
     by_library = config is None or K * hidden.element_size() % 16 != 0
     twice = by_library and op == "matmul"
     return (norm.normed() if twice else norm.scaled.double() * rms_factor(hidden)), by_library
@@ -98,10 +98,10 @@ def test_every_config_divides_its_rows(config, gated):
         for M, N, K in SHAPES[:4]:
             x, b = rows(M, K, BF16)[0], matrix((2 if gated else 1) * N, K, BF16)
             eighth = torch.full((M, 5), 64 / 5)
-            out = skinny.run(x, b, config, gated, squares=eighth, eps=0.0)
+            out = small_m.run(x, b, config, gated, squares=eighth, eps=0.0)
             assert_close(out, reference(x.double() / 8, b, gated), K, what=f"{M}x{N}x{K}")
             each = torch.arange(1, M + 1)[:, None].float().square()
-            out = skinny.run(x, b, config, gated, squares=each, eps=0.0)
+            out = small_m.run(x, b, config, gated, squares=each, eps=0.0)
             expected = reference(x.double() / torch.arange(1, M + 1)[:, None], b, gated)
             assert_close(out, expected, K, what=f"{M}x{N}x{K}")
 
@@ -341,9 +341,9 @@ def test_the_product_has_no_backward():
 def test_which_products_take_the_factor():
     caps = capabilities_of("sm_90")
     for M, dtype, taken in ((1, BF16, True), (64, BF16, True), (65, BF16, False), (1, FP32, False)):
-        config, reason = skinny_config.configured("matmul", M, 64, 64, dtype, caps, factored=True)
+        config, reason = small_m_config.configured("matmul", M, 64, 64, dtype, caps, factored=True)
         assert (config is not None) == taken and reason
-    assert skinny_config.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
+    assert small_m_config.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
     for M, N, taken in (
         (128, 2560, True),
         (96, 2560, True),
@@ -351,14 +351,14 @@ def test_which_products_take_the_factor():
         (129, 2560, False),
         (128, 12800, False),
     ):
-        config, reason = skinny_config.configured("matmul", M, N, 5120, BF16, caps, factored=True, in_parts=True)
+        config, reason = small_m_config.configured("matmul", M, N, 5120, BF16, caps, factored=True, in_parts=True)
         assert (config is not None) == taken and reason
-        assert config is None or skinny_config.parts_of(config, 5120) > 1
+        assert config is None or small_m_config.parts_of(config, 5120) > 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_a_library_product_is_divided_by_who_reads_it(dtype, monkeypatch):
-    monkeypatch.setattr(skinny_config, "configured", lambda *_, **__: (None, "the library"))
+    monkeypatch.setattr(small_m_config, "configured", lambda *_, **__: (None, "the library"))
 
     def main():
         for call, (M, N, K) in enumerate(SHAPES[:4]):
@@ -391,7 +391,7 @@ def test_on_a_gpu(op):
             parts = ops.matmul_parts(norm, b)
             few = {"factored": True, "in_parts": True}
             caps = capabilities_of("sm_90")
-            config, _ = skinny_config.configured("matmul", M, b.shape[0], K, BF16, caps, **few)
+            config, _ = small_m_config.configured("matmul", M, b.shape[0], K, BF16, caps, **few)
             assert isinstance(parts, FactoredNorm) == (config is None)
             if isinstance(parts, FactoredNorm):
                 exact = norm.scaled.double() * rms_factor(hidden)
@@ -403,7 +403,7 @@ def test_on_a_gpu(op):
                 assert_close(
                     total.to(BF16), reference(norm.scaled.double() * rms_factor(hidden), b, False), K, what=what
                 )
-                if config == skinny_config.config_for(M, N, K, caps, gated):
+                if config == small_m_config.config_for(M, N, K, caps, gated):
                     assert_identical(total.to(BF16), out, what=what)
 
 

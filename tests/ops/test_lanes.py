@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 
-from weft.ops import lanes
-from weft.ops.lanes import Lanes
-from weft.runtime import streams
+from weft.runtime import lanes, streams
+from weft.runtime.lanes import Lanes
 from weft.runtime.streams import IN_POOL, on_stream, own_stream
 
 DEVICE = torch.device("cuda", 0)

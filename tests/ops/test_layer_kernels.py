@@ -17,7 +17,7 @@ from weft import ops
 from weft.kernels.deferred_norm import FactoredNorm
 from weft.runtime.arithmetic import cdiv
 
-attention = importlib.import_module("weft.ops.paged_attention")
+attention = importlib.import_module("weft.ops.attention.paged_attention")
 
 EPS = 1e-6
 
@@ -267,7 +267,7 @@ def many_rows(rows):
 def test_more_rows_than_a_grid_has_along_any_axis_but_the_first(op, monkeypatch):
     """65,535 programs are CUDA's limit along the others."""
     kernel = Launch()
-    monkeypatch.setattr(importlib.import_module(f"weft.ops.{op}"), f"{op}_kernel", kernel)
+    monkeypatch.setattr(importlib.import_module(getattr(weft.ops, op).__module__), f"{op}_kernel", kernel)
     weft.simulate(lambda team: many_rows(70_000)[op](), 1)
     [(first, *others)] = kernel.grids
     assert first >= 70_000 and all(count < 100 for count in others)

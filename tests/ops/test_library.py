@@ -9,8 +9,9 @@ import torch
 from tests.ops.closeness import assert_close, assert_identical
 from weft import ops
 from weft.bench.shapes import Shape
-from weft.ops import library, tuned
-from weft.ops.gemm_config import configured, default_config
+from weft.ops import tuned
+from weft.ops.gemm import cublas
+from weft.ops.gemm.config import configured, default_config
 from weft.runtime import capabilities, cublaslt
 from weft.runtime.cublaslt import Algorithm
 from weft.tune import spaces
@@ -27,13 +28,13 @@ def test_a_row_stands_for_its_very_shape():
     for row in SHIPPED:
         M, N, K = row.shape
         assert row.us < row.default_us
-        found = library.row_for(M, N, K, BF16, H200)
+        found = cublas.row_for(M, N, K, BF16, H200)
         assert found.row == row
         assert (found.exact, found.row.as_config(Algorithm)) == (True, Algorithm(**row.config))
         for other in ((M - 1, N, K), (M + 1, N, K), (M, N - 8, K), (M, N, K + 64)):
-            assert library.row_for(*other, BF16, H200) is None, other
-        assert library.row_for(M, N, K, FP16, H200) is None
-        assert library.row_for(M, N, K, BF16, dataclasses.replace(H200, device_name="Some GPU")) is None
+            assert cublas.row_for(*other, BF16, H200) is None, other
+        assert cublas.row_for(M, N, K, FP16, H200) is None
+        assert cublas.row_for(M, N, K, BF16, dataclasses.replace(H200, device_name="Some GPU")) is None
 
 
 def test_an_algorithm_is_no_config_of_weft_s_own_kernel():
@@ -89,8 +90,8 @@ def test_without_a_gpu_there_are_none():
     assert cublaslt.version() == ""
     assert cublaslt.algorithms(256, 256, 256, BF16) == []
     assert not cublaslt.matmul(a, b, torch.empty(4, 2), SHIPPED[0].as_config(Algorithm))
-    assert torch.equal(library.matmul(a, b), torch.full((4, 2), 8.0))
-    assert torch.equal(library.matmul(a, b, torch.ones(4, 2), add=True), torch.full((4, 2), 9.0))
+    assert torch.equal(cublas.matmul(a, b), torch.full((4, 2), 8.0))
+    assert torch.equal(cublas.matmul(a, b, torch.ones(4, 2), add=True), torch.full((4, 2), 9.0))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_what_no_algorithm_takes_is_left_alone():
         assert not cublaslt.matmul(x, y, into, algorithm)
     assert (out == 7).all()
     with pytest.raises(ValueError, match="Algorithm.*tile=9999.* is none of this GPU's"):
-        library.by(Algorithm(tile=9999, cluster=3, custom=1), a, b)
+        cublas.by(Algorithm(tile=9999, cluster=3, custom=1), a, b)
 
 
 @pytest.mark.gpu(1)
@@ -164,7 +165,7 @@ def test_calls_on_two_streams_and_in_a_graph_do_not_share_scratch_memory():
     for number, (M, N, K) in enumerate(sizes):
         a, b = operands(M, N, K, BF16, seed=number)
         products += [(a, b, one) for one in candidates(M, N, K, BF16)[:4]]
-    alone = [library.by(one, a, b) for a, b, one in products]
+    alone = [cublas.by(one, a, b) for a, b, one in products]
     side, outs = torch.cuda.Stream(), [torch.empty_like(out) for out in alone]
 
     def all_of_them():

@@ -14,8 +14,9 @@ from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, OWN_FIRST, config
 from tests.ops.test_collectives import check_replicated, run_cases
 from weft import ops
 from weft.errors import HeapExhausted
-from weft.ops import library, tuned
-from weft.ops.gemm_config import GemmConfig, configured
+from weft.ops import tuned
+from weft.ops.gemm import cublas
+from weft.ops.gemm.config import GemmConfig, configured
 from weft.runtime import capabilities
 
 FUSED = MATMUL_OPS[1:]
@@ -64,7 +65,7 @@ def test_a_workspace_grows():
 @pytest.mark.parametrize("seed", range(4))
 def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
     """A graph with one call writes the same half of A_full at every replay: the device must wait, not the parity."""
-    gather = importlib.import_module("weft.ops.all_gather_matmul")
+    gather = importlib.import_module("weft.ops.overlap.all_gather_matmul")
     chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design=design)
 
     def main(team):
@@ -83,7 +84,7 @@ def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_buffer_serves_call_after_call_where_two_are_too_large(monkeypatch, seed):
-    module = importlib.import_module("weft.ops.matmul_all_reduce")
+    module = importlib.import_module("weft.ops.overlap.matmul_all_reduce")
     monkeypatch.setattr(module, "MOST_HALVED", 0)
     cases = [
         Case(op="matmul_all_reduce", world_size=3, dtype=BF16, shape=shape, config=config(16, 16, 32, **fields))
@@ -102,7 +103,10 @@ def test_one_buffer_serves_call_after_call_where_two_are_too_large(monkeypatch, 
 
 def test_a_design_that_was_asked_for_is_not_replaced(monkeypatch):
     """One rank has no segments but its own, which are the library's."""
-    module, asked = importlib.import_module("weft.ops.matmul"), GemmConfig(block_m=16, block_n=16, block_k=16)
+    module, asked = (
+        importlib.import_module("weft.ops.gemm.persistent.matmul"),
+        GemmConfig(block_m=16, block_n=16, block_k=16),
+    )
     segments = dataclasses.replace(asked, design="segments")
     monkeypatch.setattr(module, "matmul_kernel", None)
 
@@ -112,7 +116,8 @@ def test_a_design_that_was_asked_for_is_not_replaced(monkeypatch):
             module.run(a, b, segments)
         for op in FUSED:
             assert_identical(
-                importlib.import_module(f"weft.ops.{op}").run(a, b, team, segments), torch.full((4, 3), 8.0)
+                importlib.import_module(getattr(weft.ops, op).__module__).run(a, b, team, segments),
+                torch.full((4, 3), 8.0),
             )
 
     weft.simulate(main, 1)
@@ -134,7 +139,7 @@ def test_many_rows_a_rank_are_all_reduced_in_two_blocks():
 
 
 def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
-    module = importlib.import_module("weft.ops.matmul_all_reduce")
+    module = importlib.import_module("weft.ops.overlap.matmul_all_reduce")
     monkeypatch.setattr(module, "MOST_ELEMENTS", 1)
 
     def main(team):
@@ -158,7 +163,7 @@ def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op, chunks):
-    module = importlib.import_module(f"weft.ops.{op}")
+    module = importlib.import_module(getattr(weft.ops, op).__module__)
     chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=chunks)
     rows, place = 60 if op == "matmul_all_reduce" else 20, torch.arange(60.0)[:, None].expand(60, 24)
 
@@ -184,11 +189,11 @@ def test_own_pieces_are_products_of_their_own(monkeypatch):
         products.append(len(a))
         return multiply(a, b, out, **words)
 
-    multiply = library.matmul
-    monkeypatch.setattr(library, "matmul", noted)
+    multiply = cublas.matmul
+    monkeypatch.setattr(cublas, "matmul", noted)
 
     def main(team, chosen):
-        module = importlib.import_module("weft.ops.matmul_reduce_scatter")
+        module = importlib.import_module("weft.ops.overlap.matmul_reduce_scatter")
         return module.run(torch.ones(57, 24), torch.ones(16, 24), team, chosen)
 
     for fields, expected in (

@@ -13,7 +13,7 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, mutated, random
 from weft import ops
 
-attention = importlib.import_module("weft.ops.paged_attention")
+attention = importlib.import_module("weft.ops.attention.paged_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, rand
 from weft import ops
 from weft.ops import PrefillSpans
 
-prefill = importlib.import_module("weft.ops.paged_prefill_attention")
+prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from tests.ops.test_compile_layer_kernels import FP32, INTS, LONGS, caps_of
 from tests.ops.test_compile_matmul import stack_bytes
 from weft import ops
 from weft.engine.sampling import gumbel
-from weft.ops.best_words import best_words_kernel, join_words, join_words_kernel
-from weft.ops.likelihood_above import LOWEST, SHIFTS, likelihood_above_kernel, narrow, narrow_kernel
+from weft.ops.vocab.best_words import best_words_kernel, join_words, join_words_kernel
+from weft.ops.vocab.likelihood_above import LOWEST, SHIFTS, likelihood_above_kernel, narrow, narrow_kernel
 from weft.runtime.capabilities import launch_options
 
 SHAPES = [(1, 1), (1, 5000), (3, 1024), (5, 1025), (40, 70)]

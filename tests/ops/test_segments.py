@@ -13,9 +13,9 @@ import weft
 import weft.check
 from tests.compiling import compiled
 from tests.ops.closeness import assert_close
-from weft.ops.all_gather_matmul import run as all_gather_matmul
-from weft.ops.gemm_config import GemmConfig
-from weft.ops.segments import SUM_BLOCK, part_of, pieces_of, rows_of, runs_of, sum_kernel
+from weft.ops.gemm.config import GemmConfig
+from weft.ops.overlap.all_gather_matmul import run as all_gather_matmul
+from weft.ops.overlap.pipelined import SUM_BLOCK, part_of, pieces_of, rows_of, runs_of, sum_kernel
 
 
 @given(st.integers(1, 9), st.integers(0, 8), st.integers(1, 9))

@@ -13,8 +13,9 @@ from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft import ops
 from weft.kernels.deferred_norm import FactoredNorm
 from weft.kernels.operands import operand
-from weft.ops import local, skinny, skinny_config
-from weft.ops.skinny_config import SkinnyConfig
+from weft.ops import local
+from weft.ops.gemm import small_m, small_m_config
+from weft.ops.gemm.small_m_config import SkinnyConfig
 from weft.runtime.capabilities import Capabilities, launch_options
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -65,9 +66,9 @@ def test_ragged_shapes(config, dtype, gated):
     def main():
         for call, (M, N, K) in enumerate(SHAPES):
             x, weight = operands(M, N, K, dtype, call, gated)
-            out = skinny.run(x, weight, config, gated)
+            out = small_m.run(x, weight, config, gated)
             assert_close(out, reference(x, weight, gated), K, what=f"{M}x{N}x{K}")
-            assert_identical(skinny.run(x, weight, config, gated), out, what=f"{M}x{N}x{K} again")
+            assert_identical(small_m.run(x, weight, config, gated), out, what=f"{M}x{N}x{K} again")
 
     alone(main)
 
@@ -97,9 +98,9 @@ def test_a_row_is_the_same_alone_and_among_others():
     def main():
         x, weight = operands(40, 48, 136, BF16)
         for config in CONFIGS:
-            out = skinny.run(x, weight, config, False)
+            out = small_m.run(x, weight, config, False)
             for rows in (slice(0, 1), slice(7, 19), slice(39, 40)):
-                assert_identical(skinny.run(x[rows], weight, config, False), out[rows], what=f"{config} {rows}")
+                assert_identical(small_m.run(x[rows], weight, config, False), out[rows], what=f"{config} {rows}")
 
     alone(main)
 
@@ -169,13 +170,13 @@ PROJECTIONS = ((2560, 5120), (5120, 2048), (5120, 6400), (12800, 5120), (640, 51
 def built(arch, M, N, K, gated, dtype=BF16, squares=0, in_parts=False):
     """The kernel that a product of these sizes gets on ``arch``, and its config. squares: of a norm in so many parts."""
     caps = capabilities_of(arch)
-    config = skinny_config.config_for(M, N, K, caps, gated, in_parts, factored=in_parts and squares > 0)
+    config = small_m_config.config_for(M, N, K, caps, gated, in_parts, factored=in_parts and squares > 0)
     x = torch.zeros((64, 64), dtype=dtype)
     rows, weight = (operand(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
     out = torch.zeros(8) if config.parts > 1 else x
     kernel = compiled(
-        skinny.skinny_kernel, rows, weight, x, K, out, M, N, K, config.parts, config.ahead, torch.zeros(8), 1e-6, arch=arch,
-        SQUARES=squares, **skinny.constants(config, gated), **launch_options(caps),
+        small_m.skinny_kernel, rows, weight, x, K, out, M, N, K, config.parts, config.ahead, torch.zeros(8), 1e-6, arch=arch,
+        SQUARES=squares, **small_m.constants(config, gated), **launch_options(caps),
     )  # fmt: skip
     return kernel, config
 
@@ -246,7 +247,7 @@ def test_sums_of_parts_compile():
         for gated in (False, True):
             parts = torch.zeros(8)
             compiled(
-                skinny.sum_parts_kernel, parts, parts.bfloat16(), 1 << 20, 3, GATED=gated, BLOCK=skinny.SUM_BLOCK,
+                small_m.sum_parts_kernel, parts, parts.bfloat16(), 1 << 20, 3, GATED=gated, BLOCK=small_m.SUM_BLOCK,
                 arch=arch, **launch_options(capabilities_of(arch)),
             )  # fmt: skip
 
@@ -258,7 +259,7 @@ def test_every_size_has_a_config(arch):
         for N, K in (*PROJECTIONS, (8, 16), (151936, 5120), (64, 100000)):
             for gated in (False, True):
                 for in_parts in (False, True):
-                    config = skinny_config.config_for(M, N, K, caps, gated, in_parts)
+                    config = small_m_config.config_for(M, N, K, caps, gated, in_parts)
                     assert config.block_m < max(32, 2 * M)
                     assert config.parts <= max(1, K // config.block_k)
 
@@ -284,7 +285,7 @@ def test_what_is_behind_a_kernel_that_reads_memory_prefetches_nothing(M):
     caps = capabilities_of("sm_90")
 
     def ahead(N, K, op="matmul", **words):
-        return skinny_config.configured(op, M, N, K, BF16, caps, **words)[0].ahead
+        return small_m_config.configured(op, M, N, K, BF16, caps, **words)[0].ahead
 
     for W in (4, 2):
         assert ahead(10240 // W, 5120, in_parts=True, factored=True) > 0  # qkv, behind an all-reduce
@@ -307,15 +308,15 @@ def test_which_products_of_up_to_128_rows_are_left_in_parts():
         (2560, 5120, qkv, (96, 127, 128), (65, 72, 95, 129)),  # W=4
     ):
         for M in (*rows, *others):
-            config, _ = skinny_config.configured("matmul", M, N, K, BF16, caps, **words)
+            config, _ = small_m_config.configured("matmul", M, N, K, BF16, caps, **words)
             assert (config is not None) == (M in rows), (M, N, K)
             assert config is None or config.parts == 3
 
 
 def test_other_targets_and_dtypes_get_another_design():
     for arch, dtype, N in (("sm_80", BF16, 5120), ("gfx942", BF16, 5120), ("sm_90", FP32, 5120), ("sm_90", BF16, 64)):
-        for op in skinny_config.OPS:
-            config, reason = skinny_config.configured(op, 16, N, 5120, dtype, capabilities_of(arch))
+        for op in small_m_config.OPS:
+            config, reason = small_m_config.configured(op, 16, N, 5120, dtype, capabilities_of(arch))
             assert config is None and reason
 
 
@@ -330,7 +331,7 @@ def test_the_same_bits_with_and_without_programmatic_dependent_launch(gated, mon
     def chain(x, weights, config):
         for weight in weights:
             x = torch.ops.weft.add_rms_norm(x, x, torch.ones_like(x[0]), 1e-6)[0]
-            x = skinny.run(x, weight, config, gated)
+            x = small_m.run(x, weight, config, gated)
         return x
 
     for M in (1, 16, 33, 64):
@@ -340,10 +341,10 @@ def test_the_same_bits_with_and_without_programmatic_dependent_launch(gated, mon
         ]
         x = torch.randn((M, H), generator=generator, device="cuda").bfloat16()
         split = SkinnyConfig(block_m=16, block_n=64, block_k=128, parts=3, ahead=512)
-        for config in (skinny_config.config_for(M, H, H, caps, gated), split):
+        for config in (small_m_config.config_for(M, H, H, caps, gated), split):
             results = []
             for options in ({}, launch_options(caps)):
-                monkeypatch.setattr(skinny, "launch_options", lambda caps, options=options: options)
+                monkeypatch.setattr(small_m, "launch_options", lambda caps, options=options: options)
                 results.append(chain(x, weights, config))
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
@@ -364,7 +365,7 @@ def test_on_a_gpu(op):
         for N, K in ((2560, 5120), (5120, 2048), (1000, 5008), (33, 512)):
             x, weight = (t.cuda() for t in operands(M, N, K, BF16, gated=gated))
             out, what = op(x, weight), f"{M}x{N}x{K}"
-            if skinny.chosen_for(op.__name__, x, weight, caps) is None:
+            if small_m.chosen_for(op.__name__, x, weight, caps) is None:
                 product = x @ weight.T
                 assert_identical(out, ops.silu_mul(product) if gated else product, what=what)
             else:

@@ -12,7 +12,8 @@ import weft.check
 from tests.ops.cases import BF16, FP32, OPERATIONS, Case, check, inputs_of
 from tests.ops.closeness import assert_identical
 from weft import ops
-from weft.ops import dispatch, staging
+from weft.ops import dispatch
+from weft.ops.collectives import copy_engine
 from weft.ops.remembered import forget
 from weft.runtime import capabilities
 from weft.transport.plans import LINE_BYTES
@@ -24,7 +25,7 @@ GPU = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU"
 @given(st.integers(1, 300), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([BF16, FP32]))
 def test_pieces_hold_every_element_once_and_begin_on_lines(n, shares, dtype):
     x = torch.empty(n, dtype=dtype)
-    pieces = list(staging.cut(x, shares))
+    pieces = list(copy_engine.cut(x, shares))
     assert [at for piece in pieces for at in range(piece.start, piece.stop)] == list(range(n))
     assert len(pieces) <= len(shares)
     assert all(piece.start < piece.stop and piece.start * dtype.itemsize % LINE == 0 for piece in pieces)
@@ -33,7 +34,7 @@ def test_pieces_hold_every_element_once_and_begin_on_lines(n, shares, dtype):
 @given(st.integers(1, 300), st.integers(1, 9), st.sampled_from([BF16, FP32]))
 def test_parts_hold_every_element_once_and_none_is_longer_than_the_first(n, world_size, dtype):
     x = torch.arange(n).to(dtype)
-    parts = staging.split(x, world_size)
+    parts = copy_engine.split(x, world_size)
     assert len(parts) == world_size and torch.equal(torch.cat(parts), x)
     assert all(part.numel() <= parts[0].numel() for part in parts)
     assert all(part.storage_offset() * dtype.itemsize % LINE == 0 for part in parts if part.numel())
@@ -72,13 +73,13 @@ def test_both_designs_in_turn(world_size, slow, seed):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_what_the_slots_cannot_hold_goes_in_rounds(monkeypatch, world_size):
-    monkeypatch.setattr(staging, "ROUND_BYTES", 512)
+    monkeypatch.setattr(copy_engine, "ROUND_BYTES", 512)
     cases = [case for case in in_turn(world_size) if case.algorithm == "copy_engine"]
     check_replicated(weft.simulate(run_in_turn, world_size, seed=world_size, args=(cases,)))
 
     def main(team):
         run_in_turn(team, cases)
-        (space,) = team.workspace(staging.KEY, dict).values()
+        (space,) = team.workspace(copy_engine.KEY, dict).values()
         return space.buffers.numel()
 
     assert set(weft.simulate(main, world_size)) == {1 << 16}
@@ -92,7 +93,7 @@ def test_the_same_bits_from_run_to_run():
 
 def test_rounds_are_clean_under_many_schedules(monkeypatch):
     """The slots are written again in the same call, by engines that may be a round ahead."""
-    monkeypatch.setattr(staging, "ROUND_BYTES", 256)
+    monkeypatch.setattr(copy_engine, "ROUND_BYTES", 256)
 
     def main(team):
         x = torch.randn(200, generator=torch.Generator().manual_seed(team.rank)).bfloat16()
@@ -104,14 +105,14 @@ def test_rounds_are_clean_under_many_schedules(monkeypatch):
 
 def test_a_slot_that_nobody_gives_back_is_a_race(monkeypatch):
     """What the meeting at the beginning of a call is for."""
-    begin = staging.Segments.begin
+    begin = copy_engine.Segments.begin
 
     def careless(space, team):
         half = begin(space, team)
         space.entered.fill_(1 << 20)  # as if all peers had ended all calls
         return half
 
-    monkeypatch.setattr(staging.Segments, "begin", careless)
+    monkeypatch.setattr(copy_engine.Segments, "begin", careless)
 
     def main(team):
         x = torch.randn(64, generator=torch.Generator().manual_seed(team.rank)).bfloat16()
@@ -163,10 +164,10 @@ def test_a_heap_without_room_gets_tiles(monkeypatch):
 
     def main(team):
         x = torch.zeros(1 << 17, dtype=BF16)
-        before = staging.chosen("all_reduce", x, team, "auto").algorithm
-        asked = staging.chosen("all_reduce", x, team, "copy_engine").algorithm
+        before = copy_engine.chosen("all_reduce", x, team, "auto").algorithm
+        asked = copy_engine.chosen("all_reduce", x, team, "copy_engine").algorithm
         ops.all_reduce(x, team, "copy_engine")
-        return before, asked, staging.chosen("all_reduce", x, team, "auto").algorithm
+        return before, asked, copy_engine.chosen("all_reduce", x, team, "auto").algorithm
 
     # Slots of 2 x 128 KiB at world_size=2; half of what is free must hold them.
     for result in weft.simulate(main, 2, heap_bytes=450 << 10):

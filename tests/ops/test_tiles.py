@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.ops import tiles as schedule
-from weft.ops.tiles import make_tiles, plan
+from weft.kernels import tile_schedule as schedule
+from weft.kernels.tile_schedule import make_tiles, plan
 
 SIZES = st.integers(1, 40)
 

@@ -17,7 +17,7 @@ import weft
 from weft.engine.answers import as_prompts
 from weft.engine.params import SamplingParams
 from weft.errors import NotExchangeable
-from weft.ops.gemm_config import GemmConfig
+from weft.ops.gemm.config import GemmConfig
 from weft.runtime import codec
 
 

@@ -8,7 +8,7 @@ import torch
 from weft import ops
 from weft.ops import tuned
 from weft.ops.dispatch import choose
-from weft.ops.gemm_config import configured, default_config
+from weft.ops.gemm.config import configured, default_config
 from weft.ops.remembered import forget
 from weft.runtime import capabilities
 from weft.tune import search, spaces
@@ -155,15 +155,15 @@ def test_a_product_and_a_collective_one_after_the_other_are_both_named():
             "gemm_ar",
             16,
             6400,
-            "; the product of few rows (weft.ops.skinny) in 3 parts of K, then all_reduce (one_shot)",
+            "; the product of few rows (weft.ops.gemm.small_m) in 3 parts of K, then all_reduce (one_shot)",
         ),
-        ("gemm_ar", 64, 6400, "; the product of few rows (weft.ops.skinny), then all_reduce (two_shot)"),
+        ("gemm_ar", 64, 6400, "; the product of few rows (weft.ops.gemm.small_m), then all_reduce (two_shot)"),
         ("gemm_ar", 16, 6401, "; the library's product, then all_reduce (one_shot)"),
         ("gemm_ar", 128, 6400, "; the library's product, then all_reduce (two_shot)"),
         ("gemm_rs", 128, 6400, "; the library's product, then reduce_scatter (push)"),
-        ("gemm_rs", 64, 6400, "; the product of few rows (weft.ops.skinny), then reduce_scatter (push)"),
+        ("gemm_rs", 64, 6400, "; the product of few rows (weft.ops.gemm.small_m), then reduce_scatter (push)"),
         ("ag_gemm", 128, 6400, "; all_gather (push), then the library's product"),
-        ("ag_gemm", 64, 6400, "; all_gather (push), then the product of few rows (weft.ops.skinny)"),
+        ("ag_gemm", 64, 6400, "; all_gather (push), then the product of few rows (weft.ops.gemm.small_m)"),
     ):
         found = ops.explain(op, M=M, N=5120, K=K, world_size=4, caps=GPU)
         assert found.algorithm == "library" and said in found.reason, found.reason

@@ -274,7 +274,7 @@ def test_few_rows_are_left_to_their_own_rule():
         shape = Shape(size=size, label="")
         return spaces.decided(types.SimpleNamespace(op=op, team=team, shape=shape, dtype=dtype))
 
-    assert "weft.ops.skinny has its own rule" in decided("gemm", 16, 12800, 5120)
+    assert "weft.ops.gemm.small_m has its own rule" in decided("gemm", 16, 12800, 5120)
     assert decided("gemm", 4096, 12800, 5120) == decided("gemm-ar", 16, 5120, 6400) == ""
     assert decided("gemm", 16, 12800, 5120, dtype=torch.float32) == ""
 

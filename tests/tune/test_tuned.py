@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.ops import tuned
-from weft.ops.gemm_config import GemmConfig, configured, default_config
+from weft.ops.gemm.config import GemmConfig, configured, default_config
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
 from weft.tune.spaces import CollectiveConfig, CopyConfig

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import weft.ops
 from weft import ops
 from weft.bench.shapes import COLLECTIVES, NORMED, OPS
-from weft.ops import gemm_config
-from weft.ops.gemm_config import GemmConfig
+from weft.ops.gemm import config
+from weft.ops.gemm.config import GemmConfig
 
 if TYPE_CHECKING:
     from weft.bench.problem import Problem
@@ -113,7 +114,7 @@ def named_by(word: str, name: str) -> bool:
 
 
 def _of_weft(op: str) -> list[Provider]:
-    module = importlib.import_module(f"weft.ops.{WEFT[op]}")
+    module = importlib.import_module(getattr(weft.ops, WEFT[op]).__module__)
     named = [algorithm for algorithm in getattr(module, "ALGORITHMS", ()) if algorithm != "auto"]
     designs = [
         Provider(
@@ -123,7 +124,7 @@ def _of_weft(op: str) -> list[Provider]:
             make=lambda problem, design=design: _designed(problem, design),
             on_request=True,
         )
-        for design in (gemm_config.DESIGNS if op in DESIGNED else ())
+        for design in (config.DESIGNS if op in DESIGNED else ())
     ]
     algorithms = [
         Provider(
@@ -159,7 +160,7 @@ def _weft(problem: Problem, options: dict[str, Any]) -> Attempt:
 
 
 def _designed(problem: Problem, design: str) -> Attempt:
-    run, team = importlib.import_module(f"weft.ops.{WEFT[problem.op]}").run, problem.team
+    run, team = importlib.import_module(getattr(weft.ops, WEFT[problem.op]).__module__).run, problem.team
     config = config_of(problem, design)
     return Attempt(run=lambda number: run(*problem.sets[number], team, config))
 
@@ -168,16 +169,16 @@ def config_of(problem: Problem, design: str) -> GemmConfig:
     """What ``weft.auto`` takes, if it is of this design; else the default with what the rules say of this design."""
     op, team = WEFT[problem.op], problem.team
     call = (op, *problem.shape.size, problem.dtype, team.size, team.caps)
-    found = gemm_config.configured(*call)
+    found = config.configured(*call)
     if found.design == design:
         return found
-    default = gemm_config.default_config(*call)
+    default = config.default_config(*call)
     if default.design == design:
         return default
     if team.size == 1 and design == "segments":
         design = "library"  # all rows are this rank's: one GEMM of the library
-    unset = {field.name: field.default for field in fields(GemmConfig) if field.name in gemm_config.OF_SEGMENTS}
-    cut = gemm_config.segments_for(op, *problem.shape.size, team.size) if design == "segments" else {}
+    unset = {field.name: field.default for field in fields(GemmConfig) if field.name in config.OF_SEGMENTS}
+    cut = config.segments_for(op, *problem.shape.size, team.size) if design == "segments" else {}
     return replace(default, **{**unset, **cut, "design": design})
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.tiles import contributors
+from weft.kernels.tile_schedule import contributors
 
 
 @triton.jit

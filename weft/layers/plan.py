@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from weft.arguments import quoted
-from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
+from weft.ops.collectives.all_reduce_rms_norm import MAX_ROW_BYTES
 from weft.ops.dispatch import of_world
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Plan:
     fused     local work between GEMMs in weft.ops' kernels; else in torch operations
     deferred  of "gemm_ar": a row-parallel layer leaves this rank's partial sums, and the norm after it adds them up over
               the ranks (all_reduce_rms_norm); else its result is whole (matmul_all_reduce)
-    factored  of deferred: the rows' root mean squares are divided out in or behind the product (weft.ops.factored_norm)
+    factored  of deferred: the rows' root mean squares are divided out in or behind the GEMM (weft.kernels.deferred_norm)
     reason    why, for a person
     """
 

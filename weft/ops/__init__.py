@@ -1,29 +1,29 @@
 """What a model calls: collectives and overlapped matrix products, each a ``torch.library`` custom op."""
 
 from weft.kernels.deferred_norm import FactoredNorm
-from weft.ops.add_rms_norm import add_rms_norm
-from weft.ops.all_gather import all_gather
-from weft.ops.all_gather_matmul import all_gather_matmul
-from weft.ops.all_reduce import all_reduce
-from weft.ops.all_reduce_rms_norm import all_reduce_rms_norm
-from weft.ops.all_to_all import all_to_all
-from weft.ops.barrier import barrier
-from weft.ops.best_words import best_words, join_words
-from weft.ops.decode_attention import decode_attention
-from weft.ops.decode_places import decode_places
-from weft.ops.embed_rows import embed_rows
+from weft.ops.attention.decode_attention import decode_attention
+from weft.ops.attention.decode_places import decode_places
+from weft.ops.attention.paged_attention import paged_attention
+from weft.ops.attention.paged_prefill_attention import PrefillSpans, paged_prefill_attention
+from weft.ops.attention.qk_norm_rope import qk_norm_rope
+from weft.ops.collectives.all_gather import all_gather
+from weft.ops.collectives.all_reduce import all_reduce
+from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm
+from weft.ops.collectives.all_to_all import all_to_all
+from weft.ops.collectives.barrier import barrier
+from weft.ops.collectives.reduce_scatter import reduce_scatter
+from weft.ops.elementwise.add_rms_norm import add_rms_norm
+from weft.ops.elementwise.silu_mul import silu_mul
 from weft.ops.explain import Explanation, explain
-from weft.ops.likelihood_above import likelihood_above
-from weft.ops.matmul import matmul
-from weft.ops.matmul_all_reduce import matmul_all_reduce
-from weft.ops.matmul_parts import matmul_parts
-from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from weft.ops.matmul_silu_mul import matmul_silu_mul
-from weft.ops.paged_attention import paged_attention
-from weft.ops.paged_prefill_attention import PrefillSpans, paged_prefill_attention
-from weft.ops.qk_norm_rope import qk_norm_rope
-from weft.ops.reduce_scatter import reduce_scatter
-from weft.ops.silu_mul import silu_mul
+from weft.ops.gemm.matmul import matmul
+from weft.ops.gemm.matmul_parts import matmul_parts
+from weft.ops.gemm.matmul_silu_mul import matmul_silu_mul
+from weft.ops.overlap.all_gather_matmul import all_gather_matmul
+from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce
+from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.ops.vocab.best_words import best_words, join_words
+from weft.ops.vocab.embed_rows import embed_rows
+from weft.ops.vocab.likelihood_above import likelihood_above
 
 __all__ = [
     "Explanation", "FactoredNorm", "PrefillSpans", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",

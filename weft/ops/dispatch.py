@@ -34,8 +34,8 @@ ONE_CROSSING = {
     8: ((1 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 4)),
 }
 
-# Copy engines (weft.ops.staging) from so many bytes of all parts together on, by world size. W=3 is taken to be like W=4; W=8
-# is not measured.
+# Bytes of all parts together from which copy engines carry them (weft.ops.collectives.copy_engine), by world size. W=3 is taken
+# to be like W=4; W=8 is not measured.
 COPY_ENGINE = {
     "all_gather": {2: 256 << 20, 4: 128 << 20, 8: ENDLESS},
     "all_to_all": {2: 256 << 20, 4: 256 << 20, 8: ENDLESS},
@@ -168,7 +168,7 @@ ROWS_IN_BLOCKS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What a matrix product gets: ``design`` "fused", "segments" or "library" (weft.ops.gemm), and why."""
+    """What a matrix product gets: ``design`` "fused", "segments" or "library" (weft.ops.gemm.config), and why."""
 
     op: str
     design: str

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import weft.ops
 from weft.arguments import check_bool, check_instance, check_optional, is_integer, quoted
-from weft.ops import library, skinny_config, tuned
-from weft.ops.all_reduce_rms_norm import check_row
-from weft.ops.all_reduce_rms_norm import choose as choose_norm
+from weft.ops import tuned
+from weft.ops.collectives.all_reduce_rms_norm import check_row
+from weft.ops.collectives.all_reduce_rms_norm import choose as choose_norm
 from weft.ops.dispatch import COLLECTIVES, MATMULS, choose, choose_matmul, whole_of
-from weft.ops.gemm_config import GemmConfig, configured, row_for
-from weft.ops.matmul_all_reduce import MOST_ELEMENTS, slots_for
+from weft.ops.gemm import cublas, small_m_config
+from weft.ops.gemm.config import GemmConfig, configured, row_for
+from weft.ops.overlap.matmul_all_reduce import MOST_ELEMENTS, slots_for
 from weft.ops.registration import FLOATS, ITEM_SIZES, check_choice, check_divides
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
@@ -49,7 +51,7 @@ class Explanation:
     call: str
     algorithm: str
     transport: str | None
-    plan: Plan | GemmConfig | skinny_config.SkinnyConfig | Algorithm | None
+    plan: Plan | GemmConfig | small_m_config.SkinnyConfig | Algorithm | None
     row: tuned.Row | None
     reason: str
 
@@ -87,7 +89,7 @@ def explain(
     """
     name = op.replace("-", "_") if isinstance(op, str) else ""
     name = SHORT.get(name, name)
-    names = tuple(dict.fromkeys((*COLLECTIVES, NORM, *MATMULS, *skinny_config.OPS)))
+    names = tuple(dict.fromkeys((*COLLECTIVES, NORM, *MATMULS, *small_m_config.OPS)))
     if name not in names:
         known = ", ".join(map(repr, (*names, *SHORT)))
         raise ValueError(f"explain: op={quoted(op)} is not one of {known}")
@@ -127,7 +129,7 @@ def explain(
 def _check_collective(op: str, shape: Sequence[int], itemsize: int, world_size: int, algorithm: str) -> None:
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"explain: shape={quoted(shape)} is no shape; pass a tuple of sizes")
-    check_choice(op, "algorithm", algorithm, importlib.import_module(f"weft.ops.{op}").ALGORITHMS)
+    check_choice(op, "algorithm", algorithm, importlib.import_module(getattr(weft.ops, op).__module__).ALGORITHMS)
     if op == NORM:
         check_row(shape[-1] if shape else 0, itemsize)
     if op in ("reduce_scatter", "all_to_all"):
@@ -164,15 +166,15 @@ def _matmul(
     op: str, size: tuple, dtype: torch.dtype, world_size: int, caps: Capabilities, own_first: bool
 ) -> Explanation:
     call = f"{op} M={size[0]} N={size[1]} K={size[2]} {_on(dtype, world_size, caps)}"
-    if op in skinny_config.OPS:
-        few_rows, reason = skinny_config.configured(op, *size, dtype, caps)
+    if op in small_m_config.OPS:
+        few_rows, reason = small_m_config.configured(op, *size, dtype, caps)
         if few_rows is not None or op not in MATMULS:
             design = "library" if few_rows is None else "skinny"
             return Explanation(
                 op=op, call=call, algorithm=design, transport=None, plan=few_rows, row=None, reason=reason
             )
     kept = 1 if op == "matmul" else world_size  # a plain GEMM knows of no other ranks
-    if kept == 1 and (found := library.row_for(*size, dtype, caps)) is not None:
+    if kept == 1 and (found := cublas.row_for(*size, dtype, caps)) is not None:
         return Explanation(
             op=op, call=call, algorithm="library", transport=None, plan=found.row.as_config(Algorithm), row=found.row,
             reason=found.reason,
@@ -202,10 +204,12 @@ def _one_after_the_other(op: str, size: tuple, dtype: torch.dtype, world_size: i
     sent = M // world_size * K if gathers else M * N
     algorithm = choose(collective, sent * dtype.itemsize, dtype, world_size, caps).algorithm
     if K * dtype.itemsize % 16 == 0:
-        few_rows, _ = skinny_config.configured("matmul", *size, dtype, caps, in_parts=algorithm == "one_shot")
+        few_rows, _ = small_m_config.configured("matmul", *size, dtype, caps, in_parts=algorithm == "one_shot")
         if few_rows is not None:
-            parts = skinny_config.parts_of(few_rows, K)
-            product = "the product of few rows (weft.ops.skinny)" + (f" in {parts} parts of K" if parts > 1 else "")
+            parts = small_m_config.parts_of(few_rows, K)
+            product = "the product of few rows (weft.ops.gemm.small_m)" + (
+                f" in {parts} parts of K" if parts > 1 else ""
+            )
     collective = f"{collective} ({algorithm})"
     return f"; {collective}, then {product}" if gathers else f"; {product}, then {collective}"
 

@@ -15,7 +15,7 @@ TRANSPORTS = ("lamport", "keyed", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How tiles travel (weft.ops.exchange).
+    """How tiles travel (weft.transport.push).
 
     transport        "lamport" or "keyed"; "none" where there is one rank
     row_bytes        what goes to one peer at once: a power of two of at least 16, or in all_reduce_rms_norm, which cuts rows
@@ -44,9 +44,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
-    """How copy engines carry parts (weft.ops.staging).
+    """How copy engines carry parts (weft.ops.collectives.copy_engine).
 
-    pieces    at most MAX_CHUNKS of weft.ops.gemm_config: the sizes, in proportion, of the pieces that parts are cut into
+    pieces    at most MAX_CHUNKS of weft.transport.copy_channel: the sizes, in proportion, of the pieces that parts are cut into
     programs  of a kernel that copies or adds up while copy engines are busy
     """
 

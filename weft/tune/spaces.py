@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import weft.ops
 from weft.bench.problem import Inputs, Problem
 from weft.bench.providers import WEFT, Attempt, copy_into
 from weft.bench.shapes import COLLECTIVES
-from weft.ops import dispatch, gemm_config, skinny_config
-from weft.ops.gemm_config import GemmConfig
+from weft.ops import dispatch
+from weft.ops.gemm import config, small_m_config
+from weft.ops.gemm.config import GemmConfig
 from weft.runtime import cublaslt
 from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
@@ -27,7 +29,7 @@ from weft.transport.plans import CopyPlan, Plan
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# Behind the name of an op: of calls with own_first, which have rows of their own (weft.ops.gemm_config.row_for).
+# Behind the name of an op: of calls with own_first, which have rows of their own (weft.ops.gemm.config.row_for).
 OWN_FIRST = "+own_first"
 # Shared memory of an SM of sm_90 and sm_100 less what Triton takes beside the operands' stages. Too much is found by the
 # compiler as well, after seconds.
@@ -173,7 +175,7 @@ def attempt(problem: Problem, config: Config) -> Attempt:
 
 
 def call(op: str, config: Config, inputs: Inputs, team: Team, own_first: bool = False) -> torch.Tensor:
-    run = importlib.import_module(f"weft.ops.{WEFT[op]}").run
+    run = importlib.import_module(getattr(weft.ops, WEFT[op]).__module__).run
     if op in COLLECTIVES:
         algorithm = (config.algorithm,) if op == "all-reduce" else ()
         return run(*inputs, team, *algorithm, config.plan())
@@ -186,8 +188,8 @@ def decided(problem: Problem) -> str:
     """Why no row would be looked up for this problem: a rule that comes before it; "" if one is."""
     if problem.op != "gemm" or problem.team.is_simulated:
         return ""
-    config, reason = skinny_config.configured("matmul", *problem.shape.size, problem.dtype, problem.team.caps)
-    return "" if config is None else f"weft.ops.skinny has its own rule ({reason})"
+    config, reason = small_m_config.configured("matmul", *problem.shape.size, problem.dtype, problem.team.caps)
+    return "" if config is None else f"weft.ops.gemm.small_m has its own rule ({reason})"
 
 
 def default(problem: Problem) -> Config:
@@ -199,7 +201,7 @@ def default(problem: Problem) -> Config:
         if isinstance(decision.plan, CopyPlan):
             return CopyConfig(pieces=decision.plan.pieces, programs=decision.plan.programs)
         return CollectiveConfig(algorithm=decision.algorithm, **dataclasses.asdict(decision.plan))
-    return gemm_config.default_config(WEFT[op], *size, problem.dtype, team.size, team.caps)
+    return config.default_config(WEFT[op], *size, problem.dtype, team.size, team.caps)
 
 
 def first(problem: Problem, quick: bool) -> list[Config]:
@@ -237,7 +239,7 @@ def _collectives(
     if base.algorithm == "copy":
         return
     op, whole, world_size = WEFT[problem.op], problem.shape.size[0], problem.team.size
-    algorithms = getattr(importlib.import_module(f"weft.ops.{op}"), "ALGORITHMS", ("push",))
+    algorithms = getattr(importlib.import_module(getattr(weft.ops, op).__module__), "ALGORITHMS", ("push",))
     plans = QUICK_PLANS if quick or problem.team.is_simulated else PLANS
     for algorithm in algorithms:
         if algorithm == "copy_engine":

@@ -32,7 +32,7 @@ NAMES = (
     ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),
 )  # fmt: skip
 RULES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES)
-WAITING = "wait_kernel"  # of weft.ops.segments: waits for a peer's copies beside the GEMMs of other lanes
+WAITING = "wait_kernel"  # of weft.ops.overlap.pipelined: waits for a peer's copies beside the GEMMs of other lanes
 START = "barrier_kernel"  # the harness's, right before each step
 
 

@@ -8,7 +8,7 @@
 A row was measured at ``shape`` and stands for its bucket: N and K as they are and M, or the bytes of a collective, to the
 nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
 every one of them; there is none for unknown GPUs, and the ops fall back to their own defaults. A row that holds an algorithm
-of the library (weft.ops.library) stands for its shape alone.
+of the library (weft.ops.gemm.cublas) stands for its shape alone.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class GemmConfig:
     num_warps, num_stages      of the compiler
     chunks    at most MAX_CHUNKS: signals per shard (all_gather_matmul), library GEMMs per rank's rows (segments), or blocks of
               rows, each all-reduced under the GEMMs of the next (matmul_all_reduce, segments)
-    split     whether tiles that do not fill a round of programs are split along K (tiles.py)
+    split     whether tiles that do not fill a round of programs are split along K (weft.kernels.tile_schedule)
     flatten   whether a tile's first loads go out under the last one's epilogue (all_gather_matmul)
     piece     elements of a finished tile that go to its owner in each step of the next tile (a power of two): spread over
               the GEMM, since all programs finish tiles at once and the link would stand still in between
@@ -44,7 +44,7 @@ class GemmConfig:
               (matmul_reduce_scatter, segments, two ranks)
     own_pieces  library GEMMs of what a rank has itself of a chunk: the sums of one are added up under the next
               (matmul_reduce_scatter, segments, not with accumulate)
-    design    "fused": one kernel; "segments": a library GEMM for each rank's rows (segments.py); "library": the
+    design    "fused": one kernel; "segments": a library GEMM for each rank's rows (pipelined.py); "library": the
               library's GEMM and weft's collective, one after the other
     """
 
@@ -99,7 +99,7 @@ class GemmConfig:
 
 
 def config_for(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> GemmConfig:
-    """The tile sizes for ``panels`` panels of ``rows`` rows and N columns (tiles.py).
+    """The tile sizes for ``panels`` panels of ``rows`` rows and N columns (weft.kernels.tile_schedule).
 
     K is no argument: ranks whose shares of K differ must still cut the output into the same tiles.
     """

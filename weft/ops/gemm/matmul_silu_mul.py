@@ -6,8 +6,8 @@ import torch
 
 from weft.kernels.deferred_norm import FactoredNorm
 from weft.kernels.operands import rows_contiguous
-from weft.ops import factored_norm, library, skinny
 from weft.ops.custom_op import custom_op
+from weft.ops.gemm import cublas, matmul_deferred_norm, small_m
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.registration import FLOATS, check_is_tensor
 
@@ -18,7 +18,7 @@ def matmul_silu_mul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> tor
     x       [M, K], fp16, bf16 or fp32; or a factored norm, whose rows' factors are applied to the products (``matmul``)
     weight  [2 N, K] of x's dtype: gate's N rows, then up's
 
-    Rows may be strided; anything else is copied first. With one kernel (few rows, where ``weft.ops.skinny`` has a config)
+    Rows may be strided; anything else is copied first. With one kernel (few rows, where ``weft.ops.gemm.small_m`` has a config)
     all is computed in fp32 and rounded once; else the two products are rounded before silu is computed in fp32. The same
     bits from run to run; a row's bits may change with the design and config that M decides. No backward. ValueError for
     shapes, dtypes or devices that do not fit.
@@ -40,17 +40,17 @@ def matmul_silu_mul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> tor
             f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
         )
     if isinstance(x, FactoredNorm):
-        return factored_norm.product("matmul_silu_mul", x, weight)
+        return matmul_deferred_norm.product("matmul_silu_mul", x, weight)
     return torch.ops.weft.matmul_silu_mul.default(x, weight)
 
 
 @custom_op("matmul_silu_mul", backward=False)
 def _matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x, weight = rows_contiguous(x), rows_contiguous(weight)
-    config = skinny.chosen_for("matmul_silu_mul", x, weight, capabilities_of(x.device))
+    config = small_m.chosen_for("matmul_silu_mul", x, weight, capabilities_of(x.device))
     if config is not None:
-        return skinny.run(x, weight, config, True)
-    return torch.ops.weft.silu_mul.default(library.matmul(x, weight), None, 0.0)
+        return small_m.run(x, weight, config, True)
+    return torch.ops.weft.silu_mul.default(cublas.matmul(x, weight), None, 0.0)
 
 
 @_matmul_silu_mul.register_fake

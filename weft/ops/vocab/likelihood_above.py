@@ -16,10 +16,10 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
-from weft.ops.best_words import ordered, parts_of
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS
+from weft.ops.vocab.best_words import ordered, parts_of
 from weft.runtime.capabilities import launch_options
 
 BLOCK = 256

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.attend import attend, join_parts, pages_at
+from weft.kernels.online_softmax import attend, join_parts, pages_at
+from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.qk_norm_rope import check_cache
 from weft.ops.registration import FLOATS, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options

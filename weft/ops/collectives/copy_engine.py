@@ -30,8 +30,8 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.partial_sums import added
+from weft.kernels.tile_schedule import slot_of
 from weft.ops.dispatch import Decision, choose
-from weft.ops.tiles import slot_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.workspace import capacity_for, grown_workspace

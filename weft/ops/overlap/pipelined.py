@@ -2,7 +2,7 @@
 
 Copy engines carry whole segments between them, so no SM spends time on communication and every GEMM runs at the library's
 speed. It needs large segments: each costs a launch, a copy's start (2 µs) and a flag (2.3 µs on H200). The GEMMs take turns
-on a few lanes (lanes.py). Kernels here only begin, wait, and add up what has come.
+on a few lanes (weft.runtime.lanes). Kernels here only begin, wait, and add up what has come.
 
 Where there is no GPU library (the simulator) a segment's GEMM is host work of the rank's main stream.
 """
@@ -18,12 +18,12 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.partial_sums import added
-from weft.ops import library
-from weft.ops.gemm_config import GemmConfig
-from weft.ops.lanes import Lanes
-from weft.ops.tiles import place_of, slot_of
+from weft.kernels.tile_schedule import place_of, slot_of
+from weft.ops.gemm import cublas
+from weft.ops.gemm.config import GemmConfig
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
+from weft.runtime.lanes import Lanes
 from weft.transport.copy_channel import Segments
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def send_partials(
                 if turn % config.lanes:
                     # Start this GEMM after the first one has begun, so that two GEMMs do not share the SMs.
                     lanes.after(begun)
-                library.matmul(a[first:last][piece], b, partial[first:last][piece])
+                cublas.matmul(a[first:last][piece], b, partial[first:last][piece])
                 team.copy_engine.fork()
                 computed = lanes.mark()
             turn += 1

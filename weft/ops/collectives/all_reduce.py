@@ -3,7 +3,7 @@
 out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once to x.dtype
 one_shot   x tile --to all--> sum                           1 crossing, W - 1 times the bytes out of each rank
 two_shot   W tiles --one to each--> sum --to all--> out     2 crossings, 2 (W - 1) / W times the bytes
-copy_engine  the same with whole parts, which copy engines carry (weft.ops.staging)
+copy_engine  the same with whole parts, which copy engines carry (weft.ops.collectives.copy_engine)
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.partial_sums import product_of_parts
+from weft.ops.collectives.copy_engine import add_and_share, chosen, on_lines, split
 from weft.ops.custom_op import custom_op
-from weft.ops.exchange import (
+from weft.ops.registration import FLOATS, check_choice, check_tensor
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.team import Team, find_team
+from weft.transport.plans import CopyPlan, Plan
+from weft.transport.push import (
     clears_in_order,
     count_tiles,
     is_rank,
@@ -29,11 +34,6 @@ from weft.ops.exchange import (
     sum_of_ranks,
     tile_rest,
 )
-from weft.ops.registration import FLOATS, check_choice, check_tensor
-from weft.ops.staging import add_and_share, chosen, on_lines, split
-from weft.runtime.arithmetic import cdiv
-from weft.runtime.team import Team, find_team
-from weft.transport.plans import CopyPlan, Plan
 
 ALGORITHMS = ("auto", "one_shot", "two_shot", "copy_engine")
 
@@ -56,7 +56,7 @@ def all_reduce_kernel(
 
     one-shot   a tile is BLOCK elements; one exchange a tile
     two-shot   a tile is W * BLOCK elements, part s summed by rank s; two exchanges a tile
-    signals, order, reuse: weft.ops.exchange. Elements beyond n are sent as zeros, so that every exchange is whole.
+    signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros, so that every exchange is whole.
 
     one-shot   | push 0 | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     two-shot   | push 0 | push 1 | receive, sum 0 | push sum 0 | receive, store 0 | push 2 | receive, sum 1 | ...
@@ -170,7 +170,7 @@ def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> t
 
 def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
     """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous, as
-    ``weft.ops.skinny`` leaves them; W > 1. One-shot: in two shots parts would not fit the registers."""
+    ``weft.ops.gemm.small_m`` leaves them; W > 1. One-shot: in two shots parts would not fit the registers."""
     out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
     _launch(x, out, team, "one_shot", chosen("all_reduce", out, team, "one_shot").plan, parts=x.shape[0])
     return out

@@ -13,14 +13,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.gemm_tile import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.kernels.operands import rows_contiguous
-from weft.ops import gemm, library, skinny
-from weft.ops.custom_op import custom_op
-from weft.ops.gemm_config import GemmConfig, configured
-from weft.ops.lanes import lanes_of
-from weft.ops.matmul import run as run_matmul
-from weft.ops.registration import check_flag, check_team
-from weft.ops.segments import add_up, pieces_of, rows_of, send_partials
-from weft.ops.tiles import (
+from weft.kernels.tile_schedule import (
     as_argument,
     at_place,
     first_tile,
@@ -33,6 +26,13 @@ from weft.ops.tiles import (
     work_at,
     work_steps,
 )
+from weft.ops.custom_op import custom_op
+from weft.ops.gemm import cublas, persistent, small_m
+from weft.ops.gemm.config import GemmConfig, configured
+from weft.ops.gemm.matmul import run as run_matmul
+from weft.ops.overlap.pipelined import add_up, pieces_of, rows_of, send_partials
+from weft.ops.registration import check_flag, check_team
+from weft.runtime.lanes import lanes_of
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
 from weft.transport.copy_channel import Segments, await_flags
@@ -177,7 +177,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
     in an order that depends on the row only. Collective: all ranks call it, in the same order, on one stream. ValueError for
     shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    gemm.check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team))
+    persistent.check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team))
     check_flag("matmul_reduce_scatter", "own_first", own_first)
     M, world = a.shape[0], team.size
     if M % world:
@@ -193,20 +193,20 @@ def run(
     """``matmul_reduce_scatter`` of checked arguments, with a chosen config, the same on all ranks. One rank: ``matmul``, where
     segments, of which there is one, are the library's GEMM."""
     if team.size == 1:
-        return run_matmul(a, b, gemm.for_one_rank(config))
+        return run_matmul(a, b, persistent.for_one_rank(config))
     a, b = rows_contiguous(a), rows_contiguous(b)
     world, (M, K), N = team.size, a.shape, b.shape[0]
     rows = M // world
     given = {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype, "own_first": own_first}
-    gemm.agree("matmul_reduce_scatter", team, given)
+    persistent.agree("matmul_reduce_scatter", team, given)
     config = config or configured("matmul_reduce_scatter", M, N, K, a.dtype, world, team.caps)
-    gemm.check_design("matmul_reduce_scatter", config, "fused", "segments", "library")
+    persistent.check_design("matmul_reduce_scatter", config, "fused", "segments", "library")
     if config.accumulate and world != 2:
         raise ValueError(
             f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={world}; leave it out"
         )
     if config.design == "library":
-        partial = skinny.product(a, b, team.caps)
+        partial = small_m.product(a, b, team.caps)
         if own_first:
             partial = partial.roll(team.rank * rows, 0)
         return torch.ops.weft.reduce_scatter.default(partial, team.name)
@@ -224,14 +224,14 @@ def _run_fused(
     world, (M, K), (rows, N) = team.size, a.shape, out.shape
     tiles = make_tiles(rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group)
     space = _workspace(team, a.dtype, tiles.count // world * config.block_m * config.block_n)
-    parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
-    operands, descriptors = gemm.operands(a, b, config)
+    parts, programs = persistent.parts_for(team, config, a.dtype), persistent.programs(team, tiles, config)
+    operands, descriptors = persistent.operands(a, b, config)
     matmul_reduce_scatter_kernel[(programs,)](
         *operands,
         out, parts.outbox, space.slots, space.arrived, space.epoch, space.slots.shape[2], space.arrived.shape[1],
         parts.scratch, parts.tickets, M, rows, N, K, as_argument(tiles),
-        first_tile.fn((team.rank + 1) % world, tiles, world), gemm.whole_for(tiles, programs, config), team.view,
-        launch_cooperative_grid=True, OWN_FIRST=own_first, **gemm.constants(config, descriptors, team.caps.arch),
+        first_tile.fn((team.rank + 1) % world, tiles, world), persistent.whole_for(tiles, programs, config), team.view,
+        launch_cooperative_grid=True, OWN_FIRST=own_first, **persistent.constants(config, descriptors, team.caps.arch),
     )  # fmt: skip
 
 
@@ -279,12 +279,12 @@ def _run_segments(
         with lanes.turn(turn):
             if config.accumulate:
                 lanes.after(arrived[number])
-                library.matmul(own[piece], b, out[piece], add=True)
+                cublas.matmul(own[piece], b, out[piece], add=True)
             else:
                 for _, part in pieces_of(piece.stop - piece.start, config.own_pieces):
                     part = slice(piece.start + part.start, piece.start + part.stop)
                     is_last = part.stop == piece.stop
-                    library.matmul(own[part], b, mine[part])
+                    cublas.matmul(own[part], b, mine[part])
                     done = lanes.mark()
                     # Behind the last part's GEMM, or beside the next one's.
                     with nullcontext() if is_last else lanes.urgent():
@@ -309,7 +309,7 @@ def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
     def make(capacity: int) -> Workspace:
         return Workspace(
             slots=team.empty((2, team.size - 1, capacity), dtype=dtype),
-            arrived=team.signals((team.size - 1, capacity // gemm.SMALLEST_TILE)),
+            arrived=team.signals((team.size - 1, capacity // persistent.SMALLEST_TILE)),
             epoch=team.local((2,), torch.int32),
         )
 

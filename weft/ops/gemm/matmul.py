@@ -1,4 +1,4 @@
-"""matmul: the library's GEMM, weft.ops.skinny's for few rows, or a persistent one. The fused ops fall to it where there is
+"""matmul: cuBLAS's GEMM, that of weft.ops.gemm.small_m for few rows, or a persistent one. The fused ops use it where there is
 one rank."""
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import triton.language as tl
 from weft.kernels.deferred_norm import FactoredNorm
 from weft.kernels.gemm_tile import gemm_tile, join_parts, leave_part, store_tile
 from weft.kernels.operands import can_describe, operand, row_stride, rows_contiguous
-from weft.ops import factored_norm, gemm, library, skinny
+from weft.kernels.tile_schedule import MAX_PARTS, locate, make_tiles, work_at, work_steps
 from weft.ops.custom_op import custom_op
-from weft.ops.gemm_config import GemmConfig, configured
+from weft.ops.gemm import cublas, matmul_deferred_norm, persistent, small_m
+from weft.ops.gemm.config import GemmConfig, configured
 from weft.ops.local import capabilities_of
-from weft.ops.tiles import MAX_PARTS, locate, make_tiles, work_at, work_steps
 from weft.runtime.cublaslt import Algorithm
 
 
@@ -50,13 +50,13 @@ def matmul(a: torch.Tensor | FactoredNorm, b: torch.Tensor) -> torch.Tensor:
 
     Rows may be strided; anything else is copied first. The same bits from run to run; a row's bits may change with the
     design and config that M decides (``weft.ops.explain``). ``a`` may be a factored norm: its rows' factors are applied
-    to the product, in fp32, where ``weft.ops.skinny`` has a config, else to ``a`` before; then there is no backward.
+    to the product, in fp32, where ``weft.ops.gemm.small_m`` has a config, else to ``a`` before; then there is no backward.
     ValueError for shapes, dtypes or devices that do not fit.
     """
     if isinstance(a, FactoredNorm):
-        gemm.check_operands("matmul", a.scaled, b, None)
-        return factored_norm.product("matmul", a, b)
-    gemm.check_operands("matmul", a, b, None)
+        persistent.check_operands("matmul", a.scaled, b, None)
+        return matmul_deferred_norm.product("matmul", a, b)
+    persistent.check_operands("matmul", a, b, None)
     return torch.ops.weft.matmul.default(a, b)
 
 
@@ -67,23 +67,23 @@ def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | Algorithm | None 
     (M, K), N = a.shape, b.shape[0]
     caps = capabilities_of(a.device)
     if isinstance(config, Algorithm):
-        return library.by(config, a, b)
-    if config is None and (few_rows := skinny.chosen_for("matmul", a, b, caps)) is not None:
-        return skinny.run(a, b, few_rows, gated=False)
+        return cublas.by(config, a, b)
+    if config is None and (few_rows := small_m.chosen_for("matmul", a, b, caps)) is not None:
+        return small_m.run(a, b, few_rows, gated=False)
     if config is not None:
-        gemm.check_design("matmul", config, "fused", "library")
+        persistent.check_design("matmul", config, "fused", "library")
         if config.design == "library":
             return a @ b.T
     config = config or configured("matmul", M, N, K, a.dtype, 1, caps)
     if config.design == "library":
-        return library.matmul(a, b)
+        return cublas.matmul(a, b)
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     programs = min(caps.sms, tiles.count * (MAX_PARTS.value if config.split else 1))
-    whole = gemm.whole_for(tiles, programs, config)
+    whole = persistent.whole_for(tiles, programs, config)
     scratch, tickets = _parts(a.device, tiles.count - whole, programs, config)
     descriptors = can_describe(a, b)
-    options = gemm.constants(config, descriptors, caps.arch)
+    options = persistent.constants(config, descriptors, caps.arch)
     del options["PIECE"]
     matmul_kernel[(programs,)](
         operand(a, config.block_m, config.block_k, descriptors), row_stride(a),

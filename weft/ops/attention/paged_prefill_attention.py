@@ -20,10 +20,10 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import quoted
+from weft.ops.attention.paged_attention import LOG2_E, check_heads
+from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.paged_attention import LOG2_E, check_heads
-from weft.ops.qk_norm_rope import check_cache
 from weft.ops.registration import FLOATS, check_scalar
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options

@@ -1,4 +1,4 @@
-"""How a product of few rows is computed (weft.ops.skinny): the configs, and which call gets which.
+"""How a product of few rows is computed (weft.ops.gemm.small_m): the configs, and which call gets which.
 
 The limits are crossovers measured on H200: docs/experiments.md, "Products of few rows".
 """

@@ -8,7 +8,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.rms_norm import norm, squares_of
-from weft.ops.all_reduce_rms_norm import MAX_ROW_BYTES
+from weft.ops.collectives.all_reduce_rms_norm import MAX_ROW_BYTES
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS, check_has_rows, check_scalar

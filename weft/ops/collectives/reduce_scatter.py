@@ -10,8 +10,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.collectives.copy_engine import add, chosen, on_lines
 from weft.ops.custom_op import custom_op
-from weft.ops.exchange import (
+from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.team import Team, find_team
+from weft.transport.plans import CopyPlan, Plan
+from weft.transport.push import (
     clears_in_order,
     count_tiles,
     keep_epoch,
@@ -22,11 +27,6 @@ from weft.ops.exchange import (
     sum_of_ranks,
     tile_rest,
 )
-from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
-from weft.ops.staging import add, chosen, on_lines
-from weft.runtime.arithmetic import cdiv
-from weft.runtime.team import Team, find_team
-from weft.transport.plans import CopyPlan, Plan
 
 ALGORITHMS = ("auto", "push", "copy_engine")
 
@@ -45,7 +45,7 @@ def reduce_scatter_kernel(
 ):
     """out = sum over ranks of their x[my rank].    grid: (programs,), each over every programs-th tile of BLOCK columns
 
-    One exchange a tile; signals, order, reuse: weft.ops.exchange. Elements beyond n are sent as zeros.
+    One exchange a tile; signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros.
 
     every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     """
@@ -115,7 +115,7 @@ def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torc
     The same bits from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays correctly, after one
     call outside. ValueError for wrong arguments. The backward is an all-gather.
 
-    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.staging).
+    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)

@@ -2,12 +2,12 @@
 
     out[M, N] = x[M, K] @ weight[N, K].T
     gated:  out[M, N] = silu(x @ gate.T) * (x @ up.T), weight[2 N, K]: gate's rows, then up's
-    of a factored norm (weft.ops.factored_norm): each row of the products times 1 / sqrt(mean square + eps), in fp32
+    of a factored norm (weft.kernels.deferred_norm): each row of the products times 1 / sqrt(mean square + eps), in fp32
 
-A kernel of its own, since its schedule is the opposite of the persistent one of weft.ops.tiles: all programs are
+A kernel of its own, since its schedule is the opposite of the persistent one of weft.kernels.tile_schedule: all programs are
 resident at once with an equal share of the weight each, so that the memory is busy from the first microsecond to the
 last, whatever the number of SMs that share it; a tile of few rows has no epilogue worth hiding. The product itself is
-weft.ops.gemm's, but for the gated one, which reads x once for two.
+weft.kernels.gemm_tile's, but for the gated one, which reads x once for two.
 
 What the weight holds does not depend on the kernel before, so under programmatic dependent launch the programs come
 up while that one is still running and ask for the first ``ahead`` columns of their rows; x they read once it has ended.
@@ -28,9 +28,9 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.gemm_tile import gemm_tile
 from weft.kernels.operands import can_describe, operand, row_stride
-from weft.ops import library
+from weft.ops.gemm import cublas
+from weft.ops.gemm.small_m_config import SkinnyConfig, configured, parts_of
 from weft.ops.local import capabilities_of
-from weft.ops.skinny_config import SkinnyConfig, configured, parts_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 
@@ -197,7 +197,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, caps: Capabilities) -> torch.
     """x[M, K] @ weight[N, K].T of operands whose rows are dense: by this kernel, if it has a config for so few, else by the
     library."""
     config = chosen_for("matmul", x, weight, caps)
-    return library.matmul(x, weight) if config is None else run(x, weight, config, gated=False)
+    return cublas.matmul(x, weight) if config is None else run(x, weight, config, gated=False)
 
 
 def run(

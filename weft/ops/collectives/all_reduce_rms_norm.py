@@ -24,7 +24,20 @@ from weft.kernels.rms_norm import norm, squares_of
 from weft.ops import dispatch
 from weft.ops.custom_op import custom_op
 from weft.ops.dispatch import Decision, compare, of_world
-from weft.ops.exchange import (
+from weft.ops.registration import (
+    FLOATS,
+    HALVES,
+    check_choice,
+    check_flag,
+    check_has_rows,
+    check_is_tensor,
+    check_scalar,
+    check_tensor,
+)
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.team import Team, find_team
+from weft.transport.plans import Plan
+from weft.transport.push import (
     STAGES,
     UNWRITTEN,
     clears_in_order,
@@ -39,19 +52,6 @@ from weft.ops.exchange import (
     slots_of,
     sum_of_ranks,
 )
-from weft.ops.registration import (
-    FLOATS,
-    HALVES,
-    check_choice,
-    check_flag,
-    check_has_rows,
-    check_is_tensor,
-    check_scalar,
-    check_tensor,
-)
-from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.team import Team, find_team
-from weft.transport.plans import Plan
 
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_ROW_BYTES = 65536
@@ -115,7 +115,7 @@ def all_reduce_rms_norm_kernel(
 
     one-shot   a tile is a row; one exchange a tile
     two-shot   a tile is W rows, row s summed by rank s; two exchanges a tile
-    signals, order, reuse: weft.ops.exchange (in turns), between the programs of a row sum_over_parts. Rows beyond n and
+    signals, order, reuse: weft.transport.push (in turns), between the programs of a row sum_over_parts. Rows beyond n and
     columns beyond WIDTH are sent as zeros. FACTORED: nothing between the programs of a row.
 
     every rank   | load | push | receive, sum, residual | (push sum, receive) | sum of squares over the parts | store both |

@@ -11,14 +11,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.gemm_tile import gemm_tile, join_parts, leave_part, store_tile
 from weft.kernels.operands import can_describe, operand, row_stride, rows_contiguous
-from weft.ops import gemm, library, skinny
-from weft.ops.custom_op import custom_op
-from weft.ops.gemm_config import GemmConfig, configured
-from weft.ops.lanes import lanes_of
-from weft.ops.matmul import run as run_matmul
-from weft.ops.registration import check_flag, check_team
-from weft.ops.segments import pieces_of, runs_of
-from weft.ops.tiles import (
+from weft.kernels.tile_schedule import (
     as_argument,
     at_place,
     first_tile,
@@ -30,6 +23,13 @@ from weft.ops.tiles import (
     work_at,
     work_steps,
 )
+from weft.ops.custom_op import custom_op
+from weft.ops.gemm import cublas, persistent, small_m
+from weft.ops.gemm.config import GemmConfig, configured
+from weft.ops.gemm.matmul import run as run_matmul
+from weft.ops.overlap.pipelined import pieces_of, runs_of
+from weft.ops.registration import check_flag, check_team
+from weft.runtime.lanes import lanes_of
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
 from weft.transport.copy_channel import MAX_CHUNKS, Segments, await_flags
@@ -133,7 +133,7 @@ def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team, *, own
     at the first call with them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes
     or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    gemm.check_operands("all_gather_matmul", a_shard, b, check_team("all_gather_matmul", team), "a_shard")
+    persistent.check_operands("all_gather_matmul", a_shard, b, check_team("all_gather_matmul", team), "a_shard")
     check_flag("all_gather_matmul", "own_first", own_first)
     return torch.ops.weft.all_gather_matmul.default(a_shard, b, team.name, own_first)
 
@@ -144,16 +144,16 @@ def run(
     """``all_gather_matmul`` of checked arguments, with a chosen config, the same on all ranks. One rank: ``matmul``, where
     segments, of which there is one, are the library's GEMM."""
     if team.size == 1:
-        return run_matmul(a_shard, b, gemm.for_one_rank(config))
+        return run_matmul(a_shard, b, persistent.for_one_rank(config))
     shard, b = a_shard.contiguous(), rows_contiguous(b)
     world, (rows, K), N = team.size, shard.shape, b.shape[0]
     given = {"a_shard.shape[0]": rows, "b.shape[0]": N, "b.shape[1]": K, "dtype": b.dtype, "own_first": own_first}
-    gemm.agree("all_gather_matmul", team, given)
+    persistent.agree("all_gather_matmul", team, given)
     config = config or configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps, own_first)
-    gemm.check_design("all_gather_matmul", config, "fused", "segments", "library")
+    persistent.check_design("all_gather_matmul", config, "fused", "segments", "library")
     if config.design == "library":
         gathered = torch.ops.weft.all_gather.default(shard, team.name)
-        return skinny.product(gathered.roll(-team.rank * rows, 0) if own_first else gathered, b, team.caps)
+        return small_m.product(gathered.roll(-team.rank * rows, 0) if own_first else gathered, b, team.caps)
     out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
     if config.design == "segments":
         _run_segments(shard, b, out, team, config, own_first)
@@ -176,15 +176,15 @@ def _run_fused(
     team.copy_engine.fork()
     _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], space)
     descriptors = can_describe(shard, gathered, b)
-    parts, programs = gemm.parts_for(team, config, shard.dtype), gemm.programs(team, tiles, config)
-    options = gemm.constants(config, descriptors, team.caps.arch)
+    parts, programs = persistent.parts_for(team, config, shard.dtype), persistent.programs(team, tiles, config)
+    options = persistent.constants(config, descriptors, team.caps.arch)
     del options["PIECE"]
     all_gather_matmul_kernel[(programs,)](
         operand(shard, config.block_m, config.block_k, descriptors), row_stride(shard),
         operand(gathered, config.block_m, config.block_k, descriptors), padded,
         operand(b, config.block_n, config.block_k, descriptors), row_stride(b),
         out, space.flags, space.epoch, parts.scratch, parts.tickets, rows, N, K, as_argument(tiles),
-        gemm.whole_for(tiles, programs, config, tiles.count // world), team.view,
+        persistent.whole_for(tiles, programs, config, tiles.count // world), team.view,
         MAX_CHUNKS=MAX_CHUNKS, FLATTEN=config.flatten, OWN_FIRST=own_first, **options,
     )  # fmt: skip
     team.copy_engine.join()
@@ -218,7 +218,7 @@ def _run_segments(
     if config.begin_first:
         lanes.after(begun)
     own, flags = place_of.fn(me, me, world, own_first), space.flags[world:] if own_first else space.flags
-    library.matmul(shard, b, out[own * rows : (own + 1) * rows])
+    cublas.matmul(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
     for places in runs_of((own + 1) % world, world, config.span):
         for number, piece in pieces:
@@ -226,7 +226,7 @@ def _run_segments(
             with lanes.turn(turn):
                 lanes.after(begun)
                 await_flags(flags[places.start : places.stop, number:], space.epoch, team)
-                library.matmul(gathered[first:last], b, out[first:last])
+                cublas.matmul(gathered[first:last], b, out[first:last])
             turn += 1
     lanes.join()
     team.copy_engine.join()

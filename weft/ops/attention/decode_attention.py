@@ -13,12 +13,10 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
+from weft.kernels.online_softmax import pages_at
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.partial_sums import sum_of_parts
-from weft.ops.attend import pages_at
-from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.paged_attention import (
+from weft.ops.attention.paged_attention import (
     LOG2_E,
     AttentionConfig,
     attend_and_join,
@@ -30,7 +28,9 @@ from weft.ops.paged_attention import (
     scratch_of,
     splits_for,
 )
-from weft.ops.qk_norm_rope import check_projected
+from weft.ops.attention.qk_norm_rope import check_projected
+from weft.ops.custom_op import custom_op
+from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import check_scalar
 from weft.runtime.capabilities import launch_options
 

@@ -1,7 +1,7 @@
 """matmul_parts: a product whose split sums are left to the kernel that reads them.
 
-Where few rows meet a weight of few rows, ``weft.ops.skinny`` splits K, so that all SMs read the weight, and a kernel of its
-own adds the parts up: 1.3 us a call and its start, for a few KiB (H200). A kernel that reads them anyway may do it.
+Where few rows meet a weight of few rows, ``weft.ops.gemm.small_m`` splits K, so that all SMs read the weight, and a kernel of
+its own adds the parts up: 1.3 us a call and its start, for a few KiB (H200). A kernel that reads them anyway may do it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 from weft.kernels.deferred_norm import FactoredNorm, check_squares
 from weft.kernels.operands import can_describe, rows_contiguous
-from weft.ops import gemm, skinny, skinny_config
 from weft.ops.custom_op import custom_op
+from weft.ops.gemm import persistent, small_m, small_m_config
 from weft.ops.local import capabilities_of
 
 
@@ -26,28 +26,28 @@ def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.
     Which of the three depends on shapes, dtype and device alone. No backward. ValueError as of ``matmul``.
     """
     if not isinstance(x, FactoredNorm):
-        gemm.check_operands("matmul_parts", x, weight, None)
+        persistent.check_operands("matmul_parts", x, weight, None)
         return torch.ops.weft.matmul_parts.default(x, weight, None, 0.0)
-    gemm.check_operands("matmul_parts", x.scaled, weight, None)
+    persistent.check_operands("matmul_parts", x.scaled, weight, None)
     check_squares("matmul_parts", x, weight)
     if config_of(x.scaled, weight, factored=True) is None:
         return FactoredNorm(torch.ops.weft.matmul.default(x.scaled, weight), x.squares, x.eps)
     return torch.ops.weft.matmul_parts.default(x.scaled, weight, x.squares, x.eps)
 
 
-def config_of(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinny_config.SkinnyConfig | None:
+def config_of(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> small_m_config.SkinnyConfig | None:
     """The config of a product of few rows; None: another design."""
     caps = capabilities_of(x.device)
     words = {"factored": factored, "in_parts": True}
-    return skinny_config.configured("matmul", x.shape[0], *weight.shape, x.dtype, caps, **words)[0]
+    return small_m_config.configured("matmul", x.shape[0], *weight.shape, x.dtype, caps, **words)[0]
 
 
-def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> skinny_config.SkinnyConfig | None:
+def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> small_m_config.SkinnyConfig | None:
     """The config of a product that leaves parts; None: it does not."""
     if x.shape[1] * x.element_size() % 16 != 0:
         return None
     config = config_of(x, weight, factored)
-    return config if config is not None and skinny_config.parts_of(config, x.shape[1]) > 1 else None
+    return config if config is not None and small_m_config.parts_of(config, x.shape[1]) > 1 else None
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _matmul_parts(x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor |
     if config is not None:
         x, weight = map(_described, (x, weight))
         squares = None if squares is None else squares.contiguous()
-        return skinny.run(x, weight, config, False, squares=squares, eps=eps, summed=False)
+        return small_m.run(x, weight, config, False, squares=squares, eps=eps, summed=False)
     if squares is None:
         return torch.ops.weft.matmul.default(x, weight)
     return torch.ops.weft.product_of_norm.default(x, squares, eps, weight, False)
@@ -74,4 +74,4 @@ def _(x, weight, squares, eps):
     config = split_config(x, weight, squares is not None)
     if config is None:
         return x.new_empty((M, N))
-    return x.new_empty((skinny_config.parts_of(config, K), M, N), dtype=torch.float32)
+    return x.new_empty((small_m_config.parts_of(config, K), M, N), dtype=torch.float32)

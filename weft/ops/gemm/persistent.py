@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.kernels.operands import can_describe, operand, row_stride
-from weft.ops.gemm_config import GemmConfig
+from weft.kernels.tile_schedule import MAX_PARTS, Tiles, whole_places
+from weft.ops.gemm.config import GemmConfig
 from weft.ops.registration import FLOATS, check_is_tensor
-from weft.ops.tiles import MAX_PARTS, Tiles, whole_places
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

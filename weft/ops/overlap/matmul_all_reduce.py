@@ -12,16 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.gemm_tile import gemm_tile, halves, join_parts, leave_part, packed, store_tile
 from weft.kernels.operands import rows_contiguous
-from weft.ops import gemm, library, skinny
-from weft.ops.all_reduce import run_of_parts
-from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import choose
-from weft.ops.gemm_config import GemmConfig, configured
-from weft.ops.lanes import lanes_of
-from weft.ops.matmul import run as run_matmul
-from weft.ops.registration import check_team
-from weft.ops.segments import SUM_WARPS, add_up, pieces_of, rows_of, send_partials, share
-from weft.ops.tiles import (
+from weft.kernels.tile_schedule import (
     Tiles,
     as_argument,
     at_place,
@@ -34,7 +25,16 @@ from weft.ops.tiles import (
     work_at,
     work_steps,
 )
+from weft.ops.collectives.all_reduce import run_of_parts
+from weft.ops.custom_op import custom_op
+from weft.ops.dispatch import choose
+from weft.ops.gemm import cublas, persistent, small_m
+from weft.ops.gemm.config import GemmConfig, configured
+from weft.ops.gemm.matmul import run as run_matmul
+from weft.ops.overlap.pipelined import SUM_WARPS, add_up, pieces_of, rows_of, send_partials, share
+from weft.ops.registration import check_team
 from weft.runtime.arithmetic import cdiv
+from weft.runtime.lanes import lanes_of
 from weft.runtime.team import find_team
 from weft.runtime.workspace import capacity_for, grown_workspace
 from weft.transport.copy_channel import Segments, await_flags
@@ -205,7 +205,7 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
     that depends on the tile only. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes,
     dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    gemm.check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team))
+    persistent.check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team))
     return torch.ops.weft.matmul_all_reduce.default(a, b, team.name)
 
 
@@ -214,20 +214,20 @@ def run(a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None 
     segments, of which there is one, are the library's GEMM. ValueError if a config of design "fused" has sums that the kernel
     cannot count (MOST_ELEMENTS); what is chosen here then has segments."""
     if team.size == 1:
-        return run_matmul(a, b, gemm.for_one_rank(config))
+        return run_matmul(a, b, persistent.for_one_rank(config))
     a, b = rows_contiguous(a), rows_contiguous(b)
     (M, K), N = a.shape, b.shape[0]
-    gemm.agree("matmul_all_reduce", team, {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype})
+    persistent.agree("matmul_all_reduce", team, {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype})
     asked, config = config, config or configured("matmul_all_reduce", M, N, K, a.dtype, team.size, team.caps)
-    gemm.check_design("matmul_all_reduce", config, "fused", "segments", "library")
+    persistent.check_design("matmul_all_reduce", config, "fused", "segments", "library")
     if config.design == "library":
         in_parts = choose("all_reduce", M * N * a.itemsize, a.dtype, team.size, team.caps).algorithm == "one_shot"
-        if (few_rows := skinny.chosen_for("matmul", a, b, team.caps, in_parts)) is not None:
-            partial = skinny.run(a, b, few_rows, gated=False, summed=not in_parts)
+        if (few_rows := small_m.chosen_for("matmul", a, b, team.caps, in_parts)) is not None:
+            partial = small_m.run(a, b, few_rows, gated=False, summed=not in_parts)
             if partial.dim() == 3:
                 return run_of_parts(partial, a.dtype, team)
         else:
-            partial = library.matmul(a, b)
+            partial = cublas.matmul(a, b)
         return torch.ops.weft.all_reduce.default(partial, team.name, "auto")
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
@@ -256,15 +256,15 @@ def _run_fused(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, tiles: Tiles, slot_size: int
 ) -> None:
     (M, K), N = a.shape, b.shape[0]
-    parts, programs = gemm.parts_for(team, config, a.dtype), gemm.programs(team, tiles, config)
+    parts, programs = persistent.parts_for(team, config, a.dtype), persistent.programs(team, tiles, config)
     space = _workspace(team, a.dtype, slot_size)
-    operands, descriptors = gemm.operands(a, b, config)
+    operands, descriptors = persistent.operands(a, b, config)
     matmul_all_reduce_kernel[(programs,)](
         *operands,
         out, parts.outbox, space.slots, space.arrived, space.results, space.ready, space.epoch,
         space.slots.shape[1], space.arrived.shape[1], parts.scratch, parts.tickets,
-        M, N, K, as_argument(tiles), gemm.whole_for(tiles, programs, config), team.view,
-        launch_cooperative_grid=True, **gemm.constants(config, descriptors, team.caps.arch),
+        M, N, K, as_argument(tiles), persistent.whole_for(tiles, programs, config), team.view,
+        launch_cooperative_grid=True, **persistent.constants(config, descriptors, team.caps.arch),
     )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Tea
                     lanes.after(computed)
                 _collect(*earlier, space, number - 1, team)
         with lanes.turn(turn):
-            library.matmul(a[rows][mine], b, part[mine])
+            cublas.matmul(a[rows][mine], b, part[mine])
             computed = lanes.mark()
         turn += 1
         if number < last:
@@ -346,7 +346,7 @@ def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: i
 
 def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
     def make(capacity: int) -> Workspace:
-        flags = capacity // gemm.SMALLEST_TILE
+        flags = capacity // persistent.SMALLEST_TILE
         return Workspace(
             slots=team.empty((team.size - 1, capacity), dtype=dtype),
             arrived=team.signals((team.size - 1, flags)),

@@ -10,8 +10,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.collectives.copy_engine import chosen, exchange, on_lines
 from weft.ops.custom_op import custom_op
-from weft.ops.exchange import (
+from weft.ops.registration import as_words, check_choice, check_even, check_tensor
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.team import Team, find_team
+from weft.transport.plans import CopyPlan, Plan, word_of
+from weft.transport.push import (
     clears_in_order,
     count_tiles,
     is_rank,
@@ -22,11 +27,6 @@ from weft.ops.exchange import (
     send_columns,
     tile_rest,
 )
-from weft.ops.registration import as_words, check_choice, check_even, check_tensor
-from weft.ops.staging import chosen, exchange, on_lines
-from weft.runtime.arithmetic import cdiv
-from weft.runtime.team import Team, find_team
-from weft.transport.plans import CopyPlan, Plan, word_of
 
 ALGORITHMS = ("auto", "push", "copy_engine")
 
@@ -45,7 +45,7 @@ def all_to_all_kernel(
 ):
     """out[s] = x[my rank] of rank s.          grid: (programs,), each over every programs-th tile of BLOCK columns
 
-    One exchange a tile; signals, order, reuse: weft.ops.exchange.
+    One exchange a tile; signals, order, reuse: weft.transport.push.
 
     every rank   | push tile 0, one row to each | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
     """
@@ -121,7 +121,7 @@ def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The backward is
     an all-to-all.
 
-    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.staging).
+    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)

@@ -1,0 +1,1 @@
+"""Collectives: by stores that carry their own arrival, or by copy engines."""

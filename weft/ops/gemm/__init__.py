@@ -1,0 +1,1 @@
+"""GEMMs of one rank: cuBLAS, small-M and persistent kernels."""

@@ -1,0 +1,1 @@
+"""GEMMs overlapped with communication."""

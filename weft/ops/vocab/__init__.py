@@ -1,0 +1,1 @@
+"""Embedding and sampling over a sharded vocabulary."""

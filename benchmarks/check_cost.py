@@ -17,7 +17,7 @@ import torch
 
 import weft
 from weft import ops
-from weft.ops.gemm.persistent import GemmConfig
+from weft.ops.gemm.config import GemmConfig
 from weft.ops.overlap.all_gather_matmul import run as run_all_gather_matmul
 from weft.runtime.files import put
 from weft.simulator.watcher import Watcher

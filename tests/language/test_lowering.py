@@ -107,8 +107,11 @@ def use_multimem(x, team, BLOCK: tl.constexpr):
     wl.multimem_store(x + offsets, tl.load(x + offsets), offsets < BLOCK, team)
 
 
-@pytest.mark.parametrize("patience_us", [0, 1_000_000], ids=["release", "debug"])
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(
+    ("arch", "patience_us"),
+    [*((arch, 0) for arch in TARGETS), ("sm_90", 1_000_000), ("gfx942", 1_000_000)],
+    ids=lambda value: {0: "release", 1_000_000: "debug"}.get(value, value),
+)
 def test_every_word_compiles(arch, patience_us):
     view = a_view(patience_us=patience_us)
     assert compiled(every_word, X, X, SIGNALS, 100, view, 1024, arch=arch).asm

@@ -75,7 +75,9 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_and_fits(arch, name):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    # The other two on one GPU of each maker: what they add differs by maker, and fp32 takes seconds to compile.
+    others = (torch.float16, torch.float32) if arch in ("sm_90", "gfx942") else ()
+    for dtype in (torch.bfloat16, *others):
         kernel = built(name, arch, dtype)
         assert kernel.metadata.shared <= SHARED[arch], dtype
         if arch.startswith("sm_"):

@@ -104,7 +104,7 @@ def test_one_buffer_serves_call_after_call_where_two_are_too_large(monkeypatch, 
 def test_a_design_that_was_asked_for_is_not_replaced(monkeypatch):
     """One rank has no segments but its own, which are the library's."""
     module, asked = (
-        importlib.import_module("weft.ops.gemm.persistent.matmul"),
+        importlib.import_module("weft.ops.gemm.matmul"),
         GemmConfig(block_m=16, block_n=16, block_k=16),
     )
     segments = dataclasses.replace(asked, design="segments")

@@ -5,7 +5,7 @@ once for all of them) over one part of one sequence; the last program of a seque
 parts a sequence may be cut follows from shapes alone, so that a CUDA graph holds any lengths; into how many it is cut,
 the programs find from its length.
 
-What a program computes: weft.ops.attend.
+What a program computes: weft.kernels.online_softmax.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def write_any_text() -> None:
 
 
 def _drop_output() -> None:
-    """What is still buffered has no reader: without this, Python would try again at its end, and complain."""
+    """Drop what is still buffered: it has no reader, and Python would try again at its end, and complain."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

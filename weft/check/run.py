@@ -41,7 +41,7 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run gave. ``digest``: of the ranks' ``results``; None if it ended early. ``programs``: a rank's, at once.
+    """Outcome of one run. ``digest``: of the ranks' ``results``; None if it ended early. ``programs``: a rank's, at once.
     ``is_sized``: main has asked how many may be resident at once. ``unstarted``: programs of the largest grid of which some
     could not start when no task could go on, 0 if there was none."""
 

@@ -77,7 +77,7 @@ def say(message: dict[str, str]) -> None:
 
 
 def make_environment() -> Any:
-    """What templates are written for: transformers' settings, the names that it adds, and its tag `generation`."""
+    """Jinja environment that templates are written for: transformers' settings, names and its tag `generation`."""
     from jinja2 import nodes  # torch needs it too
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

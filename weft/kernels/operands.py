@@ -21,7 +21,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def can_describe(*matrices: torch.Tensor) -> bool:
-    """Whether tensor descriptors reach them all: base and every row on 16 bytes."""
+    """True if tensor descriptors reach them all: base and every row on 16 bytes."""
     return all(x.data_ptr() % 16 == 0 and row_stride(x) * x.element_size() % 16 == 0 for x in matrices)
 
 

@@ -29,5 +29,5 @@ def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], 
 
 
 def capacity_for(size: int) -> int:
-    """Of a workspace that is made for ``size`` elements."""
+    """Elements of a workspace that is made for ``size`` elements: a power of two."""
     return max(1 << 16, next_power_of_2(size))

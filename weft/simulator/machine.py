@@ -171,7 +171,7 @@ class Machine(Accesses, Launches):
             self.watcher.joined(stream)
 
     def is_idle(self, rank: int) -> bool:
-        """Whether no kernel, copy or other stream operation of ``rank`` is under way."""
+        """True if no kernel, copy or other stream operation of ``rank`` is under way."""
         return rank not in self._left and all(s.idle for (owner, _), s in self._streams.items() if owner == rank)
 
     # --- waiting -----------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class Races:
         self._shadows.pop(base, None)
 
     def is_past(self, base: int, clock: np.ndarray) -> bool:
-        """Whether ``clock`` knows of all accesses to the extent at ``base`` that are remembered."""
+        """True if ``clock`` knows of all accesses to the extent at ``base`` that are remembered."""
         shadow = self._shadows.get(base)
         if shadow is None or shadow.unit == 0:
             return True

@@ -165,7 +165,7 @@ class Words:
             self._report("signal-reset", text, word, [access])
 
     def sets_back(self, word: Word, new: int) -> bool:
-        """Whether ``new`` is less than what memory has."""
+        """True if ``new`` is less than what memory has."""
         return _is_back(word, self.value(word), new)
 
     def added(self, word: Word, access: Access, new: int, launch: int) -> None:

@@ -206,7 +206,7 @@ class ProgramTrail(Trail):
             puts.published = self._next(puts)
 
     def delivered(self, access: Access) -> bool:
-        """Whether ``access`` is of a put that is delivered before what this program stores now."""
+        """True if ``access`` is of a put that is delivered before what this program stores now."""
         return access.kind is DELIVERY and access.time <= self._threads[DELIVERY].published
 
     def complete(self) -> None:

@@ -116,7 +116,7 @@ def parts_for(team: Team, config: GemmConfig, dtype: torch.dtype) -> Parts:
 
 
 def whole_for(tiles: Tiles, programs: int, config: GemmConfig, least: int = 0) -> int:
-    """How many places of a kernel of so many programs are computed whole."""
+    """Number of output tiles of a kernel of ``programs`` programs that are not split along K."""
     return whole_places(tiles.count, programs, least) if config.split else tiles.count
 
 

@@ -111,7 +111,7 @@ def _sizes(kernel: str, grid: Any) -> list[int]:
 
 
 class _NoArgument(Exception):
-    """Of a type that no kernel takes."""
+    """True for a type that no kernel takes."""
 
 
 class _Arguments:

@@ -26,7 +26,7 @@ def can_describe(*matrices: torch.Tensor) -> bool:
 
 
 def operand(x: torch.Tensor, block_rows: int, block_k: int, descriptors: bool) -> Any:
-    """What a kernel is given for the matrix ``x``: a descriptor of [block_rows, block_k] blocks, or ``x`` itself."""
+    """Kernel argument for the matrix ``x``: a descriptor of [block_rows, block_k] blocks, or ``x`` itself."""
     if not descriptors:
         return x
     return TensorDescriptor(x, list(x.shape), [row_stride(x), 1], [block_rows, block_k])

@@ -16,7 +16,7 @@ def sum_of_parts(source, mask, part_stride, PARTS: tl.constexpr):
 
 @triton.jit
 def product_of_parts(source, mask, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """That sum rounded to ``dtype``, as ``matmul`` rounds its own; of one part, which may have it, what stands there."""
+    """``sum_of_parts`` rounded to ``dtype``, as ``matmul`` rounds its result; a single part is loaded as it is."""
     if PARTS == 1:
         return tl.load(source, mask=mask, other=0.0).to(dtype)
     else:

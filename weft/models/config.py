@@ -162,33 +162,31 @@ class Qwen3Config:
         """Reads a config.json of transformers 4.x or 5.x. CheckpointError (a ValueError) for any but a dense Qwen3, and for a
         key or a value that weft does not know. bfloat16 where it names no dtype."""
         if (model_type := content.get("model_type")) != "qwen3":
-            raise CheckpointError(f"config.json: model_type={_quoted(model_type)} is not supported; weft runs 'qwen3'")
+            raise CheckpointError(f"config.json: model_type={quoted(model_type)} is not supported; weft runs 'qwen3'")
         if quantization := content.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise CheckpointError(
-                f"config.json: quantization_config with quant_method={_quoted(method)} is not supported; weft runs weights of "
+                f"config.json: quantization_config with quant_method={quoted(method)} is not supported; weft runs weights of "
                 f"{', '.join(DTYPES)}: take the checkpoint that was not quantized"
             )
         # Drafters, classifiers and embedders call themselves qwen3 too.
         classes = content.get("architectures")
         if classes and not (isinstance(classes, list) and "Qwen3ForCausalLM" in classes):
             raise CheckpointError(
-                f"config.json: architectures={_quoted(classes)} is not supported; weft runs 'Qwen3ForCausalLM'"
+                f"config.json: architectures={quoted(classes)} is not supported; weft runs 'Qwen3ForCausalLM'"
             )
         _check_values("", content, SUPPORTED)
         for name, value in content.items():
             known = name in READ or name in KNOWN or name in SUPPORTED or name in generation.KEYS
             if not known and value is not None and not name.startswith("_"):
                 raise CheckpointError(
-                    f"config.json: {_quoted(name)[1:-1]}={_quoted(value)} is a key that weft does not know; where it changes "
+                    f"config.json: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know; where it changes "
                     f"nothing of a dense Qwen3, remove it from config.json"
                 )
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         dtype = next((content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None), "bfloat16")
         if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
-            raise CheckpointError(
-                f"config.json: dtype={_quoted(dtype)} is not supported; weft runs {', '.join(DTYPES)}"
-            )
+            raise CheckpointError(f"config.json: dtype={quoted(dtype)} is not supported; weft runs {', '.join(DTYPES)}")
         # What transformers assumes where the file says nothing: 32 KV heads, but where it says null, one for each head.
         kv_heads = content.get("num_key_value_heads", 32)
         config = cls(
@@ -205,14 +203,14 @@ class Qwen3Config:
             value = getattr(config, name)
             # Positions may be without end: an Engine's max_seq_len is what it makes room for.
             if type(value) is not int or value < 1 or (value >= 1 << 31 and name != "max_position_embeddings"):
-                raise CheckpointError(f"config.json: {name}={_quoted(value)} is not a positive integer below 2**31")
+                raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive integer below 2**31")
         if config.head_dim % 2:
             raise CheckpointError(
                 f"config.json: head_dim={config.head_dim} is odd; rotary embedding takes halves of a head"
             )
         if not isinstance(config.tie_word_embeddings, bool):
             raise CheckpointError(
-                f"config.json: tie_word_embeddings={_quoted(config.tie_word_embeddings)} is not true or false"
+                f"config.json: tie_word_embeddings={quoted(config.tie_word_embeddings)} is not true or false"
             )
         if config.num_attention_heads % config.num_key_value_heads:
             raise CheckpointError(
@@ -227,7 +225,7 @@ def _check_values(within: str, content: Mapping[str, Any], supported: Mapping[st
     for name, values in supported.items():
         if name in content and content[name] not in values:
             raise CheckpointError(
-                f"config.json: {within}{name}={_quoted(content[name])} is not supported; weft runs Qwen3 with {values[0]!r}"
+                f"config.json: {within}{name}={quoted(content[name])} is not supported; weft runs Qwen3 with {values[0]!r}"
             )
 
 
@@ -239,19 +237,19 @@ def _rope_theta(content: Mapping[str, Any]) -> float:
     """
     for name in ("rope_parameters", "rope_scaling"):
         if content.get(name) is not None and not isinstance(content[name], Mapping):
-            raise CheckpointError(f"config.json: {name}={_quoted(content[name])} is not an object")
+            raise CheckpointError(f"config.json: {name}={quoted(content[name])} is not an object")
     within = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(within) or {}
     _check_values(f"{within}: ", rope, ROPE_SUPPORTED)
     for name, value in rope.items():
         if isinstance(value, Mapping):
             raise CheckpointError(
-                f"config.json: {within} has an object under {_quoted(name)}, parameters by type of layer; weft reads one "
+                f"config.json: {within} has an object under {quoted(name)}, parameters by type of layer; weft reads one "
                 f"rope_theta and rope_type for all layers: put them into {within} itself"
             )
         if name not in ROPE_SUPPORTED and name != "rope_theta" and value is not None:
             raise CheckpointError(
-                f"config.json: {within}: {_quoted(name)[1:-1]}={_quoted(value)} is a key that weft does not know of rotary "
+                f"config.json: {within}: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know of rotary "
                 f"embedding of type 'default'; where it changes nothing, remove it"
             )
     return _positive("rope_theta", {"rope_theta": content.get("rope_theta", 10000.0), **rope}["rope_theta"])
@@ -261,24 +259,19 @@ def _check_layer_types(types: Any, layers: int) -> None:
     if types is None:
         return
     if not isinstance(types, list) or len(types) != layers:
-        raise CheckpointError(f"config.json: layer_types={_quoted(types)} is not a list of num_hidden_layers={layers}")
+        raise CheckpointError(f"config.json: layer_types={quoted(types)} is not a list of num_hidden_layers={layers}")
     for index, found in enumerate(types):
         if found not in ("full_attention", "attention"):  # two names of one type
             raise CheckpointError(
-                f"config.json: layer_types[{index}]={_quoted(found)} is not supported; weft runs Qwen3 with 'full_attention'"
+                f"config.json: layer_types[{index}]={quoted(found)} is not supported; weft runs Qwen3 with 'full_attention'"
             )
 
 
 def _positive(name: str, value: Any) -> float:
     # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-        raise CheckpointError(f"config.json: {name}={_quoted(value)} is not a positive number that is finite")
+        raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive number that is finite")
     return float(value)
-
-
-def _quoted(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_simulable(model: str, config: Qwen3Config, remedy: str) -> None:

@@ -168,7 +168,7 @@ ROWS_IN_BLOCKS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What a matrix product gets: ``design`` "fused", "segments" or "library" (weft.ops.gemm.config), and why."""
+    """Design of a GEMM, "fused", "segments" or "library" (weft.ops.gemm.config), and the reason for it."""
 
     op: str
     design: str

@@ -121,6 +121,6 @@ def _index_of(device: torch.device | int) -> int:
 
 
 def launch_options(caps: Capabilities) -> dict[str, bool]:
-    """What ``wl.follow_previous_kernel`` needs, where the target knows it; the simulator's checker does."""
+    """Launch options that ``wl.follow_previous_kernel`` needs, where the target or the simulator's checker knows them."""
     overlaps = caps.is_simulated or (caps.arch.startswith("sm_") and int(caps.arch[3:]) >= 90)
     return {"launch_pdl": True} if overlaps else {}

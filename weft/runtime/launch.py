@@ -228,7 +228,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """What a rank's process is told of the run that it belongs to."""
+    """Description of a run for the process of one of its ranks."""
 
     given: Given
     world_size: int

@@ -18,7 +18,7 @@ _LEAST_FREE = 1 << 30
 
 
 class FolderStore:
-    """What `Meeting` needs of a ``torch.distributed`` store, as a file for each key."""
+    """Store with a file for each key: the methods of a ``torch.distributed`` store that `Meeting` calls."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class FolderStore:
 
 
 class Given(NamedTuple):
-    """What `launch` gives to a process when it starts it as a rank.
+    """Private data of a run that `launch` gives to each rank's process.
 
     folder  of the run, mode 0700
     secret  of the run: what the ranks' messages are authenticated with

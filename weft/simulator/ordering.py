@@ -267,7 +267,7 @@ class Ordering:
         self._held[rank][:] = kept
 
     def _to_come(self, rank: int) -> list[np.ndarray]:
-        """What the next operation of each of the rank's streams will know, whatever it is."""
+        """Clocks that the next operation of each of the rank's streams begins with, whatever it is."""
         cpu = self._cpu[rank]
         clocks = [joined(self._main[rank].clock.copy(), cpu)]
         for (owner, name), trail in self._streams.items():

@@ -214,7 +214,7 @@ class Watcher(Ordering):
     def _message(
         self, trail: Trail, access: Access, addresses: np.ndarray, bits: np.ndarray
     ) -> list[Callable[[], None]]:
-        """What is to be called when the words arrive, which tell their reader something from then on."""
+        """Callback for the arrival of the Lamport data, which tell their reader something from then on."""
         unwritten = 1 << (8 * bits.dtype.itemsize - 1)
         if (bits != unwritten).any():  # not a clear, which tells nobody anything
             message = trail.message()

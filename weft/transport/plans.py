@@ -55,6 +55,6 @@ class CopyPlan:
 
 
 def word_of(nbytes: int) -> torch.dtype:
-    """What moves unchanged moves as the widest of these integers that ``nbytes``, one rank's part, is a multiple of.
-    Single bytes travel widened to two, which never read as unwritten."""
+    """Widest integer dtype whose size divides ``nbytes``, one rank's part; it moves data bit for bit. Single bytes travel
+    widened to two, which never read as unwritten."""
     return torch.int32 if nbytes % 4 == 0 else torch.int16 if nbytes % 2 == 0 else torch.int8

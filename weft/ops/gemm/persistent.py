@@ -53,7 +53,7 @@ def check_design(op: str, config: GemmConfig, *designs: str) -> None:
 
 
 def for_one_rank(config: GemmConfig | None) -> GemmConfig | None:
-    """What ``matmul`` makes of a fused op's config: a library GEMM for each rank's rows is the library's GEMM."""
+    """A fused op's config as ``matmul`` takes it: on one rank the pipelined design is cuBLAS's GEMM."""
     return replace(config, design="library") if config is not None and config.design == "segments" else config
 
 

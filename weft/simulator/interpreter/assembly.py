@@ -33,6 +33,6 @@ _INSTEAD = (
 
 
 def instead_of(assembly: str) -> str:
-    """What to write in place of this assembly, as the part of a sentence."""
+    """Advice on what to write in place of this assembly, as a part of a sentence."""
     found = (instead for pattern, instead in _INSTEAD if re.search(pattern, assembly))
     return next(found, "write it in plain Triton")

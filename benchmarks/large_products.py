@@ -17,7 +17,7 @@ Projections of Qwen3-32B as one rank of W holds them, bf16, in CUDA graphs: micr
 choice, and by the algorithm that `ops.matmul` and the overlapped products take in its place; cuBLAS alone in both.
 *At rest*: graphs of 0.5 ms, each after a rest of 4 ms, at full clocks. *Busy*: graphs of 4 ms without a rest, all algorithms of
 a shape in turn, at the clock that they leave each other. Shapes with one time keep cuBLAS's choice. Tiles are columns × rows of
-the product; all attributes are in `weft/ops/tuned/nvidia-h200.w1.json`, as `weft.runtime.cublaslt.Algorithm` explains them.
+the product; all attributes are in `weft/plan/tables/nvidia-h200.w1.json`, as `weft.runtime.cublaslt.Algorithm` explains them.
 """
 HEAD_OF_OTHERS = """### Other shapes
 

@@ -19,6 +19,7 @@ LAYERS = (
     "models",
     "layers",
     "ops",
+    "plan",
     "transport",
     "kernels",
     "language",

@@ -1,7 +1,7 @@
 """cuBLAS's own choice of an algorithm against the fastest that it has, on one GPU: a laboratory.
 
     python -m benchmarks.lab.cublas --out benchmarks/lab/h200-cublas.json [--world-size 2,4] [--rows 512,4096] \\
-        [--ragged] [--tuned weft/ops/tuned]
+        [--ragged] [--tuned weft/plan/tables]
 
 All projections of Qwen3-32B, as one rank of so many holds them (``--shapes M,N,K``: others). Candidates are those of ``weft
 tune gemm``, and what lies around the best of them. Each answer is checked, weights are used in turn, three of each shape, and
@@ -36,7 +36,7 @@ import torch
 import weft
 from benchmarks.lab.skinny import projections
 from weft.bench import machine
-from weft.ops import tuned
+from weft.plan import table as tuned
 from weft.runtime import cublaslt
 from weft.runtime.cublaslt import Algorithm
 from weft.runtime.files import put

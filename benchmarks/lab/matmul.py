@@ -2,7 +2,7 @@
 that the rules of ``weft/ops/dispatch.py`` stand on.
 
     python -m benchmarks.lab.matmul --world-size 4 --out benchmarks/lab/h200-x4-matmul.json \\
-        --tuned weft/ops/tuned ag-gemm@qwen3-32b:1024,2048,4096,8192 gemm-rs@qwen3-32b:1024,2048,4096,8192
+        --tuned weft/plan/tables ag-gemm@qwen3-32b:1024,2048,4096,8192 gemm-rs@qwen3-32b:1024,2048,4096,8192
 
 With --tuned the fastest of each shape goes into the ops' data file in that folder, as ``weft tune --quick`` would write it.
 The harness is that of ``weft bench``: answers are checked before they are timed, all of a shape take turns in one process,
@@ -30,7 +30,8 @@ from weft.bench.problem import Problem
 from weft.bench.providers import WEFT
 from weft.bench.runner import Bench, Entrant
 from weft.bench.shapes import Shape, parse_shapes
-from weft.ops import barrier, tuned
+from weft.ops import barrier
+from weft.plan import table as tuned
 from weft.runtime.files import put
 from weft.runtime.launch import launch
 from weft.runtime.team import Team

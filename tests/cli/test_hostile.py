@@ -18,7 +18,7 @@ from weft.bench import report, shapes
 from weft.check import command as check_command
 from weft.cli import app
 from weft.models.builtin import PATH as BUILTIN
-from weft.ops import tuned
+from weft.plan import table as tuned
 from weft.runtime import doctor, launch
 
 LONG = "a" * 5000

@@ -16,7 +16,8 @@ from tests.ops.cases import BF16, COLLECTIVES, FP32, OPERATIONS, Case, check, in
 from tests.ops.closeness import assert_identical
 from weft import ops
 from weft.errors import TeamClosed
-from weft.ops import dispatch, tuned
+from weft.ops import dispatch
+from weft.plan import table as tuned
 from weft.runtime import capabilities
 from weft.transport import push
 from weft.transport.plans import Plan

@@ -11,7 +11,6 @@ import torch
 import triton
 
 from tests.compiling import TARGETS, a_view, compiled
-from weft.ops import tuned
 from weft.ops.collectives.all_gather import all_gather_kernel
 from weft.ops.collectives.all_reduce import all_reduce_kernel
 from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_rows
@@ -21,6 +20,7 @@ from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_k
 from weft.ops.collectives.reduce_scatter import reduce_scatter_kernel
 from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, of_world
 from weft.ops.gemm.small_m_config import MAX_PARTS_LEFT
+from weft.plan import table as tuned
 from weft.runtime.cuda import resident_programs
 from weft.transport.plans import Plan
 from weft.transport.push import WIDE_BYTES, registers_of
@@ -58,7 +58,7 @@ def plans(name, world_size):
 
 
 def shipped(name, world_size):
-    for file in Path(tuned.__file__).parent.glob(f"*.w{world_size}.json"):
+    for file in (Path(tuned.__file__).parent / "tables").glob(f"*.w{world_size}.json"):
         for row in json.loads(file.read_text())["rows"]:
             fields = dict(row["config"])
             if name.removesuffix("_of_parts") in (row["op"], fields.pop("algorithm", None)) and "pieces" not in fields:

@@ -15,7 +15,6 @@ import triton
 from tests.compiling import TARGETS, a_view, compiled
 from weft.kernels.operands import operand
 from weft.kernels.tile_schedule import as_argument, make_tiles
-from weft.ops import tuned
 from weft.ops.gemm import persistent
 from weft.ops.gemm.config import GemmConfig, configured
 from weft.ops.gemm.matmul import matmul_kernel
@@ -23,6 +22,7 @@ from weft.ops.overlap.all_gather_matmul import all_gather_matmul_kernel
 from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce_kernel
 from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, share_kernel, sum_kernel
+from weft.plan import table as tuned
 from weft.runtime.capabilities import Capabilities
 from weft.transport.copy_channel import MAX_CHUNKS, begin_kernel, wait_kernel
 

@@ -9,9 +9,9 @@ import torch
 from tests.ops.closeness import assert_close, assert_identical
 from weft import ops
 from weft.bench.shapes import Shape
-from weft.ops import tuned
 from weft.ops.gemm import cublas
 from weft.ops.gemm.config import configured, default_config
+from weft.plan import table as tuned
 from weft.runtime import capabilities, cublaslt
 from weft.runtime.cublaslt import Algorithm
 from weft.tune import spaces

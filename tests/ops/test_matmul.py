@@ -14,9 +14,9 @@ from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, OWN_FIRST, config
 from tests.ops.test_collectives import check_replicated, run_cases
 from weft import ops
 from weft.errors import HeapExhausted
-from weft.ops import tuned
 from weft.ops.gemm import cublas
 from weft.ops.gemm.config import GemmConfig, configured
+from weft.plan import table as tuned
 from weft.runtime import capabilities
 
 FUSED = MATMUL_OPS[1:]

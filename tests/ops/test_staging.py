@@ -14,7 +14,7 @@ from tests.ops.closeness import assert_identical
 from weft import ops
 from weft.ops import dispatch
 from weft.ops.collectives import copy_engine
-from weft.ops.remembered import forget
+from weft.plan.memo import forget
 from weft.runtime import capabilities
 from weft.transport.plans import LINE_BYTES
 
@@ -177,7 +177,7 @@ def test_a_heap_without_room_gets_tiles(monkeypatch):
 
 
 def test_a_row_of_copy_engines_is_taken_where_parts_end_on_lines(monkeypatch, tmp_path):
-    from weft.ops import tuned
+    from weft.plan import table as tuned
     from weft.tune import search, spaces
 
     file_for = tuned.file_for

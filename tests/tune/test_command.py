@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from weft.bench.shapes import OPS
 from weft.cli import app
-from weft.ops import tuned
+from weft.plan import table as tuned
 from weft.tune import spaces
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from weft import ops
-from weft.ops import tuned
 from weft.ops.dispatch import choose
 from weft.ops.gemm.config import configured, default_config
-from weft.ops.remembered import forget
+from weft.plan import table as tuned
+from weft.plan.memo import forget
 from weft.runtime import capabilities
 from weft.tune import search, spaces
 

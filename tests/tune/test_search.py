@@ -14,7 +14,7 @@ from weft.bench.report import Row
 from weft.bench.runner import Bench
 from weft.bench.shapes import Shape
 from weft.errors import WeftError
-from weft.ops import tuned
+from weft.plan import table as tuned
 from weft.runtime import capabilities
 from weft.tune import compiling, search, spaces, timing
 from weft.tune.search import TunePlan

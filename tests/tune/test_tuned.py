@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.ops import tuned
 from weft.ops.gemm.config import GemmConfig, configured, default_config
+from weft.plan import table as tuned
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
 from weft.tune.spaces import CollectiveConfig, CopyConfig
 
 H200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="NVIDIA H200", arch="sm_90")
-SHIPPED = sorted(Path(tuned.__file__).parent.glob("*.json"))
+SHIPPED = sorted((Path(tuned.__file__).parent / "tables").glob("*.json"))
 
 
 def row(op, *shape, us=10.0, **config):

@@ -1,4 +1,4 @@
-"""Which algorithm a call gets, and why: the one place that chooses, from rows of ``weft tune`` (weft.ops.tuned) where
+"""Which algorithm a call gets, and why: the one place that chooses, from rows of ``weft tune`` (weft.plan.table) where
 there are any for this GPU, world size and shape, else by the rules here, from measured crossovers.
 
 The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/experiments.md has the figures of each.
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from weft.ops import tuned
-from weft.ops.remembered import remembered
+from weft.plan import table as tuned
+from weft.plan.memo import remembered
 from weft.transport.plans import LINE_BYTES, CopyPlan, Plan, word_of
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -13,7 +13,6 @@ import torch
 
 import weft.ops
 from weft.arguments import check_bool, check_instance, check_optional, is_integer, quoted
-from weft.ops import tuned
 from weft.ops.collectives.all_reduce_rms_norm import check_row
 from weft.ops.collectives.all_reduce_rms_norm import choose as choose_norm
 from weft.ops.dispatch import COLLECTIVES, MATMULS, choose, choose_matmul, whole_of
@@ -21,6 +20,7 @@ from weft.ops.gemm import cublas, small_m_config
 from weft.ops.gemm.config import GemmConfig, configured, row_for
 from weft.ops.overlap.matmul_all_reduce import MOST_ELEMENTS, slots_for
 from weft.ops.registration import FLOATS, ITEM_SIZES, check_choice, check_divides
+from weft.plan import table as tuned
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm
 from weft.transport.plans import Plan

@@ -130,7 +130,7 @@ def plan(options: TuneOptions) -> list[Run]:
     import torch
 
     from weft.bench.shapes import parse_shapes
-    from weft.ops import tuned
+    from weft.plan import table as tuned
     from weft.tune.search import TunePlan, world_of
     from weft.tune.spaces import OWN_FIRST
 
@@ -162,7 +162,7 @@ def plan(options: TuneOptions) -> list[Run]:
 
 def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -> None:
     """ValueError unless rows of this machine may go into ``file`` as it is, or a new one may be made."""
-    from weft.ops import tuned
+    from weft.plan import table as tuned
 
     check_output("--out", file)
     if not file.is_file():

@@ -35,7 +35,8 @@ from weft.bench.providers import WEFT
 from weft.bench.runner import Bench
 from weft.bench.shapes import Shape
 from weft.errors import WeftError
-from weft.ops import barrier, tuned
+from weft.ops import barrier
+from weft.plan import table as tuned
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
 from weft.tune import spaces, timing

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.ops import tuned
 from weft.ops.dispatch import LIBRARY_ROWS, choose_matmul
-from weft.ops.remembered import remembered
+from weft.plan import table as tuned
+from weft.plan.memo import remembered
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.codec import exchangeable
 from weft.transport.copy_channel import MAX_CHUNKS

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from weft.ops import tuned
 from weft.ops.local import capabilities_of
-from weft.ops.remembered import remembered
+from weft.plan import table as tuned
+from weft.plan.memo import remembered
 from weft.runtime import cublaslt
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.cublaslt import Algorithm

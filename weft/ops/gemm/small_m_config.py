@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops.registration import HALVES
-from weft.ops.remembered import remembered
+from weft.plan.memo import remembered
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 
 if TYPE_CHECKING:

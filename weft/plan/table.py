@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from weft.ops.remembered import forget, remembered
+from weft.plan.memo import forget, remembered
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
 
@@ -177,7 +177,7 @@ def bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return (2 ** round(math.log2(shape[0])), *shape[1:])
 
 
-def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent) -> Path:
+def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "tables") -> Path:
     """nvidia-h200.w4.json in this folder."""
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.w{world_size}.json"
 

@@ -30,6 +30,6 @@ def remembered(function: F) -> F:
 
 
 def forget() -> None:
-    """What was decided by: the rows of weft.ops.tuned have changed."""
+    """What was decided by: the rows of weft.plan.table have changed."""
     for cached in _caches:
         cached.cache_clear()

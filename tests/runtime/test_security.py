@@ -20,26 +20,26 @@ import weft
 from tests.runtime.sockets import listening
 from weft.errors import ForeignMessage, PeerFailed
 from weft.runtime import codec, launch
-from weft.runtime.meeting import Meeting
+from weft.runtime.rendezvous import Rendezvous
 from weft.runtime.store import FolderStore, Given, given, private_folder
 
 LOOPBACK = {"127.0.0.1", "::1"}
 
 
 class OnCPU:
-    """What `launch._worker` needs of a team, without a GPU: the store, torch's group and the meeting are the real ones."""
+    """What `launch._worker` needs of a team, without a GPU: the store, torch's group and the rendezvous are the real ones."""
 
     def __init__(self, seat, rank):
         os.environ.update(GLOO_SOCKET_IFNAME="eth0", NCCL_COMM_ID="0.0.0.0:1234")
         launch.connect("gloo", seat.given, rank, seat.world_size)
         self.rank = rank
-        self.meeting = Meeting(FolderStore(given().folder), "team", rank, seat.world_size, 60.0, given().secret)
+        self.rendezvous = Rendezvous(FolderStore(given().folder), "team", rank, seat.world_size, 60.0, given().secret)
 
     def fail(self, message):
-        self.meeting.fail(message)
+        self.rendezvous.fail(message)
 
     def close(self):
-        self.meeting.exchange("close", None)
+        self.rendezvous.exchange("close", None)
 
 
 def seen_by(team):
@@ -49,7 +49,7 @@ def seen_by(team):
     told = Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
     return {
         "sum": x.item(),
-        "met": team.meeting.exchange("met", team.rank),
+        "met": team.rendezvous.exchange("met", team.rank),
         "listens": listening(),
         "mode": stat.S_IMODE(folder.stat().st_mode),
         "secret is told": any(form in told for form in (given().secret, given().secret.hex().encode())),
@@ -132,9 +132,9 @@ class Attack:
 def stranger_writes(store, secret, key, data):
     """What rank 1 says of it, alone with a stranger who has written as rank 0."""
     store.set(key, data)
-    meeting = Meeting(store, "team.0-1.1", 1, 2, 5.0, secret)
+    rendezvous = Rendezvous(store, "team.0-1.1", 1, 2, 5.0, secret)
     with pytest.raises(ForeignMessage) as caught:
-        meeting.exchange("barrier", None)
+        rendezvous.exchange("barrier", None)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -153,10 +153,10 @@ def test_a_pickle_in_the_store_is_refused_and_runs_nothing(tmp_path, secret):
 def written_by(name, rank, count, secret):
     """The message of a rank in its ``count``-th call."""
     store = dist.HashStore()
-    meeting = Meeting(store, name, rank, 2, 0.0, secret)
-    meeting._count = count - 1
+    rendezvous = Rendezvous(store, name, rank, 2, 0.0, secret)
+    rendezvous._count = count - 1
     with pytest.raises(weft.errors.PeerSilent):
-        meeting.exchange("barrier", None)
+        rendezvous.exchange("barrier", None)
     return store.get(f"weft/{name}/{count}/{rank}")
 
 
@@ -186,14 +186,14 @@ def test_a_failure_is_shown_in_one_short_line_without_control_characters():
     store = dist.HashStore()
     store.set("weft/team/failed/0", b"\x1b[2J\xffred\r\n\x07" + b"x" * 10_000)
     with pytest.raises(PeerFailed) as caught:
-        Meeting(store, "team", 1, 2).raise_if_a_peer_failed()
+        Rendezvous(store, "team", 1, 2).raise_if_a_peer_failed()
     assert str(caught.value).startswith(r"rank 1: rank 0 failed: \x1b[2J" + "\ufffd" + r"red\r\n\x07xxx")
     assert len(str(caught.value)) < 2100
     with pytest.raises(ForeignMessage, match="does not carry this run's secret"):
-        Meeting(store, "team", 1, 2, secret=b"s").raise_if_a_peer_failed()
-    Meeting(store, "team", 0, 2, secret=b"s").fail("CUDA error:\nfirst\nthen")
+        Rendezvous(store, "team", 1, 2, secret=b"s").raise_if_a_peer_failed()
+    Rendezvous(store, "team", 0, 2, secret=b"s").fail("CUDA error:\nfirst\nthen")
     with pytest.raises(PeerFailed, match="rank 0 failed: CUDA error: first then"):
-        Meeting(store, "team", 1, 2, secret=b"s").raise_if_a_peer_failed()
+        Rendezvous(store, "team", 1, 2, secret=b"s").raise_if_a_peer_failed()
 
 
 def test_a_folder_of_messages_keeps_to_its_keys_and_follows_no_link(tmp_path):

@@ -16,8 +16,8 @@ from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
 from weft.runtime.copying import at_peer, check_copy
-from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
+from weft.runtime.rendezvous import Rendezvous
 from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, on_stream, own_stream
 from weft.runtime.view import RECORD_WORDS
@@ -73,7 +73,7 @@ class CudaPlatform:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._store, self._secret = store, secret
-        self._meeting = Meeting(store, name, self.rank, self.size, secret=secret)
+        self._rendezvous = Rendezvous(store, name, self.rank, self.size, secret=secret)
         self._subsets = 0
         places = self.exchange("places", Place(socket.gethostname(), self.device.index))
         check_peers(self.rank, places, torch.cuda.can_device_access_peer)
@@ -130,20 +130,20 @@ class CudaPlatform:
         return self._peers[peer]
 
     def exchange(self, what: str, item: Any) -> list[Any]:
-        return self._meeting.exchange(what, item)
+        return self._rendezvous.exchange(what, item)
 
     def synchronize(self) -> None:
         done = torch.cuda.Event()
         try:
             done.record()
-            self._meeting.watch(done.query)
+            self._rendezvous.watch(done.query)
             torch.cuda.synchronize()
         except WeftError:
             raise
         except Exception as error:
             # A trapped kernel poisons the context: from here on every call raises, but the record is in host memory.
-            raise_from_record(self.record, self.signal_name, self._meeting.fail)
-            self._meeting.fail(f"{type(error).__name__}: {error}")
+            raise_from_record(self.record, self.signal_name, self._rendezvous.fail)
+            self._rendezvous.fail(f"{type(error).__name__}: {error}")
             raise
 
     def signal_name(self, address: int) -> str:
@@ -187,7 +187,7 @@ class CudaPlatform:
         return CudaPlatform(group, self._store, self._secret, f"{self.name}.{self._subsets}", heap_bytes)
 
     def fail(self, message: str) -> None:
-        self._meeting.fail(message)
+        self._rendezvous.fail(message)
 
     def close(self) -> None:
         self._peers.clear()

@@ -18,7 +18,7 @@ _LEAST_FREE = 1 << 30
 
 
 class FolderStore:
-    """Store with a file for each key: the methods of a ``torch.distributed`` store that `Meeting` calls."""
+    """Store with a file for each key: the methods of a ``torch.distributed`` store that `Rendezvous` calls."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -42,7 +42,7 @@ class VirtualPlatform:
     def __init__(self, cluster: Cluster, team: str, members: list[int], place: int, heap_bytes: int) -> None:
         """``members`` are machine ranks; this is ``members[place]``."""
         self._cluster, self._machine, self._team, self._members = cluster, cluster.machine, team, members
-        self._meetings = self._subsets = self._carved = 0
+        self._rendezvous = self._subsets = self._carved = 0
         self.rank, self.size = place, len(members)
         # One process holds all ranks, so the name says which.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
@@ -73,9 +73,9 @@ class VirtualPlatform:
 
     def meet(self, what: str, item: Any, streams: bool = False) -> list[Any]:
         """Every rank's item as it is. ``streams``: it is the work of the main streams that meets."""
-        self._meetings += 1
-        meeting = f"{self._team}'s {what} (meeting {self._meetings})"
-        return self._machine.exchange(meeting, item, self._members, streams)
+        self._rendezvous += 1
+        key = f"{self._team}'s {what} (rendezvous {self._rendezvous})"
+        return self._machine.exchange(key, item, self._members, streams)
 
     def synchronize(self) -> None:
         self._machine.drain(self.copy_engine.stream)

@@ -28,7 +28,7 @@ _GLANCE_SECONDS = 0.25
 _LONGEST_TEXT = 2000
 
 
-class Meeting:
+class Rendezvous:
     """``secret``: of the run; None where the store is torchrun's, which every process that reaches it may write to."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Host-side meetings end in time, whatever the other ranks do. Threads stand for ranks; the store is torch's own."""
+"""Host-side rendezvous end in time, whatever the other ranks do. Threads stand for ranks; the store is torch's own."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +10,17 @@ import torch.distributed as dist
 from weft.errors import CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
 from weft.runtime import cuda
 from weft.runtime.cuda import Place, check_peers
-from weft.runtime.meeting import Meeting
 from weft.runtime.record import raise_from_record
+from weft.runtime.rendezvous import Rendezvous
 
 
 def on_ranks(size, body, patience=20.0):
-    """body(rank, meeting) on a thread for every rank; results or exceptions in rank order."""
+    """body(rank, rendezvous) on a thread for every rank; results or exceptions in rank order."""
     store = dist.HashStore()
 
     def run(rank):
         try:
-            return body(rank, Meeting(store, "team", rank, size, patience))
+            return body(rank, Rendezvous(store, "team", rank, size, patience))
         except Exception as error:
             return error
 
@@ -30,21 +30,21 @@ def on_ranks(size, body, patience=20.0):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_everybody_gets_every_item_in_rank_order_many_times(size):
-    found = on_ranks(size, lambda rank, meeting: [meeting.exchange("call", (rank, n)) for n in range(6)])
+    found = on_ranks(size, lambda rank, rendezvous: [rendezvous.exchange("call", (rank, n)) for n in range(6)])
     assert found == [[[(r, n) for r in range(size)] for n in range(6)]] * size
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_patience():
-    found = on_ranks(3, lambda rank, meeting: rank == 1 or meeting.exchange("allocation #4", rank), patience=0.3)
+    found = on_ranks(3, lambda rank, rendezvous: rank == 1 or rendezvous.exchange("allocation #4", rank), patience=0.3)
     for rank in (0, 2):
         assert isinstance(found[rank], PeerSilent)
         assert f"rank {rank}: rank 1 did not reach allocation #4" in str(found[rank])
 
 
 def test_ranks_in_different_calls_learn_it_on_every_rank():
-    def body(rank, meeting):
-        meeting.exchange("allocation #0", None)
-        return meeting.exchange("exchange" if rank == 1 else "barrier", rank)
+    def body(rank, rendezvous):
+        rendezvous.exchange("allocation #0", None)
+        return rendezvous.exchange("exchange" if rank == 1 else "barrier", rank)
 
     for rank, error in enumerate(on_ranks(3, body)):
         assert isinstance(error, CallMismatch)
@@ -55,11 +55,11 @@ def test_ranks_in_different_calls_learn_it_on_every_rank():
 
 
 def test_a_rank_that_fails_is_learnt_of_long_before_the_patience():
-    def body(rank, meeting):
+    def body(rank, rendezvous):
         if rank == 0:
-            meeting.fail("out of cheese")
+            rendezvous.fail("out of cheese")
             return "failed"
-        return meeting.exchange("barrier", None) if rank == 1 else meeting.watch(lambda: False)
+        return rendezvous.exchange("barrier", None) if rank == 1 else rendezvous.watch(lambda: False)
 
     said, *others = on_ranks(3, body)
     assert said == "failed"

@@ -29,7 +29,7 @@ from weft.ops.gemm.config import GemmConfig, configured
 from weft.ops.gemm.matmul import run as run_matmul
 from weft.ops.overlap.pipelined import pieces_of, runs_of
 from weft.ops.registration import check_flag, check_team
-from weft.runtime.lanes import lanes_of
+from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
 from weft.transport.copy_channel import MAX_CHUNKS, Segments, await_flags
@@ -207,7 +207,7 @@ def _run_segments(
     lane 1        | s1 | s3 |
     """
     world, me, (rows, K) = team.size, team.rank, shard.shape
-    space, lanes = _workspace(team, shard.dtype, world * rows * K), lanes_of(team, config.lanes)
+    space, lanes = _workspace(team, shard.dtype, world * rows * K), side_streams(team, config.lanes)
     pieces = list(pieces_of(rows, config.chunks))
     lanes.fork()
     with lanes.urgent():

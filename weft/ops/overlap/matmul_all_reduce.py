@@ -34,7 +34,7 @@ from weft.ops.gemm.matmul import run as run_matmul
 from weft.ops.overlap.pipelined import SUM_WARPS, add_up, pieces_of, rows_of, send_partials, share
 from weft.ops.registration import check_team
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.lanes import lanes_of
+from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import capacity_for, grown_workspace
 from weft.transport.copy_channel import Segments, await_flags
@@ -289,7 +289,7 @@ def _run_segments(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Tea
     # Of all blocks but the last every rank has a row.
     blocks = list(pieces_of(M, max(1, min(config.chunks, M // world))))
     most, last = cdiv(blocks[0][1].stop, world) * N, len(blocks) - 1
-    space, lanes = _segments(team, a.dtype, len(blocks) * most), lanes_of(team, config.lanes)
+    space, lanes = _segments(team, a.dtype, len(blocks) * most), side_streams(team, config.lanes)
     # What a lane computes and another stream sends lives until the lanes join.
     partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
     lanes.fork()

@@ -32,7 +32,7 @@ from weft.ops.gemm.config import GemmConfig, configured
 from weft.ops.gemm.matmul import run as run_matmul
 from weft.ops.overlap.pipelined import add_up, pieces_of, rows_of, send_partials
 from weft.ops.registration import check_flag, check_team
-from weft.runtime.lanes import lanes_of
+from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
 from weft.transport.copy_channel import Segments, await_flags
@@ -255,7 +255,7 @@ def _run_segments(
     copy         | o1 | o2 | o3 |
     """
     (rows, N), me = out.shape, team.rank
-    space, lanes = _segments(team, a.dtype, rows * N), lanes_of(team, config.lanes)
+    space, lanes = _segments(team, a.dtype, rows * N), side_streams(team, config.lanes)
     # What a lane computes and another stream sends lives until the lanes join.
     partial = torch.empty((team.size * rows, N), dtype=a.dtype, device=a.device)
     arrived: list[Any] = []

@@ -2,7 +2,7 @@
 
 Copy engines carry whole segments between them, so no SM spends time on communication and every GEMM runs at the library's
 speed. It needs large segments: each costs a launch, a copy's start (2 µs) and a flag (2.3 µs on H200). The GEMMs take turns
-on a few lanes (weft.runtime.lanes). Kernels here only begin, wait, and add up what has come.
+on a few lanes (weft.runtime.side_streams). Kernels here only begin, wait, and add up what has come.
 
 Where there is no GPU library (the simulator) a segment's GEMM is host work of the rank's main stream.
 """
@@ -23,7 +23,7 @@ from weft.ops.gemm import cublas
 from weft.ops.gemm.config import GemmConfig
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
-from weft.runtime.lanes import Lanes
+from weft.runtime.side_streams import SideStreams
 from weft.transport.copy_channel import Segments
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def rows_of(rank: int, M: int, world: int) -> slice:
 
 def send_partials(
     a: torch.Tensor, b: torch.Tensor, partial: torch.Tensor, slots: torch.Tensor, space: Segments, team: Team,
-    lanes: Lanes, config: GemmConfig, begun: Any, own_first: bool = False, block: int | None = None, turn: int = 0,
+    lanes: SideStreams, config: GemmConfig, begun: Any, own_first: bool = False, block: int | None = None, turn: int = 0,
 ) -> Iterator[tuple[int, slice, Any]]:  # fmt: skip
     """partial = a[M, K] @ b[N, K].T in every peer's rows, by pieces, each sent to its owner's slot for this rank.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-class Lanes:
+class SideStreams:
     """``fork`` first, ``join`` last; what was given to the lanes in between is then part of the caller's stream, and of the
     CUDA graph that captures it. Memory that a lane touches must live until ``join``."""
 
@@ -64,6 +64,6 @@ class Lanes:
                 self._main.wait_stream(stream)
 
 
-def lanes_of(team: Team, count: int) -> Lanes:
+def side_streams(team: Team, count: int) -> SideStreams:
     """The team's ``count`` lanes."""
-    return team.workspace(("lanes", count), lambda: Lanes(team.device, count))
+    return team.workspace(("side streams", count), lambda: SideStreams(team.device, count))

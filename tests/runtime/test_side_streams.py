@@ -1,12 +1,12 @@
-"""Lanes are streams that differ from each other and from the caller's, whichever of torch's few streams that is."""
+"""Side streams are streams that differ from each other and from the caller's, whichever of torch's few streams that is."""
 
 import itertools
 
 import pytest
 import torch
 
-from weft.runtime import lanes, streams
-from weft.runtime.lanes import Lanes
+from weft.runtime import side_streams, streams
+from weft.runtime.side_streams import SideStreams
 from weft.runtime.streams import IN_POOL, on_stream, own_stream
 
 DEVICE = torch.device("cuda", 0)
@@ -37,7 +37,7 @@ class Stream:
 def pool(monkeypatch):
     monkeypatch.setattr(Stream, "turns", {})
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(lanes, "on_stream", lambda stream: stream)
+    monkeypatch.setattr(side_streams, "on_stream", lambda stream: stream)
     monkeypatch.setattr(streams, "_taken", type(streams._taken)())
 
 
@@ -55,11 +55,11 @@ def test_streams_of_weft_are_distinct_while_there_are_enough(pool):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_no_lane_is_the_callers_stream(pool, monkeypatch, count):
-    made = Lanes(DEVICE, count)
+def test_no_side_stream_is_the_callers_stream(pool, monkeypatch, count):
+    made = SideStreams(DEVICE, count)
     for _ in range(2 * IN_POOL):
         callers = Stream(DEVICE)
-        monkeypatch.setattr(lanes, "current_stream", lambda device, callers=callers: callers)
+        monkeypatch.setattr(side_streams, "current_stream", lambda device, callers=callers: callers)
         made.fork()
         assert len({made.turn(number) for number in range(count)}) == count
         assert made.turn(0) == made.turn(count) == callers

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from weft.errors import CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
 from weft.runtime import cuda
 from weft.runtime.cuda import Place, check_peers
-from weft.runtime.record import raise_from_record
 from weft.runtime.rendezvous import Rendezvous
+from weft.runtime.wait_record import raise_from_record
 
 
 def on_ranks(size, body, patience=20.0):

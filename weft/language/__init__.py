@@ -9,6 +9,7 @@ from weft.language.bulk import get, get_nbi, put, put_nbi, put_signal, put_signa
 from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.documenting import document as _document
 from weft.language.epochs import advance_epoch, next_epoch
+from weft.language.hints import prefetch, zero_here
 from weft.language.lamport import (
     lamport_clear,
     lamport_load,
@@ -27,8 +28,6 @@ from weft.language.ordering import (
     quiet,
     wait_for_previous_kernel,
 )
-from weft.language.placing import zero_here
-from weft.language.prefetching import prefetch
 from weft.language.signals import barrier, consume_token, notify, wait
 
 __all__ = [

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
-from weft.runtime.copying import at_peer, check_copy
-from weft.runtime.record import raise_from_record
+from weft.runtime.platform import at_peer, check_copy
 from weft.runtime.rendezvous import Rendezvous
 from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, on_stream, own_stream
 from weft.runtime.view import RECORD_WORDS
+from weft.runtime.wait_record import raise_from_record
 
 DEFAULT_HEAP_BYTES = 2 << 30
 # Programs that one SM holds at most (CUDA programming guide, compute capabilities); 16 where nobody has looked it up.

@@ -123,9 +123,9 @@ def _package(package: _Package) -> Finding:
 
 
 def _interpret() -> Iterator[Finding]:
-    from weft.runtime import interpreting  # needs Triton
+    from weft.runtime import triton_interpret  # needs Triton
 
-    if interpreting.is_foreign():
+    if triton_interpret.is_set():
         yield Finding(
             name=_INTERPRET,
             value="set",

@@ -34,9 +34,9 @@ from weft.arguments import (
 )
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
-from weft.runtime.interpreting import refuse_foreign
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.store import Given, give, private_folder
+from weft.runtime.triton_interpret import refuse_triton_interpret
 
 DEVICES = ("auto", "cuda", "sim")
 DEFAULT_VIRTUAL_RANKS = 4
@@ -93,7 +93,7 @@ def launch(
     KeyboardInterrupt or SystemExit is a WeftError, and each computes on the CPU in one thread, as under torchrun. NotEnoughGPUs
     if "cuda" was asked for in vain.
     """
-    refuse_foreign()
+    refuse_triton_interpret()
     check_callable("main", main, "main(team, *args)")
     check_main(main)
     check_choice("device", device, DEVICES)

@@ -20,9 +20,9 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import SimulatorMissing
-from weft.runtime.interpreting import refuse_foreign
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.team import Team
+from weft.runtime.triton_interpret import refuse_triton_interpret
 
 # Which virtual rank a host thread is; threads of the simulator set it, nobody else has it.
 _THIS_THREAD = threading.local()
@@ -51,7 +51,7 @@ def simulate(
     Raises what a rank raised (the others are stopped), Deadlock the moment no task can go on, InvalidAccess for a kernel
     that leaves its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
     """
-    refuse_foreign()
+    refuse_triton_interpret()
     check_callable("main", main, "main(team, *args)")
     check_main(main)
     world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)

@@ -21,10 +21,9 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
-from weft.runtime.copying import at_peer
 from weft.runtime.heap import HeapLayout
-from weft.runtime.interpreting import refuse_foreign
-from weft.runtime.platform import CopyEngine, Library, Platform
+from weft.runtime.platform import CopyEngine, Library, Platform, at_peer
+from weft.runtime.triton_interpret import refuse_triton_interpret
 from weft.runtime.view import MAX_BARRIER_PROGRAMS, TeamView, make_view
 
 T = TypeVar("T")
@@ -303,7 +302,7 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
     """
     from weft.runtime import simulate  # it makes teams, so it imports this module
 
-    refuse_foreign()
+    refuse_triton_interpret()
     heap_bytes, seconds = check_heap_bytes(heap_bytes), check_debug(debug)
     virtual = simulate.platform_of_this_thread(heap_bytes)
     if virtual is not None:

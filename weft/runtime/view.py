@@ -9,7 +9,7 @@ import triton.language as tl
 
 # Programs of one grid that may call `barrier(team)`: each owns a row of counters.
 MAX_BARRIER_PROGRAMS = 1024
-# int64 words of the record that a debug-mode wait leaves behind: see runtime/record.py.
+# int64 words of the record that a debug-mode wait leaves behind: see runtime/wait_record.py.
 RECORD_WORDS = 16
 
 

@@ -9,7 +9,7 @@ import torch
 
 from weft.arguments import check_instance
 from weft.runtime import capabilities, codec
-from weft.runtime.copying import at_peer, check_copy
+from weft.runtime.platform import at_peer, check_copy
 from weft.runtime.view import RECORD_WORDS
 from weft.simulator.machine import Machine
 from weft.simulator.memory import Extent

@@ -6,7 +6,7 @@ from triton.language import target_info
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft.language.lowering import gcn, ptx
-from weft.language.lowering.site import kernel_line, kernel_name_word
+from weft.language.lowering.debug_site import kernel_line, kernel_name_int64
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def give_up(signal, wanted, seen, rank, patience_us, record):
         tl.store(record + 6, tl.cast(seen, tl.int64))
         tl.store(record + 7, tl.cast(patience_us, tl.int64))
         for word in tl.static_range(8):
-            tl.store(record + 8 + word, tl.full((), kernel_name_word(word), tl.int64))
+            tl.store(record + 8 + word, tl.full((), kernel_name_int64(word), tl.int64))
         tl.debug_barrier()
         tl.atomic_xchg(record, tl.full((), 2, tl.int64), sem="release", scope="sys")
         tl.debug_barrier()

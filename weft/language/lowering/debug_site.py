@@ -16,8 +16,8 @@ def kernel_line(_semantic=None):
 
 
 @tl.core.builtin
-def kernel_name_word(index, _semantic=None):
-    """Bytes ``8 * index .. 8 * index + 7`` of the kernel's name as a little-endian int64 (runtime/record.py unpacks them)."""
+def kernel_name_int64(index, _semantic=None):
+    """Bytes ``8 * index .. 8 * index + 7`` of the kernel's name, as a little-endian int64 (``wait_record`` unpacks them)."""
     at = 8 * int(getattr(index, "value", index))
     chunk = _kernel()[0].encode()[:63].ljust(64, b"\0")[at : at + 8]
     return tl.constexpr(int.from_bytes(chunk, "little", signed=True))

@@ -14,12 +14,12 @@ MESSAGE = (
 )
 
 
-def is_foreign() -> bool:
+def is_set() -> bool:
     """Kernels that are decorated now, or Triton's own library when it was imported, go to Triton's interpreter."""
     return bool(triton.knobs.runtime.interpret) or not isinstance(tl.standard.sum, JITFunction)
 
 
-def refuse_foreign() -> None:
+def refuse_triton_interpret() -> None:
     """WeftError where Triton's interpreter has the kernels."""
-    if is_foreign():
+    if is_set():
         raise WeftError(MESSAGE)

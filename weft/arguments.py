@@ -20,12 +20,12 @@ def shortened(text: object, most: int = LONGEST) -> str:
 
 def quoted(value: object) -> str:
     """The value as Python writes it, on one line and shortened; tensors and arrays by their shape and dtype."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is not None and dtype is not None and not isinstance(value, type):
-        return f"<{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}>"
     try:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is not None and dtype is not None and not isinstance(value, type):
+            return f"<{type(value).__name__} of shape {tuple(shape)} and dtype {dtype}>"
         return shortened(repr(value))
-    except Exception:  # an integer of more than 4,300 digits, or an object whose repr fails
+    except Exception:  # an integer of more than 4,300 digits, or an object whose repr or attributes raise
         return f"<{type(value).__name__}>"
 
 

@@ -95,6 +95,7 @@ def test_methods_of_a_team():
         check_table(
             team.subset, {"ranks": [0]}, {"ranks": (5, "0", None, [], ["0"], [0.0], [True], [7]), "heap_bytes": HEAP}
         )
+        check_table(weft.Team.of, {}, {"group": (5, "tp", team), "heap_bytes": HEAP})
         check_table(weft.init, {}, {"heap_bytes": HEAP, "debug": ("yes", None, -1, 0, float("inf"))})
         return True
 

@@ -37,6 +37,8 @@ def on_a_mesh_dimension(team):
     mesh = init_device_mesh("cuda", (team.size // 2, 2), mesh_dim_names=("dp", "tp"))
     pair = weft.init(mesh["tp"], heap_bytes=8 << 20)
     assert (pair.size, pair.rank) == (2, team.rank % 2)
+    shared = weft.Team.of(mesh["tp"], heap_bytes=8 << 20)
+    assert weft.Team.of(mesh["tp"]) is shared is not pair and weft.Team.of() is team
     return behaviour.run_all(pair)
 
 

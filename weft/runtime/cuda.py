@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.arguments import quoted
 from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
@@ -58,6 +59,51 @@ def name_of_next(ranks: Iterable[int]) -> str:
     return f"team.{members}.{_made[members]}"
 
 
+def check_gpu() -> None:
+    """NoTeam where torch finds no GPU."""
+    if not torch.cuda.is_available():
+        raise NoTeam(
+            "weft.init() finds no GPU here. Run main(team) with weft.launch(main, device='sim') or weft.simulate(main), "
+            "and look at weft doctor"
+        )
+
+
+def process_group(group: Any) -> dist.ProcessGroup:
+    """The process group of ``group``, all ranks if None: for every slice of one DeviceMesh the object that torch caches.
+
+    Initialises torch.distributed where torchrun has started the ranks. ValueError unless this rank has such a group.
+    """
+    if not dist.is_initialized():
+        _connect_to_torchrun()
+    if group is None:
+        return dist.group.WORLD
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"group={quoted(group)} has {group.ndim} dimensions; pass one of them, such as mesh['tp']")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group is one that this rank does not belong to; call it on the group's members only")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group={quoted(group)} is not a torch.distributed group, a one-dimensional DeviceMesh or None"
+        )
+    return group
+
+
+def _connect_to_torchrun() -> None:
+    from weft.runtime.launch import coordinates  # it makes teams, and teams import this module
+
+    check_gpu()
+    where = coordinates()
+    if where is None:
+        raise NoTeam(
+            "weft.init() needs to know the ranks: start the script with torchrun --nproc-per-node N, or call "
+            "weft.launch(main, world_size=N)"
+        )
+    torch.cuda.set_device(where.local_rank)
+    dist.init_process_group("nccl")
+
+
 class CudaPlatform:
     def __init__(
         self,
@@ -100,25 +146,12 @@ class CudaPlatform:
     @classmethod
     def join(cls, group: Any, heap_bytes: int | None) -> CudaPlatform:
         """The platform of ``group``: a process group, a one-dimensional DeviceMesh, or all ranks."""
-        from weft.runtime.launch import coordinates  # it makes teams, and teams import this module
-
-        where = coordinates()
-        if not torch.cuda.is_available():
-            raise NoTeam(
-                "weft.init() finds no GPU here. Run main(team) with weft.launch(main, device='sim') or weft.simulate(main), "
-                "and look at weft doctor"
+        check_gpu()
+        if torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                "a team's heap is made while a CUDA graph is captured; call weft.init() or Team.of(group) once before capturing"
             )
-        if not dist.is_initialized():
-            if where is None:
-                raise NoTeam(
-                    "weft.init() needs to know the ranks: start the script with torchrun --nproc-per-node N, or call "
-                    "weft.launch(main, world_size=N)"
-                )
-            torch.cuda.set_device(where.local_rank)
-            dist.init_process_group("nccl")
-        if group is not None and hasattr(group, "get_group"):
-            group = group.get_group()
-        group = group or dist.group.WORLD
+        group = process_group(group)
         if (ours := given()) is not None:
             store, secret = FolderStore(ours.folder), ours.secret
         else:

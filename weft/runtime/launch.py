@@ -138,9 +138,9 @@ def is_simulated(world_size: int | None, device: str) -> bool:
 
 
 def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float) -> list[Any]:
-    from weft.runtime.team import init
+    from weft.runtime.team import init_main
 
-    team = init(heap_bytes=heap_bytes, debug=debug)
+    team = init_main(heap_bytes=heap_bytes, debug=debug)
     try:
         result = checked_result(main, main(team, *args))
         try:
@@ -269,14 +269,14 @@ def _end_with_parent(folder: str) -> None:
 
 def _on_gpu(seat: _Seat, rank: int) -> Any:
     """The team of a rank with one GPU, which others may share."""
-    from weft.runtime.team import init
+    from weft.runtime.team import init_main
 
     torch.cuda.set_device(rank % seat.gpus)
     backend = "nccl"
     if seat.world_size > seat.gpus:
         backend, os.environ[_SHARED] = "gloo", "1"  # NCCL refuses ranks of one GPU
     connect(backend, seat.given, rank, seat.world_size)
-    return init(heap_bytes=seat.heap_bytes, debug=seat.debug)
+    return init_main(heap_bytes=seat.heap_bytes, debug=seat.debug)
 
 
 def connect(backend: str, run: Given, rank: int, world_size: int) -> None:

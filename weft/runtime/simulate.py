@@ -21,7 +21,7 @@ from weft.arguments import (
 )
 from weft.errors import SimulatorMissing
 from weft.runtime.mains import check_main, checked_result
-from weft.runtime.team import Team
+from weft.runtime.team import Team, init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
 # Which virtual rank a host thread is; threads of the simulator set it, nobody else has it.
@@ -69,9 +69,9 @@ def simulate(
     cluster = Cluster(machine)
 
     def host(rank: int) -> Any:
-        _THIS_THREAD.cluster, _THIS_THREAD.rank = cluster, rank
+        _THIS_THREAD.cluster, _THIS_THREAD.rank, _THIS_THREAD.teams = cluster, rank, {}
         with machine.host_scope(rank):
-            return checked_result(main, main(Team(cluster.platform(rank, heap_bytes)), *args))
+            return checked_result(main, main(init_main(heap_bytes=heap_bytes), *args))
 
     if prepare is not None:
         prepare(machine)
@@ -96,3 +96,8 @@ def on_virtual_rank() -> bool:
 def platform_of_this_thread(heap_bytes: int | None) -> Any:
     """A new virtual platform for the rank whose host code this thread runs; None outside a simulation."""
     return _THIS_THREAD.cluster.platform(_THIS_THREAD.rank, heap_bytes) if on_virtual_rank() else None
+
+
+def shared_teams_of_this_thread() -> dict[Any, Team] | None:
+    """The shared teams (``Team.of``) of the rank whose host code this thread runs; None outside a simulation."""
+    return _THIS_THREAD.teams if on_virtual_rank() else None

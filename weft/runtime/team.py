@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 # Custom ops carry a team's name in their schema and find it here.
 _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
+# The shared teams of this process, by process group: Team.of. Each virtual rank has its own (weft.runtime.simulate).
+_SHARED: dict[Any, Team] = {}
 
 _NOT_A_VIEW = "a kernel takes a team's view, not the Team itself: pass team.view, not team"
 
@@ -65,6 +67,29 @@ class Team:
         deltas = torch.tensor(list(platform.deltas), dtype=torch.int64, device=self.device)
         patience = int(debug_seconds * 1e6) if debug_seconds else 0
         self._view = make_view(self.rank, self.size, deltas, barriers, platform.record, patience, self.caps.multicast)
+
+    @staticmethod
+    def of(group: Any = None, *, heap_bytes: int | None = None) -> Team:
+        """The team of ``group`` that everything in this process shares. Collective where it makes the team.
+
+        group       as in ``weft.init``. Two arguments mean the same group if torch keeps one ProcessGroup for them: a
+                    DeviceMesh and all its slices of one dimension do, two calls of ``new_group`` with the same ranks do not
+        heap_bytes  as in ``weft.init``, for the call that makes the team; later calls repeat it or leave it out
+
+        The first call with a group makes its team, and so does the first one after that team was closed: not while a CUDA
+        graph is captured (Unsupported). The team of all ranks is the one that ``weft.launch`` or ``weft.simulate`` gives main.
+        """
+        heap_bytes = check_heap_bytes(heap_bytes)
+        shared, key = _shared_teams(group)
+        team = shared.get(key)
+        if team is None or team._closed:
+            team = shared[key] = init(group, heap_bytes=heap_bytes)
+        elif heap_bytes not in (None, team._layout.size):
+            raise ValueError(
+                f"heap_bytes={heap_bytes}, but the shared team of this group has heap_bytes={team._layout.size}; leave it out, "
+                f"or pass it at the first call"
+            )
+        return team
 
     def __repr__(self) -> str:
         return f"Team({self.name!r}, rank={self.rank}, size={self.size}, device={self.device})"
@@ -306,12 +331,38 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
     heap_bytes, seconds = check_heap_bytes(heap_bytes), check_debug(debug)
     virtual = simulate.platform_of_this_thread(heap_bytes)
     if virtual is not None:
-        if group is not None:
-            raise ValueError("init(group=...) needs torch.distributed; in the simulator use team.subset(ranks)")
+        _refuse_group(group)
         return Team(virtual, seconds)
     from weft.runtime.cuda import CudaPlatform  # needs a GPU build of torch
 
     return Team(CudaPlatform.join(group, heap_bytes), seconds)
+
+
+def init_main(*, heap_bytes: int | None = None, debug: bool | float = False) -> Team:
+    """A new team of all ranks for main, the one that ``Team.of()`` returns from then on."""
+    shared, key = _shared_teams(None)
+    team = shared[key] = init(heap_bytes=heap_bytes, debug=debug)
+    return team
+
+
+def _shared_teams(group: Any) -> tuple[dict[Any, Team], Any]:
+    """The shared teams of this process or virtual rank, and the key of ``group`` among them."""
+    from weft.runtime import simulate
+
+    virtual = simulate.shared_teams_of_this_thread()
+    if virtual is not None:
+        _refuse_group(group)
+        return virtual, None
+    from weft.runtime.cuda import process_group
+
+    return _SHARED, process_group(group)
+
+
+def _refuse_group(group: Any) -> None:
+    if group is not None:
+        raise ValueError(
+            f"group={quoted(group)} needs torch.distributed; in the simulator leave it out, or use team.subset(ranks)"
+        )
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:

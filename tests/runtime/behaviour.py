@@ -170,6 +170,70 @@ def flags_behind_copies(team):
     return wrong
 
 
+@triton.jit
+def push_chunks(x, out, got, landed, team, N: tl.constexpr):
+    """Chunks of N elements: of each rank as many as there are programs, to every rank."""
+    call = wl.next_call(landed)
+    me, chunk, at = wl.rank(team), tl.program_id(0), tl.arange(0, N)
+    row, world = tl.num_programs(0) * N, wl.num_ranks(team)
+    half = out + call.now % 2 * world * row
+    for step in range(world):
+        peer = (me + step) % world
+        tl.store(wl.symm_at(half, peer, team) + me * row + chunk * N + at, tl.load(x + chunk * N + at))
+        wl.chunk_notify(call, peer, chunk, team)
+    for step in range(world):
+        source = (me + step) % world
+        wl.chunk_wait(call, source, chunk, team)
+        there = source * row + chunk * N + at
+        tl.store(got + there, tl.load(half + there))
+    wl.advance_call(call)
+
+
+def chunks_of_kernels(team):
+    """A channel that kernels begin, notify and wait on, four calls with other data, two halves of the buffer in turn."""
+    n, chunks, wrong = 16, 3, []
+    out, landed = team.empty((2, team.size, chunks * n), torch.float32), team.channel(4, name="landed")
+    x = torch.empty(chunks * n, device=team.device)
+    got = torch.empty((team.size, chunks * n), device=team.device)
+    for call in range(1, 5):
+        x.fill_(10.0 * call + team.rank)
+        push_chunks[(chunks,)](x, out, got, landed.view, team.view, n)
+        expected = [10.0 * call + rank for rank in range(team.size)]
+        if got.mean(1).tolist() != expected or got.std(1).any():
+            wrong.append(f"call {call}: {got.mean(1).tolist()}, not {expected}")
+    return wrong
+
+
+@triton.jit
+def sum_chunks(data, out, landed, team, CHUNKS: tl.constexpr, N: tl.constexpr):
+    call, at, total = wl.current_call(landed), tl.arange(0, N), tl.zeros((N,), tl.float32)
+    left = (wl.rank(team) + wl.num_ranks(team) - 1) % wl.num_ranks(team)
+    for chunk in tl.static_range(CHUNKS):
+        wl.chunk_wait(call, left, chunk, team)
+        total += tl.load(data + chunk * N + at)
+    tl.store(out, tl.sum(total))
+
+
+def chunks_of_copy_engines(team):
+    """A channel that the host begins and the copy engine of the left neighbour fills."""
+    n, chunks, wrong = 256, 4, []
+    left, right = (team.rank - 1) % team.size, (team.rank + 1) % team.size
+    data, landed = team.empty((chunks, n), torch.float32, name="data"), team.channel(chunks)
+    source, out = torch.empty((chunks, n), device=team.device), torch.zeros(1, device=team.device)
+    for call in range(1, 4):
+        source.fill_(call * (team.rank + 1))
+        landed.begin()
+        team.copy_engine.fork()
+        for chunk in range(chunks):
+            landed.send(data[chunk], source[chunk], right, chunk)
+        sum_chunks[(1,)](data, out, landed.view, team.view, chunks, n)
+        team.copy_engine.join()
+        if out.item() != chunks * n * call * (left + 1):
+            wrong.append(f"call {call}: {out.item()}, not {chunks * n * call * (left + 1)}")
+        team.barrier()  # the next call writes the same buffer
+    return wrong
+
+
 def allocation_errors(team):
     """Ranks that allocate differently learn it, all of them, and the team goes on."""
     wrong = []
@@ -232,6 +296,8 @@ ALL = [
     barriers,
     data_that_are_their_own_flag,
     flags_behind_copies,
+    chunks_of_kernels,
+    chunks_of_copy_engines,
     allocation_errors,
     fresh_tensors_are_pushed_into,
     teams_within_the_team,

@@ -6,6 +6,7 @@ Every word states what it guarantees; order lives in the verb (``notify`` releas
 
 from weft.language import shmem
 from weft.language.bulk import get, get_nbi, put, put_nbi, put_signal, put_signal_nbi
+from weft.language.channels import advance_call, chunk_notify, chunk_wait, current_call, next_call
 from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.documenting import document as _document
 from weft.language.epochs import advance_epoch, next_epoch
@@ -31,10 +32,11 @@ from weft.language.ordering import (
 from weft.language.signals import barrier, consume_token, notify, wait
 
 __all__ = [
-    "advance_epoch", "barrier", "consume_token", "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi",
-    "lamport_clear", "lamport_load", "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store",
-    "let_next_kernel_start", "multimem_load_reduce", "multimem_store", "next_epoch", "notify", "num_ranks", "prefetch",
-    "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
+    "advance_call", "advance_epoch", "barrier", "chunk_notify", "chunk_wait", "consume_token", "current_call",
+    "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi", "lamport_clear", "lamport_load",
+    "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store", "let_next_kernel_start",
+    "multimem_load_reduce", "multimem_store", "next_call", "next_epoch", "notify", "num_ranks", "prefetch", "put",
+    "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
     "wait_for_previous_kernel", "zero_here",
 ]  # fmt: skip
 

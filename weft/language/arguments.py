@@ -41,7 +41,7 @@ def check_value(primitive: str, signal: Any, value: Any) -> None:
 
 def check_team_view(primitive: str, team: Any) -> None:
     """TypeError unless ``team`` is what a kernel gets for ``team.view``."""
-    if not hasattr(team, "deltas"):
+    if "deltas" not in _fields(team):
         raise TypeError(f"{primitive}: team is {_named(_known(team))}; pass the kernel's argument that was team.view")
 
 
@@ -86,8 +86,15 @@ def _known(x: Any) -> Any:
     return x.value if isinstance(x, constexpr) else x
 
 
+def _fields(x: Any) -> tuple[str, ...]:
+    """Field names of a NamedTuple, which the compiler holds as Triton's own tuple; () of anything else."""
+    return tuple(x.type.fields or ()) if isinstance(x, tl.tuple) else getattr(x, "_fields", ())
+
+
 def _named(x: Any) -> str:
     """The value ``x`` in a message."""
+    if fields := _fields(x):
+        return f"a tuple ({', '.join(fields)})"
     if not isinstance(x, tl.tensor):
         return repr(x) if isinstance(x, (int, float, str)) or x is None else f"a {type(x).__name__}"
     kind = f"pointer{'s' if _is_block(x) else ''} to {x.dtype.element_ty}" if x.dtype.is_ptr() else str(x.dtype)
@@ -181,3 +188,22 @@ def check_constants(primitive, _semantic=None, **values):
             raise TypeError(
                 f"{_known(primitive)}: {name} is {_named(x)}; it is a compile-time constant: pass a literal or a tl.constexpr"
             )
+
+
+@tl.core.builtin
+def check_channel(primitive, channel, _semantic=None):
+    """TypeError unless ``channel`` is what a kernel gets for ``channel.view``."""
+    if _fields(channel) != ("signals", "epoch", "chunks"):
+        raise TypeError(
+            f"{_known(primitive)}: channel is {_named(_known(channel))}; pass the kernel's argument that was channel.view"
+        )
+
+
+@tl.core.builtin
+def check_call(primitive, call, _semantic=None):
+    """TypeError unless ``call`` is what ``next_call`` or ``current_call`` has returned."""
+    if _fields(call) != ("signals", "epoch", "chunks", "now"):
+        raise TypeError(
+            f"{_known(primitive)}: call is {_named(_known(call))}; pass what wl.next_call(channel) or "
+            f"wl.current_call(channel) returned"
+        )

@@ -21,10 +21,11 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
+from weft.runtime.channel import Channel
 from weft.runtime.heap import HeapLayout
 from weft.runtime.platform import CopyEngine, Library, Platform, at_peer
 from weft.runtime.triton_interpret import refuse_triton_interpret
-from weft.runtime.view import MAX_BARRIER_PROGRAMS, TeamView, make_view
+from weft.runtime.view import MAX_BARRIER_PROGRAMS, TakenByView, TeamView, make_view
 
 T = TypeVar("T")
 
@@ -33,10 +34,8 @@ _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
 # The shared teams of this process, by process group: Team.of. Each virtual rank has its own (weft.runtime.simulate).
 _SHARED: dict[Any, Team] = {}
 
-_NOT_A_VIEW = "a kernel takes a team's view, not the Team itself: pass team.view, not team"
 
-
-class Team:
+class Team(TakenByView):
     """One rank's end of a team.
 
     rank, size    this rank, and how many there are
@@ -48,8 +47,8 @@ class Team:
     copy_engine   ordered copies beside the compute stream
     library       the machine's own collectives (NCCL), to compare with
 
-    ``empty``, ``zeros``, ``signals``, ``free``, ``workspace``, ``barrier``, ``exchange`` and ``subset`` are collective: every
-    rank makes the same calls in the same order. After ``close()`` every use raises TeamClosed.
+    ``empty``, ``zeros``, ``signals``, ``channel``, ``free``, ``workspace``, ``barrier``, ``exchange`` and ``subset`` are
+    collective: every rank makes the same calls in the same order. After ``close()`` every use raises TeamClosed.
     """
 
     def __init__(self, platform: Platform, debug_seconds: float | None = None) -> None:
@@ -94,16 +93,6 @@ class Team:
     def __repr__(self) -> str:
         return f"Team({self.name!r}, rank={self.rank}, size={self.size}, device={self.device})"
 
-    # A kernel that is handed the team itself: Triton reads these two of an argument to find its type, on GPUs as in the
-    # simulator, and would else say no more than that it has no type for a Team.
-
-    def data_ptr(self) -> int:
-        raise TypeError(_NOT_A_VIEW)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        raise TypeError(_NOT_A_VIEW)
-
     # --- symmetric memory --------------------------------------------------------------------------------------------
 
     def empty(
@@ -142,6 +131,10 @@ class Team:
     def signals(self, shape: int | Sequence[int], *, name: str | None = None) -> torch.Tensor:
         """Symmetric int32 signals, all 0. Collective."""
         return self.zeros(shape, torch.int32, name=name or "signals")
+
+    def channel(self, chunks: int, *, name: str | None = None) -> Channel:
+        """A channel: the arrival of up to ``chunks`` chunks from every rank, call by call. Collective."""
+        return Channel.make(self, self.size, check_int("chunks", chunks, 1), name)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give a symmetric tensor's bytes back, once all ranks are done with it. Collective.

@@ -13,6 +13,28 @@ MAX_BARRIER_PROGRAMS = 1024
 RECORD_WORDS = 16
 
 
+class TakenByView:
+    """Base of objects that kernels take as ``view``. One passed itself is refused with the remedy.
+
+    Triton reads ``data_ptr`` and ``dtype`` of an argument to find its type, on GPUs as in the simulator, and would else say no
+    more than that it has no type for the object.
+    """
+
+    __slots__ = ()
+
+    def data_ptr(self) -> int:
+        raise TypeError(self._advice())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        raise TypeError(self._advice())
+
+    def _advice(self) -> str:
+        kind = type(self).__name__
+        name = kind.lower()
+        return f"a kernel takes a {name}'s view, not the {kind} itself: pass {name}.view, not {name}"
+
+
 class TeamView(NamedTuple):
     """``team.view``. Kernels ask it through words (``rank(team)``, ``symm_at(p, peer, team)``), never by field.
 

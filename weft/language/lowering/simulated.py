@@ -160,6 +160,18 @@ def _meets_by_first_index(machine: Any) -> None:
         )
 
 
+@simulated(stock.names_chunk)
+def _names_chunk(machine: Any, rank: Any, chunk: Any, chunks: Any, team: Any) -> None:
+    from weft.simulator import interpreter as interp
+
+    rank, chunk, chunks, size = (int(interp.value_of(x)) for x in (rank, chunk, chunks, team.size))
+    if not (0 <= rank < size and 0 <= chunk < chunks):
+        raise WeftError(
+            f"{machine.who()}: rank={rank}, chunk={chunk} of a channel of {size} ranks and {chunks} chunks; pass a rank in "
+            f"0 .. {size - 1} and a chunk in 0 .. {chunks - 1}"
+        )
+
+
 @simulated(stock.reaches_peers)
 def _reaches_peers(machine: Any, ptr: Any, peer: Any, team: Any) -> None:
     from weft.simulator import interpreter as interp

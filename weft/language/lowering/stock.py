@@ -115,6 +115,11 @@ def reaches_peers(ptr, peer, team):
 
 
 @triton.jit
+def names_chunk(rank, chunk, chunks, team):
+    """A signal of a channel is about to be named by rank and chunk: nothing to do on a GPU. The simulator looks at both."""
+
+
+@triton.jit
 def meets_by_first_index():
     """Programs are about to meet by ``tl.program_id(0)`` alone: nothing to do on a GPU. The simulator looks at the grid."""
 

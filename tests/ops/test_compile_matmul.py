@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.kernels.operands import operand
@@ -24,6 +25,7 @@ from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, share_kernel, sum_kernel
 from weft.plan import table as tuned
 from weft.runtime.capabilities import Capabilities
+from weft.runtime.channel import ChannelView
 from weft.transport.copy_channel import MAX_CHUNKS, begin_kernel, wait_kernel
 
 KERNELS = {
@@ -156,8 +158,9 @@ def test_kernels_between_segments_compile():
             # 16 bytes a thread of each of four operands, none waiting for the other.
             assert len(re.findall(r"ld\.global\.v4\.b32", summed.asm["ptx"])) == 4 * SUM_BLOCK // (SUM_WARPS * 32 * 8)
             assert not re.search(r"ld\.global(\.\w+)*\.b16", summed.asm["ptx"])
-        compiled(begin_kernel, WORDS, WORDS, signals, a_view(), arch=arch, num_warps=1)
-        compiled(wait_kernel, WORDS, WORDS, a_view(), STRIDE=8, arch=arch, num_warps=1)
+        landed = ChannelView(WORDS, WORDS, tl.constexpr(MAX_CHUNKS))
+        compiled(begin_kernel, landed, WORDS, signals, a_view(), arch=arch, num_warps=1)
+        compiled(wait_kernel, landed, 1, 0, a_view(), arch=arch, num_warps=1)
         shared = compiled(
             share_kernel, x, x, x, 1 << 20, x, WORDS, 1 << 9, WORDS, 4096, 5120, a_view(), BLOCK=SUM_BLOCK,
             num_warps=SUM_WARPS, arch=arch,

@@ -1,7 +1,7 @@
-"""What a kernel imports: ``import weft.language as wl``.
+"""Device primitives of kernels: ``import weft.language as wl``.
 
-Every word states what it guarantees; order lives in the verb (``notify`` releases, ``wait`` acquires), never in a flag.
-``weft.language.shmem`` spells the same words as OpenSHMEM does.
+Each primitive states what it guarantees. Memory order belongs to the verb (``notify`` releases, ``wait`` acquires); no flag
+weakens it. ``weft.language.shmem`` offers the same primitives under OpenSHMEM's names.
 """
 
 from weft.language import shmem
@@ -19,7 +19,7 @@ from weft.language.lamport import (
     lamport_receive_keyed,
     lamport_store,
 )
-from weft.language.lowering import simulated as _simulated  # noqa: F401  (registers the words that the simulator runs)
+from weft.language.lowering import simulated as _simulated  # noqa: F401  (registers the primitives that the simulator runs)
 from weft.language.multimem import multimem_load_reduce, multimem_store
 from weft.language.ordering import (
     fence,

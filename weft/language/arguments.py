@@ -1,6 +1,6 @@
-"""Checks of what a primitive is given, made while a kernel is compiled, and by the simulator while it runs.
+"""Checks of a primitive's arguments, made by the compiler and by the simulator.
 
-The same functions run in both, so that both refuse the same misuse in the same words. They emit no code.
+The same functions run in both, so that both refuse a misuse with the same message. They emit no code.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 import triton.language as tl
 from triton.language.core import constexpr
 
-# The types of a signal, and the signed type in which its values are compared.
+# Signal type -> signed type in which its values are compared.
 _SIGNED = {"int32": tl.int32, "uint32": tl.int32, "int64": tl.int64, "uint64": tl.int64}
 
 
 def signed_type(primitive: str, signal: Any) -> tl.dtype:
-    """The signed type of the width of the signal behind ``signal``. TypeError if there cannot be one."""
+    """Signed type as wide as the signal behind ``signal``. TypeError if it points to no signal type."""
     element = _pointed_to(primitive, "signal", signal)
     if element.name not in _SIGNED:
         raise TypeError(
@@ -26,7 +26,7 @@ def signed_type(primitive: str, signal: Any) -> tl.dtype:
 
 
 def check_value(primitive: str, signal: Any, value: Any) -> None:
-    """TypeError or ValueError unless ``value`` can be compared with, or stored to, the signal behind ``signal``."""
+    """TypeError or ValueError unless ``value`` fits the signal behind ``signal``."""
     bits = signed_type(primitive, signal).primitive_bitwidth
     known = _known(value)
     if isinstance(known, tl.tensor):
@@ -45,8 +45,8 @@ def check_team_view(primitive: str, team: Any) -> None:
         raise TypeError(f"{primitive}: team is {_named(_known(team))}; pass the kernel's argument that was team.view")
 
 
-def check_words(primitive: str, name: str, ptr: Any, mask: Any) -> None:
-    """TypeError unless ``ptr`` can be a block of Lamport data and ``mask`` says which of them are meant."""
+def check_flagged_block(primitive: str, name: str, ptr: Any, mask: Any) -> None:
+    """TypeError unless ``ptr`` can be a block of Lamport data and ``mask`` selects elements of it."""
     ptr, mask = _known(ptr), _known(mask)
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr() or not _is_block(ptr):
         raise TypeError(
@@ -87,12 +87,12 @@ def _known(x: Any) -> Any:
 
 
 def _fields(x: Any) -> tuple[str, ...]:
-    """Field names of a NamedTuple, which the compiler holds as Triton's own tuple; () of anything else."""
+    """Field names of a NamedTuple, which the compiler holds as Triton's own tuple; () for other values."""
     return tuple(x.type.fields or ()) if isinstance(x, tl.tuple) else getattr(x, "_fields", ())
 
 
 def _named(x: Any) -> str:
-    """The value ``x`` in a message."""
+    """Description of ``x`` for a message."""
     if fields := _fields(x):
         return f"a tuple ({', '.join(fields)})"
     if not isinstance(x, tl.tensor):
@@ -117,14 +117,14 @@ def check_signal(primitive, signal, value, _semantic=None):
 
 @tl.core.builtin
 def check_lamport(primitive, mask, _semantic=None, **pointers):
-    """``check_words`` in a kernel, for each of ``pointers``."""
+    """``check_flagged_block`` in a kernel, for each of ``pointers``."""
     for name, ptr in pointers.items():
-        check_words(_known(primitive), name, ptr, mask)
+        check_flagged_block(_known(primitive), name, ptr, mask)
 
 
 @tl.core.builtin
 def check_symmetric(primitive, ptr, peer, team, _semantic=None):
-    """``ptr`` is a pointer or a block of them, ``peer`` an integer or a block of them, and ``team`` a team's view."""
+    """TypeError unless ``ptr`` is a pointer or block, ``peer`` an integer or block, ``team`` a view."""
     primitive, ptr, peer = map(_known, (primitive, ptr, peer))
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
         raise TypeError(f"{primitive}: ptr is {_named(ptr)}; pass a pointer into a symmetric tensor")
@@ -141,7 +141,7 @@ def check_team(primitive, team, _semantic=None):
 
 @tl.core.builtin
 def check_prefetch(ptr, nbytes, _semantic=None):
-    """``ptr`` points, and ``nbytes`` are int32, in one block of it or for all."""
+    """TypeError or ValueError unless ``ptr`` is a block and ``nbytes`` one int32 or a block of its shape."""
     ptr, nbytes = _known(ptr), _known(nbytes)
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
         raise TypeError(f"prefetch: ptr is {_named(ptr)}; pass a block of pointers")
@@ -153,7 +153,7 @@ def check_prefetch(ptr, nbytes, _semantic=None):
 
 @tl.core.builtin
 def check_epoch(primitive, epoch, _semantic=None):
-    """``epoch`` is one pointer to an integer that can count calls."""
+    """TypeError unless ``epoch`` is one pointer to an integer type that can count calls."""
     element = _pointed_to(_known(primitive), "epoch", epoch)
     if element.name not in _SIGNED:
         raise TypeError(
@@ -164,14 +164,14 @@ def check_epoch(primitive, epoch, _semantic=None):
 
 @tl.core.builtin
 def check_pointers(primitive, _semantic=None, **pointers):
-    """Each of ``pointers`` is one pointer, not a block of them."""
+    """TypeError unless each of ``pointers`` is one pointer, not a block of them."""
     for name, ptr in pointers.items():
         _pointed_to(_known(primitive), name, ptr)
 
 
 @tl.core.builtin
 def check_scalars(primitive, _semantic=None, **values):
-    """Each of ``values`` is one integer, known when the kernel is compiled or not."""
+    """TypeError unless each of ``values`` is one integer, a compile-time constant or not."""
     for name, x in values.items():
         known = _known(x)
         if isinstance(known, tl.tensor):
@@ -182,7 +182,7 @@ def check_scalars(primitive, _semantic=None, **values):
 
 @tl.core.builtin
 def check_constants(primitive, _semantic=None, **values):
-    """Each of ``values`` is known when the kernel is compiled."""
+    """TypeError unless each of ``values`` is a compile-time constant."""
     for name, x in values.items():
         if isinstance(_known(x), tl.tensor):
             raise TypeError(

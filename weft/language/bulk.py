@@ -1,6 +1,6 @@
 """Block-wide bulk copies to and from a peer. Over NVLink they are the program's own loads and stores.
 
-``n`` counts elements of the pointers' type; ``BLOCK`` is how many the program moves at a time. All threads take part.
+``n`` counts elements of the pointers' type. The program moves ``BLOCK`` of them at a time, with all its threads.
 """
 
 import triton
@@ -13,8 +13,11 @@ from weft.language.signals import SET, notify
 
 @triton.jit
 def _copy(target, source, n, BLOCK: tl.constexpr):
-    """Between two CTA barriers: what any thread stored to ``source`` before is copied, and what any thread does next with
-    either comes after all threads' share of the copy."""
+    """Copy ``n`` elements between two CTA barriers.
+
+    Stores of any thread to ``source`` before the call are copied. Accesses of any thread to either side after the call come
+    after the whole copy.
+    """
     tl.debug_barrier()
     offsets = tl.arange(0, BLOCK)
     whole = n // BLOCK
@@ -30,7 +33,7 @@ def _copy(target, source, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def copy_later(target, source, n, BLOCK: tl.constexpr, WHAT: tl.constexpr):
-    """``_copy`` that promises nothing before ``quiet``. The simulator makes it at some time until then.
+    """``_copy`` without a guarantee before ``quiet``: the simulator performs it at any time until then.
 
     WHAT  "put", "get", or "put_signal": a put whose data are delivered before this program's next signal
     """
@@ -64,7 +67,7 @@ def get(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
 
 @triton.jit
 def put_signal(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
-    """``put``, then ``notify(signal, peer, value, team, op)``: who waits for the signal sees the data."""
+    """``put``, then ``notify(signal, peer, value, team, op)``: after a wait for it the data are visible."""
     check_signal("put_signal", signal, value)
     check_pointers("put_signal", dst=dst, src=src)
     check_scalars("put_signal", n=n, peer=peer)
@@ -75,10 +78,10 @@ def put_signal(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, B
 
 @triton.jit
 def put_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
-    """``put`` that may return before it has read ``src``: ``src`` may be overwritten after ``quiet(team)`` only.
+    """``put`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only.
 
-    A later ``notify`` does not wait for the data, nor does a later store to the same place: put ``fence(team)``, which orders
-    deliveries, or ``quiet(team)`` in between. The kernel's end completes it too.
+    A later ``notify`` does not wait for the data, nor does a later store to the same place: call ``fence(team)``, which orders
+    deliveries, or ``quiet(team)`` in between. The end of the kernel completes the copy too.
     """
     check_pointers("put_nbi", dst=dst, src=src)
     check_scalars("put_nbi", n=n, peer=peer)
@@ -88,10 +91,10 @@ def put_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
 
 @triton.jit
 def get_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
-    """``get`` that may return before the data are here: read ``dst`` after ``quiet(team)`` only.
+    """``get`` that may return before the data have arrived: read ``dst`` after ``quiet(team)`` only.
 
-    Until then ``src`` must stay as it is, and a later ``notify`` or ``fence`` does not say that it has been read. The kernel's
-    end completes it too.
+    Until then ``src`` must not change, and a later ``notify`` or ``fence`` does not imply that it has been read. The end of the
+    kernel completes the copy too.
     """
     check_pointers("get_nbi", dst=dst, src=src)
     check_scalars("get_nbi", n=n, peer=peer)
@@ -101,7 +104,7 @@ def get_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
 
 @triton.jit
 def put_before_signal(dst, src, n, peer, team, BLOCK: tl.constexpr):
-    """The first half of ``put_signal_nbi``."""
+    """First half of ``put_signal_nbi``."""
     copy_later(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK, "put_signal")
 
 
@@ -109,8 +112,8 @@ def put_before_signal(dst, src, n, peer, team, BLOCK: tl.constexpr):
 def put_signal_nbi(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
     """``put_signal`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only.
 
-    A program that waits for the signal sees these data and what this program stored before, not what an earlier ``put_nbi``
-    brings.
+    A program that waits for the signal sees these data and this program's earlier stores, but not the data of an earlier
+    ``put_nbi``.
     """
     check_signal("put_signal_nbi", signal, value)
     check_pointers("put_signal_nbi", dst=dst, src=src)

@@ -1,12 +1,12 @@
-"""Arrival by chunk: a channel (``team.channel(chunks)``, passed as ``channel.view``) knows the number of the call.
+"""Signals by chunk of a channel (``team.channel(chunks)``), which counts the calls itself.
 
-    call = wl.next_call(channel)                  begins a call: one load, for all notifies and waits of the program
-    wl.chunk_notify(call, peer, chunk, team)      behind the stores of a chunk
+    call = wl.next_call(channel)                  begins a call: one load for all notifies and waits of the program
+    wl.chunk_notify(call, peer, chunk, team)      after the stores of a chunk
     wl.chunk_wait(call, source, chunk, team)      before the loads of a chunk
     wl.advance_call(call)                         at the end of every program
 
-Kernels launched after one that has begun the call take ``wl.current_call(channel)`` in place of the first and last line, and
-so does every kernel where the host has begun it (``channel.begin()``).
+The kernel's argument is ``channel.view``. Where an earlier kernel of the stream, or the host (``channel.begin()``), has begun
+the call, ``wl.current_call(channel)`` replaces the first line, and the last one is left out.
 """
 
 from typing import NamedTuple
@@ -22,10 +22,10 @@ from weft.language.signals import notify, wait
 
 
 class ChannelCall(NamedTuple):
-    """One call of a channel, in a kernel: the channel's view, and ``now``, the number of the call.
+    """One call of a channel in a kernel: the fields of the view, and ``now``, the number of the call.
 
-    ``now`` may also stand in signals of the kernel's own, which then need no epoch of theirs. ``chunks`` is no compile-time
-    constant to Triton any more, which makes tensors of the constants in a tuple that is assigned; the compiler still folds it.
+    Other signals of the kernel may use ``now`` as their epoch. Triton turns the constants of an assigned tuple into tensors, so
+    ``chunks`` is no compile-time constant here; the compiler still folds it.
     """
 
     signals: tl.tensor
@@ -36,9 +36,9 @@ class ChannelCall(NamedTuple):
 
 @triton.jit
 def next_call(channel):
-    """The channel's next call, which this kernel begins: the same one in all its programs, 1 at first.
+    """Begin the channel's next call in this kernel: the same call in all its programs.
 
-    Every program ends it with ``advance_call``.
+    Every program calls ``advance_call`` at its end.
     """
     check_channel("next_call", channel)
     return ChannelCall(channel.signals, channel.epoch, channel.chunks, next_epoch(channel.epoch))
@@ -46,23 +46,27 @@ def next_call(channel):
 
 @triton.jit
 def current_call(channel):
-    """The channel's current call, which an earlier kernel of the stream or the host has begun."""
+    """Current call of the channel, begun by an earlier kernel of the stream or by the host."""
     check_channel("current_call", channel)
     return ChannelCall(channel.signals, channel.epoch, channel.chunks, tl.load(channel.epoch))
 
 
 @triton.jit
 def advance_call(call):
-    """Make ``call`` the channel's current one: run once by every program of the grid at its end; the last one stores it."""
+    """End this program's part of ``next_call``; the last program makes ``call`` the current one.
+
+    Every program calls it once, at its end.
+    """
     check_call("advance_call", call)
     advance_epoch(call.epoch, call.now)
 
 
 @triton.jit
 def chunk_notify(call, peer, chunk, team):
-    """Release: all that this program has stored is visible to a program of ``peer`` whose ``chunk_wait`` for it returns.
+    """Release: announce ``chunk`` of this rank to ``peer``, after all earlier stores of this program.
 
-    ``chunk``: integer scalar in 0 .. chunks - 1, of this rank's data at ``peer``. As with ``notify``, all threads come here.
+    ``chunk``: integer scalar in 0 .. chunks - 1. The promise is that of ``notify``: a ``chunk_wait`` for this chunk makes the
+    stores visible. All threads must reach it.
     """
     check_call("chunk_notify", call)
     check_team("chunk_notify", team)
@@ -73,10 +77,10 @@ def chunk_notify(call, peer, chunk, team):
 
 @triton.jit
 def chunk_wait(call, source, chunk, team):
-    """Acquire: returns once ``chunk`` of rank ``source``'s data of this call is here, with the epoch seen.
+    """Acquire: returns once ``chunk`` of rank ``source`` has arrived in this call, with the epoch seen.
 
-    Its ``chunk_notify``, or ``channel.send`` of its copy engine, came behind the data. As ``wait``: what was stored before is
-    visible to every thread of this program afterwards, and debug builds give up after the team's patience.
+    It pairs with that rank's ``chunk_notify``, or with ``channel.send`` of its copy engine. The promise is that of ``wait``:
+    stores before the notify are visible to every thread of this program afterwards. Debug builds give up as ``wait`` does.
     """
     check_call("chunk_wait", call)
     check_team("chunk_wait", team)

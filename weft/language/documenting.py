@@ -1,4 +1,4 @@
-"""``help(wl.put)`` and ``inspect.signature(wl.put)``: primitives are documented as functions are, though they are objects."""
+"""Support of ``help(wl.put)`` and ``inspect.signature(wl.put)`` for primitives, which are objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import triton
 
 
 class JITFunction(triton.JITFunction):
-    """Triton's class, for ``help`` to take for a routine. What Triton compiles, and its cache keys, are the same."""
+    """Triton's class, with the one method by which ``help`` recognises a routine.
+
+    Triton compiles the same code under the same cache keys.
+    """
 
     def __get__(self, instance: Any, owner: Any = None) -> JITFunction:
         return self
@@ -18,7 +21,7 @@ class JITFunction(triton.JITFunction):
 def document(primitives: Iterable[Any]) -> None:
     """Let ``help`` and ``inspect.signature`` show each primitive's own signature and docstring."""
     for primitive in primitives:
-        # Not where TRITON_INTERPRET has made something else of it.
+        # Under TRITON_INTERPRET it is of another class, which stays as it is.
         if type(primitive) is triton.JITFunction:
             primitive.__class__ = JITFunction
             primitive.__signature__ = primitive.signature

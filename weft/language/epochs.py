@@ -1,7 +1,7 @@
-"""Device-side epochs: a kernel learns which call it is from device memory, so a captured CUDA graph replays correctly.
+"""Device-side epochs: the number of a call lies in device memory, for replays of CUDA graphs.
 
-``epoch`` points to two int32 words of this rank, both 0 at first: the epochs that have ended, and how many programs of the
-current one have. Kernels that share the words must be ordered by a stream.
+``epoch`` points to two int32 of this rank, both 0 at first: the number of epochs that have ended, and the number of programs of
+the current epoch that have ended. Kernels that share them must be ordered by a stream.
 """
 
 import triton
@@ -12,17 +12,20 @@ from weft.language.arguments import check_epoch
 
 @triton.jit
 def next_epoch(epoch):
-    """The number of this launch, 1 at the first. The same in all its programs."""
+    """Number of this launch, 1 at the first, the same in all its programs."""
     check_epoch("next_epoch", epoch)
     return tl.load(epoch) + 1
 
 
 @triton.jit
 def advance_epoch(epoch, now):
-    """Called once by every program of the grid at its end; the last one makes ``now`` the epoch that has ended."""
+    """End this program's part of epoch ``now``; the last program of the grid ends the epoch.
+
+    Every program calls it once, at its end.
+    """
     check_epoch("advance_epoch", epoch)
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    # acq_rel: every program's read of the epoch, before its own ticket, comes before the last one's store.
+    # acq_rel: every program reads the epoch before it adds to the arrival counter, and so before the last one's store.
     tl.debug_barrier()
     ended = tl.atomic_add(epoch + 1, 1, sem="acq_rel", scope="gpu") + 1
     if ended == programs:

@@ -10,22 +10,21 @@ from weft.language.lowering import stock
 def zero_here():
     """An int32 zero that the compiler cannot fold.
 
-    Add ``16 * wl.zero_here()``, which keeps alignments up to 16, to an address to have it computed at this point and not
-    hoisted out of a loop, where it would occupy registers and spill. A plain 0 on targets other than NVIDIA's.
+    Add ``16 * wl.zero_here()`` to an address to have it computed at this point, and not hoisted out of a loop, where it would
+    occupy registers and spill. The factor keeps alignments up to 16. A plain 0 on targets other than NVIDIA's.
     """
     return stock.zero_here()
 
 
 @triton.jit
 def prefetch(ptr, nbytes):
-    """A hint that the ``nbytes`` bytes from each of ``ptr`` on will be loaded soon: they come into the L2 cache meanwhile.
+    """Hint that ``nbytes`` bytes from each of ``ptr`` on will be loaded soon; they may move into the L2.
 
-    ptr     a block of pointers to memory of this GPU, each on 16 bytes
-    nbytes  int32, a block of the same shape: multiples of 16, or 0 for none of it
+    ptr     a block of pointers to memory of this GPU, each aligned to 16 bytes
+    nbytes  int32, a block of the same shape: multiples of 16, or 0 for none
 
-    Nothing is waited for and nothing is changed, so it needs no order with what others write: a line that is written
-    after it came in is written in the L2. It must not touch memory outside of an allocation. On sm_90 and later; does
-    nothing elsewhere, nor in the simulator.
+    It neither waits nor changes data, so it needs no order with writers: a later write of a prefetched line goes to the L2. All
+    bytes must lie within an allocation. It takes effect on sm_90 and later, and does nothing elsewhere and in the simulator.
     """
     check_prefetch(ptr, nbytes)
     stock.prefetch(ptr, nbytes)

@@ -1,13 +1,13 @@
-"""Data that are their own flag (L. Lamport's one-word messages; TensorRT-LLM's and FlashInfer's all-reduce use them so).
+"""Data that are their own flag: L. Lamport's one-word messages, as in TensorRT-LLM's all-reduce.
 
 A buffer is cleared to the bit pattern of -0.0. A writer stores numbers, never -0.0; a reader loads until no -0.0 is left.
-One NVLink crossing in place of two (data, then flag), and no fence: an element is its own signal, so nothing else that
-the writer stored is ordered by it. For fp16, bf16 and fp32.
+This takes one NVLink hop in place of two (data, then flag), and no fence. An element is its own signal only: it orders no other
+store of the writer. For fp16, bf16 and fp32.
 
-Reuse: rotate stages by epoch. ``lamport_receive`` loads one and clears the one before, and returns once it has *seen*
-the clearing in memory, so whatever the program sends afterwards tells its peers that the stage is free. With strict turns
-(send, receive, send, ...) three stages do: a peer sends epoch e + 2 after it has this rank's data of e + 1, which left
-after e - 1 was cleared.
+Reuse: rotate stages by epoch. ``lamport_receive`` loads one stage and clears the one before, and returns once it has *seen* the
+cleared values in memory. Data that the program sends afterwards therefore tell its peers that the stage is free. With strict
+turns (send, receive, send, ...) three stages suffice: a peer sends epoch e + 2 after it has received this rank's data of
+e + 1, which left after e - 1 was cleared.
 """
 
 import triton
@@ -30,9 +30,9 @@ def lamport_store(ptr, x, mask):
 
 @triton.jit
 def lamport_load(ptr, mask, team):
-    """The elements behind ``ptr`` (0 where masked off), once every one of them has been written since it was cleared.
+    """Load the elements behind ``ptr``, once each of them has been written since it was cleared.
 
-    In debug builds gives up like ``wait``.
+    Masked-off elements are 0. Debug builds give up like ``wait``.
     """
     check_lamport("lamport_load", mask, ptr=ptr)
     x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
@@ -54,10 +54,10 @@ def lamport_load(ptr, mask, team):
 
 @triton.jit
 def _seen_by_all(x, ptr, mask):
-    """``x``, the elements behind ``ptr``, which have come: all warps have them, and this program may clear them."""
+    """``x``, the arrived elements behind ``ptr``, once all warps have them and they may be cleared."""
     if stock.is_loaded_by_several_warps(x):
-        # Several warps load the same element of a small block. A warp goes on by what it saw itself or by what another one saw,
-        # so each loads once more what is there. None may clear the block before all have seen it.
+        # Several warps load the same element of a small block, and a warp may continue after another warp saw it arrive. So
+        # each loads once more, and none may clear the block before all have seen it.
         tl.debug_barrier()
         x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
         tl.debug_barrier()
@@ -66,13 +66,12 @@ def _seen_by_all(x, ptr, mask):
 
 @triton.jit
 def lamport_receive(ptr, old, mask, team, ordered=True):
-    """Wait for the block behind ``ptr``, which is returned as of ``lamport_load``, and clear the block behind ``old``, which
-    nobody else touches meanwhile.
+    """``lamport_load`` of ``ptr`` and ``lamport_clear`` of ``old``, which no other program touches.
 
-    If ``ordered`` (a bool, at run time too), everything this program stores afterwards comes after the clearing. We poll
+    If ``ordered`` (a bool, at compile time or at run time), all later stores of this program come after the clearing: it polls
     ``old`` until it reads as cleared. This suffices because a thread loads what it has itself stored, and because a volatile
     load is served by the L2 of this GPU, which is also where peers' stores arrive. PTX alone does not promise it. A fence
-    would, but it waits for all stores to peers, too. If not ``ordered``, the clearing is complete when the kernel ends.
+    would, but it also waits for all stores to peers. If not ``ordered``, the clearing is complete when the kernel ends.
     """
     check_lamport("lamport_receive", mask, ptr=ptr, old=old)
     lamport_clear(old, mask)
@@ -84,8 +83,10 @@ def lamport_receive(ptr, old, mask, team, ordered=True):
 
 @triton.jit
 def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=True):
-    """``lamport_receive`` of a block and of the few words behind ``key`` that were stored after it, in the same round trips to
-    memory: a pair of blocks."""
+    """``lamport_receive`` of a block and of the few elements behind ``key`` that were stored after it.
+
+    Both arrive in the same round trips to memory. Returns a pair of blocks.
+    """
     check_lamport("lamport_receive_keyed", mask, ptr=ptr, old=old)
     check_lamport("lamport_receive_keyed", key_mask, key=key, old_key=old_key)
     lamport_clear(old, mask)
@@ -102,8 +103,10 @@ def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=
 
 @triton.jit
 def lamport_load_keyed(ptr, mask, key, key_mask, team):
-    """``lamport_load`` of a block and of the few words behind ``key`` that were stored after it, in the same round trips to
-    memory: a pair of blocks."""
+    """``lamport_load`` of a block and of the few elements behind ``key`` that were stored after it.
+
+    Both arrive in the same round trips to memory. Returns a pair of blocks.
+    """
     check_lamport("lamport_load_keyed", mask, ptr=ptr)
     check_lamport("lamport_load_keyed", key_mask, key=key)
     if team.patience_us > 0:
@@ -116,19 +119,19 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team):
             x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
             y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
         x = _seen_by_all(x, ptr, mask)
-        # Apart from the block: warps load keys of their own, and each goes on by what it has itself seen.
+        # Apart from the block: warps load different keys, and each continues after what it has itself seen.
         while stock.count_unwritten(y) > 0:
             y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
-    # So a fast warp comes this far while a slow one still loads the key, and must not clear it yet.
+    # A fast warp gets here while a slow one still loads the key, which must not be cleared yet.
     tl.debug_barrier()
     return x, y
 
 
 @triton.jit
 def lamport_clear(ptr, mask):
-    """Make the elements behind ``ptr`` unwritten."""
+    """Mark the elements behind ``ptr`` as unwritten."""
     check_lamport("lamport_clear", mask, ptr=ptr)
-    # By its bits: Triton 3.6 turns the constant -0.0 into +0.0.
+    # From its bits: Triton 3.6 turns the constant -0.0 into +0.0.
     dtype: tl.constexpr = ptr.dtype.element_ty
     if dtype.primitive_bitwidth == 32:
         unwritten = tl.full(ptr.shape, -2147483648, tl.int32).to(dtype, bitcast=True)

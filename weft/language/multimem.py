@@ -1,7 +1,7 @@
 """NVLink multicast (multimem): one store reaches all ranks, one load reduces over them.
 
-The words exist so that kernels can be written against them; there is no lowering yet. Using one is a compile-time error
-that says so, and the host refuses earlier where it can (``team.caps.multicast``).
+The primitives exist so that kernels can be written against them, but have no lowering yet: using one is a compile-time error.
+``team.caps.multicast`` tells the host whether the heap has a multicast address.
 """
 
 import triton
@@ -24,7 +24,7 @@ def multimem_store(ptr, x, mask, team):
 
 @triton.jit
 def multimem_load_reduce(ptr, mask, team):
-    """The sum over all ranks of the elements at one symmetric address."""
+    """Sum over all ranks of the elements at one symmetric address."""
     tl.static_assert(
         team.multicast > 0,
         "multimem_load_reduce needs NVLink multicast, which this team lacks (team.caps.multicast); "

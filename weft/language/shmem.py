@@ -1,8 +1,8 @@
-"""The language in OpenSHMEM's spelling, so that a kernel written for NVSHMEM ports line by line.
+"""The primitives under OpenSHMEM's names, so that a kernel written for NVSHMEM ports line by line.
 
-The names, argument orders and constants are NVSHMEM's device API with ``team`` added at the end. Sizes of ``*mem`` calls are
-bytes. Scope is the block: every call is made by the whole program. Signals are uint64, as NVSHMEM's are
-(``team.zeros(shape, torch.uint64)``), or any other type of ``weft.language.signals``.
+Names, argument orders and constants are those of NVSHMEM's device API, with ``team`` added at the end. Sizes of ``*mem`` calls
+are bytes. The scope is the block: the whole program makes every call. Signals are uint64, as in NVSHMEM
+(``team.zeros(shape, torch.uint64)``), or of any other signal type of ``weft.language.signals``.
 """
 
 import triton
@@ -23,13 +23,13 @@ SIGNAL_ADD: tl.constexpr = tl.constexpr(10)
 
 @triton.jit
 def my_pe(team):
-    """This rank, an int32 scalar: ``weft.language.rank``."""
+    """Number of this rank, an int32 scalar: ``weft.language.rank``."""
     return coordinates.rank(team)
 
 
 @tl.core.builtin
 def n_pes(team, _semantic=None):
-    """The world size, a compile-time constant: ``weft.language.num_ranks``."""
+    """World size, a compile-time constant: ``weft.language.num_ranks``."""
     check_team_view("n_pes", team)
     return team.size
 
@@ -48,7 +48,7 @@ def _bytes(ptr, primitive: tl.constexpr):
 
 @triton.jit
 def putmem_block(dest, source, nelems, pe, team):
-    """``nelems`` bytes of ``source`` to ``dest`` at ``pe``; ``source`` may be reused on return."""
+    """Copy ``nelems`` bytes of ``source`` to ``dest`` at ``pe``; ``source`` may be reused on return."""
     bulk.put(_bytes(dest, "putmem_block"), _bytes(source, "putmem_block"), nelems, pe, team, 16384)
 
 
@@ -60,7 +60,7 @@ def putmem_nbi_block(dest, source, nelems, pe, team):
 
 @triton.jit
 def getmem_block(dest, source, nelems, pe, team):
-    """``nelems`` bytes of ``source`` at ``pe`` to ``dest``, which this program may read on return."""
+    """Copy ``nelems`` bytes of ``source`` at ``pe`` to ``dest``, which this program may read on return."""
     bulk.get(_bytes(dest, "getmem_block"), _bytes(source, "getmem_block"), nelems, pe, team, 16384)
 
 
@@ -72,9 +72,9 @@ def getmem_nbi_block(dest, source, nelems, pe, team):
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, team):
-    """Set or add to the signal at ``pe``; releases this program's earlier stores, as ``notify`` does.
+    """Set or add to the signal at ``pe``, and release this program's earlier stores, as ``notify`` does.
 
-    ``sig_op``, ``SIGNAL_SET`` or ``SIGNAL_ADD``, is known when the kernel is compiled.
+    ``sig_op``: ``SIGNAL_SET`` or ``SIGNAL_ADD``, a compile-time constant.
     """
     check_signal("signal_op", sig_addr, signal)
     check_constants("signal_op", sig_op=sig_op)
@@ -87,7 +87,7 @@ def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, team):
 
 @triton.jit
 def putmem_signal_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
-    """``putmem_block``, then ``signal_op``: whoever waits for the signal sees the data."""
+    """``putmem_block``, then ``signal_op``: a wait for the signal makes the data visible."""
     check_signal("putmem_signal_block", sig_addr, signal)
     check_constants("putmem_signal_block", sig_op=sig_op)
     putmem_block(dest, source, nelems, pe, team)
@@ -106,10 +106,10 @@ def putmem_signal_nbi_block(dest, source, nelems, sig_addr, signal, sig_op: tl.c
 
 @triton.jit
 def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, team):
-    """Wait for a signal of one's own; returns the value seen.
+    """Wait for a signal of this rank; returns the value seen.
 
-    ``cmp``, known when the kernel is compiled, is ``CMP_GE`` or ``CMP_GT``: signals grow, and a wait for equality misses a
-    value that was passed. Both compare the signed difference, as ``wait`` does, where NVSHMEM compares the unsigned numbers.
+    ``cmp``: ``CMP_GE`` or ``CMP_GT``, a compile-time constant. Signals grow, so a wait for equality may miss its value. Both
+    compare the signed difference, as ``wait`` does, where NVSHMEM compares the unsigned numbers.
     """
     check_signal("signal_wait_until", sig_addr, cmp_value)
     check_constants("signal_wait_until", cmp=cmp)
@@ -123,36 +123,36 @@ def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, team):
 
 @triton.jit
 def int_p(dest, value, pe, team):
-    """One element to ``dest`` at ``pe``; delivered by the next ``quiet`` or ``signal_op``."""
+    """Store one element to ``dest`` at ``pe``; the next ``quiet`` or ``signal_op`` delivers it."""
     tl.store(coordinates.symm_at(dest, pe, team), value)
 
 
 @triton.jit
 def int_g(source, pe, team):
-    """One element of ``source`` at ``pe``."""
+    """Load one element of ``source`` at ``pe``."""
     return tl.load(coordinates.symm_at(source, pe, team), volatile=True)
 
 
 @triton.jit
 def fence(team):
-    """This program's puts and stores to any PE before it are delivered before those after it."""
+    """Order deliveries: puts and stores to any PE before it are delivered before those after it."""
     ordering.fence(team)
 
 
 @triton.jit
 def quiet(team):
-    """This program's earlier puts and gets, the ``_nbi_`` ones too, are complete and visible at their targets."""
+    """Complete this program's earlier puts and gets, ``_nbi_`` included; their targets are visible."""
     ordering.quiet(team)
 
 
 @triton.jit
 def barrier_all_block(team):
-    """``quiet``, then every rank's program of this id has come here."""
+    """``quiet``, then a barrier of every rank's program of this id."""
     ordering.quiet(team)
     signals.barrier(team)
 
 
 @triton.jit
 def sync_all_block(team):
-    """Every rank's program of this id has come here: ``weft.language.barrier``."""
+    """Barrier of every rank's program of this id: ``weft.language.barrier``."""
     signals.barrier(team)

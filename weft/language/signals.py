@@ -1,12 +1,12 @@
-"""Order between ranks: ``notify`` releases, ``wait`` acquires, ``barrier`` is both with everybody.
+"""Order between ranks: ``notify`` releases, ``wait`` acquires, ``barrier`` is both with every rank.
 
 A signal is one int32 of the symmetric heap (``team.signals(shape)``), or one uint32, int64 or uint64
-(``team.zeros(shape, dtype)``); anything else is refused when the kernel is compiled, and by the simulator. Signals only grow,
-and a wait asks for ``>=``.
+(``team.zeros(shape, dtype)``); the compiler and the simulator refuse other types. Signals only grow, and a wait asks for
+``>=``.
 
 Values count modulo the signal's width: a value of another integer type is first truncated or extended to the signed type of
 that width, a constant that does not fit is refused, and the comparison is of the signed difference. So counting past 2**31
-(2**63) goes on working, signed or unsigned, as long as no wait is that far ahead of its signal.
+(2**63) works, signed or unsigned, as long as no wait is that far ahead of its signal.
 """
 
 import triton
@@ -17,19 +17,19 @@ from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.lowering import stock
 from weft.language.ordering import gather_stores
 
-# What `notify` does to a signal. Constexpr objects because Triton 3.6 takes no plain string as a default.
+# Operations of `notify` on a signal. Constexpr objects because Triton 3.6 takes no plain string as a default.
 SET: tl.constexpr = tl.constexpr("set")
 ADD: tl.constexpr = tl.constexpr("add")
 
 
 @triton.jit
 def notify(signal, peer, value, team, op: tl.constexpr = SET):
-    """Release: all that this program has stored is visible to whoever sees ``value``.
+    """Release: all that this program has stored is visible to a program that waits for ``value``.
 
     ``signal``: scalar pointer to a symmetric signal. ``value``: integer scalar. ``op``, a compile-time constant: "set" stores
     ``value`` at ``peer``; "add" adds it atomically.
     Promise: every earlier store of this *program* (all its threads, remote ones and tensor-descriptor stores included) is
-    visible system-wide before ``peer`` can see the new value. Contains a CTA barrier: call it where all threads come.
+    visible system-wide before ``peer`` can see the new value. Contains a CTA barrier: all threads must reach it.
     """
     check_signal("notify", signal, value)
     check_scalars("notify", peer=peer)
@@ -49,10 +49,10 @@ def notify(signal, peer, value, team, op: tl.constexpr = SET):
 def wait(signal, value, team):
     """Acquire: returns once ``*signal >= value``, with the value seen (a token for ``consume_token``).
 
-    ``signal``: scalar pointer to a signal in this rank's memory. ``value``: integer scalar. What is returned has the signal's
-    type. Promise: all that the notifier's program stored before its ``notify`` is visible to every thread of this program
-    afterwards, to plain loads and to tensor-descriptor loads. In debug builds (``weft.init(debug=True)``) gives up after the
-    team's patience, leaves a record and traps.
+    ``signal``: scalar pointer to a signal in this rank's memory. ``value``: integer scalar. The result has the signal's type.
+    Promise: all that the notifier's program stored before its ``notify`` is visible to every thread of this program
+    afterwards, to plain loads and to tensor-descriptor loads. Debug builds (``weft.init(debug=True)``) give up after the team's
+    patience, leave a record and trap.
     """
     check_signal("wait", signal, value)
     check_team("wait", team)
@@ -77,9 +77,9 @@ def wait(signal, value, team):
 
 @triton.jit
 def consume_token(x, token):
-    """``x``, tied to the wait that gave ``token``.
+    """``x``, tied to the wait that returned ``token``.
 
-    A wait is an atomic with side effects and stock Triton moves no load across it, so this is the identity here; write it
+    A wait is an atomic with side effects, and stock Triton moves no load across it, so this is the identity here. Write it
     where only data flow orders a use after a wait, for the reader and for lowerings that need it.
     """
     return x
@@ -87,11 +87,12 @@ def consume_token(x, token):
 
 @triton.jit
 def barrier(team):
-    """All ranks: programs with the same ``tl.program_id(0)`` meet; what each stored before is visible to the others after.
+    """Barrier of the programs with this ``tl.program_id(0)`` on all ranks, with release and acquire.
 
-    Every rank must call it in the same programs the same number of times; at most ``MAX_BARRIER_PROGRAMS`` programs.
-    One-dimensional grids: programs that differ in another index alone would share counters, which the simulator refuses. The
-    counters live in the team and only grow, so it may be called any number of times.
+    Stores of each before it are visible to the others after it. Every rank must call it in the same programs the same number of
+    times, in at most ``MAX_BARRIER_PROGRAMS`` programs. Grids are one-dimensional: programs that differ in another index alone
+    would share counters, which the simulator refuses. The counters live in the team and only grow, so any number of calls is
+    allowed.
     """
     check_team("barrier", team)
     stock.meets_by_first_index()
@@ -100,10 +101,10 @@ def barrier(team):
     row = team.barriers + tl.program_id(0) * (world + 1)
     round = tl.load(row + world) + 1
     for step in tl.static_range(world):
-        # Own slot last: everybody is told before anybody is waited for.
+        # Own counter last: all peers are notified before the first wait.
         notify(row + me, (me + step + 1) % world, round, team)
     for peer in tl.static_range(world):
         wait(row + peer, round, team)
     tl.store(row + world, round)
-    # The next barrier of this program reads the count back with all its threads.
+    # All threads of the next barrier of this program read the count.
     tl.debug_barrier()

@@ -1,2 +1,4 @@
-"""What stands under the words: stock Triton (``stock``), NVIDIA's and AMD's assembly (``ptx`` and ``gcn``, no
-other file has any), the simulator (``simulated``)."""
+"""Lowerings of the primitives: stock Triton, PTX and CDNA3 assembly, the simulator.
+
+No file but ``ptx`` and ``gcn`` contains assembly.
+"""

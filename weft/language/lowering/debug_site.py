@@ -1,7 +1,7 @@
-"""Which kernel, and which of its lines, is being compiled: constants that a debug-mode wait writes into its record.
+"""Kernel and source line that are being compiled: constants in the record of a debug-mode wait.
 
-The compiler visits the functions a kernel calls recursively, so its own Python stack says it. Found by walking that stack,
-since a called function is compiled without being told who calls it; only debug builds come here.
+The compiler visits called functions recursively and does not tell them their caller, so its Python stack is searched for the
+outermost kernel. Only debug builds do so.
 """
 
 import sys
@@ -11,13 +11,16 @@ import triton.language as tl
 
 @tl.core.builtin
 def kernel_line(_semantic=None):
-    """The line of the kernel's file that is being compiled; 0 if unknown."""
+    """Line of the kernel's file that is being compiled; 0 if unknown."""
     return tl.constexpr(_kernel()[1])
 
 
 @tl.core.builtin
 def kernel_name_int64(index, _semantic=None):
-    """Bytes ``8 * index .. 8 * index + 7`` of the kernel's name, as a little-endian int64 (``wait_record`` unpacks them)."""
+    """Bytes ``8 * index .. 8 * index + 7`` of the kernel's name, as a little-endian int64.
+
+    ``runtime/wait_record.py`` unpacks them.
+    """
     at = 8 * int(getattr(index, "value", index))
     chunk = _kernel()[0].encode()[:63].ljust(64, b"\0")[at : at + 8]
     return tl.constexpr(int.from_bytes(chunk, "little", signed=True))

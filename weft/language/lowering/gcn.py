@@ -1,4 +1,4 @@
-"""All the assembly for AMD GPUs: what stock Triton leaves out on CDNA3 (gfx942)."""
+"""All assembly for AMD GPUs: instructions that stock Triton leaves out on CDNA3 (gfx942)."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def complete_stores():
-    """Every wave waits until its stores are in memory, those that its L2 holds included.
+    """Have every wave wait until its stores are in memory, those in its L2 included.
 
-    A release by one thread waits for its own wave's stores, and a barrier brings waves together whose stores are still under
-    way: for a barrier LLVM waits for the LDS only. Nor does Triton 3.6's compiler wait for the L2 (``buffer_wbl2``, and behind
-    it the flag's store without ``s_waitcnt``); 3.9's does.
+    A release by one thread waits for the stores of its own wave only, and a barrier does not wait for stores: LLVM waits for
+    the LDS there. Triton 3.6 does not wait for the L2 either (``buffer_wbl2``, then the flag's store without ``s_waitcnt``);
+    Triton 3.9 does.
     """
     tl.inline_asm_elementwise(
         "s_waitcnt vmcnt(0)\n\tbuffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",

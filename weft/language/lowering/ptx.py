@@ -1,6 +1,6 @@
-"""All the assembly for NVIDIA GPUs. Each function says which instruction it is and why stock Triton does not give it.
+"""All assembly for NVIDIA GPUs. Each function names its instruction and why stock Triton lacks it.
 
-Every thread of the program runs each of these; where one thread must act, the predicate is inside.
+All threads of the program run each function; where one thread must act, the predicate is inside.
 """
 
 import triton
@@ -9,7 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def store_release_sys(ptr, value):
-    """``st.release.sys`` by one thread. Stock Triton has release atomics only, whose result would cross the link back."""
+    """``st.release.sys`` by one thread.
+
+    Stock Triton has release atomics only, whose result would cross the link back.
+    """
     if ptr.dtype.element_ty.primitive_bitwidth == 64:
         tl.inline_asm_elementwise(
             "{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0; "
@@ -37,7 +40,7 @@ def drain_bulk_stores():
 
 @triton.jit
 def fence_proxy_async():
-    """``fence.proxy.async.global``: what generic loads may see, later bulk (TMA) loads of this thread see too."""
+    """``fence.proxy.async.global``: later bulk (TMA) loads of this thread see what generic loads may see."""
     tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -51,8 +54,10 @@ def fence_acq_rel_sys():
 
 @triton.jit
 def prefetch_bulk_l2(ptr, nbytes):
-    """``cp.async.bulk.prefetch.L2`` of ``nbytes`` from ``ptr`` on, for each element of both that is not 0. Stock Triton
-    has no prefetch."""
+    """``cp.async.bulk.prefetch.L2`` of ``nbytes`` from ``ptr`` on, for each element of both.
+
+    None where ``nbytes`` is 0. Stock Triton has no prefetch.
+    """
     tl.inline_asm_elementwise(
         "{ .reg .pred some; setp.ne.u32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r", [ptr, nbytes], dtype=tl.int32, is_pure=False, pack=1,
@@ -61,7 +66,7 @@ def prefetch_bulk_l2(ptr, nbytes):
 
 @triton.jit
 def zero():
-    """0 by a ``mov`` that is volatile: what depends on it is computed behind it, and not moved out of a loop around it."""
+    """Zero from a volatile ``mov``: code that depends on it is not moved before it or out of a loop."""
     return tl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

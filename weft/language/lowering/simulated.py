@@ -1,7 +1,7 @@
-"""The words that spin or order, as the simulator runs them.
+"""Primitives that spin or order memory, as the simulator runs them.
 
-Who spins blocks, so that a deadlock is seen at once and reported by name; the leaves that order memory say so to the
-machine, whose checker knows what each promises. All other words are interpreted as they are written.
+A spinning primitive blocks its task, so that a deadlock is detected at once and reported by name. Leaves that order memory
+report to the machine, whose checker knows what each promises. All other primitives are interpreted as they are written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.errors import NotSymmetric, WeftError
 from weft.language import bulk, lamport, signals
-from weft.language.arguments import check_value, check_words, signed_type
+from weft.language.arguments import check_flagged_block, check_value, signed_type
 from weft.language.lowering import stock
 from weft.runtime.view import MAX_BARRIER_PROGRAMS
 from weft.simulator import numerics
@@ -28,7 +28,7 @@ def _wait(machine: Any, signal: Any, value: Any, team: Any) -> Any:
     address = int(interp.addresses_of(signal)[0])
     bits = signed_type("wait", signal).primitive_bitwidth
     half = 1 << (bits - 1)
-    # Modulo the signal's width, as a GPU's registers have it.
+    # Modulo the signal's width, as in a GPU's registers.
     wanted = (int(interp.value_of(value)) + half) % (2 * half) - half
 
     def reached(word: int) -> bool:
@@ -44,7 +44,7 @@ def _wait(machine: Any, signal: Any, value: Any, team: Any) -> Any:
 def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
     from weft.simulator import interpreter as interp
 
-    check_words("lamport_load", "ptr", ptr, mask)
+    check_flagged_block("lamport_load", "ptr", ptr, mask)
     addresses = interp.addresses_of(ptr)
     active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
     dtype = interp.element_dtype(ptr)
@@ -69,8 +69,8 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
 
 @simulated(lamport.lamport_load_keyed)
 def _lamport_load_keyed(machine: Any, ptr: Any, mask: Any, key: Any, key_mask: Any, team: Any) -> tuple[Any, Any]:
-    check_words("lamport_load_keyed", "ptr", ptr, mask)
-    check_words("lamport_load_keyed", "key", key, key_mask)
+    check_flagged_block("lamport_load_keyed", "ptr", ptr, mask)
+    check_flagged_block("lamport_load_keyed", "key", key, key_mask)
     return _lamport_load(machine, ptr, mask, team), _lamport_load(machine, key, key_mask, team)
 
 
@@ -99,7 +99,7 @@ def _drain_tma_stores(machine: Any) -> None:
 
 @simulated(stock.complete_stores)
 def _complete_stores(machine: Any) -> None:
-    """A program's stores are one after the other here, whatever thread they are of."""
+    """Nothing to do: the simulator has one order of a program's stores, for all its threads."""
 
 
 @simulated(bulk.copy_later)
@@ -114,7 +114,7 @@ def _copy_later(machine: Any, target: Any, source: Any, n: Any, BLOCK: Any, WHAT
     def convert(bits: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(numerics.convert(bits.view(here), there)).view(numerics.BITS[there.itemsize])
 
-    machine.barrier()  # as ``_copy`` has them
+    machine.barrier()  # as in ``_copy``
     if steps.size:
         machine.copy_later(targets, there.itemsize, sources, here.itemsize, convert, interp.value_of(WHAT))
     machine.barrier()
@@ -150,12 +150,12 @@ def _meets_by_first_index(machine: Any) -> None:
     _, (x, y, z) = machine.program()
     if y * z > 1:
         raise WeftError(
-            f"{machine.who()}: barrier in a grid of {(x, y, z)}, whose programs meet by tl.program_id(0) alone; launch a "
-            f"one-dimensional grid"
+            f"{machine.who()}: barrier in a grid of {(x, y, z)}, whose programs are matched by tl.program_id(0) alone; "
+            f"launch a one-dimensional grid"
         )
     if x > MAX_BARRIER_PROGRAMS:
         raise WeftError(
-            f"{machine.who()}: barrier in a grid of {x:,} programs, more than the team has counters for; launch at most "
+            f"{machine.who()}: barrier in a grid of {x:,} programs, more than the team's counters; launch at most "
             f"{MAX_BARRIER_PROGRAMS:,}"
         )
 

@@ -1,4 +1,4 @@
-"""The leaves under the words, chosen by target at compile time: PTX where stock Triton has no equal, else stock Triton."""
+"""Leaves of the primitives, chosen by target at compile time: stock Triton, else assembly."""
 
 import triton
 import triton.language as tl
@@ -11,13 +11,16 @@ from weft.language.lowering.debug_site import kernel_line, kernel_name_int64
 
 @triton.jit
 def load_acquire(ptr):
-    """Load with acquire order at system scope, for all threads: ``ld.acquire.sys`` and a CTA barrier on NVIDIA."""
+    """Load with acquire order at system scope, for all threads.
+
+    ``ld.acquire.sys`` and a CTA barrier on NVIDIA.
+    """
     return tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
 def store_release(ptr, value):
-    """Store with release order at system scope, by one thread, after what its CTA barrier has gathered."""
+    """Store with release order at system scope, by one thread, after ``gather_stores``."""
     if target_info.is_cuda():
         ptx.store_release_sys(ptr, value)
     else:
@@ -31,21 +34,26 @@ def add_release(ptr, value):
 
 @triton.jit
 def store_flagged(ptr, x, mask):
-    """Store elements that are their own flag (lamport.py): a plain store, which the simulator's checker tells from others."""
+    """Store elements that are their own flag (lamport.py).
+
+    A plain store, which the simulator's checker distinguishes from others.
+    """
     tl.store(ptr, x, mask=mask)
 
 
 @triton.jit
 def drain_tma_stores():
-    """Tensor-descriptor stores of this thread have landed. Nothing to do where they are ordinary stores."""
+    """Wait for this thread's tensor-descriptor stores; nothing to do where they are ordinary stores."""
     if target_info.cuda_capability_geq(9, 0):
         ptx.drain_bulk_stores()
 
 
 @triton.jit
 def complete_stores():
-    """This thread's ordinary stores are where a release by another thread, behind a barrier, may count on them. Nothing to do
-    on NVIDIA, whose barrier sees to that."""
+    """Wait until a release by another thread after a barrier covers this thread's ordinary stores.
+
+    Nothing to do on NVIDIA, where the barrier suffices.
+    """
     if target_info.is_hip():
         tl.static_assert(
             target_info.is_hip_cdna3(),
@@ -56,20 +64,23 @@ def complete_stores():
 
 @triton.jit
 def complete_copies():
-    """Copies that need not be over before ``quiet`` are. Nothing to do: their loads and stores have been made, in order."""
+    """Complete copies that may last until ``quiet``; nothing to do, as they are made in order."""
     pass
 
 
 @triton.jit
 def fence_before_tma_loads():
-    """Tensor-descriptor loads see what an acquire has made visible. Nothing to do where they are ordinary loads."""
+    """Let tensor-descriptor loads see what an acquire made visible; nothing to do for ordinary loads."""
     if target_info.cuda_capability_geq(9, 0):
         ptx.fence_proxy_async()
 
 
 @triton.jit
 def fence_system(word):
-    """A system-scope fence in every thread. ``word``: any int32 of this rank (used where the target has no bare fence)."""
+    """System-scope fence in every thread.
+
+    ``word``: any int32 of this rank, used where the target has no bare fence.
+    """
     if target_info.is_cuda():
         ptx.fence_acq_rel_sys()
     else:
@@ -78,21 +89,21 @@ def fence_system(word):
 
 @triton.jit
 def wait_for_previous_kernel():
-    """``griddepcontrol.wait``: nothing to wait for where kernels of a stream never overlap."""
+    """``griddepcontrol.wait``; nothing where kernels of a stream never overlap."""
     if target_info.cuda_capability_geq(9, 0):
         gdc_wait()
 
 
 @triton.jit
 def let_next_kernel_start():
-    """``griddepcontrol.launch_dependents``: the next kernel's programs may be set up; they wait as above."""
+    """``griddepcontrol.launch_dependents``; nothing where kernels of a stream never overlap."""
     if target_info.cuda_capability_geq(9, 0):
         gdc_launch_dependents()
 
 
 @triton.jit
 def zero_here():
-    """An opaque 0 where registers are worth it, elsewhere just 0."""
+    """Opaque 0 on NVIDIA, where it saves registers; a plain 0 elsewhere."""
     if target_info.is_cuda():
         return ptx.zero()
     else:
@@ -101,32 +112,32 @@ def zero_here():
 
 @triton.jit
 def is_unwritten(x):
-    """Which elements of ``x`` have the bit pattern of -0.0 (lamport.py)."""
+    """Mask of the elements of ``x`` with the bit pattern of -0.0 (lamport.py)."""
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) == -2147483648
     else:
-        tl.static_assert(x.dtype.primitive_bitwidth == 16, "lamport words carry fp16, bf16 or fp32")
+        tl.static_assert(x.dtype.primitive_bitwidth == 16, "Lamport data are fp16, bf16 or fp32")
         return x.to(tl.int16, bitcast=True) == -32768
 
 
 @triton.jit
 def reaches_peers(ptr, peer, team):
-    """A pointer is about to be translated to ``peer``'s memory: nothing to do on a GPU. The simulator looks at the pointer."""
+    """Mark the translation of a pointer to ``peer``'s memory; only the simulator checks the pointer."""
 
 
 @triton.jit
 def names_chunk(rank, chunk, chunks, team):
-    """A signal of a channel is about to be named by rank and chunk: nothing to do on a GPU. The simulator looks at both."""
+    """Mark the use of a channel's signal; only the simulator checks its rank and chunk."""
 
 
 @triton.jit
 def meets_by_first_index():
-    """Programs are about to meet by ``tl.program_id(0)`` alone: nothing to do on a GPU. The simulator looks at the grid."""
+    """Mark a barrier by ``tl.program_id(0)`` alone; only the simulator checks the grid."""
 
 
 @triton.jit
 def prefetch(ptr, nbytes):
-    """``cp.async.bulk.prefetch.L2``: a hint, so nothing where the target has no bulk copies."""
+    """``cp.async.bulk.prefetch.L2``; nothing where the target has no bulk copies."""
     if target_info.cuda_capability_geq(9, 0):
         ptx.prefetch_bulk_l2(ptr, nbytes)
 
@@ -143,15 +154,17 @@ def count_written(x, mask):
 
 @tl.core.builtin
 def is_loaded_by_several_warps(x, _semantic=None):
-    """Whether there are fewer elements in the block ``x`` than threads, so that several warps load the same: a compile-time
-    constant. (One warp's threads load together.)"""
+    """True if block ``x`` has fewer elements than there are threads, so that several warps load the same.
+
+    A compile-time constant. The threads of one warp load together.
+    """
     options = _semantic.builder.options
     return tl.constexpr(options.num_warps > 1 and x.numel.value < options.num_warps * options.warp_size)
 
 
 @triton.jit
 def microseconds():
-    """A clock for debug-mode waits. Zero where the target has none here, so that such waits go on for ever."""
+    """Clock of debug-mode waits; 0 where the target has none here, so that such waits never give up."""
     if target_info.is_cuda():
         return ptx.globaltimer_us()
     else:
@@ -160,10 +173,10 @@ def microseconds():
 
 @triton.jit
 def give_up(signal, wanted, seen, rank, patience_us, record):
-    """Leave a record for the host and trap. The first program to come here writes it.
+    """Leave a record for the host and trap. The first program to give up writes it.
 
     record  int64: 0 state (1 claimed, 2 written), 1 rank, 2 program, 3 line, 4 signal's address, 5 wanted, 6 seen,
-            7 patience in microseconds, 8..15 the kernel's name, 8 bytes a word
+            7 patience in microseconds, 8..15 the kernel's name, 8 bytes each
     """
     if tl.atomic_cas(record, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
         tl.store(record + 1, tl.cast(rank, tl.int64))

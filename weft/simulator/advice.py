@@ -8,7 +8,7 @@ from typing import Any
 from weft.simulator.clocks import at
 from weft.simulator.findings import Place
 from weft.simulator.spinning import is_polled
-from weft.simulator.trails import Access
+from weft.simulator.thread_clocks import Access
 
 _STORES = ("store", "descriptor store")
 _COPY, _HOST = "copy", "host"
@@ -18,7 +18,7 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
     """One line for a race of two accesses; "" where its kind says enough."""
     if kind != "race":
         return ""
-    same_rank = earlier.trail.rank == later.trail.rank
+    same_rank = earlier.thread.rank == later.thread.rank
     if _COPY in (earlier.kind, later.kind):
         return _of_copies(earlier, later) if same_rank else _of_peers_copies(later.kind == _COPY)
     if _HOST in (earlier.kind, later.kind):
@@ -27,7 +27,7 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
             if same_rank
             else "call team.barrier() between the two: host code waits there for the streams of all ranks"
         )
-    hasty = later.trail.hasty
+    hasty = later.thread.hasty
     if hasty is not None and at(hasty[0], earlier.slot) >= earlier.time:
         where = place(hasty[1])
         return (
@@ -54,8 +54,8 @@ def _of_copies(earlier: Access, later: Access) -> str:
     copy_first = copy is earlier
     if other.kind == _COPY or copy.launches is None:
         return ""
-    if other.trail.grid is not None:
-        copy_first = other.trail.grid.number > copy.launches
+    if other.thread.grid is not None:
+        copy_first = other.thread.grid.number > copy.launches
     if copy_first:
         return "call team.copy_engine.join() after the copy: the main stream goes on beside it until then"
     return (

@@ -3,9 +3,9 @@
 A clock has three rows over all *slots*. ``ORDER`` is happens-before. ``TOLD`` adds what messages that are their own flag
 tell (Lamport words order other Lamport words, never plain data): what their sender had seen to be in memory. ``HEARD`` adds
 what they would tell if no store were overtaken by a later one, which nothing promises: it serves to say what is missing. A slot
-is a line of program order: a rank's main stream, a side stream, and for a program one for each kind of access (``trails``),
-since not all are covered by its releases and messages. Slots are reused by the launches that follow each other on a rank's
-stream, so their number does not grow with time.
+is a line of program order: a rank's main stream, a side stream, and for a program one for each kind of access
+(``thread_clocks``), since not all are covered by its releases and messages. Slots are reused by the launches that follow
+each other on a rank's stream, so their number does not grow with time.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from weft.simulator.hosts import HostOperations, host_line
 from weft.simulator.races import Races
 from weft.simulator.residency import Residency
 from weft.simulator.syncing import Words, signed
-from weft.simulator.trails import SCALAR, Access, ProgramTrail, Sync, Trail
+from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
 
 # Ordinary tensors of a rank that stay known after their use, as long as something may still come that is not ordered behind it.
 _HELD = 64
@@ -31,8 +31,10 @@ class Ordering:
         self.residency = Residency(machine.sms, self.memory, self.races.report)
         self._cpu = [new_clock() for _ in range(machine.world_size)]
         slots = self.races.slots
-        self._main = [Trail(slots, r, f"rank {r} host code", "main", new_clock()) for r in range(machine.world_size)]
-        self._streams: dict[tuple[int, str], Trail] = {}
+        self._main = [
+            ThreadClock(slots, r, f"rank {r} host code", "main", new_clock()) for r in range(machine.world_size)
+        ]
+        self._streams: dict[tuple[int, str], ThreadClock] = {}
         self._forks: dict[tuple[int, str], np.ndarray] = {}
         self._meetings: dict[str, np.ndarray] = {}
         self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
@@ -70,37 +72,37 @@ class Ordering:
         grid = program.grid
         # Two kernels may run at once, so that those which follow each other need slots of their own.
         place = program.number, grid.number % 2
-        trail = program.trail = ProgramTrail(self.races.slots, grid.rank, program.label, place, grid.early.copy())
+        thread = program.thread = ProgramClock(self.races.slots, grid.rank, program.label, place, grid.early.copy())
         if grid.early is not grid.known:
-            trail.ahead = grid.known
-            trail.sync = Sync(f"{trail.sync.verb}, beside the kernel before it")
+            thread.ahead = grid.known
+            thread.sync = Sync(f"{thread.sync.verb}, beside the kernel before it")
         self._programs[grid.rank, grid.launch.name, program.number] = program
-        trail.grid = grid
-        program.trail.launch, program.trail.reached, program.trail.waits = grid.number, set(grid.reached), None
+        thread.grid = grid
+        program.thread.launch, program.thread.reached, program.thread.waits = grid.number, set(grid.reached), None
 
     def followed(self) -> None:
         """The running program has waited for the kernel before its own."""
-        trail = self.trail()
-        if trail.ahead is not None:
-            trail.follow()
-            trail.sync = Sync("waited for the kernel before", None, self.races.code())
+        thread = self.thread()
+        if thread.ahead is not None:
+            thread.follow()
+            thread.sync = Sync("waited for the kernel before", None, self.races.code())
 
     def let_next_start(self) -> None:
-        trail = self.trail()
-        if trail.ahead is not None:
+        thread = self.thread()
+        if thread.ahead is not None:
             self.machine.scheduler.current.grid.hasty = True
 
     def program_ended(self, program: Any) -> None:
-        trail = program.trail
-        if trail.ahead is not None:
+        thread = program.thread
+        if thread.ahead is not None:
             name = program.grid.launch.name
-            access = Access(0, trail, SCALAR, 0, 0, 0, f"end of {name}", None, None, trail.sync)
+            access = Access(0, thread, SCALAR, 0, 0, 0, f"end of {name}", None, None, thread.sync)
             text = (
-                f"{trail.label}, launched with launch_pdl=True, ends without having waited for the kernel before: the next "
+                f"{thread.label}, launched with launch_pdl=True, ends without having waited for the kernel before: the next "
                 f"one may begin before that has ended"
             )
             self.races.report("unfollowed", text, [access])
-        program.grid.end = joined(program.grid.end, trail.finish())
+        program.grid.end = joined(program.grid.end, thread.finish())
 
     def grid_ended(self, grid: Any) -> None:
         main = self._main[grid.rank]
@@ -108,9 +110,9 @@ class Ordering:
         main.tick()
         main.sync = Sync(f"end of kernel {grid.launch.name}")
 
-    def trail(self) -> Trail:
+    def thread(self) -> ThreadClock:
         task = self.machine.scheduler.current
-        return getattr(task, "trail", None) or self._main[task.rank]
+        return getattr(task, "thread", None) or self._main[task.rank]
 
     # --- host code, streams, meetings --------------------------------------------------------------------------------
 
@@ -159,51 +161,53 @@ class Ordering:
                 "use-after-free", text, [access], extent.name, rank, 0, extent.size // extent.itemsize - 1
             )
 
-    def stream(self, name: str) -> Trail:
+    def stream(self, name: str) -> ThreadClock:
         rank = self.machine.rank
         if (rank, name) not in self._streams:
-            trail = Trail(self.races.slots, rank, f"rank {rank} {name}", name, new_clock())
-            trail.launch = 0
-            self._streams[rank, name] = trail
+            thread = ThreadClock(self.races.slots, rank, f"rank {rank} {name}", name, new_clock())
+            thread.launch = 0
+            self._streams[rank, name] = thread
         return self._streams[rank, name]
 
     def fork(self, name: str) -> None:
-        trail, main = self.stream(name), self._main[self.machine.rank]
-        key = (trail.rank, name)
+        thread, main = self.stream(name), self._main[self.machine.rank]
+        key = (thread.rank, name)
         self._forks[key] = joined(self._forks[key], main.publish()) if key in self._forks else main.publish()
 
     def enqueued(self, name: str, tensors: list[Any]) -> tuple[str, np.ndarray, tuple | None, int]:
-        trail = self.stream(name)
-        known = self._cpu[trail.rank].copy()
-        if (trail.rank, name) in self._forks:
-            known = joined(known, self._forks[trail.rank, name])
-        self.hold(trail.rank, tensors, f"tensor of the {name}")
-        return name, known, host_line(), self._launches[trail.rank]
+        thread = self.stream(name)
+        known = self._cpu[thread.rank].copy()
+        if (thread.rank, name) in self._forks:
+            known = joined(known, self._forks[thread.rank, name])
+        self.hold(thread.rank, tensors, f"tensor of the {name}")
+        return name, known, host_line(), self._launches[thread.rank]
 
     def begin(self, order: tuple[str, np.ndarray, tuple | None, int], label: str) -> None:
-        trail = self.stream(order[0])
-        trail.learn(order[1])
-        trail.label, trail.code = f"rank {trail.rank} {order[0]} ({label})", order[2]
-        trail.launch = order[3]
-        self.machine.scheduler.current.trail = trail
+        thread = self.stream(order[0])
+        thread.learn(order[1])
+        thread.label, thread.code = f"rank {thread.rank} {order[0]} ({label})", order[2]
+        thread.launch = order[3]
+        self.machine.scheduler.current.thread = thread
 
     def copied(self, target: int, source: int, nbytes: int, itemsize: int, signal: bool) -> None:
         """Part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
-        trail, steps = self.trail(), np.arange(0, nbytes, itemsize).astype(np.uint64)
-        reads, writes = (self.races.access(trail, "copy", verb) for verb in ("copy from", "copy to"))
-        reads.launches = writes.launches = trail.launch
-        self.races.read(trail, reads, np.uint64(source) + steps, itemsize, None)
+        thread, steps = self.thread(), np.arange(0, nbytes, itemsize).astype(np.uint64)
+        reads, writes = (self.races.access(thread, "copy", verb) for verb in ("copy from", "copy to"))
+        reads.launches = writes.launches = thread.launch
+        self.races.read(thread, reads, np.uint64(source) + steps, itemsize, None)
         if not signal:
-            self.races.write(trail, writes, np.uint64(target) + steps, itemsize)
+            self.races.write(thread, writes, np.uint64(target) + steps, itemsize)
             for word in self.words.within(target, target + nbytes):
-                self.words.unordered(trail, word, None, keeps=False)()
+                self.words.unordered(thread, word, None, keeps=False)()
             return
-        self.races.write(trail, self.races.access(trail, "copy", "signal", "sys"), np.uint64(target) + steps, itemsize)
+        self.races.write(
+            thread, self.races.access(thread, "copy", "signal", "sys"), np.uint64(target) + steps, itemsize
+        )
         for step in steps.tolist():
             word = self.words.at(target + step, itemsize)
-            value = self.memory.read_word(source + step, itemsize, lambda: trail.label)
-            word.wrote(trail, None, "copy engine's signal", signed(value, itemsize))
-            self.words.release(trail, word, "sys", "signalled", keeps=False)()
+            value = self.memory.read_word(source + step, itemsize, lambda: thread.label)
+            word.wrote(thread, None, "copy engine's signal", signed(value, itemsize))
+            self.words.release(thread, word, "sys", "signalled", keeps=False)()
 
     def joined(self, name: str) -> None:
         rank = self.machine.rank
@@ -222,9 +226,9 @@ class Ordering:
         """The host has waited for all of its rank's streams."""
         self.looked(rank)
         self._main[rank].sync = Sync("team.synchronize()")
-        for (owner, _), trail in self._streams.items():
+        for (owner, _), thread in self._streams.items():
             if owner == rank:
-                self._cpu[rank] = joined(self._cpu[rank], trail.publish())
+                self._cpu[rank] = joined(self._cpu[rank], thread.publish())
         self._let_go(rank)
 
     def met(self, meeting: str, rank: int, streams: bool) -> None:
@@ -270,9 +274,9 @@ class Ordering:
         """Clocks that the next operation of each of the rank's streams begins with, whatever it is."""
         cpu = self._cpu[rank]
         clocks = [joined(self._main[rank].clock.copy(), cpu)]
-        for (owner, name), trail in self._streams.items():
+        for (owner, name), thread in self._streams.items():
             if owner == rank:
-                known = joined(trail.clock.copy(), cpu)
+                known = joined(thread.clock.copy(), cpu)
                 forked = self._forks.get((rank, name))
                 clocks.append(known if forked is None else joined(known, forked))
         return clocks if len(clocks) > 1 else [cpu]

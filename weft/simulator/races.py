@@ -19,7 +19,7 @@ from weft.simulator.findings import Finding, Place, Side, allowed_by
 from weft.simulator.interpreter import LIBRARIES
 from weft.simulator.memory import Extent
 from weft.simulator.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
-from weft.simulator.trails import (
+from weft.simulator.thread_clocks import (
     ASYNC,
     AWAITED,
     BLOCK,
@@ -28,9 +28,9 @@ from weft.simulator.trails import (
     FLAGGED,
     SCALAR,
     Access,
-    ProgramTrail,
+    ProgramClock,
     Sync,
-    Trail,
+    ThreadClock,
 )
 
 _COPIES = (DELIVERY, COPYING)
@@ -52,34 +52,34 @@ class Races:
 
     # --- accesses ----------------------------------------------------------------------------------------------------
 
-    def access(self, trail: Trail, kind: str, verb: str, scope: str | None = None) -> Access:
-        """The access that ``trail`` makes now; the same object for the same source line as long as nothing was published."""
-        code = self.code() if isinstance(trail, ProgramTrail) else trail.code
+    def access(self, thread: ThreadClock, kind: str, verb: str, scope: str | None = None) -> Access:
+        """The access that ``thread`` makes now; the same object for the same source line as long as nothing was published."""
+        code = self.code() if isinstance(thread, ProgramClock) else thread.code
         key = (kind, verb, code, scope)
-        found = trail.accesses.get(key)
+        found = thread.accesses.get(key)
         if found is None:
-            slot, time, seq = trail.stamp(kind)
-            found = Access(len(self._accesses), trail, kind, slot, time, seq, verb, code, scope, trail.sync)
+            slot, time, seq = thread.stamp(kind)
+            found = Access(len(self._accesses), thread, kind, slot, time, seq, verb, code, scope, thread.sync)
             self._accesses.append(found)
-            trail.accesses[key] = found
+            thread.accesses[key] = found
         return found
 
     def _landed(self, store: Access) -> Access:
         """The program's own Lamport ``store`` as an access that is known to be in memory."""
-        trail, key = store.trail, ("landed", store.number)
-        if key not in trail.accesses:
-            slot, time, seq = trail.stamp(AWAITED)
+        thread, key = store.thread, ("landed", store.number)
+        if key not in thread.accesses:
+            slot, time, seq = thread.stamp(AWAITED)
             found = replace(store, number=len(self._accesses), kind=AWAITED, slot=slot, time=time, seq=seq)
             self._accesses.append(found)
-            trail.accesses[key] = found
-        return trail.accesses[key]
+            thread.accesses[key] = found
+        return thread.accesses[key]
 
     def code(self) -> tuple | None:
         """(code object, line) of the innermost kernel frame outside the language's own words."""
         frame = self.interpreter.kernel_frame(LIBRARIES)
         return (frame.f_code, frame.f_lineno) if frame is not None else None
 
-    def read(self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, bits: np.ndarray | None, *,
+    def read(self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int, bits: np.ndarray | None, *,
              tma: bool = False, lamport: bool = False) -> set[int]:  # fmt: skip
         """``addresses``: one-dimensional, in known extents. ``bits``: what was read, None if unknown. The numbers of the writes
         that were read."""
@@ -97,11 +97,11 @@ class Races:
                 elif number != INITIAL:
                     writer = self._accesses[number]
                     if lamport and writer.message is not None:
-                        trail.clock = hear(trail.clock, writer.message)
-                    elif access.kind is AWAITED and writer.kind is FLAGGED and writer.trail is trail:
+                        thread.clock = hear(thread.clock, writer.message)
+                    elif access.kind is AWAITED and writer.kind is FLAGGED and writer.thread is thread:
                         landed[number] = self._landed(writer).number
                     else:
-                        kind = self._conflict(writer, access, lamport, trail.proxy if tma else None)
+                        kind = self._conflict(writer, access, lamport, thread.proxy if tma else None)
                         if kind is not None:
                             self._race(kind, writer, access, shadow, where(cells, writes == number))
             if lamport:
@@ -127,7 +127,7 @@ class Races:
             self.report("cta-race", text, (store, access), extent.name, extent.rank, first, last)
 
     def write(
-        self, trail: Trail, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False
+        self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False
     ) -> None:
         for extent, part in extents_of(self.memory.find, addresses, itemsize):
             shadow = self._shadow(extent)
@@ -171,43 +171,43 @@ class Races:
     # --- order -------------------------------------------------------------------------------------------------------
 
     def _knows(self, access: Access, earlier: Access, lamport: bool) -> bool:
-        return at(access.trail.clock, earlier.slot, TOLD if lamport else ORDER) >= earlier.time
+        return at(access.thread.clock, earlier.slot, TOLD if lamport else ORDER) >= earlier.time
 
     def _conflict(self, earlier: Access, access: Access, lamport: bool, proxy: np.ndarray | None) -> str | None:
         """The kind of race, None if the two are ordered or may meet."""
-        trail = access.trail
+        thread = access.thread
         if self._knows(access, earlier, lamport):
             return "proxy-fence" if proxy is not None and at(proxy, earlier.slot) < earlier.time else None
-        if earlier.trail is trail and earlier.kind in _COPIES:
+        if earlier.thread is thread and earlier.kind in _COPIES:
             return "unquieted"
-        if earlier.trail is trail:
+        if earlier.thread is thread:
             return "undrained-tma" if access.kind is not ASYNC else None
         if (
-            isinstance(trail, ProgramTrail)
-            and trail.ahead is not None
-            and at(trail.ahead, earlier.slot) >= earlier.time
+            isinstance(thread, ProgramClock)
+            and thread.ahead is not None
+            and at(thread.ahead, earlier.slot) >= earlier.time
         ):
             return "early-access"
         if earlier.scope and access.scope:
             wide = earlier.scope == access.scope == "sys"
-            same_gpu = earlier.trail.rank == trail.rank and "cta" not in (earlier.scope, access.scope)
+            same_gpu = earlier.thread.rank == thread.rank and "cta" not in (earlier.scope, access.scope)
             return None if wide or same_gpu else "scope"
         if earlier.seq and earlier.kind is not SCALAR:
             # One of its releases is known here, but did not cover this access.
             if (
-                at(trail.clock, self.slots.of(earlier.trail.rank, ("program", earlier.trail._index, SCALAR)))
+                at(thread.clock, self.slots.of(earlier.thread.rank, ("program", earlier.thread._index, SCALAR)))
                 >= earlier.seq
             ):
                 uncovered = "unquieted" if earlier.kind in _COPIES else "missing-barrier"
                 return "undrained-tma" if earlier.kind is ASYNC else uncovered
-        if lamport and at(trail.clock, earlier.slot, HEARD) >= earlier.time:
+        if lamport and at(thread.clock, earlier.slot, HEARD) >= earlier.time:
             return "overtaken"
-        return trail.notes.get(earlier.trail, ("race", ""))[0]
+        return thread.notes.get(earlier.thread, ("race", ""))[0]
 
     def _judge(
         self, earlier: Access, access: Access, shadow: Shadow, cells: Any, mask: np.ndarray, lamport: bool
     ) -> None:
-        if earlier.kind is DELIVERY and earlier.trail is access.trail and earlier.trail.delivered(earlier):
+        if earlier.kind is DELIVERY and earlier.thread is access.thread and earlier.thread.delivered(earlier):
             return
         kind = self._conflict(earlier, access, lamport, None)
         if kind is not None:
@@ -277,10 +277,10 @@ class Races:
 
     def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
         first, second = self.line_of(earlier), self.line_of(access)
-        if kind == "unquieted" and earlier.trail is access.trail:
+        if kind == "unquieted" and earlier.thread is access.thread:
             return f"{second} touches what the copy of {first} may still read or write: it is over after quiet() only"
-        if kind in ("missing-barrier", "undrained-tma", "unquieted") and earlier.trail is not access.trail:
-            release = next((r for r in earlier.trail.releases if r.count >= earlier.seq), None)
+        if kind in ("missing-barrier", "undrained-tma", "unquieted") and earlier.thread is not access.thread:
+            release = next((r for r in earlier.thread.releases if r.count >= earlier.seq), None)
             where_ = f"the release in {self.place(release.code)}" if release else "the release"
             why = {
                 "missing-barrier": f"covers only what came before the last CTA barrier, and {first} comes after it",
@@ -303,23 +303,23 @@ class Races:
             )
         if kind == "overtaken":
             return (
-                f"{first} may land after {second}: rank {access.trail.rank} knows of it from words that rank "
-                f"{earlier.trail.rank} sent later without a fence, and a store may be overtaken by a later one"
+                f"{first} may land after {second}: rank {access.thread.rank} knows of it from words that rank "
+                f"{earlier.thread.rank} sent later without a fence, and a store may be overtaken by a later one"
             )
-        note = access.trail.notes.get(earlier.trail)
+        note = access.thread.notes.get(earlier.thread)
         if note is not None and note[0] == kind:
             return note[1]
         if kind == "signal-reset":
             reset, other = (second, first) if access.resets else (first, second)
             return f"{reset} sets back a signal that {other} uses: nothing orders the two"
-        if earlier.trail is access.trail:
+        if earlier.thread is access.thread:
             return f"{first} and {second} are not ordered"
         if access.kind is FLAGGED:
             return (
-                f"no words that rank {earlier.trail.rank} sent after {first} are received before {second} (rank "
-                f"{access.trail.rank})"
+                f"no words that rank {earlier.thread.rank} sent after {first} are received before {second} (rank "
+                f"{access.thread.rank})"
             )
-        return f"no release after {first} (rank {earlier.trail.rank}) is acquired before {second} (rank {access.trail.rank})"
+        return f"no release after {first} (rank {earlier.thread.rank}) is acquired before {second} (rank {access.thread.rank})"
 
     def report(self, kind: str, message: str, accesses: Iterable[Access], tensor: str = "", rank: int = 0, first: int = 0,
                last: int = 0, detail: tuple[str, ...] = (), advice: str = "") -> None:  # fmt: skip
@@ -332,10 +332,10 @@ class Races:
         self.counts[finding.cause] = self.counts.get(finding.cause, 0) + 1
 
     def side(self, access: Access) -> Side:
-        trail = access.trail
+        thread = access.thread
         return Side(
-            rank=trail.rank,
-            task=trail.label,
+            rank=thread.rank,
+            task=thread.label,
             verb=access.verb,
             place=self.place(access.code),
             sync=self.words_of(access.sync),
@@ -363,11 +363,11 @@ class Races:
 
     def line_of(self, access: Access) -> str:
         place = self.place(access.code)
-        return f"line {place.line}" if place else f"{access.verb} of {access.trail.label}"
+        return f"line {place.line}" if place else f"{access.verb} of {access.thread.label}"
 
     def describe(self, access: Access) -> str:
         place = self.place(access.code)
-        return f"{access.trail.label} ({place})" if place else f"{access.trail.label} ({access.verb})"
+        return f"{access.thread.label} ({place})" if place else f"{access.thread.label} ({access.verb})"
 
 
 def kind_of(addresses: np.ndarray) -> str:

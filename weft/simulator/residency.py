@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.simulator.trails import SCALAR, Access, Trail, Word
+from weft.simulator.thread_clocks import SCALAR, Access, ThreadClock, Word
 
 
 class Residency:
@@ -21,17 +21,17 @@ class Residency:
         self._sms, self._memory, self._report = sms, memory, report
         self._awaits: dict[Any, set[Any]] = {}
 
-    def waited(self, trail: Trail, word: Word, wanted: int | None, code: tuple | None) -> None:
-        """Note that ``trail`` has seen ``word`` at ``wanted`` or more (None: at some value that a loop polled for)."""
-        if self._is_too_large(trail):
+    def waited(self, thread: ThreadClock, word: Word, wanted: int | None, code: tuple | None) -> None:
+        """Note that ``thread`` has seen ``word`` at ``wanted`` or more (None: at some value that a loop polled for)."""
+        if self._is_too_large(thread):
             for writer in _suppliers(word, wanted):
-                self.relied_on(trail, writer, word.address, code)
+                self.relied_on(thread, writer, word.address, code)
 
-    def relied_on(self, trail: Trail, writer: Trail, address: int, code: tuple | None) -> None:
-        """Note that ``trail`` has waited for what ``writer`` stored."""
-        if writer is trail or not (self._is_too_large(trail) and self._is_too_large(writer)):
+    def relied_on(self, thread: ThreadClock, writer: ThreadClock, address: int, code: tuple | None) -> None:
+        """Note that ``thread`` has waited for what ``writer`` stored."""
+        if writer is thread or not (self._is_too_large(thread) and self._is_too_large(writer)):
             return
-        mine, other = trail.grid, writer.grid
+        mine, other = thread.grid, writer.grid
         if other in self._awaits.setdefault(mine, set()) and other is not mine:
             return
         self._awaits[mine].add(other)
@@ -47,11 +47,11 @@ class Residency:
             f"{self._sms} at a time"
         )
         extent = self._memory.find(address)
-        access = Access(0, trail, SCALAR, 0, 0, 0, "wait", code, "sys", trail.sync)
+        access = Access(0, thread, SCALAR, 0, 0, 0, "wait", code, "sys", thread.sync)
         self._report("residency", text, [access], extent.name if extent else "", extent.rank if extent else 0)
 
-    def _is_too_large(self, trail: Trail) -> bool:
-        return trail.grid is not None and trail.grid.total > self._sms
+    def _is_too_large(self, thread: ThreadClock) -> bool:
+        return thread.grid is not None and thread.grid.total > self._sms
 
     def _leads(self, start: Any, goal: Any) -> bool:
         seen, left = {start}, [start]
@@ -64,11 +64,11 @@ class Residency:
         return False
 
 
-def _suppliers(word: Word, wanted: int | None) -> list[Trail]:
+def _suppliers(word: Word, wanted: int | None) -> list[ThreadClock]:
     """Writers that the word needed to reach ``wanted``: the first that got there, and all that had added until then."""
-    found: list[Trail] = []
-    for trail, _, verb, value in word.writers:
-        found = [*found, trail] if "add" in verb else [trail]
+    found: list[ThreadClock] = []
+    for thread, _, verb, value in word.writers:
+        found = [*found, thread] if "add" in verb else [thread]
         if wanted is not None and value >= wanted:
             break
     return found

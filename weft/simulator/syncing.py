@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.simulator.races import Races
 from weft.simulator.spinning import is_polled, waits_for_one_value
-from weft.simulator.trails import SCALAR, Access, ProgramTrail, Release, Sync, Trail, Word
+from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Release, Sync, ThreadClock, Word
 
 
 class Words:
@@ -52,70 +52,70 @@ class Words:
 
     # --- order -------------------------------------------------------------------------------------------------------
 
-    def acquire(self, trail: Trail, word: Word, scope: str, verb: str) -> None:
-        """``trail`` has read the word with acquire order. The caller adds the CTA barrier that tells all threads."""
-        for known in word.visible(trail.rank, scope):
-            trail.learn(known)
-        code = self._races.code() if isinstance(trail, ProgramTrail) else None
-        trail.notes |= self._missed(word, trail.rank, scope)
-        trail.hasty = word.hasty
+    def acquire(self, thread: ThreadClock, word: Word, scope: str, verb: str) -> None:
+        """``thread`` has read the word with acquire order. The caller adds the CTA barrier that tells all threads."""
+        for known in word.visible(thread.rank, scope):
+            thread.learn(known)
+        code = self._races.code() if isinstance(thread, ProgramClock) else None
+        thread.notes |= self._missed(word, thread.rank, scope)
+        thread.hasty = word.hasty
         for other, note in word.notes.items():
-            trail.notes.setdefault(other, note)
-        trail.sync = Sync(verb, word.address, code)
+            thread.notes.setdefault(other, note)
+        thread.sync = Sync(verb, word.address, code)
 
-    def relaxed(self, trail: Trail, word: Word, scope: str) -> None:
-        """``trail`` has read the word without acquire order: only a fence makes one of it."""
-        for known in word.visible(trail.rank, scope):
-            if isinstance(trail, ProgramTrail):
-                trail.saw(known)
+    def relaxed(self, thread: ThreadClock, word: Word, scope: str) -> None:
+        """``thread`` has read the word without acquire order: only a fence makes one of it."""
+        for known in word.visible(thread.rank, scope):
+            if isinstance(thread, ProgramClock):
+                thread.saw(known)
         place = self._races.place(self._races.code())
         for other, _, _, _ in word.writers:
             sentence = (
                 f"line {place.line if place else '?'} reads {self._memory.describe(word.address)} without acquire order"
             )
-            trail.notes.setdefault(other, ("relaxed-order", sentence))
+            thread.notes.setdefault(other, ("relaxed-order", sentence))
 
-    def release(self, trail: Trail, word: Word, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
-        """``trail`` writes the word with release order; ``keeps``: by a read-modify-write, which goes on with the sequence.
+    def release(self, thread: ThreadClock, word: Word, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
+        """``thread`` writes the word with release order; ``keeps``: by a read-modify-write, which goes on with the sequence.
 
         Returns what to call when the write is in memory: acquires know of it from then on."""
-        is_program = isinstance(trail, ProgramTrail)
+        is_program = isinstance(thread, ProgramClock)
         code = self._races.code() if is_program else None
         hasty = None
         if is_program:
-            trail.releases.append(Release(trail.stamp(SCALAR)[2], code, word.address))
-            hasty = (trail.ahead, code) if trail.ahead is not None else None
-        known, notes = trail.publish(), dict(trail.notes)
-        trail.sync = Sync(verb, word.address, code)
+            thread.releases.append(Release(thread.stamp(SCALAR)[2], code, word.address))
+            hasty = (thread.ahead, code) if thread.ahead is not None else None
+        known, notes = thread.publish(), dict(thread.notes)
+        thread.sync = Sync(verb, word.address, code)
 
         def landed() -> None:
             if is_program:
                 word.hasty = hasty
             if not keeps:
                 word.forget()
-            word.unreleased.pop(trail, None)
-            word.release(trail.rank, known, scope)
+            word.unreleased.pop(thread, None)
+            word.release(thread.rank, known, scope)
             word.notes |= notes
             if scope != "sys":
                 where = self._races.place(code)
-                word.unreleased[trail] = ("scope", f"the release in {where} has scope {scope}", scope)
+                word.unreleased[thread] = ("scope", f"the release in {where} has scope {scope}", scope)
 
         return landed
 
-    def unordered(self, trail: Trail, word: Word, scope: str | None, *, keeps: bool) -> Callable[[], None]:
-        """``trail`` writes the word without release order (``scope`` None: a plain store). Returns as ``release`` does."""
-        known = trail.relaxed() if isinstance(trail, ProgramTrail) and scope is not None else None
-        is_fenced = known is not None and trail.fenced is not None
-        place = self._races.place(self._races.code()) if isinstance(trail, ProgramTrail) else trail.label
+    def unordered(self, thread: ThreadClock, word: Word, scope: str | None, *, keeps: bool) -> Callable[[], None]:
+        """``thread`` writes the word without release order (``scope`` None: a plain store). Returns as ``release`` does."""
+        known = thread.relaxed() if isinstance(thread, ProgramClock) and scope is not None else None
+        is_fenced = known is not None and thread.fenced is not None
+        place = self._races.place(self._races.code()) if isinstance(thread, ProgramClock) else thread.label
 
         def landed() -> None:
             if not keeps:
                 word.forget()
             if known is not None:
-                word.release(trail.rank, known, scope)
+                word.release(thread.rank, known, scope)
             if is_fenced:
                 return
-            word.unreleased[trail] = (
+            word.unreleased[thread] = (
                 "relaxed-order",
                 f"{place} writes {self._memory.describe(word.address)} without release order",
                 "",
@@ -123,20 +123,20 @@ class Words:
 
         return landed
 
-    def _missed(self, word: Word, rank: int, scope: str) -> dict[Trail, tuple[str, str]]:
+    def _missed(self, word: Word, rank: int, scope: str) -> dict[ThreadClock, tuple[str, str]]:
         """Writers that an acquire of ``rank`` at ``scope`` does not synchronise with, and why."""
         missed = {}
-        for trail, (kind, sentence, within) in word.unreleased.items():
-            if within == "gpu" and trail.rank == rank:
+        for thread, (kind, sentence, within) in word.unreleased.items():
+            if within == "gpu" and thread.rank == rank:
                 continue
             who = "another program" if within == "cta" else f"rank {rank}"
-            missed[trail] = (kind, f"{sentence}, so it does not order {who}" if kind == "scope" else sentence)
+            missed[thread] = (kind, f"{sentence}, so it does not order {who}" if kind == "scope" else sentence)
         if scope != "sys":
-            for trail, _, _, _ in word.writers:
-                if trail.rank != rank or scope == "cta":
+            for thread, _, _, _ in word.writers:
+                if thread.rank != rank or scope == "cta":
                     who = "program's" if scope == "cta" else "rank's"
                     missed.setdefault(
-                        trail, ("scope", f"the acquire has scope {scope}, so no other {who} release orders it")
+                        thread, ("scope", f"the acquire has scope {scope}, so no other {who} release orders it")
                     )
         return missed
 
@@ -144,10 +144,10 @@ class Words:
 
     def stored(self, word: Word, access: Access, new: int, launch: int, old: int | None = None) -> None:
         """A word is being set, from ``old`` or what memory still has. Reports what is wrong with the value."""
-        trail = access.trail
+        thread = access.thread
         old = self.value(word) if old is None else old
         back = _is_back(word, old, new)
-        word.wrote(trail, access.code, access.verb, new)
+        word.wrote(thread, access.code, access.verb, new)
         self._took(word, new)
         if access.verb == "notify":
             word.notify_launches.add(launch)
@@ -169,7 +169,7 @@ class Words:
         return _is_back(word, self.value(word), new)
 
     def added(self, word: Word, access: Access, new: int, launch: int) -> None:
-        word.wrote(access.trail, access.code, access.verb, new)
+        word.wrote(access.thread, access.code, access.verb, new)
         word.notify_launches.add(launch)
         word.added += 1
         self._took(word, new)
@@ -186,13 +186,13 @@ class Words:
             word.wanted = max(word.wanted, wanted)
             word.wait_launches.add(launch)
 
-    def polled(self, word: Word, trail: Trail) -> None:
+    def polled(self, word: Word, thread: ThreadClock) -> None:
         """A raw load or atomic that only looks: is it a loop that waits for equality?"""
-        code = self._races.code() if isinstance(trail, ProgramTrail) else None
+        code = self._races.code() if isinstance(thread, ProgramClock) else None
         if code is not None and is_polled(code[0].co_filename, code[1]):
             self.awaited(word)
         if code is not None and word.equality is None and waits_for_one_value(code[0].co_filename, code[1]):
-            word.equality = (trail, code)
+            word.equality = (thread, code)
             self._equality(word)
 
     def finish(self) -> None:
@@ -209,9 +209,9 @@ class Words:
         """Why a wait for the word at ``address`` may never end: who notified it, or whom else the notifies went to."""
         word, name = self._words.get(address), self._memory.describe(address)
         if word is not None and word.writers:
-            trail, code, verb, value = word.writers[-1]
+            thread, code, verb, value = word.writers[-1]
             return [
-                f"{name}: last written by {trail.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"
+                f"{name}: last written by {thread.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"
             ]
         extent = self._memory.find(address)
         lines = [f"{name}: nobody ever notifies it"]
@@ -222,16 +222,16 @@ class Words:
                 if w.writers and (f := self._memory.find(w.address)) and f.name == extent.name
             ]
             for other in others[:3]:
-                trail, code, verb, value = other.writers[-1]
+                thread, code, verb, value = other.writers[-1]
                 where = self._races.place(code) or "host code"
                 lines.append(
-                    f"{self._memory.describe(other.address)} was: by {trail.label} ({verb}, {where}), value {value}"
+                    f"{self._memory.describe(other.address)} was: by {thread.label} ({verb}, {where}), value {value}"
                 )
         return lines
 
     def _last_access(self, word: Word) -> Access | None:
-        trail, code, verb, _ = word.writers[-1]
-        return Access(0, trail, SCALAR, 0, 0, 0, verb, code, "sys", trail.sync)
+        thread, code, verb, _ = word.writers[-1]
+        return Access(0, thread, SCALAR, 0, 0, 0, verb, code, "sys", thread.sync)
 
     def _took(self, word: Word, value: int) -> None:
         word.values.add(value)
@@ -239,8 +239,8 @@ class Words:
 
     def _equality(self, word: Word) -> None:
         if word.equality is not None and len(word.values) > 1:
-            trail, code = word.equality
-            access = Access(0, trail, SCALAR, 0, 0, 0, "poll", code, "sys", trail.sync)
+            thread, code = word.equality
+            access = Access(0, thread, SCALAR, 0, 0, 0, "poll", code, "sys", thread.sync)
             text = f"{self._races.line_of(access)} waits for one value of a signal that takes {sorted(word.values)}"
             self._report("equality-wait", text, word, [access])
 

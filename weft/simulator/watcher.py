@@ -16,7 +16,7 @@ from weft.simulator.ordering import Ordering
 from weft.simulator.races import kind_of
 from weft.simulator.spinning import is_polled
 from weft.simulator.syncing import addresses_in, signed
-from weft.simulator.trails import (
+from weft.simulator.thread_clocks import (
     ASYNC,
     AWAITED,
     BLOCK,
@@ -27,9 +27,9 @@ from weft.simulator.trails import (
     SCALAR,
     Access,
     Block,
-    ProgramTrail,
+    ProgramClock,
     Sync,
-    Trail,
+    ThreadClock,
 )
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
@@ -50,40 +50,40 @@ class Watcher(Ordering):
     # --- what ends a run ---------------------------------------------------------------------------------------------
 
     def asked_who(self, who: str) -> None:
-        trail = self.trail()
-        self.asked[who] = Access(0, trail, SCALAR, 0, 0, 0, "access", self.races.code(), None, trail.sync)
+        thread = self.thread()
+        self.asked[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
 
     def waits(self, address: int, itemsize: int) -> None:
         """The running program begins to wait for a word."""
-        trail = self.trail()
+        thread = self.thread()
         self.words.awaited(self.words.at(address, itemsize))
-        trail.waits = (address, self.races.code())
+        thread.waits = (address, self.races.code())
 
     def waits_for_data(self, address: int) -> None:
         """The running program waits for Lamport words, the first of them at ``address``."""
-        self.trail().waits = (address, self.races.code())
+        self.thread().waits = (address, self.races.code())
 
     def spins(self, address: int, code: tuple | None) -> None:
         """Note that the running program polls what is at ``address`` and does nothing else."""
-        self.trail().waits = (address, code)
+        self.thread().waits = (address, code)
 
     def deadlocked(self, unstarted: list[Any], tasks: list[str]) -> list[str]:
         """Nobody can go on; ``tasks`` says who waits for what. Reports the likely cause, and returns what can be said of each
         word that is waited for."""
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
-            trail, looking = getattr(task, "trail", None), task.looking
-            if trail is not None:
-                waiting.append(trail)
+            thread, looking = getattr(task, "thread", None), task.looking
+            if thread is not None:
+                waiting.append(thread)
             if looking is not None and looking.code is not None:
-                spinning.add(trail)
-            if trail is not None and task.waiting is None:
+                spinning.add(thread)
+            if thread is not None and task.waiting is None:
                 # It spins: the wait that it has got past is not what it waits for.
-                trail.waits = (looking.last.extent[0], looking.code) if trail in spinning else None
-        words: dict[int, list[Trail]] = {}
-        for trail in waiting:
-            if getattr(trail, "waits", None) is not None:
-                words.setdefault(trail.waits[0], []).append(trail)
+                thread.waits = (looking.last.extent[0], looking.code) if thread in spinning else None
+        words: dict[int, list[ThreadClock]] = {}
+        for thread in waiting:
+            if getattr(thread, "waits", None) is not None:
+                words.setdefault(thread.waits[0], []).append(thread)
         causes = list(dict.fromkeys(line for address in words for line in self._cause(address)))
         kind, text = "deadlock", causes[0] if causes else "no task can go on"
         causes += self._counterparts()
@@ -102,12 +102,12 @@ class Watcher(Ordering):
         address = next(iter(words), None)
         extent = self.memory.find(address) if address is not None else None
         seen, sides = set(), []
-        for trail in waiting:
-            where = getattr(trail, "waits", None)
+        for thread in waiting:
+            where = getattr(thread, "waits", None)
             if where is not None and where[1] not in seen:
                 seen.add(where[1])
-                verb = "spin" if trail in spinning else "wait"
-                sides.append(Access(0, trail, SCALAR, 0, 0, 0, verb, where[1], "sys", trail.sync))
+                verb = "spin" if thread in spinning else "wait"
+                sides.append(Access(0, thread, SCALAR, 0, 0, 0, verb, where[1], "sys", thread.sync))
         index = (address - extent.base) // extent.itemsize if extent is not None else 0
         name, rank = (extent.name, extent.rank) if extent is not None else ("", 0)
         self.races.report(kind, text, sides, name, rank, index, index, (*tasks, *causes))
@@ -118,7 +118,7 @@ class Watcher(Ordering):
         that do not wait themselves."""
         lines = {}
         for task in self.machine.scheduler.waiting_tasks():
-            if not isinstance(getattr(task, "trail", None), ProgramTrail):
+            if not isinstance(getattr(task, "thread", None), ProgramClock):
                 continue
             kernel, number = task.grid.launch.name, task.number
             for rank in range(self.machine.world_size):
@@ -126,7 +126,7 @@ class Watcher(Ordering):
                 if other is None:
                     lines[f"rank {rank} has not started kernel {kernel} program {number}"] = None
                 elif other.finished:
-                    last = other.trail.releases[-1] if other.trail.releases else None
+                    last = other.thread.releases[-1] if other.thread.releases else None
                     signalled = (
                         f"its last signal was {self.memory.describe(last.address)}" if last else "it signalled nobody"
                     )
@@ -146,38 +146,38 @@ class Watcher(Ordering):
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, how: str, bits: np.ndarray) -> None:
-        trail, block = self.trail(), Block(addresses, mask, itemsize)
+        thread, block = self.thread(), Block(addresses, mask, itemsize)
         if not mask.all():
             addresses, bits = addresses[mask], bits[mask]
         if addresses.size == 0:
             return
         addresses, bits = addresses.ravel(), bits.ravel()
-        self._translated(trail, addresses, bits)
+        self._translated(thread, addresses, bits)
         scope = "sys" if how == "volatile" else None
         # Every thread loads, a scalar too; one thread stores a scalar.
-        access = self.races.access(trail, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
+        access = self.races.access(thread, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
         if how == "volatile" and addresses.size <= _FEW:
             for word in self.words.within(int(addresses.min()), int(addresses.max()) + itemsize):
                 if addresses_in(word, addresses).size:
-                    self.words.relaxed(trail, word, "sys")
-                    self._polled(trail, word, access)
+                    self.words.relaxed(thread, word, "sys")
+                    self._polled(thread, word, access)
         if how == "lamport":
             sender = self.races.last_store(int(addresses[0]))
             if sender is not None:
-                self.residency.relied_on(trail, sender.trail, int(addresses[0]), access.code)
-        found = self.races.read(trail, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
-        if how == "plain" and trail.stores:
-            for number in found & trail.stores.keys():
-                self._across_threads(trail, number, access, block)
+                self.residency.relied_on(thread, sender.thread, int(addresses[0]), access.code)
+        found = self.races.read(thread, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
+        if how == "plain" and thread.stores:
+            for number in found & thread.stores.keys():
+                self._across_threads(thread, number, access, block)
         if how == "lamport":
-            trail.waits = (int(addresses[0]), access.code)
-            trail.sync = Sync("received words of", int(addresses[0]), access.code)
-        if self._translated(trail, addresses, None):
-            self._untranslated(trail, access, addresses)
+            thread.waits = (int(addresses[0]), access.code)
+            thread.sync = Sync("received words of", int(addresses[0]), access.code)
+        if self._translated(thread, addresses, None):
+            self._untranslated(thread, access, addresses)
 
-    def _across_threads(self, trail: ProgramTrail, number: int, access: Access, loaded: Block) -> None:
+    def _across_threads(self, thread: ProgramClock, number: int, access: Access, loaded: Block) -> None:
         """Do other threads load than have stored, by what was stored last?"""
-        for stored in reversed(trail.stores[number]):
+        for stored in reversed(thread.stores[number]):
             crossed = loaded.touches_threads_of(stored)
             if crossed is not None:
                 self.races.crossed(number, access, *crossed)
@@ -185,7 +185,7 @@ class Watcher(Ordering):
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> Callable[[], None] | None:
         """Before the bits are written. Returns what to call when they arrive in memory, just before."""
-        trail, block = self.trail(), Block(addresses, mask, bits.dtype.itemsize)
+        thread, block = self.thread(), Block(addresses, mask, bits.dtype.itemsize)
         if not mask.all():
             addresses, bits = addresses[mask], bits[mask]
         if addresses.size == 0:
@@ -193,157 +193,157 @@ class Watcher(Ordering):
         addresses, bits, landed = addresses.ravel(), bits.ravel(), []
         verb = {"plain": "store", "tma": "descriptor store", "lamport": "lamport store"}[how]
         kind = {"plain": kind_of(addresses), "tma": ASYNC, "lamport": FLAGGED}[how]
-        access = self.races.access(trail, kind, verb)
-        if self._translated(trail, addresses, None):
-            self._untranslated(trail, access, addresses)
+        access = self.races.access(thread, kind, verb)
+        if self._translated(thread, addresses, None):
+            self._untranslated(thread, access, addresses)
         itemsize = bits.dtype.itemsize
         for word in self.words.within(int(addresses.min()), int(addresses.max()) + itemsize):
             for i in addresses_in(word, addresses):
                 new = signed(bits[i], itemsize)
                 access.resets = access.resets or self.words.sets_back(word, new)
-                landed.append(partial(self.words.stored, word, access, new, trail.launch))
-                landed.append(self.words.unordered(trail, word, None, keeps=False))
+                landed.append(partial(self.words.stored, word, access, new, thread.launch))
+                landed.append(self.words.unordered(thread, word, None, keeps=False))
         lamport = how == "lamport"
-        self.races.write(trail, access, addresses, itemsize, lamport=lamport)
+        self.races.write(thread, access, addresses, itemsize, lamport=lamport)
         if how == "plain":
-            trail.stores.setdefault(access.number, deque(maxlen=_FEW)).append(block)
+            thread.stores.setdefault(access.number, deque(maxlen=_FEW)).append(block)
         if lamport:
-            landed += self._message(trail, access, addresses, bits)
+            landed += self._message(thread, access, addresses, bits)
         return partial(_call_all, landed) if landed else None
 
     def _message(
-        self, trail: Trail, access: Access, addresses: np.ndarray, bits: np.ndarray
+        self, thread: ThreadClock, access: Access, addresses: np.ndarray, bits: np.ndarray
     ) -> list[Callable[[], None]]:
         """Callback for the arrival of the Lamport data, which tell their reader something from then on."""
         unwritten = 1 << (8 * bits.dtype.itemsize - 1)
         if (bits != unwritten).any():  # not a clear, which tells nobody anything
-            message = trail.message()
+            message = thread.message()
             held = self.memory.load(addresses, np.ones(addresses.shape, bool), bits.dtype.itemsize, self.machine.who)
             if (held != unwritten).any():
                 text = f"{self.races.line_of(access)} sends words into a stage that still holds others"
                 self._report("uncleared", text, access, addresses[held != unwritten])
             return [partial(setattr, access, "message", message)]
-        trail.step()
+        thread.step()
         return []
 
     def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:
         """After it was done; arrays of those elements that are not masked off, as raw bits."""
-        trail, itemsize = self.trail(), old.dtype.itemsize
+        thread, itemsize = self.thread(), old.dtype.itemsize
         if addresses.size == 0:
             return
         changes = bool((old != new).any()) or op in ("xchg", "add") and not self._only_looks(op, old, new)
-        access = self.races.access(trail, kind_of(addresses), f"atomic {op} ({sem}, {scope})", scope)
-        if self._translated(trail, addresses, None):
-            self._untranslated(trail, access, addresses)
+        access = self.races.access(thread, kind_of(addresses), f"atomic {op} ({sem}, {scope})", scope)
+        if self._translated(thread, addresses, None):
+            self._untranslated(thread, access, addresses)
         if addresses.size <= _FEW or sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
                 self._on_word(
-                    op, trail, access, self.words.at(address, itemsize), int(old[i]), int(new[i]), sem, scope, changes
+                    op, thread, access, self.words.at(address, itemsize), int(old[i]), int(new[i]), sem, scope, changes
                 )
         if changes:
-            self.races.write(trail, access, addresses, itemsize)
+            self.races.write(thread, access, addresses, itemsize)
         else:
-            self.races.read(trail, access, addresses, itemsize, None)
+            self.races.read(thread, access, addresses, itemsize, None)
 
     def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
         """A descriptor's reduction: relaxed atomics of the asynchronous proxy."""
-        trail = self.trail()
+        thread = self.thread()
         if addresses.size == 0:
             return
-        access = self.races.access(trail, ASYNC, f"descriptor {op.removeprefix('f')}", scope)
-        if self._translated(trail, addresses, None):
-            self._untranslated(trail, access, addresses)
+        access = self.races.access(thread, ASYNC, f"descriptor {op.removeprefix('f')}", scope)
+        if self._translated(thread, addresses, None):
+            self._untranslated(thread, access, addresses)
         for word in self.words.within(int(addresses.min()), int(addresses.max()) + new.dtype.itemsize):
-            self.words.unordered(trail, word, None, keeps=True)()
-        self.races.write(trail, access, addresses, new.dtype.itemsize)
+            self.words.unordered(thread, word, None, keeps=True)()
+        self.races.write(thread, access, addresses, new.dtype.itemsize)
 
     def copies(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray,
                what: str) -> Callable[[], None] | None:  # fmt: skip
         """A copy that need not be over before ``quiet``. Returns as ``store`` does."""
-        trail = self.trail()
-        reads = self.races.access(trail, COPYING, f"load of {what}_nbi")
-        writes = self.races.access(trail, _COPIED[what], f"store of {what}_nbi")
-        self.races.read(trail, reads, sources, source_itemsize, bits)
-        self.races.write(trail, writes, targets, itemsize)
+        thread = self.thread()
+        reads = self.races.access(thread, COPYING, f"load of {what}_nbi")
+        writes = self.races.access(thread, _COPIED[what], f"store of {what}_nbi")
+        self.races.read(thread, reads, sources, source_itemsize, bits)
+        self.races.write(thread, writes, targets, itemsize)
         for access, addresses in ((reads, sources), (writes, targets)):
-            if self._translated(trail, addresses, None):
-                self._untranslated(trail, access, addresses)
+            if self._translated(thread, addresses, None):
+                self._untranslated(thread, access, addresses)
         words = self.words.within(int(targets.min()), int(targets.max()) + itemsize)
-        landed = [self.words.unordered(trail, word, None, keeps=False) for word in words]
+        landed = [self.words.unordered(thread, word, None, keeps=False) for word in words]
         return partial(_call_all, landed) if landed else None
 
     def completed(self) -> None:
         """The running program's copies are over."""
-        self.trail().complete()
+        self.thread().complete()
 
     @staticmethod
     def _only_looks(op: str, old: np.ndarray, new: np.ndarray) -> bool:
         return op != "xchg" and bool((old == new).all())
 
-    def _on_word(self, op: str, trail: Trail, access: Access, word: Any, old: int, new: int, sem: str, scope: str,
+    def _on_word(self, op: str, thread: ThreadClock, access: Access, word: Any, old: int, new: int, sem: str, scope: str,
                  changes: bool) -> None:  # fmt: skip
         if sem in ("acquire", "acq_rel"):
-            self.words.acquire(trail, word, scope, "acquired")
+            self.words.acquire(thread, word, scope, "acquired")
         else:
-            self.words.relaxed(trail, word, scope)
+            self.words.relaxed(thread, word, scope)
         if not changes:
-            self._polled(trail, word, access)
+            self._polled(thread, word, access)
         else:
             value = signed(new, word.itemsize)
             if op == "add":
-                self.words.added(word, access, value, trail.launch)
+                self.words.added(word, access, value, thread.launch)
             else:
-                word.wrote(trail, access.code, access.verb, value)
+                word.wrote(thread, access.code, access.verb, value)
             if sem in ("release", "acq_rel"):
-                self.words.release(trail, word, scope, "released", keeps=True)()
+                self.words.release(thread, word, scope, "released", keeps=True)()
             else:
-                self.words.unordered(trail, word, scope, keeps=True)()
+                self.words.unordered(thread, word, scope, keeps=True)()
         if sem in ("acquire", "acq_rel"):
-            trail.barrier()  # Triton hands the value to all threads through one
+            thread.barrier()  # Triton hands the value to all threads through one
 
-    def _polled(self, trail: Trail, word: Any, access: Access) -> None:
-        self.words.polled(word, trail)
+    def _polled(self, thread: ThreadClock, word: Any, access: Access) -> None:
+        self.words.polled(word, thread)
         if access.code is not None and is_polled(access.code[0].co_filename, access.code[1]):
-            self.residency.waited(trail, word, None, access.code)
+            self.residency.waited(thread, word, None, access.code)
 
     def notified(self, address: int, bits: int, itemsize: int) -> Callable[[], None]:
         """``st.release.sys`` of one thread, before it is done. Returns as ``store`` does."""
-        trail, word = self.trail(), self.words.at(address, itemsize)
-        access = self.races.access(trail, SCALAR, "notify", "sys")
+        thread, word = self.thread(), self.words.at(address, itemsize)
+        access = self.races.access(thread, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
-        if self._translated(trail, at, None):
-            self._untranslated(trail, access, at)
-        stored = partial(self.words.stored, word, access, signed(bits, itemsize), trail.launch)
-        self.races.write(trail, access, at, itemsize)
-        return partial(_call_all, [stored, self.words.release(trail, word, "sys", "notified", keeps=False)])
+        if self._translated(thread, at, None):
+            self._untranslated(thread, access, at)
+        stored = partial(self.words.stored, word, access, signed(bits, itemsize), thread.launch)
+        self.races.write(thread, access, at, itemsize)
+        return partial(_call_all, [stored, self.words.release(thread, word, "sys", "notified", keeps=False)])
 
     def waited(self, address: int, itemsize: int, wanted: int) -> None:
-        trail, word = self.trail(), self.words.at(address, itemsize)
-        access = self.races.access(trail, SCALAR, "wait", "sys")
-        self.races.read(trail, access, np.array([address], np.uint64), itemsize, None)
-        self.words.acquire(trail, word, "sys", "waited for")
-        trail.barrier()
-        self.words.waited(word, wanted, trail.launch)
-        self.residency.waited(trail, word, wanted, access.code)
-        trail.waits = (address, access.code)
+        thread, word = self.thread(), self.words.at(address, itemsize)
+        access = self.races.access(thread, SCALAR, "wait", "sys")
+        self.races.read(thread, access, np.array([address], np.uint64), itemsize, None)
+        self.words.acquire(thread, word, "sys", "waited for")
+        thread.barrier()
+        self.words.waited(word, wanted, thread.launch)
+        self.residency.waited(thread, word, wanted, access.code)
+        thread.waits = (address, access.code)
 
     def barrier(self) -> None:
-        self.trail().barrier()
+        self.thread().barrier()
 
     def drain(self) -> None:
-        self.trail().drain()
+        self.thread().drain()
 
     def fence(self) -> None:
-        self.trail().fence()
+        self.thread().fence()
 
     def fence_proxy(self) -> None:
-        self.trail().fence_proxy()
+        self.thread().fence_proxy()
 
     # --- peers' heaps ------------------------------------------------------------------------------------------------
 
-    def _translated(self, trail: Trail, addresses: np.ndarray, bits: np.ndarray | None) -> bool:
+    def _translated(self, thread: ThreadClock, addresses: np.ndarray, bits: np.ndarray | None) -> bool:
         """With ``bits``: note a load from a table of deltas. Without: whether an access is to a heap never translated to."""
-        if not isinstance(trail, ProgramTrail):
+        if not isinstance(thread, ProgramClock):
             return False
         first = int(addresses[0])
         if bits is not None:
@@ -352,12 +352,12 @@ class Watcher(Ordering):
                 if 0 <= at < 8 * view.deltas.numel():
                     own = view.barriers.data_ptr()
                     found = (self.memory.heap_of(own + int(delta)) for delta in bits.view(np.int64))
-                    trail.reached.update(heap for heap in found if heap is not None)
+                    thread.reached.update(heap for heap in found if heap is not None)
             return False
         heap = self.memory.heap_of(first)
-        return heap is not None and heap not in trail.reached and self.memory.heap_rank(heap) != trail.rank
+        return heap is not None and heap not in thread.reached and self.memory.heap_rank(heap) != thread.rank
 
-    def _untranslated(self, trail: Trail, access: Access, addresses: np.ndarray) -> None:
+    def _untranslated(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> None:
         who = self.races.describe(access)
         text = f"{who} reaches a peer's memory by an address that symm_at did not give it"
         self._report("untranslated", text, access, addresses)

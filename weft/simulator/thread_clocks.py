@@ -31,7 +31,7 @@ _LATE = (ASYNC, DELIVERY, COPYING)
 
 @dataclass(slots=True)
 class Sync:
-    """The last synchronisation of a trail, put into words when it is reported."""
+    """The last synchronisation of a thread, put into words when it is reported."""
 
     verb: str
     address: int | None = None
@@ -43,7 +43,7 @@ class Access:
     """One access as it is remembered: ``time`` of ``slot``; ``seq`` is the program's count of releases by then."""
 
     number: int
-    trail: Trail
+    thread: ThreadClock
     kind: str
     slot: int
     time: int
@@ -57,14 +57,14 @@ class Access:
     launches: int | None = None  # of a copy: kernels that its rank had launched when it was given
 
 
-class Trail:
+class ThreadClock:
     def __init__(self, slots: Slots, rank: int, label: str, name: object, clock: np.ndarray) -> None:
         self.slots, self.rank, self.label = slots, rank, label
         self.sync = Sync("start of " + label)
         self.accesses: dict[tuple, Access] = {}
         self.code: tuple | None = None  # of host code and streams: the line that gave the operation
-        # Whose writes an acquire did not make visible, and why: trail -> (kind, sentence).
-        self.notes: dict[Trail, tuple[str, str]] = {}
+        # Whose writes an acquire did not make visible, and why: thread -> (kind, sentence).
+        self.notes: dict[ThreadClock, tuple[str, str]] = {}
         # Of the last release acquired, if its program had not waited for the kernel before: what it did not cover, and where.
         self.hasty: tuple[np.ndarray, tuple | None] | None = None
         self.grid: Any = None  # of a program
@@ -85,7 +85,7 @@ class Trail:
         self.clock = joined(self.clock, clock)
 
     def publish(self) -> np.ndarray:
-        """A clock that covers all of this trail so far."""
+        """A clock that covers all of this thread so far."""
         known = self.clock.copy()
         self.tick()
         return known
@@ -99,7 +99,7 @@ class Release:
 
 
 @dataclass(slots=True)
-class _Threads:
+class _Stamps:
     """Stamps of one kind of access: what a release covers, what was fenced, and whether anything came since."""
 
     slot: int
@@ -138,13 +138,13 @@ class Block:
         return (int(common.min()), int(common.max()) + self.itemsize) if common.size else None
 
 
-class ProgramTrail(Trail):
+class ProgramClock(ThreadClock):
     def __init__(self, slots: Slots, rank: int, label: str, index: object, clock: np.ndarray) -> None:
         super().__init__(slots, rank, label, ("program", index, SCALAR), clock)
         self._index = index
         # What it will know once it has waited for the kernel before; None of what starts when that has ended.
         self.ahead: np.ndarray | None = None
-        self._threads: dict[str, _Threads] = {}
+        self._stamps: dict[str, _Stamps] = {}
         # Plain stores since the last CTA barrier: number of the access -> its last blocks.
         self.stores: dict[int, deque[Block]] = {}
         self._fenced_scalars = self.slots.time[self.slot] - 1
@@ -163,75 +163,75 @@ class ProgramTrail(Trail):
         self.begun = joined(self.begun, self.ahead)
         self.ahead = None
 
-    def _of(self, kind: str) -> _Threads:
-        threads = self._threads.get(kind)
-        if threads is None:
+    def _of(self, kind: str) -> _Stamps:
+        stamps = self._stamps.get(kind)
+        if stamps is None:
             slot = self.slots.of(self.rank, ("program", self._index, kind))
             self.clock = fit(self.clock, slot)
             before = self.slots.time[slot]
             now = self.slots.tick(slot)
             # A program sees its own plain stores at once, its descriptor stores when drained, its copies when complete.
             self.clock[:, slot] = before if kind in _LATE else now
-            threads = self._threads[kind] = _Threads(slot, before, before, before)
-        return threads
+            stamps = self._stamps[kind] = _Stamps(slot, before, before, before)
+        return stamps
 
     def stamp(self, kind: str) -> tuple[int, int, int]:
         count = self.slots.time[self.slot]
         if kind is SCALAR:
             return self.slot, count, count
-        threads = self._of(kind)
-        threads.dirty = True
-        return threads.slot, self.slots.time[threads.slot], count
+        stamps = self._of(kind)
+        stamps.dirty = True
+        return stamps.slot, self.slots.time[stamps.slot], count
 
     def barrier(self) -> None:
         """A CTA barrier: what all threads did is covered by the releases to come."""
         self.stores.clear()
-        for kind, threads in self._threads.items():
+        for kind, stamps in self._stamps.items():
             if kind is ASYNC:
-                threads.published = threads.drained
-            elif threads.dirty and kind not in _LATE:
-                threads.published = self._next(threads)
+                stamps.published = stamps.drained
+            elif stamps.dirty and kind not in _LATE:
+                stamps.published = self._next(stamps)
 
     def drain(self) -> None:
         """Descriptor stores so far have landed, as every thread knows of its own."""
-        stores = self._threads.get(ASYNC)
+        stores = self._stamps.get(ASYNC)
         if stores is not None and stores.dirty:
             stores.drained = self._next(stores)
             self.clock[:, stores.slot] = stores.drained
 
     def deliver(self) -> None:
         """The puts so far are delivered before what follows; to this program they are not over."""
-        puts = self._threads.get(DELIVERY)
+        puts = self._stamps.get(DELIVERY)
         if puts is not None and puts.dirty:
             puts.published = self._next(puts)
 
     def delivered(self, access: Access) -> bool:
         """True if ``access`` is of a put that is delivered before what this program stores now."""
-        return access.kind is DELIVERY and access.time <= self._threads[DELIVERY].published
+        return access.kind is DELIVERY and access.time <= self._stamps[DELIVERY].published
 
     def complete(self) -> None:
         """All copies so far are over, as every thread knows."""
         for kind in (DELIVERY, COPYING):
-            copies = self._threads.get(kind)
+            copies = self._stamps.get(kind)
             if copies is not None:
                 if copies.dirty:
                     copies.published = self._next(copies)
                 self.clock[:, copies.slot] = copies.published
 
-    def _next(self, threads: _Threads) -> int:
-        before = self.slots.time[threads.slot]
-        now = self.slots.tick(threads.slot)
-        threads.dirty = False
-        if not any(threads is self._threads.get(kind) for kind in _LATE):
-            self.clock[:, threads.slot] = now
+    def _next(self, stamps: _Stamps) -> int:
+        before = self.slots.time[stamps.slot]
+        now = self.slots.tick(stamps.slot)
+        stamps.dirty = False
+        if not any(stamps is self._stamps.get(kind) for kind in _LATE):
+            self.clock[:, stamps.slot] = now
         self.accesses.clear()
         return before
 
     def covered(self) -> np.ndarray:
         """The clock that a release by one thread makes known."""
         known = self.clock.copy()
-        for threads in self._threads.values():
-            known[:, threads.slot] = threads.published
+        for stamps in self._stamps.values():
+            known[:, stamps.slot] = stamps.published
         return known
 
     def publish(self) -> np.ndarray:
@@ -243,10 +243,10 @@ class ProgramTrail(Trail):
         """The clock that a relaxed write makes known: of the last fence or the kernel's begin, and loads that are over."""
         known = self.begun if self.fenced is None else self.fenced
         for kind in (LOADED, AWAITED):
-            if kind in self._threads:
-                threads = self._threads[kind]
-                known = fit(known.copy(), threads.slot)
-                known[:, threads.slot] = threads.published
+            if kind in self._stamps:
+                stamps = self._stamps[kind]
+                known = fit(known.copy(), stamps.slot)
+                known[:, stamps.slot] = stamps.published
         return known
 
     def fence_proxy(self) -> None:
@@ -255,21 +255,21 @@ class ProgramTrail(Trail):
 
     def step(self) -> None:
         """What comes after is not known to those who know the clock so far. Publishes nothing."""
-        for kind, threads in self._threads.items():
-            if kind not in _LATE and threads.dirty:
-                self._next(threads)
-                threads.dirty = True
+        for kind, stamps in self._stamps.items():
+            if kind not in _LATE and stamps.dirty:
+                self._next(stamps)
+                stamps.dirty = True
         self.tick()
 
     def message(self) -> np.ndarray:
         """What a Lamport word that is stored now tells its reader. What comes after is not in it."""
         known = self.clock.copy()
         known[TOLD, self.slot] = self._fenced_scalars
-        for kind, threads in self._threads.items():
+        for kind, stamps in self._stamps.items():
             if kind is not AWAITED:
-                known[TOLD, threads.slot] = threads.fenced
+                known[TOLD, stamps.slot] = stamps.fenced
             if kind in _LATE:
-                known[HEARD, threads.slot] = threads.fenced
+                known[HEARD, stamps.slot] = stamps.fenced
         self.step()
         return known
 
@@ -278,8 +278,8 @@ class ProgramTrail(Trail):
         self._fenced_scalars = self.slots.time[self.slot]
         self.deliver()
         self.fenced = self.publish()
-        for threads in self._threads.values():
-            threads.fenced = threads.published
+        for stamps in self._stamps.values():
+            stamps.fenced = stamps.published
         if self.seen is not None:
             self.learn(self.seen)
 
@@ -289,8 +289,8 @@ class ProgramTrail(Trail):
     def finish(self) -> np.ndarray:
         """The clock at the program's end: all of it has landed, and its relaxed reads are as behind a fence."""
         known = self.clock if self.seen is None else joined(self.clock, self.seen)
-        for threads in self._threads.values():
-            known[:, threads.slot] = self.slots.time[threads.slot]
+        for stamps in self._stamps.values():
+            known[:, stamps.slot] = self.slots.time[stamps.slot]
         return known
 
 
@@ -305,18 +305,18 @@ class Word:
     itemsize: int
     by_all: np.ndarray | None = None
     by_rank: dict[int, np.ndarray] = field(default_factory=dict)
-    writers: list[tuple[Trail, tuple | None, str, int]] = field(default_factory=list)
+    writers: list[tuple[ThreadClock, tuple | None, str, int]] = field(default_factory=list)
     # Writers whose stores an acquire does not make visible, (kind, sentence) of why, and within which scope it does.
-    unreleased: dict[Trail, tuple[str, str, str]] = field(default_factory=dict)
+    unreleased: dict[ThreadClock, tuple[str, str, str]] = field(default_factory=dict)
     # What the releasers themselves had missed.
-    notes: dict[Trail, tuple[str, str]] = field(default_factory=dict)
+    notes: dict[ThreadClock, tuple[str, str]] = field(default_factory=dict)
     wanted: int = 0
     added: int = 0
     notify_launches: set[int] = field(default_factory=set)
     wait_launches: set[int] = field(default_factory=set)
-    equality: tuple[Trail, tuple] | None = None
+    equality: tuple[ThreadClock, tuple] | None = None
     values: set[int] = field(default_factory=set)
-    hasty: tuple[np.ndarray, tuple | None] | None = None  # as of a trail
+    hasty: tuple[np.ndarray, tuple | None] | None = None  # as of a thread
     back: tuple[str, Access] | None = None  # a notify that set it back, to be reported if a program waits for it
 
     def forget(self) -> None:
@@ -338,6 +338,6 @@ class Word:
         mine = [self.by_rank[rank]] if rank in self.by_rank and scope != "cta" else []
         return [*mine, self.by_all] if scope == "sys" and self.by_all is not None else mine
 
-    def wrote(self, trail: Trail, code: tuple | None, verb: str, value: int) -> None:
-        self.writers.append((trail, code, verb, value))
+    def wrote(self, thread: ThreadClock, code: tuple | None, verb: str, value: int) -> None:
+        self.writers.append((thread, code, verb, value))
         del self.writers[:-8]

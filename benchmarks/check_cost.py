@@ -20,7 +20,7 @@ from weft import ops
 from weft.ops.gemm.config import GemmConfig
 from weft.ops.overlap.all_gather_matmul import run as run_all_gather_matmul
 from weft.runtime.files import put
-from weft.simulator.watcher import Watcher
+from weft.simulator.observer import Observer
 
 RUNS = 3
 WORLD_SIZE = 4
@@ -46,7 +46,7 @@ def reduced_gemm(team: Any) -> torch.Tensor:
 def seconds(main: Callable[[Any], Any], watched: bool) -> float:
     def prepare(machine: Any) -> None:
         if watched:
-            machine.watcher = Watcher(machine)
+            machine.observer = Observer(machine)
 
     started = time.process_time()
     weft.simulate(main, WORLD_SIZE, prepare=prepare)

@@ -13,7 +13,7 @@ import weft.check
 import weft.language as wl
 from tests.check import examples
 from tests.zoo import staging
-from weft.simulator.watcher import Watcher
+from weft.simulator.observer import Observer
 
 
 def line_of(text):
@@ -164,21 +164,21 @@ def test_wrong_arguments():
         weft.check(examples.main, 2, strategy="wild")
 
 
-def test_a_simulation_without_a_check_has_no_watcher():
+def test_a_simulation_without_a_check_has_no_observer():
     machines = []
     weft.simulate(examples.main, 2, prepare=machines.append)
-    assert machines[0].watcher is None
+    assert machines[0].observer is None
 
 
 def test_host_code_is_seen_inside_custom_operators():
     machines = []
 
     def prepare(machine):
-        machine.watcher = Watcher(machine)
+        machine.observer = Observer(machine)
         machines.append(machine)
 
     weft.simulate(lambda team: weft.ops.all_reduce(torch.ones(8), team), 2, prepare=prepare)
-    assert machines[0].watcher.races.findings == {}
+    assert machines[0].observer.races.findings == {}
 
 
 def test_breakpoint_stops_one_rank(monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs of a main under schedules, each with a watcher; findings merged over all of them."""
+"""Runs of a main under schedules, each with an observer; findings merged over all of them."""
 
 from __future__ import annotations
 
@@ -179,12 +179,12 @@ class Runner:
 
     def _run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
         from weft.simulator.delays import Delays
-        from weft.simulator.watcher import Watcher
+        from weft.simulator.observer import Observer
 
         kept = []
 
         def prepare(machine: Any) -> None:
-            machine.watcher = Watcher(machine)
+            machine.observer = Observer(machine)
             chosen = strategy or make(
                 schedule.strategy, schedule.seed, schedule.world_size, schedule.sms, schedule.depth
             )
@@ -209,16 +209,16 @@ class Runner:
         if not kept or isinstance(error, WrongMain):
             raise error  # it did not even begin
         machine = kept[0]
-        watcher = machine.watcher
+        observer = machine.observer
         if error is None:
-            watcher.words.finish()
-        races = watcher.races
+            observer.words.finish()
+        races = observer.races
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         if error is not None and not isinstance(error, Deadlock):
             findings.append((_of_error(error, machine), 1))
         return Outcome(
             findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
-            is_sized=machine.is_sized, unstarted=watcher.unstarted,
+            is_sized=machine.is_sized, unstarted=observer.unstarted,
         )  # fmt: skip
 
 
@@ -287,7 +287,7 @@ _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank 
 
 def _of_error(error: Exception, machine: Any) -> Finding:
     """A finding that an exception stands for."""
-    races, failed = machine.watcher.races, machine.scheduler.failed
+    races, failed = machine.observer.races, machine.scheduler.failed
     kind, tensor, rank, index = "error", "", 0, 0
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     sides: tuple[Side, ...] = ()
@@ -297,7 +297,7 @@ def _of_error(error: Exception, machine: Any) -> Finding:
         place = _PLACE.match(error.nearest)
         if place is not None:
             tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
-        asked = machine.watcher.asked.get(error.who)
+        asked = machine.observer.asked.get(error.who)
         sides = (races.side(replace(asked, verb=error.verb)),) if asked is not None else ()
     elif failed is not None:
         kind = "misaligned" if isinstance(error, Misaligned) else kind

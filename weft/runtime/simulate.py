@@ -46,7 +46,7 @@ def simulate(
     sms       programs of a rank that can be resident at once; further ones start when others end
     slow      rank -> how many times rarer than the others it is chosen
     on_event  called with (step, task, kind, detail) for every access, launch and wait
-    prepare   called with the machine before it runs (``weft.check`` sets its watcher and strategy there)
+    prepare   called with the machine before it runs (``weft.check`` sets its observer and strategy there)
 
     Raises what a rank raised (the others are stopped), Deadlock the moment no task can go on, InvalidAccess for a kernel
     that leaves its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.

@@ -79,8 +79,8 @@ class VirtualPlatform:
 
     def synchronize(self) -> None:
         self._machine.drain(self.copy_engine.stream)
-        if self._machine.watcher is not None:
-            self._machine.watcher.synchronized(self._machine.rank)
+        if self._machine.observer is not None:
+            self._machine.observer.synchronized(self._machine.rank)
 
     def max_programs(self, num_warps: int, registers: int) -> int:
         self._machine.is_sized = True
@@ -135,8 +135,8 @@ class VirtualCopyEngine:
     def fork(self) -> None:
         """The copy engine starts after the work of the main stream, which has ended already, as a rule."""
         self._machine.settle()
-        if self._machine.watcher is not None:
-            self._machine.watcher.fork(self.stream)
+        if self._machine.observer is not None:
+            self._machine.observer.fork(self.stream)
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         there = self._at(dst, peer)
@@ -159,12 +159,12 @@ class VirtualCopyEngine:
     def _enqueue(self, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
         check_copy(dst, src)
         target, source = dst.view(-1), src.view(-1)
-        watcher = self._machine.watcher
-        order = watcher.enqueued(self.stream, [dst, src]) if watcher is not None else None
+        observer = self._machine.observer
+        order = observer.enqueued(self.stream, [dst, src]) if observer is not None else None
 
         def move() -> None:
-            if watcher is not None:
-                watcher.begin(order, label)
+            if observer is not None:
+                observer.begin(order, label)
             count, itemsize = source.numel(), source.element_size()
             step = -(-count // _PIECES) if count > _PIECES else max(count, 1)
             for start in range(0, count, step):
@@ -173,8 +173,8 @@ class VirtualCopyEngine:
                 self._machine.scheduler.current.next = ((base, base + nbytes, True), (origin, origin + nbytes, False))
                 self._machine.scheduler.step()
                 self._machine.note("copy", label)
-                if watcher is not None:
-                    watcher.copied(base, origin, nbytes, itemsize, signal)
+                if observer is not None:
+                    observer.copied(base, origin, nbytes, itemsize, signal)
                 target[start : start + step].copy_(source[start : start + step])
                 self._machine.scheduler.written(base, base + nbytes)
 

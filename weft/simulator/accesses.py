@@ -26,7 +26,7 @@ class Accesses:
     memory: Memory
     pointers: Pointers
     interpreter: Interpreter
-    watcher: Any
+    observer: Any
     delays: Any
     who: Callable[[], str]
     note: Callable[..., None]
@@ -41,7 +41,7 @@ class Accesses:
             low, high = (int(active.min()), int(active.max()) + itemsize) if active.size else (0, 0)
             own = ((low, high, write),) if active.size and not late else ()
             task.next = own + self.delays.footprint(task, low, high, releases)
-            task.next_line = self.watcher.races.code() if self.watcher is not None else None
+            task.next_line = self.observer.races.code() if self.observer is not None else None
         self.scheduler.step()
 
     def plain(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
@@ -58,8 +58,8 @@ class Accesses:
             self._own_access(addresses, mask, itemsize)
         bits = self.memory.load(addresses, mask, itemsize, self.who)
         self.looked(key, Look(f"{access} load", addresses, mask, itemsize, bits))
-        if self.watcher is not None:
-            self.watcher.load(addresses, mask, itemsize, access, bits)
+        if self.observer is not None:
+            self.observer.load(addresses, mask, itemsize, access, bits)
         return bits
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
@@ -71,9 +71,9 @@ class Accesses:
         if self.delays is not None:
             self._own_access(addresses, mask, bits.dtype.itemsize)
         landed = None
-        if self.watcher is not None:
+        if self.observer is not None:
             self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
-            landed = self.watcher.store(addresses, bits, mask, access)
+            landed = self.observer.store(addresses, bits, mask, access)
         if self.delays is not None:
             self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
             self.delays.take(self.scheduler.current, addresses, bits, mask, access, landed)
@@ -149,8 +149,8 @@ class Accesses:
             except InvalidAccess:  # freed since: the program's next look says so
                 return True
 
-        if self.watcher is not None:
-            self.watcher.spins(ranges[0][0], looking.code)
+        if self.observer is not None:
+            self.observer.spins(ranges[0][0], looking.code)
         low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
         self.scheduler.block(Waiting(done, lambda: self.spinning(looks, looking.code), low, high))
 
@@ -175,8 +175,8 @@ class Accesses:
 
     def barrier(self) -> None:
         """A CTA barrier. A program is one task here, so there is nothing to wait for."""
-        if self.watcher is not None:
-            self.watcher.barrier()
+        if self.observer is not None:
+            self.observer.barrier()
         if self.delays is not None:
             self.delays.barrier(self.scheduler.current)
 
@@ -204,9 +204,9 @@ class Accesses:
         landed = None
         if self.delays is not None:
             self._own_access(at, everywhere, itemsize)
-        if self.watcher is not None:
+        if self.observer is not None:
             self.memory.check(at, everywhere, itemsize, self.who)
-            landed = self.watcher.notified(address, int(value[0]), itemsize)
+            landed = self.observer.notified(address, int(value[0]), itemsize)
         if self.delays is not None:
             self.memory.check(at, everywhere, itemsize, self.who)
             self.delays.take_release(self.scheduler.current, at, value, landed)
@@ -232,8 +232,8 @@ class Accesses:
         bits = self.memory.load(sources, everywhere, source_itemsize, self.who)
         self.memory.check(targets, everywhere, itemsize, self.who)
         landed = None
-        if self.watcher is not None:
-            landed = self.watcher.copies(targets, itemsize, sources, source_itemsize, bits, what)
+        if self.observer is not None:
+            landed = self.observer.copies(targets, itemsize, sources, source_itemsize, bits, what)
         low, high = int(targets.min()), int(targets.max()) + itemsize
         first, last = int(sources.min()), int(sources.max()) + source_itemsize
 
@@ -257,8 +257,8 @@ class Accesses:
     def complete_copies(self, *kinds: str) -> None:
         """The running program goes on once its copies (those of ``kinds``, if any are named) have been made."""
         task = self.scheduler.current
-        if not kinds and self.watcher is not None:
-            self.watcher.completed()
+        if not kinds and self.observer is not None:
+            self.observer.completed()
         mine = [copy for copy, what in self._copies.get(task, ()) if not kinds or what in kinds]
         if mine:
             task.next = None
@@ -270,32 +270,32 @@ class Accesses:
 
     def drain_async(self) -> None:
         """Tensor-descriptor stores of the running program have landed."""
-        if self.watcher is not None:
-            self.watcher.drain()
+        if self.observer is not None:
+            self.observer.drain()
         if self.delays is not None:
             self.delays.drain(self.scheduler.current)
 
     def fence_async(self) -> None:
         """Tensor-descriptor loads see what the running program sees."""
-        if self.watcher is not None:
-            self.watcher.fence_proxy()
+        if self.observer is not None:
+            self.observer.fence_proxy()
 
     def wait_for_previous_kernel(self) -> None:
         """What came before the running kernel in its stream has ended: so it has anyway, and now its program knows."""
-        if self.watcher is not None:
-            self.watcher.followed()
+        if self.observer is not None:
+            self.observer.followed()
 
     def let_next_kernel_start(self) -> None:
         """The next kernel's programs may start beside the running one's."""
-        if self.watcher is not None:
-            self.watcher.let_next_start()
+        if self.observer is not None:
+            self.observer.let_next_start()
 
     def fence(self) -> None:
         """A fence at system scope in every thread of the running program."""
         self.complete_copies("put")
         self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
-        if self.watcher is not None:
-            self.watcher.fence()
+        if self.observer is not None:
+            self.observer.fence()
         if self.delays is not None:
             self.delays.fence(self.scheduler.current)
 
@@ -330,12 +330,12 @@ class Accesses:
             self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
         else:
             self.looked(key, Look(f"atomic {op}", addresses, mask, dtype.itemsize, before.reshape(addresses.shape)))
-        if self.watcher is not None:
+        if self.observer is not None:
             old, new = before[flat_mask], after[flat_mask]
             if access == "tma":
-                self.watcher.reduced(op, flat_addresses[flat_mask], new, scope)
+                self.observer.reduced(op, flat_addresses[flat_mask], new, scope)
             else:
-                self.watcher.atomic(op, flat_addresses[flat_mask], old, new, sem, scope)
+                self.observer.atomic(op, flat_addresses[flat_mask], old, new, sem, scope)
         return before.reshape(addresses.shape)
 
     def _first(self, addresses: np.ndarray, mask: np.ndarray) -> str:

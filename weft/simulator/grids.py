@@ -60,16 +60,16 @@ class Grid:
         self.programs.append(program)
         self.started += 1
         program.on_finish = lambda: self._program_ended(program)
-        if self.machine.watcher is not None:
-            self.machine.watcher.program_started(program)
+        if self.machine.observer is not None:
+            self.machine.observer.program_started(program)
         self.scheduler.spawn(program)
 
     def _program_ended(self, program: Program) -> None:
         self.ended += 1
         if self.machine.delays is not None:
             self.machine.delays.end(program)
-        if self.machine.watcher is not None:
-            self.machine.watcher.program_ended(program)
+        if self.machine.observer is not None:
+            self.machine.observer.program_ended(program)
         if program.error is not None and self.error is None:
             self.error = program.error
         self.machine.sm_freed(self.rank)
@@ -84,7 +84,7 @@ class Launches:
     memory: Memory
     pointers: Pointers
     interpreter: Interpreter
-    watcher: Any
+    observer: Any
     rank: int
     note: Any
     _free_sms: list[int]
@@ -122,8 +122,8 @@ class Launches:
         if run.total == 0:
             self._forget(bases)
             return
-        if self.watcher is not None:
-            self.watcher.launch(task.rank, run, launch.tuples)
+        if self.observer is not None:
+            self.observer.launch(task.rank, run, launch.tuples)
         self._pending[task.rank].append(run)
         self.sm_freed(task.rank, freed=0)
         self._awaited[task.rank] = run
@@ -172,8 +172,8 @@ class Launches:
         self._forget(run.bases)
         if run.error is not None:
             raise run.error
-        if self.watcher is not None:
-            self.watcher.grid_ended(run)
+        if self.observer is not None:
+            self.observer.grid_ended(run)
 
     def _forget(self, bases: list[int]) -> None:
         for base in bases:

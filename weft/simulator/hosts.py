@@ -19,11 +19,11 @@ _SHAPE_ONLY = frozenset({
 
 
 class HostOperations(TorchDispatchMode):
-    """Tells the watcher of every operation of this thread. Operations on memory that only this rank has cost a look-up."""
+    """Tells the observer of every operation of this thread. Operations on memory that only this rank has cost a look-up."""
 
-    def __init__(self, watcher: Any, rank: int) -> None:
+    def __init__(self, observer: Any, rank: int) -> None:
         super().__init__()
-        self._watcher, self._rank = watcher, rank
+        self._observer, self._rank = observer, rank
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -37,32 +37,32 @@ class HostOperations(TorchDispatchMode):
             return func(*args, **kwargs)
         operands = [(t, w) for value, w in _operands(func, args, kwargs) for t in _tensors(value)]
         if operands:
-            self._watcher.machine.settle()
-            self._watcher.host_works(self._rank)
+            self._observer.machine.settle()
+            self._observer.host_works(self._rank)
         for tensor, _ in operands:
-            self._watcher.host_touches(self._rank, tensor, name)
+            self._observer.host_touches(self._rank, tensor, name)
         touched = [(t, w) for t, w in operands if self._concerns(t)]
         before = {}
         for tensor, write in touched:
             if write:
                 low = tensor.data_ptr()
-                for word in self._watcher.words.within(low, low + _reach(tensor)):
-                    before[word.address] = self._watcher.words.value(word)
+                for word in self._observer.words.within(low, low + _reach(tensor)):
+                    before[word.address] = self._observer.words.value(word)
         result = func(*args, **kwargs)
         for tensor, write in touched:
             mine = {}
             if write:
                 low = tensor.data_ptr()
                 mine = {a: old for a, old in before.items() if low <= a < low + _reach(tensor)}
-            self._watcher.host_access(self._rank, _addresses(tensor), tensor.element_size(), name, write, mine)
+            self._observer.host_access(self._rank, _addresses(tensor), tensor.element_size(), name, write, mine)
             if write:
-                self._watcher.machine.scheduler.written(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor))
+                self._observer.machine.scheduler.written(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor))
         if name == "_local_scalar_dense":
-            self._watcher.looked(self._rank)
+            self._observer.looked(self._rank)
         return result
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() > 0 and self._watcher.memory.find(tensor.data_ptr()) is not None
+        return tensor.numel() > 0 and self._observer.memory.find(tensor.data_ptr()) is not None
 
 
 def host_line() -> tuple | None:

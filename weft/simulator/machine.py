@@ -74,7 +74,7 @@ class Machine(Accesses, Launches):
         self._copies: dict[Any, list[tuple[GreenletTask, str]]] = {}
         self.uninitialised: set[int] = set()  # bases of symmetric tensors, which nobody has filled
         # The checker's ear, and its late stores; None where nobody checks.
-        self.watcher: Any = None
+        self.observer: Any = None
         self.delays: Any = None
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Machine(Accesses, Launches):
 
     def host_scope(self, rank: int) -> AbstractContextManager:
         """What a rank's host code runs in."""
-        return self.watcher.host(rank) if self.watcher is not None else nullcontext()
+        return self.observer.host(rank) if self.observer is not None else nullcontext()
 
     def _bind(self, word: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: word(self, *args, **kwargs)
@@ -120,8 +120,8 @@ class Machine(Accesses, Launches):
         if frame is None:
             return task.label
         who = f"{task.label} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        if self.watcher is not None:
-            self.watcher.asked_who(who)
+        if self.observer is not None:
+            self.observer.asked_who(who)
         return who
 
     def note(self, kind: str, detail: str = "") -> None:
@@ -167,8 +167,8 @@ class Machine(Accesses, Launches):
     def join(self, stream: str) -> None:
         """The calling rank's main stream goes on once its side stream has nothing left to do."""
         self.drain(stream)
-        if self.watcher is not None:
-            self.watcher.joined(stream)
+        if self.observer is not None:
+            self.observer.joined(stream)
 
     def is_idle(self, rank: int) -> bool:
         """True if no kernel, copy or other stream operation of ``rank`` is under way."""
@@ -182,8 +182,8 @@ class Machine(Accesses, Launches):
         address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
         task, where = self.scheduler.current, self.who()
         task.looking = None
-        if self.watcher is not None:
-            self.watcher.waits(address, itemsize)
+        if self.observer is not None:
+            self.observer.waits(address, itemsize)
         self.touch(address, address + itemsize)
 
         def read() -> int:
@@ -195,14 +195,14 @@ class Machine(Accesses, Launches):
 
         self.scheduler.block(Waiting(lambda: done(read()), describe, address, address + itemsize))
         self.note("waited", self.memory.describe(address))
-        if self.watcher is not None:
-            self.watcher.waited(address, itemsize, wanted)
+        if self.observer is not None:
+            self.observer.waited(address, itemsize, wanted)
         return read()
 
     def wait_for_bytes(self, low: int, high: int, done: Callable[[], bool], describe: Callable[[], str]) -> None:
         task, where = self.scheduler.current, self.who()
-        if self.watcher is not None:
-            self.watcher.waits_for_data(low)
+        if self.observer is not None:
+            self.observer.waits_for_data(low)
         self.scheduler.block(Waiting(done, lambda: f"{where[len(task.label) :].strip()} {describe()}", low, high))
 
     def exchange(self, meeting: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
@@ -212,8 +212,8 @@ class Machine(Accesses, Launches):
         rank = self.rank
         if streams:
             self.settle()
-        if self.watcher is not None:
-            self.watcher.met(meeting, rank, streams)
+        if self.observer is not None:
+            self.observer.met(meeting, rank, streams)
         here = self._meetings.setdefault(meeting, {})
         here[rank] = item
         self.scheduler.recheck()
@@ -222,8 +222,8 @@ class Machine(Accesses, Launches):
             return f"waits in {meeting} for rank {', '.join(str(m) for m in members if m not in here)}"
 
         self.scheduler.block(Waiting(lambda: len(here) == len(members), absent))
-        if self.watcher is not None:
-            self.watcher.left(meeting, rank)
+        if self.observer is not None:
+            self.observer.left(meeting, rank)
         return [here[m] for m in members]
 
     def _deadlock(self) -> Deadlock:
@@ -245,8 +245,8 @@ class Machine(Accesses, Launches):
                         f"rank {rank} kernel {grid.launch.name} programs {grid.started}..{grid.total - 1} cannot start: all "
                         f"{self.sms} SMs are held by programs that wait"
                     )
-        if self.watcher is not None:
-            lines += self.watcher.deadlocked(
+        if self.observer is not None:
+            lines += self.observer.deadlocked(
                 [grid for pending in self._pending for grid in pending if grid.started < grid.total], lines
             )
         return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")

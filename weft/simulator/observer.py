@@ -1,6 +1,6 @@
 """The checker's ear at the machine: every access, launch, copy and meeting comes here and goes on to ``races`` and ``syncing``.
 
-A machine without a watcher pays one comparison an access.
+A machine without an observer pays one comparison an access.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FEW = 32
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
 
-class Watcher(Ordering):
+class Observer(Ordering):
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed

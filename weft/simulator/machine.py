@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import Deadlock
-from weft.simulator import words
+from weft.simulator import intrinsics
 from weft.simulator.accesses import Accesses
 from weft.simulator.grids import Grid, Launches, Program
 from weft.simulator.interpreter import LIBRARIES, Interpreter
@@ -94,19 +94,21 @@ class Machine(Accesses, Launches):
         for host in hosts:
             self.scheduler.spawn(host)
         with self.scheduler.interrupts, self.interpreter:
-            subscription = words.subscribe(lambda fn, word: self.interpreter.replace(fn, self._bind(word)))
+            subscription = intrinsics.subscribe(
+                lambda fn, intrinsic: self.interpreter.replace(fn, self._bind(intrinsic))
+            )
             try:
                 self.scheduler.run(self._deadlock)
             finally:
-                words.unsubscribe(subscription)
+                intrinsics.unsubscribe(subscription)
         return [host.result for host in hosts]
 
     def host_scope(self, rank: int) -> AbstractContextManager:
         """What a rank's host code runs in."""
         return self.observer.host(rank) if self.observer is not None else nullcontext()
 
-    def _bind(self, word: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: word(self, *args, **kwargs)
+    def _bind(self, intrinsic: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: intrinsic(self, *args, **kwargs)
 
     @property
     def rank(self) -> int:

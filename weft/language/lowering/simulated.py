@@ -16,8 +16,8 @@ from weft.language.arguments import check_flagged_block, check_value, signed_typ
 from weft.language.lowering import stock
 from weft.runtime.view import MAX_BARRIER_PROGRAMS
 from weft.simulator import numerics
+from weft.simulator.intrinsics import simulated
 from weft.simulator.pointers import ADDRESS
-from weft.simulator.words import simulated
 
 
 @simulated(signals.wait)

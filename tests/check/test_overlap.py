@@ -15,8 +15,8 @@ import weft.language as wl
 from tests.zoo.overlapping import fill, sum_of
 from weft import ops
 from weft.models import Qwen3Config, Qwen3ForCausalLM
+from weft.simulator.happens_before import HappensBefore
 from weft.simulator.machine import Machine
-from weft.simulator.ordering import Ordering
 
 N = 32
 CONFIG = Qwen3Config.from_dict({
@@ -29,13 +29,13 @@ CONFIG = Qwen3Config.from_dict({
 @pytest.fixture
 def overlaps(monkeypatch):
     """Of each kernel, how many launches began beside the kernel before."""
-    seen, launch = collections.Counter(), Ordering.launch
+    seen, launch = collections.Counter(), HappensBefore.launch
 
     def count(self, rank, grid, args):
         launch(self, rank, grid, args)
         seen[grid.launch.name] += grid.early is not grid.known
 
-    monkeypatch.setattr(Ordering, "launch", count)
+    monkeypatch.setattr(HappensBefore, "launch", count)
     return seen
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.ordering import Ordering
+from weft.simulator.happens_before import HappensBefore
 from weft.simulator.races import kind_of
 from weft.simulator.spinning import is_polled
 from weft.simulator.syncing import addresses_in, signed
@@ -39,7 +39,7 @@ _FEW = 32
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
 
-class Observer(Ordering):
+class Observer(HappensBefore):
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from weft.simulator.advice import advice_for
-from weft.simulator.clocks import HEARD, ORDER, TOLD, Slots, at, hear
 from weft.simulator.findings import Finding, Place, Side, allowed_by
 from weft.simulator.interpreter import LIBRARIES
 from weft.simulator.memory import Extent
@@ -32,6 +31,7 @@ from weft.simulator.thread_clocks import (
     Sync,
     ThreadClock,
 )
+from weft.simulator.vector_clocks import HEARD, ORDER, TOLD, Slots, at, hear
 
 _COPIES = (DELIVERY, COPYING)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.clocks import HEARD, TOLD, Slots, fit, joined
+from weft.simulator.vector_clocks import HEARD, TOLD, Slots, fit, joined
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.clocks import joined, new_clock
 from weft.simulator.hosts import HostOperations, host_line
 from weft.simulator.races import Races
 from weft.simulator.residency import Residency
 from weft.simulator.syncing import Words, signed
 from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
+from weft.simulator.vector_clocks import joined, new_clock
 
 # Ordinary tensors of a rank that stay known after their use, as long as something may still come that is not ordered behind it.
 _HELD = 64
 
 
-class Ordering:
+class HappensBefore:
     def __init__(self, machine: Any) -> None:
         self.machine, self.memory = machine, machine.memory
         self.races = Races(machine)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from weft.simulator.clocks import ORDER, at, fit, hear, joined, new_clock
+from weft.simulator.vector_clocks import ORDER, at, fit, hear, joined, new_clock
 
 
 def known(slot, time):

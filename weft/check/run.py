@@ -211,7 +211,7 @@ class Runner:
         machine = kept[0]
         observer = machine.observer
         if error is None:
-            observer.words.finish()
+            observer.signals.finish()
         races = observer.races
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         if error is not None and not isinstance(error, Deadlock):

@@ -15,7 +15,7 @@ import numpy as np
 from weft.simulator.hosts import HostOperations, host_line
 from weft.simulator.races import Races
 from weft.simulator.residency import Residency
-from weft.simulator.syncing import Words, signed
+from weft.simulator.signals import Signals, signed
 from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
 from weft.simulator.vector_clocks import joined, new_clock
 
@@ -27,7 +27,7 @@ class HappensBefore:
     def __init__(self, machine: Any) -> None:
         self.machine, self.memory = machine, machine.memory
         self.races = Races(machine)
-        self.words = Words(self.races)
+        self.signals = Signals(self.races)
         self.residency = Residency(machine.sms, self.memory, self.races.report)
         self._cpu = [new_clock() for _ in range(machine.world_size)]
         slots = self.races.slots
@@ -133,9 +133,9 @@ class HappensBefore:
             self.races.read(main, access, addresses, itemsize, self._bits(addresses, itemsize))
             return
         for address, old in before.items():
-            word = self.words.at(address, itemsize)
-            self.words.stored(word, access, self.words.value(word), main.launch, old)
-            self.words.unordered(main, word, None, keeps=False)()
+            signal = self.signals.at(address, itemsize)
+            self.signals.stored(signal, access, self.signals.value(signal), main.launch, old)
+            self.signals.unordered(main, signal, None, keeps=False)()
         self.races.write(main, access, addresses, itemsize)
 
     def _bits(self, addresses: np.ndarray, itemsize: int) -> np.ndarray | None:
@@ -189,25 +189,25 @@ class HappensBefore:
         thread.launch = order[3]
         self.machine.scheduler.current.thread = thread
 
-    def copied(self, target: int, source: int, nbytes: int, itemsize: int, signal: bool) -> None:
+    def copied(self, target: int, source: int, nbytes: int, itemsize: int, is_signal: bool) -> None:
         """Part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
         thread, steps = self.thread(), np.arange(0, nbytes, itemsize).astype(np.uint64)
         reads, writes = (self.races.access(thread, "copy", verb) for verb in ("copy from", "copy to"))
         reads.launches = writes.launches = thread.launch
         self.races.read(thread, reads, np.uint64(source) + steps, itemsize, None)
-        if not signal:
+        if not is_signal:
             self.races.write(thread, writes, np.uint64(target) + steps, itemsize)
-            for word in self.words.within(target, target + nbytes):
-                self.words.unordered(thread, word, None, keeps=False)()
+            for signal in self.signals.within(target, target + nbytes):
+                self.signals.unordered(thread, signal, None, keeps=False)()
             return
         self.races.write(
             thread, self.races.access(thread, "copy", "signal", "sys"), np.uint64(target) + steps, itemsize
         )
         for step in steps.tolist():
-            word = self.words.at(target + step, itemsize)
+            signal = self.signals.at(target + step, itemsize)
             value = self.memory.read_word(source + step, itemsize, lambda: thread.label)
-            word.wrote(thread, None, "copy engine's signal", signed(value, itemsize))
-            self.words.release(thread, word, "sys", "signalled", keeps=False)()
+            signal.wrote(thread, None, "copy engine's signal", signed(value, itemsize))
+            self.signals.release(thread, signal, "sys", "signalled", keeps=False)()
 
     def joined(self, name: str) -> None:
         rank = self.machine.rank

@@ -46,8 +46,8 @@ class HostOperations(TorchDispatchMode):
         for tensor, write in touched:
             if write:
                 low = tensor.data_ptr()
-                for word in self._observer.words.within(low, low + _reach(tensor)):
-                    before[word.address] = self._observer.words.value(word)
+                for signal in self._observer.signals.within(low, low + _reach(tensor)):
+                    before[signal.address] = self._observer.signals.value(signal)
         result = func(*args, **kwargs)
         for tensor, write in touched:
             mine = {}

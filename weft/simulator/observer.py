@@ -1,4 +1,4 @@
-"""The checker's ear at the machine: every access, launch, copy and meeting comes here and goes on to ``races`` and ``syncing``.
+"""The checker's ear at the machine: every access, launch, copy and meeting comes here and goes on to ``races`` and ``signals``.
 
 A machine without an observer pays one comparison an access.
 """
@@ -14,8 +14,8 @@ import numpy as np
 
 from weft.simulator.happens_before import HappensBefore
 from weft.simulator.races import kind_of
+from weft.simulator.signals import addresses_in, signed
 from weft.simulator.spinning import is_polled
-from weft.simulator.syncing import addresses_in, signed
 from weft.simulator.thread_clocks import (
     ASYNC,
     AWAITED,
@@ -33,7 +33,7 @@ from weft.simulator.thread_clocks import (
 )
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
-# Elements of a relaxed access up to which each is looked at as a synchronisation word; and blocks of one line's stores that are
+# Elements of a relaxed access up to which each is looked at as a signal; and blocks of one line's stores that are
 # kept to be compared with loads.
 _FEW = 32
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
@@ -54,9 +54,9 @@ class Observer(HappensBefore):
         self.asked[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
 
     def waits(self, address: int, itemsize: int) -> None:
-        """The running program begins to wait for a word."""
+        """The running program begins to wait for a signal."""
         thread = self.thread()
-        self.words.awaited(self.words.at(address, itemsize))
+        self.signals.awaited(self.signals.at(address, itemsize))
         thread.waits = (address, self.races.code())
 
     def waits_for_data(self, address: int) -> None:
@@ -69,7 +69,7 @@ class Observer(HappensBefore):
 
     def deadlocked(self, unstarted: list[Any], tasks: list[str]) -> list[str]:
         """Nobody can go on; ``tasks`` says who waits for what. Reports the likely cause, and returns what can be said of each
-        word that is waited for."""
+        signal that is waited for."""
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
             thread, looking = getattr(task, "thread", None), task.looking
@@ -80,11 +80,11 @@ class Observer(HappensBefore):
             if thread is not None and task.waiting is None:
                 # It spins: the wait that it has got past is not what it waits for.
                 thread.waits = (looking.last.extent[0], looking.code) if thread in spinning else None
-        words: dict[int, list[ThreadClock]] = {}
+        signals: dict[int, list[ThreadClock]] = {}
         for thread in waiting:
             if getattr(thread, "waits", None) is not None:
-                words.setdefault(thread.waits[0], []).append(thread)
-        causes = list(dict.fromkeys(line for address in words for line in self._cause(address)))
+                signals.setdefault(thread.waits[0], []).append(thread)
+        causes = list(dict.fromkeys(line for address in signals for line in self._cause(address)))
         kind, text = "deadlock", causes[0] if causes else "no task can go on"
         causes += self._counterparts()
         rows = enumerate(zip(*self.launched_names, strict=False))
@@ -99,7 +99,7 @@ class Observer(HappensBefore):
         elif differ:
             kind = "launch-mismatch"
             text = f"launch {differ[0] + 1}: " + "; ".join(f"rank {r} {name}" for r, name in enumerate(differ[1]))
-        address = next(iter(words), None)
+        address = next(iter(signals), None)
         extent = self.memory.find(address) if address is not None else None
         seen, sides = set(), []
         for thread in waiting:
@@ -136,8 +136,8 @@ class Observer(HappensBefore):
 
     def _cause(self, address: int) -> list[str]:
         """Why a wait for what is at ``address`` may never end."""
-        if self.words.known(address) is not None:
-            return self.words.cause(address)
+        if self.signals.known(address) is not None:
+            return self.signals.cause(address)
         name, last = self.memory.describe(address), self.races.last_store(address)
         if last is None:
             return [f"{name}: nobody ever stores it"]
@@ -157,10 +157,10 @@ class Observer(HappensBefore):
         # Every thread loads, a scalar too; one thread stores a scalar.
         access = self.races.access(thread, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
         if how == "volatile" and addresses.size <= _FEW:
-            for word in self.words.within(int(addresses.min()), int(addresses.max()) + itemsize):
-                if addresses_in(word, addresses).size:
-                    self.words.relaxed(thread, word, "sys")
-                    self._polled(thread, word, access)
+            for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
+                if addresses_in(signal, addresses).size:
+                    self.signals.relaxed(thread, signal, "sys")
+                    self._polled(thread, signal, access)
         if how == "lamport":
             sender = self.races.last_store(int(addresses[0]))
             if sender is not None:
@@ -197,12 +197,12 @@ class Observer(HappensBefore):
         if self._translated(thread, addresses, None):
             self._untranslated(thread, access, addresses)
         itemsize = bits.dtype.itemsize
-        for word in self.words.within(int(addresses.min()), int(addresses.max()) + itemsize):
-            for i in addresses_in(word, addresses):
+        for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
+            for i in addresses_in(signal, addresses):
                 new = signed(bits[i], itemsize)
-                access.resets = access.resets or self.words.sets_back(word, new)
-                landed.append(partial(self.words.stored, word, access, new, thread.launch))
-                landed.append(self.words.unordered(thread, word, None, keeps=False))
+                access.resets = access.resets or self.signals.sets_back(signal, new)
+                landed.append(partial(self.signals.stored, signal, access, new, thread.launch))
+                landed.append(self.signals.unordered(thread, signal, None, keeps=False))
         lamport = how == "lamport"
         self.races.write(thread, access, addresses, itemsize, lamport=lamport)
         if how == "plain":
@@ -237,8 +237,16 @@ class Observer(HappensBefore):
             self._untranslated(thread, access, addresses)
         if addresses.size <= _FEW or sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
-                self._on_word(
-                    op, thread, access, self.words.at(address, itemsize), int(old[i]), int(new[i]), sem, scope, changes
+                self._on_signal(
+                    op,
+                    thread,
+                    access,
+                    self.signals.at(address, itemsize),
+                    int(old[i]),
+                    int(new[i]),
+                    sem,
+                    scope,
+                    changes,
                 )
         if changes:
             self.races.write(thread, access, addresses, itemsize)
@@ -253,8 +261,8 @@ class Observer(HappensBefore):
         access = self.races.access(thread, ASYNC, f"descriptor {op.removeprefix('f')}", scope)
         if self._translated(thread, addresses, None):
             self._untranslated(thread, access, addresses)
-        for word in self.words.within(int(addresses.min()), int(addresses.max()) + new.dtype.itemsize):
-            self.words.unordered(thread, word, None, keeps=True)()
+        for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + new.dtype.itemsize):
+            self.signals.unordered(thread, signal, None, keeps=True)()
         self.races.write(thread, access, addresses, new.dtype.itemsize)
 
     def copies(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray,
@@ -268,8 +276,8 @@ class Observer(HappensBefore):
         for access, addresses in ((reads, sources), (writes, targets)):
             if self._translated(thread, addresses, None):
                 self._untranslated(thread, access, addresses)
-        words = self.words.within(int(targets.min()), int(targets.max()) + itemsize)
-        landed = [self.words.unordered(thread, word, None, keeps=False) for word in words]
+        signals = self.signals.within(int(targets.min()), int(targets.max()) + itemsize)
+        landed = [self.signals.unordered(thread, signal, None, keeps=False) for signal in signals]
         return partial(_call_all, landed) if landed else None
 
     def completed(self) -> None:
@@ -280,51 +288,51 @@ class Observer(HappensBefore):
     def _only_looks(op: str, old: np.ndarray, new: np.ndarray) -> bool:
         return op != "xchg" and bool((old == new).all())
 
-    def _on_word(self, op: str, thread: ThreadClock, access: Access, word: Any, old: int, new: int, sem: str, scope: str,
+    def _on_signal(self, op: str, thread: ThreadClock, access: Access, signal: Any, old: int, new: int, sem: str, scope: str,
                  changes: bool) -> None:  # fmt: skip
         if sem in ("acquire", "acq_rel"):
-            self.words.acquire(thread, word, scope, "acquired")
+            self.signals.acquire(thread, signal, scope, "acquired")
         else:
-            self.words.relaxed(thread, word, scope)
+            self.signals.relaxed(thread, signal, scope)
         if not changes:
-            self._polled(thread, word, access)
+            self._polled(thread, signal, access)
         else:
-            value = signed(new, word.itemsize)
+            value = signed(new, signal.itemsize)
             if op == "add":
-                self.words.added(word, access, value, thread.launch)
+                self.signals.added(signal, access, value, thread.launch)
             else:
-                word.wrote(thread, access.code, access.verb, value)
+                signal.wrote(thread, access.code, access.verb, value)
             if sem in ("release", "acq_rel"):
-                self.words.release(thread, word, scope, "released", keeps=True)()
+                self.signals.release(thread, signal, scope, "released", keeps=True)()
             else:
-                self.words.unordered(thread, word, scope, keeps=True)()
+                self.signals.unordered(thread, signal, scope, keeps=True)()
         if sem in ("acquire", "acq_rel"):
             thread.barrier()  # Triton hands the value to all threads through one
 
-    def _polled(self, thread: ThreadClock, word: Any, access: Access) -> None:
-        self.words.polled(word, thread)
+    def _polled(self, thread: ThreadClock, signal: Any, access: Access) -> None:
+        self.signals.polled(signal, thread)
         if access.code is not None and is_polled(access.code[0].co_filename, access.code[1]):
-            self.residency.waited(thread, word, None, access.code)
+            self.residency.waited(thread, signal, None, access.code)
 
     def notified(self, address: int, bits: int, itemsize: int) -> Callable[[], None]:
         """``st.release.sys`` of one thread, before it is done. Returns as ``store`` does."""
-        thread, word = self.thread(), self.words.at(address, itemsize)
+        thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
         if self._translated(thread, at, None):
             self._untranslated(thread, access, at)
-        stored = partial(self.words.stored, word, access, signed(bits, itemsize), thread.launch)
+        stored = partial(self.signals.stored, signal, access, signed(bits, itemsize), thread.launch)
         self.races.write(thread, access, at, itemsize)
-        return partial(_call_all, [stored, self.words.release(thread, word, "sys", "notified", keeps=False)])
+        return partial(_call_all, [stored, self.signals.release(thread, signal, "sys", "notified", keeps=False)])
 
     def waited(self, address: int, itemsize: int, wanted: int) -> None:
-        thread, word = self.thread(), self.words.at(address, itemsize)
+        thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "wait", "sys")
         self.races.read(thread, access, np.array([address], np.uint64), itemsize, None)
-        self.words.acquire(thread, word, "sys", "waited for")
+        self.signals.acquire(thread, signal, "sys", "waited for")
         thread.barrier()
-        self.words.waited(word, wanted, thread.launch)
-        self.residency.waited(thread, word, wanted, access.code)
+        self.signals.waited(signal, wanted, thread.launch)
+        self.residency.waited(thread, signal, wanted, access.code)
         thread.waits = (address, access.code)
 
     def barrier(self) -> None:
@@ -372,7 +380,7 @@ class Observer(HappensBefore):
 
     def removed(self, low: int, high: int) -> None:
         self.races.untouch(low)
-        self.words.drop(low, high)
+        self.signals.drop(low, high)
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

@@ -338,7 +338,7 @@ class Races:
             task=thread.label,
             verb=access.verb,
             place=self.place(access.code),
-            sync=self.words_of(access.sync),
+            sync=self.describe_sync(access.sync),
             through=self._signals(access.sync),
         )
 
@@ -353,7 +353,7 @@ class Races:
             self._places[code] = Place(file=source.co_filename, line=line, function=source.co_name, text=text)
         return self._places[code]
 
-    def words_of(self, sync: Sync) -> str:
+    def describe_sync(self, sync: Sync) -> str:
         target = f" {self.memory.describe(sync.address)}" if sync.address is not None else ""
         return f"{sync.verb}{target}{f' in {self.place(sync.code)}' if sync.code else ''}"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.simulator.thread_clocks import SCALAR, Access, ThreadClock, Word
+from weft.simulator.thread_clocks import SCALAR, Access, Signal, ThreadClock
 
 
 class Residency:
@@ -21,11 +21,11 @@ class Residency:
         self._sms, self._memory, self._report = sms, memory, report
         self._awaits: dict[Any, set[Any]] = {}
 
-    def waited(self, thread: ThreadClock, word: Word, wanted: int | None, code: tuple | None) -> None:
-        """Note that ``thread`` has seen ``word`` at ``wanted`` or more (None: at some value that a loop polled for)."""
+    def waited(self, thread: ThreadClock, signal: Signal, wanted: int | None, code: tuple | None) -> None:
+        """Note that ``thread`` has seen ``signal`` at ``wanted`` or more (None: at some value that a loop polled for)."""
         if self._is_too_large(thread):
-            for writer in _suppliers(word, wanted):
-                self.relied_on(thread, writer, word.address, code)
+            for writer in _suppliers(signal, wanted):
+                self.relied_on(thread, writer, signal.address, code)
 
     def relied_on(self, thread: ThreadClock, writer: ThreadClock, address: int, code: tuple | None) -> None:
         """Note that ``thread`` has waited for what ``writer`` stored."""
@@ -64,10 +64,10 @@ class Residency:
         return False
 
 
-def _suppliers(word: Word, wanted: int | None) -> list[ThreadClock]:
-    """Writers that the word needed to reach ``wanted``: the first that got there, and all that had added until then."""
+def _suppliers(signal: Signal, wanted: int | None) -> list[ThreadClock]:
+    """Writers that the signal needed to reach ``wanted``: the first that got there, and all that had added until then."""
     found: list[ThreadClock] = []
-    for thread, _, verb, value in word.writers:
+    for thread, _, verb, value in signal.writers:
         found = [*found, thread] if "add" in verb else [thread]
         if wanted is not None and value >= wanted:
             break

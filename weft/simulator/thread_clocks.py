@@ -295,8 +295,8 @@ class ProgramClock(ThreadClock):
 
 
 @dataclass(slots=True)
-class Word:
-    """A synchronisation word: what its present value's release sequence makes known, and its story.
+class Signal:
+    """A signal: what its present value's release sequence makes known, and its story.
 
     by_all   to acquires at system scope;  by_rank  rank -> to acquires of that rank at GPU scope too
     """

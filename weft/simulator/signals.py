@@ -1,0 +1,272 @@
+"""Signals: what a release makes known, what an acquire learns, and what goes wrong with signals.
+
+A signal is any scalar that a notify, a wait or an atomic has touched. PTX in short: an acquire that reads a release's value, or
+one that a chain of read-modify-writes made of it, learns what the releaser knew, if the scope of each includes the other.
+What a release makes known is credited to the signal when its store arrives: an acquire before that learns nothing of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from weft.simulator.races import Races
+from weft.simulator.spinning import is_polled, waits_for_one_value
+from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock
+
+
+class Signals:
+    def __init__(self, races: Races) -> None:
+        self._races, self._memory = races, races.memory
+        self._signals: dict[int, Signal] = {}
+        self._sorted: list[int] = []
+
+    # --- finding them ------------------------------------------------------------------------------------------------
+
+    def at(self, address: int, itemsize: int) -> Signal:
+        signal = self._signals.get(address)
+        if signal is None:
+            signal = self._signals[address] = Signal(address, itemsize)
+            insort(self._sorted, address)
+        return signal
+
+    def known(self, address: int) -> Signal | None:
+        return self._signals.get(address)
+
+    def within(self, low: int, high: int) -> list[Signal]:
+        """Signals at ``low .. high - 1``."""
+        found = self._sorted[bisect_left(self._sorted, low) : bisect_right(self._sorted, high - 1)]
+        return [self._signals[address] for address in found]
+
+    def drop(self, low: int, high: int) -> None:
+        for signal in self.within(low, high):
+            del self._signals[signal.address]
+            self._sorted.remove(signal.address)
+
+    def value(self, signal: Signal) -> int:
+        raw = self._memory.read_word(signal.address, signal.itemsize, lambda: "weft check")
+        return signed(raw, signal.itemsize)
+
+    # --- order -------------------------------------------------------------------------------------------------------
+
+    def acquire(self, thread: ThreadClock, signal: Signal, scope: str, verb: str) -> None:
+        """``thread`` has read the signal with acquire order. The caller adds the CTA barrier that tells all threads."""
+        for known in signal.visible(thread.rank, scope):
+            thread.learn(known)
+        code = self._races.code() if isinstance(thread, ProgramClock) else None
+        thread.notes |= self._missed(signal, thread.rank, scope)
+        thread.hasty = signal.hasty
+        for other, note in signal.notes.items():
+            thread.notes.setdefault(other, note)
+        thread.sync = Sync(verb, signal.address, code)
+
+    def relaxed(self, thread: ThreadClock, signal: Signal, scope: str) -> None:
+        """``thread`` has read the signal without acquire order: only a fence makes one of it."""
+        for known in signal.visible(thread.rank, scope):
+            if isinstance(thread, ProgramClock):
+                thread.saw(known)
+        place = self._races.place(self._races.code())
+        for other, _, _, _ in signal.writers:
+            sentence = f"line {place.line if place else '?'} reads {self._memory.describe(signal.address)} without acquire order"
+            thread.notes.setdefault(other, ("relaxed-order", sentence))
+
+    def release(self, thread: ThreadClock, signal: Signal, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
+        """``thread`` writes the signal with release order; ``keeps``: by a read-modify-write, which goes on with the sequence.
+
+        Returns what to call when the write is in memory: acquires know of it from then on."""
+        is_program = isinstance(thread, ProgramClock)
+        code = self._races.code() if is_program else None
+        hasty = None
+        if is_program:
+            thread.releases.append(Release(thread.stamp(SCALAR)[2], code, signal.address))
+            hasty = (thread.ahead, code) if thread.ahead is not None else None
+        known, notes = thread.publish(), dict(thread.notes)
+        thread.sync = Sync(verb, signal.address, code)
+
+        def landed() -> None:
+            if is_program:
+                signal.hasty = hasty
+            if not keeps:
+                signal.forget()
+            signal.unreleased.pop(thread, None)
+            signal.release(thread.rank, known, scope)
+            signal.notes |= notes
+            if scope != "sys":
+                where = self._races.place(code)
+                signal.unreleased[thread] = ("scope", f"the release in {where} has scope {scope}", scope)
+
+        return landed
+
+    def unordered(self, thread: ThreadClock, signal: Signal, scope: str | None, *, keeps: bool) -> Callable[[], None]:
+        """``thread`` writes the signal without release order (``scope`` None: a plain store). Returns as ``release`` does."""
+        known = thread.relaxed() if isinstance(thread, ProgramClock) and scope is not None else None
+        is_fenced = known is not None and thread.fenced is not None
+        place = self._races.place(self._races.code()) if isinstance(thread, ProgramClock) else thread.label
+
+        def landed() -> None:
+            if not keeps:
+                signal.forget()
+            if known is not None:
+                signal.release(thread.rank, known, scope)
+            if is_fenced:
+                return
+            signal.unreleased[thread] = (
+                "relaxed-order",
+                f"{place} writes {self._memory.describe(signal.address)} without release order",
+                "",
+            )
+
+        return landed
+
+    def _missed(self, signal: Signal, rank: int, scope: str) -> dict[ThreadClock, tuple[str, str]]:
+        """Writers that an acquire of ``rank`` at ``scope`` does not synchronise with, and why."""
+        missed = {}
+        for thread, (kind, sentence, within) in signal.unreleased.items():
+            if within == "gpu" and thread.rank == rank:
+                continue
+            who = "another program" if within == "cta" else f"rank {rank}"
+            missed[thread] = (kind, f"{sentence}, so it does not order {who}" if kind == "scope" else sentence)
+        if scope != "sys":
+            for thread, _, _, _ in signal.writers:
+                if thread.rank != rank or scope == "cta":
+                    who = "program's" if scope == "cta" else "rank's"
+                    missed.setdefault(
+                        thread, ("scope", f"the acquire has scope {scope}, so no other {who} release orders it")
+                    )
+        return missed
+
+    # --- what goes wrong with signals --------------------------------------------------------------------------------
+
+    def stored(self, signal: Signal, access: Access, new: int, launch: int, old: int | None = None) -> None:
+        """A signal is being set, from ``old`` or what memory still has. Reports what is wrong with the value."""
+        thread = access.thread
+        old = self.value(signal) if old is None else old
+        back = _is_back(signal, old, new)
+        signal.wrote(thread, access.code, access.verb, new)
+        self._took(signal, new)
+        if access.verb == "notify":
+            signal.notify_launches.add(launch)
+            if back:
+                signal.back = f"{self._races.line_of(access)} sets a signal that has {old} to {new}", access
+                if signal.wait_launches or self._waiting_for(signal) is not None:
+                    self.awaited(signal)
+            return
+        if not back:
+            return
+        access.resets = True
+        waiter = self._waiting_for(signal)
+        if waiter is not None:
+            text = f"{self._races.line_of(access)} sets a signal from {old} to {new} while {waiter} waits for it"
+            self._report("signal-reset", text, signal, [access])
+
+    def sets_back(self, signal: Signal, new: int) -> bool:
+        """True if ``new`` is less than what memory has."""
+        return _is_back(signal, self.value(signal), new)
+
+    def added(self, signal: Signal, access: Access, new: int, launch: int) -> None:
+        signal.wrote(access.thread, access.code, access.verb, new)
+        signal.notify_launches.add(launch)
+        signal.added += 1
+        self._took(signal, new)
+
+    def awaited(self, signal: Signal) -> None:
+        """Report a notify that has set the signal back, now that a program waits for the signal."""
+        if signal.back is not None:
+            (text, access), signal.back = signal.back, None
+            self._report("epoch-back", text, signal, [access])
+
+    def waited(self, signal: Signal, wanted: int, launch: int) -> None:
+        self.awaited(signal)
+        if wanted > 0:
+            signal.wanted = max(signal.wanted, wanted)
+            signal.wait_launches.add(launch)
+
+    def polled(self, signal: Signal, thread: ThreadClock) -> None:
+        """A raw load or atomic that only looks: is it a loop that waits for equality?"""
+        code = self._races.code() if isinstance(thread, ProgramClock) else None
+        if code is not None and is_polled(code[0].co_filename, code[1]):
+            self.awaited(signal)
+        if code is not None and signal.equality is None and waits_for_one_value(code[0].co_filename, code[1]):
+            signal.equality = (thread, code)
+            self._equality(signal)
+
+    def finish(self) -> None:
+        """At the end of a run: counts that nobody waited for."""
+        for signal in self._signals.values():
+            calls = len(signal.notify_launches) / max(1, len(signal.wait_launches))
+            if signal.added > 1 and signal.wanted > 0 and self.value(signal) > signal.wanted * calls:
+                name, count = self._memory.describe(signal.address), self.value(signal)
+                text = f"{name} ends at {count}, and the most that is waited for is {signal.wanted}"
+                access = self._last_access(signal)
+                self._report("overshoot", text, signal, [access] if access else [])
+
+    def cause(self, address: int) -> list[str]:
+        """Why a wait for the signal at ``address`` may never end: who notified it, or whom else the notifies went to."""
+        signal, name = self._signals.get(address), self._memory.describe(address)
+        if signal is not None and signal.writers:
+            thread, code, verb, value = signal.writers[-1]
+            return [
+                f"{name}: last written by {thread.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"
+            ]
+        extent = self._memory.find(address)
+        lines = [f"{name}: nobody ever notifies it"]
+        if extent is not None:
+            others = [
+                w
+                for w in self._signals.values()
+                if w.writers and (f := self._memory.find(w.address)) and f.name == extent.name
+            ]
+            for other in others[:3]:
+                thread, code, verb, value = other.writers[-1]
+                where = self._races.place(code) or "host code"
+                lines.append(
+                    f"{self._memory.describe(other.address)} was: by {thread.label} ({verb}, {where}), value {value}"
+                )
+        return lines
+
+    def _last_access(self, signal: Signal) -> Access | None:
+        thread, code, verb, _ = signal.writers[-1]
+        return Access(0, thread, SCALAR, 0, 0, 0, verb, code, "sys", thread.sync)
+
+    def _took(self, signal: Signal, value: int) -> None:
+        signal.values.add(value)
+        self._equality(signal)
+
+    def _equality(self, signal: Signal) -> None:
+        if signal.equality is not None and len(signal.values) > 1:
+            thread, code = signal.equality
+            access = Access(0, thread, SCALAR, 0, 0, 0, "poll", code, "sys", thread.sync)
+            text = f"{self._races.line_of(access)} waits for one value of a signal that takes {sorted(signal.values)}"
+            self._report("equality-wait", text, signal, [access])
+
+    def _waiting_for(self, signal: Signal) -> str | None:
+        for task in self._races.machine.scheduler.waiting_tasks():
+            if task.waiting is not None and task.waiting.low == signal.address:
+                return task.label
+        return None
+
+    def _report(self, kind: str, text: str, signal: Signal, accesses: list[Any]) -> None:
+        extent = self._memory.find(signal.address)
+        if extent is None:
+            return
+        index = (signal.address - extent.base) // extent.itemsize
+        self._races.report(kind, text, accesses, extent.name, extent.rank, index, index)
+
+
+def _is_back(signal: Signal, old: int, new: int) -> bool:
+    bits = 8 * signal.itemsize
+    return (new - old) % (1 << bits) >= 1 << (bits - 1)
+
+
+def signed(signal: int, itemsize: int) -> int:
+    bits = 8 * itemsize
+    signal = int(signal) & ((1 << bits) - 1)
+    return signal - (1 << bits) if signal >> (bits - 1) else signal
+
+
+def addresses_in(signal: Signal, addresses: np.ndarray) -> np.ndarray:
+    """Where among ``addresses`` the signal is."""
+    return np.flatnonzero(addresses == np.uint64(signal.address))

@@ -2,7 +2,7 @@
 
 Dynamic partial-order reduction with source sets and sleep sets (Abdulla and others, POPL 2014): a run is redone with
 another choice only where two accesses of different tasks overlap and one of them writes. Late stores
-(``simulator.delays``) are tasks of their own here. Host code runs whenever it can, so its own accesses are not permuted.
+(``simulator.store_buffers``) are tasks of their own here. Host code runs whenever it can, so its own accesses are not permuted.
 A loop that polls in vain waits for a write to what it polls.
 """
 

@@ -29,7 +29,7 @@ from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMai
 from weft.runtime.mains import check_main
 from weft.runtime.simulate import simulate
 from weft.simulator.findings import Finding, Side, allowed_by
-from weft.simulator.hosts import host_line_of
+from weft.simulator.host_operations import host_line_of
 from weft.simulator.strategies import STRATEGIES, make, strategy_of
 
 DEFAULT_SCHEDULES = 20
@@ -178,8 +178,8 @@ class Runner:
         return replace(outcome, findings=kept + hangs)
 
     def _run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
-        from weft.simulator.delays import Delays
         from weft.simulator.observer import Observer
+        from weft.simulator.store_buffers import StoreBuffers
 
         kept = []
 
@@ -192,8 +192,8 @@ class Runner:
             if strategy is not None:
                 strategy.place = machine.memory.place
             if schedule.strategy in ("delay", "exhaustive"):
-                machine.delays = Delays(machine, schedule.seed, tasks=schedule.strategy == "exhaustive")
-            late = machine.delays
+                machine.store_buffers = StoreBuffers(machine, schedule.seed, tasks=schedule.strategy == "exhaustive")
+            late = machine.store_buffers
             machine.scheduler.when_stuck = lambda: late is not None and late.time_passes() or machine.let_hosts_go()
             kept.append(machine)
 

@@ -1,6 +1,6 @@
-"""Memory as a running program reaches it: the part of the interpreter's port that loads, stores, adds and orders.
+"""Memory accesses of running programs: the interpreter's port for loads, stores, atomics and fences.
 
-Each access is a step of the scheduler; then the checker hears of it, and late stores (``delays``) wait, where there are any.
+Each access is one step of the scheduler. The observer is then told of it, and with store buffers a store waits there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Accesses:
     pointers: Pointers
     interpreter: Interpreter
     observer: Any
-    delays: Any
+    store_buffers: Any
     who: Callable[[], str]
     note: Callable[..., None]
     _on_event: Any
@@ -40,7 +40,7 @@ class Accesses:
             task, active = self.scheduler.current, addresses[mask]
             low, high = (int(active.min()), int(active.max()) + itemsize) if active.size else (0, 0)
             own = ((low, high, write),) if active.size and not late else ()
-            task.next = own + self.delays.footprint(task, low, high, releases)
+            task.next = own + self.store_buffers.footprint(task, low, high, releases)
             task.next_line = self.observer.races.code() if self.observer is not None else None
         self.scheduler.step()
 
@@ -54,7 +54,7 @@ class Accesses:
         self.step(addresses, mask, itemsize, False)
         if self._on_event is not None:
             self.note("load", self._first(addresses, mask))
-        if self.delays is not None:
+        if self.store_buffers is not None:
             self._own_access(addresses, mask, itemsize)
         bits = self.memory.load(addresses, mask, itemsize, self.who)
         self.looked(key, Look(f"{access} load", addresses, mask, itemsize, bits))
@@ -64,19 +64,19 @@ class Accesses:
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
         addresses = self.plain(addresses, mask, bits.dtype.itemsize, "store")
-        self.step(addresses, mask, bits.dtype.itemsize, True, late=self.delays is not None)
+        self.step(addresses, mask, bits.dtype.itemsize, True, late=self.store_buffers is not None)
         self.changes()
         if self._on_event is not None:
             self.note("store", self._first(addresses, mask))
-        if self.delays is not None:
+        if self.store_buffers is not None:
             self._own_access(addresses, mask, bits.dtype.itemsize)
         landed = None
         if self.observer is not None:
             self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
             landed = self.observer.store(addresses, bits, mask, access)
-        if self.delays is not None:
+        if self.store_buffers is not None:
             self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
-            self.delays.take(self.scheduler.current, addresses, bits, mask, access, landed)
+            self.store_buffers.take(self.scheduler.current, addresses, bits, mask, access, landed)
             return
         if landed is not None:
             landed()
@@ -177,16 +177,16 @@ class Accesses:
         """A CTA barrier. A program is one task here, so there is nothing to wait for."""
         if self.observer is not None:
             self.observer.barrier()
-        if self.delays is not None:
-            self.delays.barrier(self.scheduler.current)
+        if self.store_buffers is not None:
+            self.store_buffers.barrier(self.scheduler.current)
 
     def touch(self, low: int, high: int) -> None:
         """The running program is about to look at bytes ``low .. high - 1``: its own stores to them are there."""
-        if self.delays is not None:
-            self.delays.touch(self.scheduler.current, low, high)
+        if self.store_buffers is not None:
+            self.store_buffers.touch(self.scheduler.current, low, high)
 
     def _own_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
-        self.delays.leak()
+        self.store_buffers.leak()
         active = addresses[mask]
         if active.size:
             self.touch(int(active.min()), int(active.max()) + itemsize)
@@ -195,21 +195,21 @@ class Accesses:
         """One thread's store with release order at system scope."""
         at = self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "store")
         address = int(at[0])
-        self.step(at, np.ones(1, bool), itemsize, True, late=self.delays is not None)
+        self.step(at, np.ones(1, bool), itemsize, True, late=self.store_buffers is not None)
         self.changes()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
         everywhere = np.ones(1, bool)
         if self._on_event is not None:
             self.note("store", self._first(at, everywhere))
         landed = None
-        if self.delays is not None:
+        if self.store_buffers is not None:
             self._own_access(at, everywhere, itemsize)
         if self.observer is not None:
             self.memory.check(at, everywhere, itemsize, self.who)
             landed = self.observer.notified(address, int(value[0]), itemsize)
-        if self.delays is not None:
+        if self.store_buffers is not None:
             self.memory.check(at, everywhere, itemsize, self.who)
-            self.delays.take_release(self.scheduler.current, at, value, landed)
+            self.store_buffers.take_release(self.scheduler.current, at, value, landed)
             return
         if landed is not None:
             landed()
@@ -227,7 +227,7 @@ class Accesses:
         targets = self.plain(targets, everywhere, itemsize, "store")
         for addresses, size in ((sources, source_itemsize), (targets, itemsize)):
             self.step(addresses, everywhere, size, False, late=True)
-            if self.delays is not None:
+            if self.store_buffers is not None:
                 self._own_access(addresses, everywhere, size)
         bits = self.memory.load(sources, everywhere, source_itemsize, self.who)
         self.memory.check(targets, everywhere, itemsize, self.who)
@@ -272,8 +272,8 @@ class Accesses:
         """Tensor-descriptor stores of the running program have landed."""
         if self.observer is not None:
             self.observer.drain()
-        if self.delays is not None:
-            self.delays.drain(self.scheduler.current)
+        if self.store_buffers is not None:
+            self.store_buffers.drain(self.scheduler.current)
 
     def fence_async(self) -> None:
         """Tensor-descriptor loads see what the running program sees."""
@@ -296,8 +296,8 @@ class Accesses:
         self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
         if self.observer is not None:
             self.observer.fence()
-        if self.delays is not None:
-            self.delays.fence(self.scheduler.current)
+        if self.store_buffers is not None:
+            self.store_buffers.fence(self.scheduler.current)
 
     def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope, access="plain") -> np.ndarray:
         """Element by element, as duplicates among the addresses must see each other."""
@@ -310,9 +310,9 @@ class Accesses:
         values = np.broadcast_to(values, addresses.shape)
         if self._on_event is not None:
             self.note(op, self._first(addresses, mask))
-        if self.delays is not None:
+        if self.store_buffers is not None:
             self._own_access(addresses, mask, dtype.itemsize)
-            self.delays.atomic(self.scheduler.current, sem in ("release", "acq_rel"), scope)
+            self.store_buffers.atomic(self.scheduler.current, sem in ("release", "acq_rel"), scope)
         before = np.zeros(addresses.size, unsigned)
         after = before.copy()
         one, changed = np.ones(1, bool), []

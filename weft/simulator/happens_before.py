@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.hosts import HostOperations, host_line
+from weft.simulator.host_operations import HostOperations, host_line
 from weft.simulator.races import Races
 from weft.simulator.residency import Residency
 from weft.simulator.signals import Signals, signed

@@ -20,8 +20,8 @@ import numpy as np
 from weft.errors import Deadlock
 from weft.simulator import intrinsics
 from weft.simulator.accesses import Accesses
-from weft.simulator.grids import Grid, Launches, Program
 from weft.simulator.interpreter import LIBRARIES, Interpreter
+from weft.simulator.launches import Grid, Launches, Program
 from weft.simulator.memory import Memory
 from weft.simulator.pointers import Pointers
 from weft.simulator.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
@@ -75,7 +75,7 @@ class Machine(Accesses, Launches):
         self.uninitialised: set[int] = set()  # bases of symmetric tensors, which nobody has filled
         # The checker's ear, and its late stores; None where nobody checks.
         self.observer: Any = None
-        self.delays: Any = None
+        self.store_buffers: Any = None
 
     # --- running -----------------------------------------------------------------------------------------------------
 

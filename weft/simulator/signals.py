@@ -70,7 +70,8 @@ class Signals:
                 thread.saw(known)
         place = self._races.place(self._races.code())
         for other, _, _, _ in signal.writers:
-            sentence = f"line {place.line if place else '?'} reads {self._memory.describe(signal.address)} without acquire order"
+            name = self._memory.describe(signal.address)
+            sentence = f"line {place.line if place else '?'} reads {name} without acquire order"
             thread.notes.setdefault(other, ("relaxed-order", sentence))
 
     def release(self, thread: ThreadClock, signal: Signal, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
@@ -261,10 +262,10 @@ def _is_back(signal: Signal, old: int, new: int) -> bool:
     return (new - old) % (1 << bits) >= 1 << (bits - 1)
 
 
-def signed(signal: int, itemsize: int) -> int:
+def signed(value: int, itemsize: int) -> int:
     bits = 8 * itemsize
-    signal = int(signal) & ((1 << bits) - 1)
-    return signal - (1 << bits) if signal >> (bits - 1) else signal
+    value = int(value) & ((1 << bits) - 1)
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def addresses_in(signal: Signal, addresses: np.ndarray) -> np.ndarray:

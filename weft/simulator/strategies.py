@@ -5,7 +5,7 @@ pct      random priorities, lowered at ``depth - 1`` random steps: finds a bug t
          probability at least 1 / (tasks * steps ** (depth - 1)) (Burckhardt and others, ASPLOS 2010). How many steps a run
          takes is not known before, so the seed chooses a power of two
 slow     one rank, or one program number of all ranks (as if its SM were slow), is chosen 30 times more rarely
-delay    uniform, and plain stores may be delayed past what does not order them (``delays``)
+delay    uniform, and plain stores may be delayed past what does not order them (``store_buffers``)
 """
 
 from __future__ import annotations

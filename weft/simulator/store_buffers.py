@@ -34,7 +34,7 @@ Landed = Callable[[], None] | None
 
 
 @dataclass(slots=True, eq=False)
-class Delayed:
+class BufferedStore:
     """One store. ``covered``: by the releases to come; ``after``: what arrives before it; ``landed``: called just before its
     bits are in memory."""
 
@@ -45,7 +45,7 @@ class Delayed:
     tma: bool
     covered: bool
     line: tuple
-    after: list[Delayed]
+    after: list[BufferedStore]
     landed: Landed = None
     drained: bool = False
     arrived: bool = False
@@ -54,20 +54,20 @@ class Delayed:
     def overlaps(self, low: int, high: int) -> bool:
         return self.low < high and low < self.high
 
-    def chain(self) -> list[Delayed]:
+    def chain(self) -> list[BufferedStore]:
         """What must arrive for it, in that order, itself the last."""
-        found: list[Delayed] = []
+        found: list[BufferedStore] = []
         for late in self.after:
             if not late.arrived:
                 found += [one for one in late.chain() if one not in found]
         return [*found, self]
 
 
-class Delays:
+class StoreBuffers:
     def __init__(self, machine: Any, seed: int, tasks: bool = False) -> None:
         self._machine, self._random, self._tasks = machine, random.Random(seed), tasks
-        self._buffers: dict[Any, list[Delayed]] = {}
-        self._fenced: dict[Any, list[Delayed]] = {}  # what came before the last fence
+        self._buffers: dict[Any, list[BufferedStore]] = {}
+        self._fenced: dict[Any, list[BufferedStore]] = {}  # what came before the last fence
         self._held: dict[tuple, bool] = {}
 
     # --- what a program does -----------------------------------------------------------------------------------------
@@ -140,18 +140,18 @@ class Delays:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _add(
-        self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[Delayed],
+        self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[BufferedStore],
         landed: Landed,
     ) -> None:  # fmt: skip
         low, high = int(addresses.min()), int(addresses.max()) + bits.dtype.itemsize
         self.touch(task, low, high)
         after = [late for late in after if not late.arrived]
-        late = Delayed(addresses, bits, low, high, tma, covered, self._line(task), after, landed)
+        late = BufferedStore(addresses, bits, low, high, tma, covered, self._line(task), after, landed)
         self._buffers.setdefault(task, []).append(late)
         if self._tasks:
             self._spawn(task, late)
 
-    def _spawn(self, task: Any, late: Delayed) -> None:
+    def _spawn(self, task: Any, late: BufferedStore) -> None:
         def arrive() -> None:
             own.next = tuple((one.low, one.high, True) for one in late.chain())
             self._machine.scheduler.step()
@@ -162,14 +162,14 @@ class Delays:
         late.task = own
         self._machine.scheduler.spawn(own)
 
-    def _before(self, task: Any) -> list[Delayed]:
+    def _before(self, task: Any) -> list[BufferedStore]:
         return [late for late in self._fenced.get(task, ()) if not late.arrived]
 
-    def _covered(self, task: Any, scope: str) -> list[Delayed]:
+    def _covered(self, task: Any, scope: str) -> list[BufferedStore]:
         late = [late for late in self._buffers.get(task, ()) if late.covered]
         return late if scope == "sys" else [one for one in late if self._is_own(task, one)]
 
-    def _all(self, held: bool) -> list[tuple[Any, Delayed]]:
+    def _all(self, held: bool) -> list[tuple[Any, BufferedStore]]:
         return [(t, late) for t, buffer in self._buffers.items() for late in buffer if self._held[late.line] == held]
 
     def _line(self, task: Any) -> tuple:
@@ -180,11 +180,11 @@ class Delays:
             self._held[line] = self._random.random() < _HELD
         return line
 
-    def _is_own(self, task: Any, late: Delayed) -> bool:
+    def _is_own(self, task: Any, late: BufferedStore) -> bool:
         heap = self._machine.memory.heap_of(late.low)
         return heap is None or self._machine.memory.heap_rank(heap) == task.rank
 
-    def _arrive(self, task: Any, chosen: Iterable[Delayed]) -> None:
+    def _arrive(self, task: Any, chosen: Iterable[BufferedStore]) -> None:
         for late in list(chosen):
             if late.arrived:
                 continue

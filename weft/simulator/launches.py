@@ -51,7 +51,7 @@ class Grid:
 
     @property
     def done(self) -> bool:
-        if self.machine.delays is not None and self.machine.delays.under_way(self.programs):
+        if self.machine.store_buffers is not None and self.machine.store_buffers.under_way(self.programs):
             return False
         return self.ended == self.total or self.error is not None
 
@@ -66,8 +66,8 @@ class Grid:
 
     def _program_ended(self, program: Program) -> None:
         self.ended += 1
-        if self.machine.delays is not None:
-            self.machine.delays.end(program)
+        if self.machine.store_buffers is not None:
+            self.machine.store_buffers.end(program)
         if self.machine.observer is not None:
             self.machine.observer.program_ended(program)
         if program.error is not None and self.error is None:

@@ -97,4 +97,4 @@ def test_a_kernel_launched_by_a_thread_whose_turn_it_is_not_is_refused(monkeypat
         return errors
 
     [[error]] = weft.simulate(launching, 1)
-    assert error.startswith("a kernel was launched by thread 'mine', and it is the turn of rank 0 host code; ")
+    assert error.startswith("thread 'mine' launched a kernel while rank 0 host code is running; ")

@@ -1,5 +1,7 @@
-"""N virtual GPUs in one process: a scheduler, a memory, an interpreter of Triton kernels.
+"""N virtual GPUs in one process: a scheduler, a memory and an interpreter of Triton kernels.
 
-``weft.simulate`` (in ``weft.runtime.simulate``) is the way in. Reading order: ``scheduler`` (tasks and who runs next),
-``memory`` (addresses), ``machine`` (launches, streams, waiting), ``interpreter`` (all that touches Triton's internals).
+The entry point is ``weft.simulate`` (in ``weft.runtime.simulate``). Reading order: ``scheduler`` (tasks and the choice of the
+next one), ``memory`` (addresses), ``machine`` (launches, streams, waits), ``interpreter`` (everything that touches Triton's
+internals). ``weft check`` adds ``observer``: ``happens_before`` (order between threads of execution), ``thread_clocks`` and
+``vector_clocks``, ``races`` (shadow memory), ``signals``.
 """

@@ -20,7 +20,7 @@ from weft.simulator.spinning import Key, Look, Looking
 
 
 class Accesses:
-    """What a machine is to the programs that run on it."""
+    """Part of ``Machine`` that running programs call."""
 
     scheduler: Scheduler
     memory: Memory
@@ -31,11 +31,11 @@ class Accesses:
     who: Callable[[], str]
     note: Callable[..., None]
     _on_event: Any
-    _copies: dict[Any, list[tuple[GreenletTask, str]]]  # by program: those that are not known to be over
+    _copies: dict[Any, list[tuple[GreenletTask, str]]]  # by program: copies not yet known to be complete
 
     def step(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, write: bool, releases: bool = False,
              late: bool = False) -> None:  # fmt: skip
-        """Others may run before the running task makes this access; ``late``: it only goes into the buffer."""
+        """Let other tasks run before this access. ``late``: the access only enters the store buffer."""
         if getattr(self.scheduler.strategy, "explores", False):
             task, active = self.scheduler.current, addresses[mask]
             low, high = (int(active.min()), int(active.max()) + itemsize) if active.size else (0, 0)
@@ -45,7 +45,7 @@ class Accesses:
         self.scheduler.step()
 
     def plain(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
-        """Pointers of the running kernel as addresses; InvalidAccess where they have left their tensor."""
+        """Addresses of the running kernel's pointers. InvalidAccess where a pointer has left its tensor."""
         return self.pointers.plain(addresses, mask, itemsize, self.who, verb)
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
@@ -104,10 +104,10 @@ class Accesses:
 
         return self._read_modify_write("cas", addresses, bits, mask, bits.dtype, combine, sem, scope)
 
-    # --- programs that poll ------------------------------------------------------------------------------------------
+    # --- polling programs --------------------------------------------------------------------------------------------
 
     def looks(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> Key | None:
-        """Note that the running program is about to look; block it, if it only polls, until what it polls changes."""
+        """Note a look that is about to come. A program that only polls is blocked until the polled bytes change."""
         first = 0 if mask.flat[0] else int(mask.argmax())
         if not mask.flat[first]:
             return None
@@ -120,7 +120,7 @@ class Accesses:
         return key
 
     def looked(self, key: Key | None, look: Look) -> None:
-        """Note what the running program has seen without changing anything."""
+        """Note the bits that the running program has read without changing memory."""
         if key is None:
             return
         looking = self.scheduler.current.looking
@@ -132,7 +132,7 @@ class Accesses:
         self.scheduler.polled(plain=is_plain and not polls, new=is_new)
 
     def changes(self) -> None:
-        """Note that the running program changes memory, so that its next round may differ from the last."""
+        """Note that the running program changes memory: its next round may differ from the last."""
         self.scheduler.current.looking = None
 
     def _spin(self, task: Any, looking: Looking) -> None:
@@ -146,7 +146,7 @@ class Accesses:
                     not np.array_equal(self.memory.load(k.addresses, k.mask, k.itemsize, lambda: task.label), k.bits)
                     for k in looks
                 )
-            except InvalidAccess:  # freed since: the program's next look says so
+            except InvalidAccess:  # freed since then: the program's next look raises
                 return True
 
         if self.observer is not None:
@@ -155,7 +155,7 @@ class Accesses:
         self.scheduler.block(Waiting(done, lambda: self.spinning(looks, looking.code), low, high))
 
     def spinning(self, looks: list[Look], code: tuple | None) -> str:
-        """Loads and atomics of a program that spins, for messages."""
+        """Description of a spinning program's loads and atomics, for messages."""
         place = f" in {os.path.basename(code[0].co_filename)}:{code[1]}" if code else ""
         seen = "; ".join(f"{look.verb} of {self._seen(look)}" for look in looks[:3])
         more = f" and {len(looks) - 3} more" if len(looks) > 3 else ""
@@ -174,14 +174,14 @@ class Accesses:
         return (frame.f_code, frame.f_lineno) if frame is not None else None
 
     def barrier(self) -> None:
-        """A CTA barrier. A program is one task here, so there is nothing to wait for."""
+        """CTA barrier. A program is one task here, so there is nothing to wait for."""
         if self.observer is not None:
             self.observer.barrier()
         if self.store_buffers is not None:
             self.store_buffers.barrier(self.scheduler.current)
 
     def touch(self, low: int, high: int) -> None:
-        """The running program is about to look at bytes ``low .. high - 1``: its own stores to them are there."""
+        """Deliver the running program's own stores to bytes ``low .. high - 1``, which it is about to access."""
         if self.store_buffers is not None:
             self.store_buffers.touch(self.scheduler.current, low, high)
 
@@ -192,7 +192,7 @@ class Accesses:
             self.touch(int(active.min()), int(active.max()) + itemsize)
 
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
-        """One thread's store with release order at system scope."""
+        """Release store by one thread at system scope."""
         at = self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "store")
         address = int(at[0])
         self.step(at, np.ones(1, bool), itemsize, True, late=self.store_buffers is not None)
@@ -218,9 +218,9 @@ class Accesses:
 
     def copy_later(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int,
                    convert: Callable[[np.ndarray], np.ndarray], what: str) -> None:  # fmt: skip
-        """A copy that the running program begins and need not have made before ``complete_copies``.
+        """Begin a copy of the running program that may take place any time up to ``complete_copies``.
 
-        what  "put", "get", or "put_signal": a put that is delivered before the program's next signal
+        what  "put", "get", or "put_signal" (a put delivered before the program's next signal)
         """
         task, everywhere = self.scheduler.current, np.ones(sources.shape, bool)
         sources = self.plain(sources, everywhere, source_itemsize, "load")
@@ -255,7 +255,7 @@ class Accesses:
         self.scheduler.spawn(copy)
 
     def complete_copies(self, *kinds: str) -> None:
-        """The running program goes on once its copies (those of ``kinds``, if any are named) have been made."""
+        """Block the running program until its copies (of ``kinds``, if any are named) are complete."""
         task = self.scheduler.current
         if not kinds and self.observer is not None:
             self.observer.completed()
@@ -269,29 +269,29 @@ class Accesses:
                 del self._copies[task]
 
     def drain_async(self) -> None:
-        """Tensor-descriptor stores of the running program have landed."""
+        """Complete the running program's tensor-descriptor stores."""
         if self.observer is not None:
             self.observer.drain()
         if self.store_buffers is not None:
             self.store_buffers.drain(self.scheduler.current)
 
     def fence_async(self) -> None:
-        """Tensor-descriptor loads see what the running program sees."""
+        """Proxy fence: tensor-descriptor loads see what the running program sees."""
         if self.observer is not None:
             self.observer.fence_proxy()
 
     def wait_for_previous_kernel(self) -> None:
-        """What came before the running kernel in its stream has ended: so it has anyway, and now its program knows."""
+        """Order the running program after the kernels before its own, which have already ended in the simulator."""
         if self.observer is not None:
             self.observer.followed()
 
     def let_next_kernel_start(self) -> None:
-        """The next kernel's programs may start beside the running one's."""
+        """Allow the next kernel's programs to start while the running ones execute."""
         if self.observer is not None:
             self.observer.let_next_start()
 
     def fence(self) -> None:
-        """A fence at system scope in every thread of the running program."""
+        """Fence at system scope in every thread of the running program."""
         self.complete_copies("put")
         self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
         if self.observer is not None:
@@ -300,7 +300,7 @@ class Accesses:
             self.store_buffers.fence(self.scheduler.current)
 
     def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope, access="plain") -> np.ndarray:
-        """Element by element, as duplicates among the addresses must see each other."""
+        """Atomic, element by element: duplicates among the addresses must see each other."""
         mask = np.broadcast_to(mask, addresses.shape)
         addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
         looks = op == "add" and not np.asarray(values).any()

@@ -1,4 +1,4 @@
-"""Remedies for a race by the nature of its two sides: copies, host code, two writers, a loop that polls."""
+"""Remedies for a race by its two sides: copies, host code, two writers, a polling loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COPY, _HOST = "copy", "host"
 
 
 def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple | None], Place | None]) -> str:
-    """One line for a race of two accesses; "" where its kind says enough."""
+    """Remedy in one line for a race of two accesses; "" where the remedy of its kind suffices."""
     if kind != "race":
         return ""
     same_rank = earlier.thread.rank == later.thread.rank
@@ -31,8 +31,8 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
     if hasty is not None and at(hasty[0], earlier.slot) >= earlier.time:
         where = place(hasty[1])
         return (
-            f"call wl.wait_for_previous_kernel() before the notify in {where}: with launch_pdl=True the stores of the kernels "
-            f"before may come after it"
+            f"call wl.wait_for_previous_kernel() before the notify in {where}: with launch_pdl=True the earlier kernels' "
+            f"stores may land after it"
         )
     if any(_polls(access) for access in (earlier, later)):
         return (
@@ -40,16 +40,14 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
             "of the loop, which then never ends"
         )
     if earlier.verb in _STORES and later.verb in _STORES:
-        return (
-            "let each write a place of its own, or mask all but one; order the two only if the later value is to stay"
-        )
+        return "write to separate places, or mask all stores but one; order the two only if the later value must remain"
     if earlier.code is not None and earlier.code == later.code:
-        return "read and write in one step, with an atomic (tl.atomic_add), or give each program a place of its own"
+        return "read and write in one step, with an atomic (tl.atomic_add), or use a separate place for each program"
     return ""
 
 
 def _of_copies(earlier: Access, later: Access) -> str:
-    """Remedy for a copy and the main stream of its rank: by which was given first, not by which ran first."""
+    """Remedy for a copy and the main stream of its rank, by the order of issue, not of execution."""
     copy, other = (earlier, later) if earlier.kind == _COPY else (later, earlier)
     copy_first = copy is earlier
     if other.kind == _COPY or copy.launches is None:
@@ -57,16 +55,14 @@ def _of_copies(earlier: Access, later: Access) -> str:
     if other.thread.grid is not None:
         copy_first = other.thread.grid.number > copy.launches
     if copy_first:
-        return "call team.copy_engine.join() after the copy: the main stream goes on beside it until then"
-    return (
-        "call team.copy_engine.fork() before the copy: it waits for what the main stream was given before fork() only"
-    )
+        return "call team.copy_engine.join() after the copy: until then the main stream runs concurrently with it"
+    return "call team.copy_engine.fork() before the copy: a copy waits only for main-stream work issued before fork()"
 
 
 def _of_peers_copies(copy_last: bool) -> str:
     if copy_last:
-        return "call team.barrier() before the copy, or fork() behind a kernel that waits for the other rank"
-    return "send team.copy_engine.signal() behind the copy and wait for it (wl.wait), or join() on its rank and team.barrier()"
+        return "call team.barrier() before the copy, or fork() after a kernel that waits for the other rank"
+    return "send team.copy_engine.signal() after the copy and wait for it (wl.wait), or join() on its rank and team.barrier()"
 
 
 def _polls(access: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Whose clock learns from whom: launches, programs, host code, side streams and the meetings of ranks.
+"""Happens-before edges between launches, programs, host code, side streams and rendezvous of ranks.
 
-A rank's host code has two clocks. ``main`` is its main stream: tensor operations and kernels, in order. ``cpu`` is what its
-host has waited for: only ``synchronize`` and ``barrier`` take main's knowledge over, so a copy engine that was not forked,
-or ranks that met by ``exchange`` only, know nothing of the kernels before.
+A rank's host code has two clocks. ``main`` is its main stream: tensor operations and kernels, in order. ``cpu`` holds what the
+host has waited for. Only ``synchronize`` and ``barrier`` join ``main`` into it, so a copy engine without a fork, or ranks that
+met by ``exchange`` only, know nothing of earlier kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.simulator.signals import Signals, signed
 from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
 from weft.simulator.vector_clocks import joined, new_clock
 
-# Ordinary tensors of a rank that stay known after their use, as long as something may still come that is not ordered behind it.
+# Ordinary tensors of a rank kept known after their use, while an access that is not ordered after the use may still come.
 _HELD = 64
 
 
@@ -39,8 +39,8 @@ class HappensBefore:
         self._meetings: dict[str, np.ndarray] = {}
         self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
         self._launches = [0] * machine.world_size
-        # The kernel that a rank's next one follows directly, None where host code came in between; and what the side streams
-        # told that were joined since.
+        # The kernel directly before a rank's next one (None if host code came in between), and the knowledge of the side
+        # streams joined since.
         self._previous: list[Any] = [None] * machine.world_size
         self._since = [new_clock() for _ in range(machine.world_size)]
         self._programs: dict[tuple[int, str, int], Any] = {}  # rank, kernel, number -> the last one started
@@ -49,7 +49,7 @@ class HappensBefore:
     # --- programs ----------------------------------------------------------------------------------------------------
 
     def launch(self, rank: int, grid: Any, tuples: list[tuple]) -> None:
-        """A grid of ``rank`` is about to start; ``tuples`` are among its arguments."""
+        """Begin a grid of ``rank``. ``tuples``: the tuples among its arguments."""
         main = self._main[rank]
         main.learn(self._cpu[rank])
         self._launches[rank] += 1
@@ -59,29 +59,29 @@ class HappensBefore:
         since, self._since[rank] = self._since[rank], new_clock()
         grid.early, grid.hasty = grid.known, False
         if grid.overlaps and previous is not None:
-            # It may begin once all programs of the one before have let it: what those knew then, they had waited for, or not.
+            # It may start once all programs of the previous grid allow it, which they may do before waiting themselves.
             before = previous.early if previous.hasty else previous.known
             grid.early = joined(before.copy(), since)
         grid.views = [a for a in tuples if hasattr(a, "deltas") and hasattr(a, "barriers")]
         if grid.views:
             self.launched_names[rank].append(f"{grid.launch.name}{list(grid.launch.grid)}")
         grid.reached = {heap for t in grid.launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None}
-        self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")  # known under a better name already
+        self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")  # already known by a better name
 
     def program_started(self, program: Any) -> None:
         grid = program.grid
-        # Two kernels may run at once, so that those which follow each other need slots of their own.
+        # Two consecutive kernels may run at once, so they use different slots.
         place = program.number, grid.number % 2
         thread = program.thread = ProgramClock(self.races.slots, grid.rank, program.label, place, grid.early.copy())
         if grid.early is not grid.known:
             thread.ahead = grid.known
-            thread.sync = Sync(f"{thread.sync.verb}, beside the kernel before it")
+            thread.sync = Sync(f"{thread.sync.verb}, concurrently with the kernel before it")
         self._programs[grid.rank, grid.launch.name, program.number] = program
         thread.grid = grid
         program.thread.launch, program.thread.reached, program.thread.waits = grid.number, set(grid.reached), None
 
     def followed(self) -> None:
-        """The running program has waited for the kernel before its own."""
+        """Note that the running program has waited for the kernel before its own."""
         thread = self.thread()
         if thread.ahead is not None:
             thread.follow()
@@ -98,8 +98,8 @@ class HappensBefore:
             name = program.grid.launch.name
             access = Access(0, thread, SCALAR, 0, 0, 0, f"end of {name}", None, None, thread.sync)
             text = (
-                f"{thread.label}, launched with launch_pdl=True, ends without having waited for the kernel before: the next "
-                f"one may begin before that has ended"
+                f"{thread.label}, launched with launch_pdl=True, ends without having waited for the kernel before it: the "
+                f"next kernel may start before that one has ended"
             )
             self.races.report("unfollowed", text, [access])
         program.grid.end = joined(program.grid.end, thread.finish())
@@ -114,10 +114,10 @@ class HappensBefore:
         task = self.machine.scheduler.current
         return getattr(task, "thread", None) or self._main[task.rank]
 
-    # --- host code, streams, meetings --------------------------------------------------------------------------------
+    # --- host code, streams, rendezvous ------------------------------------------------------------------------------
 
     def host(self, rank: int) -> AbstractContextManager:
-        """The scope of a rank's host code: its tensor operations are seen."""
+        """Scope of a rank's host code in which its tensor operations are observed."""
         return HostOperations(self, rank)
 
     def host_access(
@@ -139,18 +139,18 @@ class HappensBefore:
         self.races.write(main, access, addresses, itemsize)
 
     def _bits(self, addresses: np.ndarray, itemsize: int) -> np.ndarray | None:
-        """What host code has read, where it is of one tensor."""
+        """Bits that host code has read, if they lie in one tensor."""
         extent = self.memory.find(int(addresses.min()))
         if extent is None or int(addresses.max()) + itemsize > extent.base + extent.size:
             return None
         return self.memory.load(addresses, np.ones(addresses.shape, bool), itemsize, lambda: "host code")
 
     def host_works(self, rank: int) -> None:
-        """Host code has given the main stream something else than a kernel: no kernel overlaps with it."""
+        """Note main-stream work of host code that is no kernel: no kernel overlaps with it."""
         self._previous[rank] = None
 
     def host_touches(self, rank: int, tensor: Any, verb: str) -> None:
-        """Host code is about to use a tensor: is it one that was freed?"""
+        """Report host code that is about to use a freed tensor."""
         extent = self.machine.pointers.freed(tensor)
         if extent is not None:
             main = self._main[rank]
@@ -190,7 +190,7 @@ class HappensBefore:
         self.machine.scheduler.current.thread = thread
 
     def copied(self, target: int, source: int, nbytes: int, itemsize: int, is_signal: bool) -> None:
-        """Part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
+        """Note a part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
         thread, steps = self.thread(), np.arange(0, nbytes, itemsize).astype(np.uint64)
         reads, writes = (self.races.access(thread, "copy", verb) for verb in ("copy from", "copy to"))
         reads.launches = writes.launches = thread.launch
@@ -218,12 +218,12 @@ class HappensBefore:
             self._let_go(rank)
 
     def looked(self, rank: int) -> None:
-        """The host has waited for its main stream, as ``tensor.item()`` does."""
+        """Note that the host has waited for its main stream, as ``tensor.item()`` does."""
         self._cpu[rank] = joined(self._cpu[rank], self._main[rank].publish())
         self.host_works(rank)
 
     def synchronized(self, rank: int) -> None:
-        """The host has waited for all of its rank's streams."""
+        """Note that the host has waited for all streams of its rank."""
         self.looked(rank)
         self._main[rank].sync = Sync("team.synchronize()")
         for (owner, _), thread in self._streams.items():
@@ -243,7 +243,7 @@ class HappensBefore:
         self._main[rank].sync = Sync(meeting)
 
     def hold(self, rank: int, tensors: list[Any], name: str) -> None:
-        """Keep ordinary tensors known (and alive, so that their addresses stay theirs) until the streams have met."""
+        """Keep ordinary tensors known, and alive so that their addresses are not reused, until the streams have met."""
         held = self._held[rank]
         if len(held) + len(tensors) > _HELD:
             self._let_go(rank)
@@ -258,7 +258,7 @@ class HappensBefore:
             self.memory.remove(held.pop(0)[1])
 
     def _let_go(self, rank: int) -> None:
-        """Forget the ordinary tensors whose uses so far come before all that the rank's streams can still do."""
+        """Drop the ordinary tensors whose uses happen before everything that the rank's streams can still do."""
         if not self.machine.is_idle(rank):
             return
         to_come = self._to_come(rank)
@@ -271,7 +271,7 @@ class HappensBefore:
         self._held[rank][:] = kept
 
     def _to_come(self, rank: int) -> list[np.ndarray]:
-        """Clocks that the next operation of each of the rank's streams begins with, whatever it is."""
+        """Clocks with which the next operation of each of the rank's streams begins, at least."""
         cpu = self._cpu[rank]
         clocks = [joined(self._main[rank].clock.copy(), cpu)]
         for (owner, name), thread in self._streams.items():

@@ -1,4 +1,4 @@
-"""Host code's own accesses: what PyTorch operations read and write of the memory that kernels and peers may touch."""
+"""Accesses of host code: PyTorch operations on memory that kernels and peers may touch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _MACHINERY = ("torch.", "triton.", "weft.simulator.", "weft.runtime.", "contextlib")
-# They look at a tensor's shape only.
+# Operations that use a tensor's shape only.
 _SHAPE_ONLY = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     "rand_like", "randn_like", "sym_size", "sym_stride", "is_same_size",
@@ -19,7 +19,7 @@ _SHAPE_ONLY = frozenset({
 
 
 class HostOperations(TorchDispatchMode):
-    """Tells the observer of every operation of this thread. Operations on memory that only this rank has cost a look-up."""
+    """Dispatch mode that reports this thread's operations to the observer. Private memory costs one look-up."""
 
     def __init__(self, observer: Any, rank: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class HostOperations(TorchDispatchMode):
         kwargs = kwargs or {}
         custom = _implementation(func)
         if custom is not None:
-            # A mode is off while it handles an operation; the operations inside are what we want to see.
+            # A mode is off while it handles an operation, and the operations inside are the ones to be seen.
             with self:
                 return custom(*args, **kwargs)
         name = func._schema.name.split("::")[-1]
@@ -66,7 +66,7 @@ class HostOperations(TorchDispatchMode):
 
 
 def host_line() -> tuple | None:
-    """(code, line) of the host code that is calling: the innermost frame outside PyTorch, the simulator and the runtime."""
+    """(code, line) of the calling host code: the innermost frame outside PyTorch, the simulator and the runtime."""
     frame = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
@@ -76,7 +76,7 @@ def host_line() -> tuple | None:
 
 
 def host_line_of(error: BaseException) -> tuple | None:
-    """(code, line) of the host code that raised ``error``: the innermost frame outside of the same."""
+    """(code, line) of the host code that raised ``error``: the innermost frame outside the same modules."""
     found, entry = None, error.__traceback__
     while entry is not None:
         name = entry.tb_frame.f_globals.get("__name__", "")
@@ -87,7 +87,7 @@ def host_line_of(error: BaseException) -> tuple | None:
 
 
 def _operands(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, bool]]:
-    """(argument, is it written) of those whose elements are used; a view of an argument uses none."""
+    """(argument, is it written) for each argument whose elements are used; a view uses none."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -104,7 +104,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from its first to behind its last element."""
+    """Bytes from the first element to the end of the last."""
     return (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
 
 
@@ -119,7 +119,7 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _implementation(func: Any) -> Any:
-    """What a custom operator does, made by ``torch.library.custom_op`` or by a ``Library``; None for PyTorch's own."""
+    """Implementation of a custom operator (``torch.library.custom_op`` or ``Library``); None for PyTorch's own."""
     if func.namespace == "aten":
         return None
     from torch._library.custom_ops import OPDEFS

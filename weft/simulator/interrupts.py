@@ -10,12 +10,12 @@ from typing import Any
 
 
 class Interrupts:
-    """A scope in which SIGINT raises only below the functions `inside`, until `leaving` is set.
+    """Scope in which SIGINT raises only below the functions ``inside``, until ``leaving`` is set.
 
-    held  interrupts that came elsewhere: the patches of the interpreter are restored first. They are delivered at the end of
-          the scope, unless another one is the reason why it ends
+    held  number of interrupts that came elsewhere. They are delivered at the end of the scope, after the interpreter's patches
+          are restored, unless another interrupt ends the scope
 
-    Only the main thread receives signals: in others the scope does nothing, and neither where SIGINT has no Python handler.
+    Only the main thread receives SIGINT: in other threads, and without a Python handler for SIGINT, the scope does nothing.
     """
 
     def __init__(self, *inside: Callable[..., Any]) -> None:

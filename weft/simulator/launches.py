@@ -1,7 +1,7 @@
-"""Kernel launches as tasks: programs that start in order as SMs become free, and end their launch together.
+"""Kernel launches as tasks: programs start in order as SMs become free, and the launch ends with the last one.
 
-A launch comes back when its kernel has ended, so that host code sees a stream's results at once. On a GPU it comes back at
-once; where nobody could go on otherwise, as a kernel waits for what its host gives the copy engine afterwards, it does here.
+A launch returns when its kernel has ended, so that host code sees a stream's results at once. On a GPU it returns immediately.
+Here it does so only if no task could go on otherwise, as when a kernel waits for a copy that its host enqueues afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.simulator.scheduler import GreenletTask, Scheduler, ThreadTask, Waitin
 
 
 class Program(GreenletTask):
-    """One program instance of a launch."""
+    """Program instance of a launch."""
 
     def __init__(self, grid: Grid, index: int) -> None:
         x, y, z = grid.launch.grid
@@ -35,11 +35,14 @@ class Program(GreenletTask):
 
 
 class Grid:
-    """A kernel launch: its programs start in order as the rank's SMs become free, and end it together."""
+    """Kernel launch: its programs start in order as the rank's SMs become free."""
 
     def __init__(self, machine: Any, rank: int, launch: Launch, bases: list[int], overlaps: bool = False) -> None:
-        """``bases``: of what memory knows for as long as it runs. ``overlaps``: launched to begin beside the kernel before it
-        (programmatic dependent launch), which the checker alone takes into account."""
+        """
+        bases     bases of the extents that memory knows while the kernel runs
+        overlaps  programmatic dependent launch: the kernel may start while the one before it runs. Only the checker
+                  takes this into account
+        """
         self.overlaps = overlaps
         self.machine, self.scheduler, self.rank, self.launch = machine, machine.scheduler, rank, launch
         x, y, z = launch.grid
@@ -47,7 +50,7 @@ class Grid:
         self.started = self.ended = 0
         self.programs: list[Program] = []
         self.error: BaseException | None = None
-        self.bases, self.left = bases, False  # left: its host has gone on
+        self.bases, self.left = bases, False  # left: the launch has returned to its host
 
     @property
     def done(self) -> bool:
@@ -76,10 +79,10 @@ class Grid:
 
 
 class Launches:
-    """What a machine does with ``kernel[grid](...)``."""
+    """Part of ``Machine`` that runs ``kernel[grid](...)``."""
 
     sms: int
-    most_at_once: int  # programs of a rank that have been resident together
+    most_at_once: int  # most programs of a rank resident at once so far
     scheduler: Scheduler
     memory: Memory
     pointers: Pointers
@@ -95,14 +98,14 @@ class Launches:
     _left: dict[int, Grid]
 
     def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Run a kernel for the calling rank; back when its programs have ended, as a rule. Raises what one of them raised."""
+        """Run a kernel for the calling rank, as a rule to its end. Raises the error of its first program that failed."""
         task = self.scheduler.current
         if not isinstance(task, ThreadTask):
             raise WeftError(f"{task.label}: kernels are launched from host code only")
         if not task.is_here:
             raise WeftError(
-                f"a kernel was launched by thread {threading.current_thread().name!r}, and it is the turn of {task.label}; "
-                f"launch kernels from main(team) itself, and not from a thread of a simulation that has ended"
+                f"thread {threading.current_thread().name!r} launched a kernel while {task.label} is running; launch kernels "
+                f"from main(team) itself, not from another thread or from a simulation that has ended"
             )
         self.settle()
         self._names, self._known = _argument_names(jit_fn, args, kwargs), []
@@ -135,21 +138,21 @@ class Launches:
             self._left[task.rank] = run
 
     def pointer(self, tensor: Any) -> int:
-        """Knows the tensor until the launch that is being prepared has ended."""
+        """Pointer to ``tensor``, which stays known until the launch being prepared has ended."""
         base = self.memory.add_tensor(tensor, self.rank, self._names.get(tensor.data_ptr(), self._names[0]))
         if base is not None:
             self._known.append(base)
         return self.pointers.of(tensor)
 
     def settle(self) -> None:
-        """The calling host code needs what its main stream has been given."""
+        """Wait for the main stream's work, which the calling host code is about to use."""
         run = self._left.pop(self.rank, None) if self._left else None
         if run is not None:
             self.scheduler.block(Waiting(lambda: run.done, lambda: f"waits for its kernel {run.launch.name}"))
             self._end(run)
 
     def let_hosts_go(self) -> bool:
-        """Nobody can go on: launches come back before their kernels have ended. Whether there was one."""
+        """Let launches return before their kernels have ended, when no task can go on. False if there is none."""
         waiting = [run for run in self._awaited.values() if not run.left]
         for run in waiting:
             run.left = True
@@ -181,7 +184,7 @@ class Launches:
 
 
 def _argument_names(jit_fn: Any, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
-    """data_ptr -> what to call it, of tensors, of descriptors' tensors and of those in tuples; 0 -> what to call any other."""
+    """Names by data_ptr of tensors, descriptors' tensors and tensors in tuples; at 0 the name of any other."""
     kernel = jit_fn.__name__
     defaults = [(p.name, p.default) for p in jit_fn.params]
     named = [*defaults, *zip((p.name for p in jit_fn.params), args, strict=False), *kwargs.items()]

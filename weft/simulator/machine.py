@@ -1,7 +1,7 @@
-"""The virtual machine: W GPUs in one process, each with its memory, a main stream, side streams and ``sms`` programs at a time.
+"""The virtual machine: W GPUs in one process, each with memory, a main stream, side streams and ``sms`` resident programs.
 
 It is the port through which the interpreter reaches memory, and it turns kernel launches, stream operations and host code
-into tasks of one scheduler. It knows ranks, addresses and streams; teams and words are built on it (``runtime``,
+into tasks of one scheduler. It knows ranks, addresses and streams; teams and primitives are built on it (``runtime``,
 ``language.lowering.simulated``).
 """
 
@@ -35,7 +35,7 @@ _HOISTED = (
 
 @dataclass(slots=True)
 class Stream:
-    """Operations that run one after the other, beside the rank's host code."""
+    """Queue of operations that run one after the other, concurrently with the rank's host code."""
 
     rank: int
     name: str
@@ -63,7 +63,7 @@ class Machine(Accesses, Launches):
         self.interpreter = Interpreter(self)
         self._on_event = on_event
         self._free_sms, self.most_at_once = [sms] * world_size, 0
-        self.is_sized = False  # host code has asked how many programs are resident at once
+        self.is_sized = False  # host code has asked how many programs can be resident at once
         self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
         self._streams: dict[tuple[int, str], Stream] = {}
         self._meetings: dict[str, dict[int, Any]] = {}
@@ -72,15 +72,15 @@ class Machine(Accesses, Launches):
         self._awaited: dict[int, Grid] = {}
         self._left: dict[int, Grid] = {}
         self._copies: dict[Any, list[tuple[GreenletTask, str]]] = {}
-        self.uninitialised: set[int] = set()  # bases of symmetric tensors, which nobody has filled
-        # The checker's ear, and its late stores; None where nobody checks.
+        self.uninitialised: set[int] = set()  # bases of symmetric tensors allocated without a value
+        # Set by a check; None otherwise.
         self.observer: Any = None
         self.store_buffers: Any = None
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(self, mains: list[Callable[[], Any]]) -> list[Any]:
-        """Run one host task a rank to its end; their results, in rank order."""
+        """Run one host task per rank to its end. Returns their results in rank order."""
 
         def host(main: Callable[[], Any]) -> Any:
             result = main()
@@ -104,7 +104,7 @@ class Machine(Accesses, Launches):
         return [host.result for host in hosts]
 
     def host_scope(self, rank: int) -> AbstractContextManager:
-        """What a rank's host code runs in."""
+        """Scope in which a rank's host code runs."""
         return self.observer.host(rank) if self.observer is not None else nullcontext()
 
     def _bind(self, intrinsic: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,11 +112,11 @@ class Machine(Accesses, Launches):
 
     @property
     def rank(self) -> int:
-        """The rank of the task that is running."""
+        """Rank of the running task."""
         return self.scheduler.current.rank
 
     def who(self) -> str:
-        """The running task and, in a kernel, its source line: for messages."""
+        """Label of the running task and, in a kernel, its source line, for messages."""
         task = self.scheduler.current
         frame = self.interpreter.kernel_frame(LIBRARIES) if isinstance(task, Program) else None
         if frame is None:
@@ -137,7 +137,7 @@ class Machine(Accesses, Launches):
     # --- side streams ----------------------------------------------------------------------------------------------
 
     def enqueue(self, stream: str, label: str, operation: Callable[[], None]) -> None:
-        """Give the calling rank's side stream ``stream`` an operation; it runs as a task, after the earlier ones."""
+        """Enqueue an operation on the calling rank's side stream. It runs as a task, after the earlier ones."""
         rank = self.rank
         queue = self._streams.setdefault((rank, stream), Stream(rank, stream, deque()))
         queue.queue.append((label, operation))
@@ -160,14 +160,14 @@ class Machine(Accesses, Launches):
         self.scheduler.spawn(task)
 
     def drain(self, stream: str) -> None:
-        """The calling host task goes on once its main stream and its side stream have nothing left to do."""
+        """Block the calling host task until its main stream and this side stream are idle."""
         self.settle()
         queue = self._streams.get((self.rank, stream))
         if queue is not None:
             self.scheduler.block(Waiting(lambda: queue.idle, lambda: f"waits for its {stream}"))
 
     def join(self, stream: str) -> None:
-        """The calling rank's main stream goes on once its side stream has nothing left to do."""
+        """Order the calling rank's main stream after all work of its side stream so far."""
         self.drain(stream)
         if self.observer is not None:
             self.observer.joined(stream)
@@ -179,8 +179,10 @@ class Machine(Accesses, Launches):
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: int) -> int:
-        """Block the running task until ``done`` of the unsigned word at ``address``, which is what becomes ``>= wanted``;
-        the word then seen. Acquires."""
+        """Block the running task until ``done(word)`` holds for the unsigned word at ``address``, then acquire.
+
+        Returns the word. ``wanted``: the value awaited (``>= wanted``), for messages.
+        """
         address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
         task, where = self.scheduler.current, self.who()
         task.looking = None
@@ -208,9 +210,10 @@ class Machine(Accesses, Launches):
         self.scheduler.block(Waiting(done, lambda: f"{where[len(task.label) :].strip()} {describe()}", low, high))
 
     def exchange(self, meeting: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
-        """Host code of all ``members`` meets under one name; each gets every item, in the members' order.
+        """Rendezvous of the host code of all ``members`` under one name. Each gets every item, in the members' order.
 
-        ``streams``: it is the work of the main streams that meets, as in a library's collective."""
+        ``streams``: the main streams meet, not the hosts, as in a NCCL collective.
+        """
         rank = self.rank
         if streams:
             self.settle()
@@ -245,7 +248,7 @@ class Machine(Accesses, Launches):
                 if grid.started < grid.total:
                     lines.append(
                         f"rank {rank} kernel {grid.launch.name} programs {grid.started}..{grid.total - 1} cannot start: all "
-                        f"{self.sms} SMs are held by programs that wait"
+                        f"{self.sms} SMs are held by waiting programs"
                     )
         if self.observer is not None:
             lines += self.observer.deadlocked(

@@ -1,7 +1,7 @@
-"""The virtual machine's memory: which addresses belong to which tensor, and raw loads and stores by address.
+"""Memory of the virtual machine: the map from addresses to tensors, and raw loads and stores by address.
 
-Tensors live in ordinary CPU memory, so an address is an address; what is kept here is a sorted map of the extents that a
-kernel may touch. Everything else is refused by name, before it is touched.
+Tensors live in ordinary CPU memory and keep its addresses. This module keeps a sorted map of the extents that a kernel may
+touch. An access anywhere else is refused, with the nearest tensor's name, before it happens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """``size`` bytes at ``base`` that belong to one tensor of one rank."""
+    """Bytes of one tensor of one rank: ``size`` of them at ``base``."""
 
     base: int
     size: int
@@ -45,7 +45,7 @@ class Extent:
 
 
 class Memory:
-    """All known extents. ``outer`` ranges (symmetric heaps) are known only where a tensor was carved from them."""
+    """All known extents. A symmetric heap is known only where a tensor was carved from it."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -53,7 +53,7 @@ class Memory:
         self._counts: dict[int, int] = {}
         self._heaps: list[tuple[int, int]] = []
         self._heap_ranks: dict[tuple[int, int], int] = {}
-        # Called with the bytes (low, high) of an extent that is no longer known.
+        # Called with the byte range (low, high) of a removed extent.
         self.on_remove: Callable[[int, int], None] | None = None
         self.freed: list[Extent] = []
 
@@ -74,7 +74,7 @@ class Memory:
         return self._heap_ranks[heap]
 
     def place(self, address: int) -> int:
-        """A number for the address that is the same in every run: heaps by rank and order, other tensors by name."""
+        """Number of the address that is equal in every run: heaps by rank and order, other tensors by name."""
         for number, heap in enumerate(self._heaps):
             if heap[0] <= address < heap[1]:
                 rank = self._heap_ranks[heap]
@@ -86,7 +86,7 @@ class Memory:
         return ((1 << 32) + zlib.crc32(f"{extent.rank} {extent.name}".encode()) << 48) + address - extent.base
 
     def add(self, extent: Extent) -> None:
-        """Make an extent known. Adding the same base again counts it, so that it stays until removed as often."""
+        """Add an extent. Extents are reference-counted by base: remove one as often as it was added."""
         if extent.size <= 0:
             return
         known = self._extents.get(extent.base)
@@ -112,9 +112,9 @@ class Memory:
                 self.on_remove(extent.base, extent.base + extent.size)
 
     def add_tensor(self, tensor: torch.Tensor, rank: int, name: str) -> int | None:
-        """Know a tensor that a kernel was handed: its whole storage, as a view's neighbours are its owner's business.
+        """Add the whole storage of a tensor passed to a kernel, since a view's neighbours are the owner's own.
 
-        Returns the base to ``remove`` later, or None for a tensor of a heap (carved tensors are known one by one).
+        Returns the base to ``remove`` later; None for a tensor in a heap (carved tensors are added one by one).
         """
         storage = tensor.untyped_storage()
         base, size = storage.data_ptr(), storage.nbytes()
@@ -135,7 +135,7 @@ class Memory:
         return extent.index(address) if extent else f"{address:#x}"
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> np.ndarray:
-        """Raw bits at the addresses, zeros where masked off. InvalidAccess outside every known extent."""
+        """Raw bits at the addresses, zeros where masked off. InvalidAccess outside all known extents."""
         whole = bool(mask.all())
         active = addresses if whole else addresses[mask]
         bits = np.zeros(addresses.shape, _UNSIGNED[itemsize])
@@ -168,7 +168,7 @@ class Memory:
             extent.words(itemsize)[self._offsets(active[part], extent, itemsize, who, "store")] = values[part]
 
     def check(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> None:
-        """What ``store`` would raise, without storing."""
+        """Raise the error that ``store`` would raise, without storing."""
         active = addresses[mask]
         if active.size == 0:
             return
@@ -178,12 +178,12 @@ class Memory:
             self._offsets(active[part], found, itemsize, who, "store")
 
     def read_word(self, address: int, itemsize: int, who: Who) -> int:
-        """One unsigned word."""
+        """Unsigned integer of ``itemsize`` bytes at ``address``."""
         at = np.array([address], np.uint64)
         return int(self.load(at, np.ones(1, bool), itemsize, who)[0])
 
     def _one_extent(self, active: np.ndarray, itemsize: int) -> Extent | None:
-        """The extent that holds all addresses, the common case; None if there is no single one."""
+        """Extent that holds all addresses, the common case; None if no single one does."""
         extent = self.find(int(active.min()))
         return extent if extent and int(active.max()) + itemsize <= extent.base + extent.size else None
 

@@ -1,8 +1,8 @@
-"""Arithmetic on NumPy arrays as an NVIDIA GPU does it: rounding, saturation, signed zeros and NaN of every type.
+"""NVIDIA GPU arithmetic on NumPy arrays: rounding, saturation, signed zeros and NaN of every type.
 
-bf16 and fp8 values live in ``ml_dtypes`` arrays. Everything here is a pure function of arrays; nothing knows Triton.
-Exact to the last bit: casts, bitcasts, add, sub, mul, fma, comparisons, integers. IEEE where the GPU approximates
-(division and square root of fp32, exp, log, sin …), and dot products are summed in fp32 in NumPy's order.
+bf16 and fp8 values are stored in ``ml_dtypes`` arrays. All functions are pure and independent of Triton. Casts, bitcasts, add,
+sub, mul, fma, comparisons and integer operations are exact to the last bit. Where the GPU approximates (fp32 division and
+square root, exp, log, sin …) results are IEEE-rounded. Dot products are summed in fp32 in NumPy's order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP8 = {
     "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-# Triton's names of element types to the arrays that hold them.
+# NumPy dtype of each of Triton's element types, by Triton's name.
 DTYPES = {
     "int1": np.dtype(np.bool_),
     "fp16": np.dtype(np.float16),
@@ -40,8 +40,11 @@ _F32, _F64, _BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.bool
 
 
 def convert(x: np.ndarray, to: np.dtype, toward_zero: bool = False) -> np.ndarray:
-    """``x`` as dtype ``to``. Floats round to nearest even (or toward zero), fp8 saturates, integers wrap around, and
-    floats become integers as by ``cvt.rzi``: truncated, clamped to 16, 32 or 64 bits, then cut to 8."""
+    """``x`` cast to dtype ``to``.
+
+    Floats round to nearest even (or toward zero), fp8 saturates, integers wrap around. Float to integer is ``cvt.rzi``:
+    truncated, clamped to 16, 32 or 64 bits, then cut to 8.
+    """
     source = x.dtype
     if source == to:
         return x
@@ -62,7 +65,7 @@ def _to_float(x: np.ndarray, to: np.dtype, toward_zero: bool) -> np.ndarray:
         x, source = x.astype(np.float32), _F32
     if to in (_F32, _F64):
         return _f64_to_f32_toward_zero(x) if toward_zero and source == _F64 and to == _F32 else x.astype(to)
-    # 16 and 8 bits: first fp32 without losing what decides the last rounding.
+    # 16 and 8 bits: to fp32 first, keeping the bits that decide the last rounding.
     if source == _F64 or (source.kind in "iu" and source.itemsize >= 4):
         if to == np.float16 and source == _F64 and not toward_zero:
             return x.astype(to)
@@ -93,7 +96,7 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def f64_to_f32_odd(x: np.ndarray) -> np.ndarray:
-    """fp64 to fp32, an inexact result getting an odd last bit: rounding it once more then rounds as if from fp64."""
+    """fp64 to fp32 rounded to odd, so that a second rounding gives the same result as one from fp64."""
     near = x.astype(np.float32)
     back = near.astype(np.float64)
     fix = (back != x) & np.isfinite(near) & ((near.view(np.uint32) & np.uint32(1)) == 0)
@@ -103,7 +106,7 @@ def f64_to_f32_odd(x: np.ndarray) -> np.ndarray:
 
 
 def _i64_to_f32_odd(x: np.ndarray) -> np.ndarray:
-    """64-bit integers keep their upper bits and one sticky bit, which fp64 then holds exactly."""
+    """64-bit integers to fp32 rounded to odd: upper bits and a sticky bit, which fp64 holds exactly."""
     low = x & x.dtype.type(0x7FF)
     kept = (x - low) | (low != 0).astype(x.dtype) << x.dtype.type(11)
     return f64_to_f32_odd(np.where(np.abs(x.astype(np.float64)) < 2.0**52, x, kept).astype(np.float64))
@@ -116,7 +119,7 @@ def _f64_to_f32_toward_zero(x: np.ndarray) -> np.ndarray:
 
 
 def _toward_zero(x: np.ndarray, to: np.dtype) -> np.ndarray:
-    """fp32 to 16 or 8 bits, dropping the excess; a magnitude beyond the largest finite one becomes that one."""
+    """fp32 to 16 or 8 bits, truncated. Larger finite magnitudes become the largest finite value."""
     if to == BF16:
         return f32_to_bf16((x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32))
     limit = np.float32(ml_dtypes.finfo(to).max)
@@ -143,7 +146,7 @@ def _float_to_int(x: np.ndarray, to: np.dtype) -> np.ndarray:
 
 
 def divide_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Quotient rounded toward zero, as C has it; NumPy's own floors."""
+    """Quotient rounded toward zero, as in C; NumPy's own rounds down."""
     quotient = a // b
     if quotient.dtype.kind == "i":
         inexact = (a - quotient * b) != 0
@@ -152,7 +155,7 @@ def divide_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def remainder_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """What is left of ``divide_int``: it has the sign of ``a``."""
+    """Remainder of ``divide_int``, with the sign of ``a``."""
     return np.fmod(a, b)
 
 
@@ -167,7 +170,7 @@ def shift_right_arithmetic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Upper half of the product of two 32- or 64-bit integers taken as unsigned."""
+    """Upper half of the unsigned product of two 32- or 64-bit integers."""
     unsigned = BITS[a.dtype.itemsize]
     a_bits, b_bits = a.view(unsigned), b.view(unsigned)
     if unsigned.itemsize < 8:
@@ -185,17 +188,17 @@ def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def wrap_bool(op: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """int1 counts modulo 2, where NumPy's bool saturates."""
+    """Sum or product of int1 modulo 2, where NumPy's bool saturates."""
     return np.logical_and(a, b) if op is np.multiply else np.logical_xor(a, b)
 
 
 def maximum(a: np.ndarray, b: np.ndarray, propagate_nan: bool = False) -> np.ndarray:
-    """The greater one, +0 above -0; NaN only if both are (or, propagated, if one is)."""
+    """Greater value, +0 above -0. NaN only if both are NaN, or with ``propagate_nan`` if one is."""
     return _extreme(np.maximum, a, b, propagate_nan, np.bitwise_and)
 
 
 def minimum(a: np.ndarray, b: np.ndarray, propagate_nan: bool = False) -> np.ndarray:
-    """The lesser one, -0 below +0; NaN only if both are (or, propagated, if one is)."""
+    """Lesser value, -0 below +0. NaN only if both are NaN, or with ``propagate_nan`` if one is."""
     return _extreme(np.minimum, a, b, propagate_nan, np.bitwise_or)
 
 
@@ -250,15 +253,18 @@ erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def round_to_tf32(x: np.ndarray) -> np.ndarray:
-    """fp32 to nearest even at 10 mantissa bits, as a TMA load through a TF32 descriptor does."""
+    """fp32 rounded to nearest even at 10 mantissa bits, as by a TMA load through a TF32 descriptor."""
     bits = x.view(np.uint32)
     rounded = (bits + (np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1)))) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(x), rounded, bits).view(np.float32)
 
 
 def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
-    """``a @ b + accumulator`` in the accumulator's dtype: floats of up to 32 bits are multiplied and summed in fp32
-    (TF32 inputs keep their fp32 bits), fp64 in fp64, int8 exactly in int32."""
+    """``a @ b + accumulator`` in the accumulator's dtype.
+
+    Floats of up to 32 bits are multiplied and summed in fp32 (TF32 inputs keep their fp32 bits), fp64 in fp64, int8 exactly
+    in int32.
+    """
     if a.dtype.kind in "iu" and a.dtype not in _FP8:
         product = np.matmul(a.astype(np.float64), b.astype(np.float64))  # exact below 2**53, and BLAS takes it
         return accumulator + product.astype(np.int64).astype(accumulator.dtype)
@@ -274,7 +280,7 @@ def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
 
 
 def reduce_sum(x: np.ndarray, axis: int) -> np.ndarray:
-    """Sum along ``axis``, kept as length 1: 16- and 8-bit floats in fp32 and rounded once, integers wrapping around."""
+    """Sum along ``axis``, kept as length 1. 16- and 8-bit floats are summed in fp32 and rounded once; integers wrap."""
     if x.dtype == _BOOL:
         return np.logical_xor.reduce(x, axis=axis, keepdims=True)
     if x.dtype in _NARROW:
@@ -283,7 +289,7 @@ def reduce_sum(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def reduce_extreme(x: np.ndarray, axis: int, greatest: bool) -> np.ndarray:
-    """Maximum or minimum along ``axis``, kept as length 1, ignoring NaN and telling the zeros apart."""
+    """Maximum or minimum along ``axis``, kept as length 1. NaN is ignored, +0 is above -0."""
     if x.dtype not in FLOATS:
         return (np.maximum if greatest else np.minimum).reduce(x, axis=axis, keepdims=True)
     wide = convert(x, _F32) if x.dtype in _NARROW else x
@@ -305,7 +311,7 @@ def scan_sum(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def histogram(x: np.ndarray, bins: int, mask: np.ndarray | None) -> np.ndarray:
-    """Counts (int32) of the values 0 … bins-1 of an integer array; others, and those masked off, count nowhere."""
+    """Counts (int32) of the values 0 … bins-1 of an integer array. Other values and masked elements are not counted."""
     inside = (x >= 0) & (x < bins)
     if mask is not None:
         inside = inside & mask

@@ -1,6 +1,6 @@
-"""The checker's ear at the machine: every access, launch, copy and meeting comes here and goes on to ``races`` and ``signals``.
+"""Observer of a machine: passes each access, launch, copy and rendezvous on to ``races`` and ``signals``.
 
-A machine without an observer pays one comparison an access.
+A machine without an observer pays one comparison per access.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from weft.simulator.thread_clocks import (
 )
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
-# Elements of a relaxed access up to which each is looked at as a signal; and blocks of one line's stores that are
-# kept to be compared with loads.
+# Most elements of a relaxed access that are each examined as signals, and most blocks of one line's stores that are kept for
+# comparison with loads.
 _FEW = 32
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
@@ -43,33 +43,35 @@ class Observer(HappensBefore):
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed
-        # Where what was asked about, as an access that fails is, happened: by the words that say who it was.
+        # Accesses that messages named, by the text of ``Machine.who``: an error holds that text only.
         self.asked: dict[str, Access] = {}
         self.unstarted = 0  # programs of the largest grid that could not start in a deadlock
 
-    # --- what ends a run ---------------------------------------------------------------------------------------------
+    # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
     def asked_who(self, who: str) -> None:
         thread = self.thread()
         self.asked[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
 
     def waits(self, address: int, itemsize: int) -> None:
-        """The running program begins to wait for a signal."""
+        """Note that the running program begins to wait for a signal."""
         thread = self.thread()
         self.signals.awaited(self.signals.at(address, itemsize))
         thread.waits = (address, self.races.code())
 
     def waits_for_data(self, address: int) -> None:
-        """The running program waits for Lamport words, the first of them at ``address``."""
+        """Note that the running program waits for Lamport words, the first of them at ``address``."""
         self.thread().waits = (address, self.races.code())
 
     def spins(self, address: int, code: tuple | None) -> None:
-        """Note that the running program polls what is at ``address`` and does nothing else."""
+        """Note that the running program only polls ``address``."""
         self.thread().waits = (address, code)
 
     def deadlocked(self, unstarted: list[Any], tasks: list[str]) -> list[str]:
-        """Nobody can go on; ``tasks`` says who waits for what. Reports the likely cause, and returns what can be said of each
-        signal that is waited for."""
+        """Report the likely cause of a deadlock, and return what is known of each awaited signal.
+
+        tasks  descriptions of the waiting tasks
+        """
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
             thread, looking = getattr(task, "thread", None), task.looking
@@ -78,7 +80,7 @@ class Observer(HappensBefore):
             if looking is not None and looking.code is not None:
                 spinning.add(thread)
             if thread is not None and task.waiting is None:
-                # It spins: the wait that it has got past is not what it waits for.
+                # It spins, so an earlier wait of it is over.
                 thread.waits = (looking.last.extent[0], looking.code) if thread in spinning else None
         signals: dict[int, list[ThreadClock]] = {}
         for thread in waiting:
@@ -94,7 +96,7 @@ class Observer(HappensBefore):
             kind = "residency"
             text = (
                 f"kernel {unstarted[0].launch.name} has {unstarted[0].total} programs and this GPU holds {self.machine.sms}: "
-                f"those that run wait, so the others never start"
+                f"the running ones wait, so the others never start"
             )
         elif differ:
             kind = "launch-mismatch"
@@ -114,8 +116,7 @@ class Observer(HappensBefore):
         return causes
 
     def _counterparts(self) -> list[str]:
-        """Where the other ranks' programs are that should have signalled those which wait: those of the same kernel and number
-        that do not wait themselves."""
+        """State of the programs that should have signalled the waiting ones: same kernel and number, not waiting."""
         lines = {}
         for task in self.machine.scheduler.waiting_tasks():
             if not isinstance(getattr(task, "thread", None), ProgramClock):
@@ -128,19 +129,19 @@ class Observer(HappensBefore):
                 elif other.finished:
                     last = other.thread.releases[-1] if other.thread.releases else None
                     signalled = (
-                        f"its last signal was {self.memory.describe(last.address)}" if last else "it signalled nobody"
+                        f"its last signal was {self.memory.describe(last.address)}" if last else "it sent no signal"
                     )
                     where = f", in {self.races.place(last.code)}" if last and last.code else ""
                     lines[f"{other.label} has ended: {signalled}{where}"] = None
         return list(lines)
 
     def _cause(self, address: int) -> list[str]:
-        """Why a wait for what is at ``address`` may never end."""
+        """Reasons why a wait for the memory at ``address`` may never end."""
         if self.signals.known(address) is not None:
             return self.signals.cause(address)
         name, last = self.memory.describe(address), self.races.last_store(address)
         if last is None:
-            return [f"{name}: nobody ever stores it"]
+            return [f"{name}: never stored"]
         return [f"{name}: last written by {self.races.describe(last)}: {last.verb}"]
 
     # --- accesses of kernels -----------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Observer(HappensBefore):
         addresses, bits = addresses.ravel(), bits.ravel()
         self._translated(thread, addresses, bits)
         scope = "sys" if how == "volatile" else None
-        # Every thread loads, a scalar too; one thread stores a scalar.
+        # All threads load, even a scalar; one thread stores a scalar.
         access = self.races.access(thread, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
         if how == "volatile" and addresses.size <= _FEW:
             for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
@@ -176,7 +177,7 @@ class Observer(HappensBefore):
             self._untranslated(thread, access, addresses)
 
     def _across_threads(self, thread: ProgramClock, number: int, access: Access, loaded: Block) -> None:
-        """Do other threads load than have stored, by what was stored last?"""
+        """Report a load by other threads than those that stored, by the latest stores."""
         for stored in reversed(thread.stores[number]):
             crossed = loaded.touches_threads_of(stored)
             if crossed is not None:
@@ -184,7 +185,7 @@ class Observer(HappensBefore):
                 return
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> Callable[[], None] | None:
-        """Before the bits are written. Returns what to call when they arrive in memory, just before."""
+        """Note a store that is about to begin. Returns a function to call just before its bits are in memory."""
         thread, block = self.thread(), Block(addresses, mask, bits.dtype.itemsize)
         if not mask.all():
             addresses, bits = addresses[mask], bits[mask]
@@ -214,20 +215,20 @@ class Observer(HappensBefore):
     def _message(
         self, thread: ThreadClock, access: Access, addresses: np.ndarray, bits: np.ndarray
     ) -> list[Callable[[], None]]:
-        """Callback for the arrival of the Lamport data, which tell their reader something from then on."""
+        """Callback for the arrival of Lamport words, which carry a message to their reader from then on."""
         unwritten = 1 << (8 * bits.dtype.itemsize - 1)
-        if (bits != unwritten).any():  # not a clear, which tells nobody anything
+        if (bits != unwritten).any():  # not a clear, which carries no message
             message = thread.message()
             held = self.memory.load(addresses, np.ones(addresses.shape, bool), bits.dtype.itemsize, self.machine.who)
             if (held != unwritten).any():
-                text = f"{self.races.line_of(access)} sends words into a stage that still holds others"
+                text = f"{self.races.line_of(access)} sends words into a stage that is not cleared"
                 self._report("uncleared", text, access, addresses[held != unwritten])
             return [partial(setattr, access, "message", message)]
         thread.step()
         return []
 
     def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:
-        """After it was done; arrays of those elements that are not masked off, as raw bits."""
+        """Note an atomic that has taken effect. The arrays hold the raw bits of unmasked elements."""
         thread, itemsize = self.thread(), old.dtype.itemsize
         if addresses.size == 0:
             return
@@ -254,7 +255,7 @@ class Observer(HappensBefore):
             self.races.read(thread, access, addresses, itemsize, None)
 
     def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
-        """A descriptor's reduction: relaxed atomics of the asynchronous proxy."""
+        """Note a descriptor's reduction: relaxed atomics of the asynchronous proxy."""
         thread = self.thread()
         if addresses.size == 0:
             return
@@ -267,7 +268,7 @@ class Observer(HappensBefore):
 
     def copies(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray,
                what: str) -> Callable[[], None] | None:  # fmt: skip
-        """A copy that need not be over before ``quiet``. Returns as ``store`` does."""
+        """Note a copy that need not complete before ``quiet``. Returns as ``store`` does."""
         thread = self.thread()
         reads = self.races.access(thread, COPYING, f"load of {what}_nbi")
         writes = self.races.access(thread, _COPIED[what], f"store of {what}_nbi")
@@ -281,7 +282,7 @@ class Observer(HappensBefore):
         return partial(_call_all, landed) if landed else None
 
     def completed(self) -> None:
-        """The running program's copies are over."""
+        """Note that the running program's copies are complete."""
         self.thread().complete()
 
     @staticmethod
@@ -307,7 +308,7 @@ class Observer(HappensBefore):
             else:
                 self.signals.unordered(thread, signal, scope, keeps=True)()
         if sem in ("acquire", "acq_rel"):
-            thread.barrier()  # Triton hands the value to all threads through one
+            thread.barrier()  # Triton broadcasts the value to all threads through one
 
     def _polled(self, thread: ThreadClock, signal: Any, access: Access) -> None:
         self.signals.polled(signal, thread)
@@ -315,7 +316,7 @@ class Observer(HappensBefore):
             self.residency.waited(thread, signal, None, access.code)
 
     def notified(self, address: int, bits: int, itemsize: int) -> Callable[[], None]:
-        """``st.release.sys`` of one thread, before it is done. Returns as ``store`` does."""
+        """Note a ``st.release.sys`` of one thread, about to begin. Returns as ``store`` does."""
         thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
@@ -350,7 +351,7 @@ class Observer(HappensBefore):
     # --- peers' heaps ------------------------------------------------------------------------------------------------
 
     def _translated(self, thread: ThreadClock, addresses: np.ndarray, bits: np.ndarray | None) -> bool:
-        """With ``bits``: note a load from a table of deltas. Without: whether an access is to a heap never translated to."""
+        """With ``bits``: note a load from a table of deltas. Without: True for an access to a heap never translated to."""
         if not isinstance(thread, ProgramClock):
             return False
         first = int(addresses[0])
@@ -367,11 +368,11 @@ class Observer(HappensBefore):
 
     def _untranslated(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> None:
         who = self.races.describe(access)
-        text = f"{who} reaches a peer's memory by an address that symm_at did not give it"
+        text = f"{who} reaches a peer's memory by an address that did not come from symm_at"
         self._report("untranslated", text, access, addresses)
 
     def _report(self, kind: str, text: str, access: Access, addresses: np.ndarray) -> None:
-        """A finding about these addresses, or those of them that lie in the first one's tensor."""
+        """Report a finding about those of the addresses that lie in the first one's tensor."""
         extent = self.memory.find(int(addresses[0]))
         if extent is not None:
             inside = [int(a) - extent.base for a in addresses if 0 <= int(a) - extent.base < extent.size]

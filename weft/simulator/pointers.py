@@ -1,8 +1,8 @@
-"""Which tensor a pointer was made of: a number in the address's upper bits, which arithmetic on the pointer leaves alone.
+"""Provenance of pointers: the number of the tensor in the address's upper bits, which pointer arithmetic leaves unchanged.
 
-A process has its addresses below 2**48. What is reached through a pointer must lie in the tensor that it was made of, or in
-the same symmetric tensor of a peer. Without the number, an index past a tensor that ends where the next one begins would
-pass, and so would a freed tensor whose bytes another has by now. Pointers that a kernel makes of integers have no number.
+A process's addresses lie below 2**48. An access through a pointer must stay in the pointer's tensor, or in the same symmetric
+tensor of a peer. Without the number, an index past the end of a tensor that the next one adjoins would go unnoticed, and so
+would an access to a freed tensor whose bytes are in use again. Pointers that a kernel makes from integers have no number.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ _NUMBERS = 1 << 15  # so that an address stays positive as an int64
 class Pointers:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._extents: dict[int, Extent] = {}  # by number; those that are gone too, until their number is used again
+        self._extents: dict[int, Extent] = {}  # by number; removed ones too, until their number is reused
         self._numbers: dict[Extent, int] = {}
         self._twins: set[tuple[int, int]] = set()
         self._last = 0
-        self._freed: dict[int, tuple[weakref.ref, Extent]] = {}  # tensors by id: their bytes may be another's by now
+        self._freed: dict[
+            int, tuple[weakref.ref, Extent]
+        ] = {}  # tensors by id: their bytes may belong to another tensor
 
     def free(self, tensor: Any) -> None:
-        """A symmetric tensor is about to be given back."""
+        """Note that a symmetric tensor is about to be freed."""
         extent = self._memory.find(tensor.data_ptr())
         if extent is not None:
             self._freed[id(tensor)] = weakref.ref(tensor), extent
 
     def freed(self, tensor: Any) -> Extent | None:
-        """What a tensor was that has been given back."""
+        """Extent that a freed tensor had; None if it was not freed."""
         kept, extent = self._freed.get(id(tensor), (None, None))
         return extent if kept is not None and kept() is tensor else None
 
     def of(self, tensor: Any) -> int:
-        """What a kernel is handed for a tensor."""
+        """Pointer that a kernel gets for a tensor."""
         address = tensor.data_ptr()
         extent = self.freed(tensor) or self._memory.find(address)
         if extent is None and self._memory.in_heap(address):
@@ -50,7 +52,7 @@ class Pointers:
         return address if extent is None else address | self._number(extent) << _SHIFT
 
     def origin(self, pointer: int) -> tuple[int, str]:
-        """(where the tensor begins that a pointer was made of, its name); of a pointer made of an integer, where it points."""
+        """(base, name) of the pointer's tensor; (address, hexadecimal address) of a pointer made from an integer."""
         address = pointer & ADDRESS
         extent = self._extents.get(pointer >> _SHIFT) or self._memory.find(address)
         return (extent.base, extent.name) if extent is not None else (address, f"{address:#x}")
@@ -58,7 +60,7 @@ class Pointers:
     def plain(
         self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Callable[[], str], verb: str
     ) -> np.ndarray:
-        """The addresses as memory has them. InvalidAccess where one that is not masked off has left its tensor."""
+        """Addresses without numbers. InvalidAccess where an unmasked one has left its tensor."""
         active = addresses if mask.all() else addresses[mask]
         if active.size == 0:
             return addresses
@@ -84,7 +86,7 @@ class Pointers:
         return known
 
     def _next(self) -> int:
-        """The number that has not been given for longest. What is still known keeps its own: a running kernel may hold it."""
+        """Least recently used number. Known extents keep theirs, since a running kernel may hold it."""
         for step in range(_NUMBERS - 1):
             number = (self._last + step) % (_NUMBERS - 1) + 1
             old = self._extents.get(number)
@@ -93,7 +95,7 @@ class Pointers:
         return self._last % (_NUMBERS - 1) + 1
 
     def _reaches(self, number: int, extent: Extent) -> bool:
-        """Whether a pointer of this number may reach ``extent``."""
+        """True if a pointer of this number may reach ``extent``."""
         mine = self._extents.get(number)
         if mine is extent or mine is None:
             return True
@@ -124,7 +126,7 @@ class Pointers:
                     raise InvalidAccess(who(), verb, address, itemsize, self._where(number, address, extent))
 
     def _where(self, number: int, address: int, found: Extent | None) -> str:
-        """The pointer's tensor, and where ``address`` is seen from it."""
+        """Position of ``address`` relative to the pointer's tensor, for messages."""
         mine, rank = self._extents[number], self._extents[number].rank
         base = mine.base
         heap, own = self._memory.heap_of(address), self._memory.heap_of(base)

@@ -1,7 +1,7 @@
-"""Who may have seen what: accesses to memory that no happens-before orders, and reads of what nobody wrote.
+"""Race detector: accesses to memory that happens-before does not order, and reads of unwritten memory.
 
-FastTrack (Flanagan and Freund, PLDI 2009) with read sets instead of read clocks, on whole tiles: see ``shadow``. An access is
-checked against the last write and the reads since of every element it touches. Atomics and volatile loads are *strong*: two
+FastTrack (Flanagan and Freund, PLDI 2009) on whole tiles, with read sets instead of read clocks (``shadow``). Each access is
+checked against the last write of every element it touches and the reads since. Atomics and volatile loads are *strong*: two
 strong accesses whose scopes include each other do not race.
 """
 
@@ -53,7 +53,7 @@ class Races:
     # --- accesses ----------------------------------------------------------------------------------------------------
 
     def access(self, thread: ThreadClock, kind: str, verb: str, scope: str | None = None) -> Access:
-        """The access that ``thread`` makes now; the same object for the same source line as long as nothing was published."""
+        """Access that ``thread`` makes now: one object per source line until the thread publishes again."""
         code = self.code() if isinstance(thread, ProgramClock) else thread.code
         key = (kind, verb, code, scope)
         found = thread.accesses.get(key)
@@ -65,7 +65,7 @@ class Races:
         return found
 
     def _landed(self, store: Access) -> Access:
-        """The program's own Lamport ``store`` as an access that is known to be in memory."""
+        """The program's own Lamport ``store``, as an access known to be in memory."""
         thread, key = store.thread, ("landed", store.number)
         if key not in thread.accesses:
             slot, time, seq = thread.stamp(AWAITED)
@@ -75,14 +75,17 @@ class Races:
         return thread.accesses[key]
 
     def code(self) -> tuple | None:
-        """(code object, line) of the innermost kernel frame outside the language's own words."""
+        """(code object, line) of the innermost kernel frame outside the language's own primitives."""
         frame = self.interpreter.kernel_frame(LIBRARIES)
         return (frame.f_code, frame.f_lineno) if frame is not None else None
 
     def read(self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int, bits: np.ndarray | None, *,
              tma: bool = False, lamport: bool = False) -> set[int]:  # fmt: skip
-        """``addresses``: one-dimensional, in known extents. ``bits``: what was read, None if unknown. The numbers of the writes
-        that were read."""
+        """Check and record a read. Returns the numbers of the writes that were read.
+
+        addresses  one-dimensional, in known extents
+        bits       the bits read, None if unknown
+        """
         found: set[int] = set()
         for extent, part in extents_of(self.memory.find, addresses, itemsize):
             shadow = self._shadow(extent)
@@ -105,7 +108,7 @@ class Races:
                         if kind is not None:
                             self._race(kind, writer, access, shadow, where(cells, writes == number))
             if lamport:
-                # From here on the words are as if the reader had written them: their writer is ordered by them alone.
+                # From here on the reader counts as the words' writer, since only the words order the real one.
                 shadow.writes[cells] = mapped(writes, lambda n: access.number if self._is_message(n) else n)
             elif landed:
                 shadow.writes[cells] = mapped(writes, lambda n, landed=landed: landed.get(n, n))
@@ -114,13 +117,13 @@ class Races:
         return found
 
     def crossed(self, number: int, access: Access, low: int, high: int) -> None:
-        """``access`` loads bytes ``low .. high - 1`` by other threads than the program's own store ``number`` wrote them."""
+        """Report a load of bytes ``low .. high - 1`` by other threads than those of the program's store ``number``."""
         store, extent = self._accesses[number], self.memory.find(low)
         key = ("cta-race", number, access.number)
         if extent is not None and key not in self._reported:
             self._reported.add(key)
             text = (
-                f"{self.line_of(access)} loads by other threads of the program than {self.line_of(store)} stored, without a "
+                f"{self.line_of(access)} loads in other threads of the program than {self.line_of(store)} stored, without a "
                 f"CTA barrier in between"
             )
             first, last = ((at - extent.base) // extent.itemsize for at in (low, high - 1))
@@ -149,11 +152,11 @@ class Races:
             shadow.reads[cells] = mapped(readers, kept.__getitem__)
 
     def untouch(self, base: int) -> None:
-        """An extent is gone: what comes to its addresses is another tensor."""
+        """Drop the shadow of a removed extent, whose addresses may be reused."""
         self._shadows.pop(base, None)
 
     def is_past(self, base: int, clock: np.ndarray) -> bool:
-        """True if ``clock`` knows of all accesses to the extent at ``base`` that are remembered."""
+        """True if ``clock`` covers all recorded accesses to the extent at ``base``."""
         shadow = self._shadows.get(base)
         if shadow is None or shadow.unit == 0:
             return True
@@ -163,7 +166,7 @@ class Races:
         return all(at(clock, (one := self._accesses[number]).slot) >= one.time for number in numbers)
 
     def last_store(self, address: int) -> Access | None:
-        """Who wrote the byte last, where that is known."""
+        """Last write of the byte; None if its extent is unknown."""
         extent = self.memory.find(address)
         shadow = self._shadows.get(extent.base) if extent is not None else None
         return None if shadow is None else self._accesses[shadow.writes[(address - extent.base) // shadow.unit]]
@@ -174,7 +177,7 @@ class Races:
         return at(access.thread.clock, earlier.slot, TOLD if lamport else ORDER) >= earlier.time
 
     def _conflict(self, earlier: Access, access: Access, lamport: bool, proxy: np.ndarray | None) -> str | None:
-        """The kind of race, None if the two are ordered or may meet."""
+        """Kind of the race; None if the two are ordered or may be concurrent."""
         thread = access.thread
         if self._knows(access, earlier, lamport):
             return "proxy-fence" if proxy is not None and at(proxy, earlier.slot) < earlier.time else None
@@ -193,7 +196,7 @@ class Races:
             same_gpu = earlier.thread.rank == thread.rank and "cta" not in (earlier.scope, access.scope)
             return None if wide or same_gpu else "scope"
         if earlier.seq and earlier.kind is not SCALAR:
-            # One of its releases is known here, but did not cover this access.
+            # A later release of the thread is known here, but does not cover the earlier access.
             if (
                 at(thread.clock, self.slots.of(earlier.thread.rank, ("program", earlier.thread._index, SCALAR)))
                 >= earlier.seq
@@ -237,7 +240,7 @@ class Races:
 
     def _check_written(self, shadow: Shadow, cells: Any, writes: np.ndarray, access: Access, bits: np.ndarray | None,
                        itemsize: int) -> None:  # fmt: skip
-        """Host code that the checker does not see may have written; what still has the poison's bits nobody has."""
+        """Report a read of memory that still holds the poison's bits: other bits may be writes the checker cannot see."""
         if bits is None:
             return
         poison = bits.ravel() == np.iinfo(bits.dtype).max
@@ -251,9 +254,7 @@ class Races:
             self._reported.add((access.number, shadow.extent.base))
             low, high = shadow.elements(where(cells, bad))
             name, owner = shadow.extent.name, shadow.extent.rank
-            text = (
-                f"{self.describe(access)} reads {name} of rank {owner}, which nobody has written since it was allocated"
-            )
+            text = f"{self.describe(access)} reads {name} of rank {owner}, which has not been written since it was allocated"
             self.report("uninitialised", text, (access,), name, owner, low, high)
 
     def _race(self, kind: str, earlier: Access, access: Access, shadow: Shadow, cells: np.ndarray) -> None:
@@ -278,7 +279,9 @@ class Races:
     def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
         first, second = self.line_of(earlier), self.line_of(access)
         if kind == "unquieted" and earlier.thread is access.thread:
-            return f"{second} touches what the copy of {first} may still read or write: it is over after quiet() only"
+            return (
+                f"{second} accesses memory that the copy of {first} may still read or write: only quiet() completes it"
+            )
         if kind in ("missing-barrier", "undrained-tma", "unquieted") and earlier.thread is not access.thread:
             release = next((r for r in earlier.thread.releases if r.count >= earlier.seq), None)
             where_ = f"the release in {self.place(release.code)}" if release else "the release"
@@ -286,32 +289,32 @@ class Races:
                 "missing-barrier": f"covers only what came before the last CTA barrier, and {first} comes after it",
                 "undrained-tma": f"does not cover the tensor-descriptor store in {first}, which was not drained before a CTA "
                 "barrier",
-                "unquieted": f"does not cover the copy of {first}, which was not completed before",
+                "unquieted": f"does not cover the copy of {first}, which was not completed before it",
             }[kind]
             return f"{where_}, acquired before {second}, {why}"
         if kind == "undrained-tma":
-            return f"{second} touches what the same program stored through a descriptor in {first} and has not drained"
+            return f"{second} accesses what the same program stored through a descriptor in {first} and has not drained"
         if kind == "proxy-fence":
-            return f"{second} loads through a descriptor what {first} stored, acquired but without a proxy fence in between"
+            return f"{second} loads through a descriptor what {first} stored: acquired, but without a proxy fence in between"
         if kind == "scope" and earlier.scope and access.scope:
             one, other = f"{first} (scope {earlier.scope})", f"{second} (scope {access.scope})"
             return f"{one} and {other} are atomics whose scopes do not include each other"
         if kind == "early-access":
             return (
-                f"{second} comes before the program has waited for the kernel before its own (launch_pdl=True), and {first} is "
-                f"known to be over only then"
+                f"{second} comes before the program waits for the previous kernel (launch_pdl=True), and only that wait orders "
+                f"{first} before it"
             )
         if kind == "overtaken":
             return (
-                f"{first} may land after {second}: rank {access.thread.rank} knows of it from words that rank "
-                f"{earlier.thread.rank} sent later without a fence, and a store may be overtaken by a later one"
+                f"{first} may land after {second}: rank {access.thread.rank} knows of it only from words that rank "
+                f"{earlier.thread.rank} sent later without a fence, and a later store may overtake an earlier one"
             )
         note = access.thread.notes.get(earlier.thread)
         if note is not None and note[0] == kind:
             return note[1]
         if kind == "signal-reset":
             reset, other = (second, first) if access.resets else (first, second)
-            return f"{reset} sets back a signal that {other} uses: nothing orders the two"
+            return f"{reset} resets a signal that {other} uses: nothing orders the two"
         if earlier.thread is access.thread:
             return f"{first} and {second} are not ordered"
         if access.kind is FLAGGED:
@@ -371,5 +374,5 @@ class Races:
 
 
 def kind_of(addresses: np.ndarray) -> str:
-    """Of a store or an atomic. One address: one thread. More: all threads."""
+    """Kind of a store or an atomic: one address means one thread, several mean all threads."""
     return SCALAR if addresses.size == 1 else BLOCK

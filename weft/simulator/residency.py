@@ -1,9 +1,9 @@
-"""Kernels that wait for programs which need not be resident: grids larger than a GPU that wait for one another in a circle.
+"""Waits for programs that may not be resident: cycles of waits between grids too large for their GPU.
 
-A program of a grid that its GPU cannot hold at once may have to end before another can start. It must not wait for what that
-other one does: for a program of its own grid, or for one of a peer's grid that is too large as well and waits for this one in
-turn. What earlier kernels, the copy engine, host code or grids that fit have sent does not depend on the end of a program of
-this grid, so that a wait for it cannot hang.
+If a GPU cannot hold a grid at once, one of its programs may have to end before another can start. The first must not wait for
+the second: neither within its own grid, nor through a peer's grid that is too large as well and waits for this one. Waits for
+earlier kernels, the copy engine, host code or grids that fit cannot hang, since these do not depend on the end of a program of
+this grid.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from weft.simulator.thread_clocks import SCALAR, Access, Signal, ThreadClock
 
 
 class Residency:
-    """Record of the waits between grids too large for their GPU. ``report``: called as ``Races.report``."""
+    """Graph of the waits between grids too large for their GPU. ``report``: called as ``Races.report``."""
 
     def __init__(self, sms: int, memory: Any, report: Callable[..., None]) -> None:
         self._sms, self._memory, self._report = sms, memory, report
         self._awaits: dict[Any, set[Any]] = {}
 
     def waited(self, thread: ThreadClock, signal: Signal, wanted: int | None, code: tuple | None) -> None:
-        """Note that ``thread`` has seen ``signal`` at ``wanted`` or more (None: at some value that a loop polled for)."""
+        """Note that ``thread`` has seen ``signal >= wanted`` (None: a value that a loop polled for)."""
         if self._is_too_large(thread):
             for writer in _suppliers(signal, wanted):
                 self.relied_on(thread, writer, signal.address, code)
 
     def relied_on(self, thread: ThreadClock, writer: ThreadClock, address: int, code: tuple | None) -> None:
-        """Note that ``thread`` has waited for what ``writer`` stored."""
+        """Note that ``thread`` has waited for a store of ``writer``."""
         if writer is thread or not (self._is_too_large(thread) and self._is_too_large(writer)):
             return
         mine, other = thread.grid, writer.grid
@@ -38,9 +38,9 @@ class Residency:
         if not self._leads(other, mine):
             return
         suppliers = (
-            "others of it"
+            "others of this grid"
             if other is mine
-            else f"programs of {writer.label.partition(' program ')[0]}, which wait for it"
+            else f"programs of {writer.label.partition(' program ')[0]}, which wait for this grid"
         )
         text = (
             f"kernel {mine.launch.name} has {mine.total} programs, some of which wait for {suppliers}, and this GPU holds "
@@ -65,7 +65,7 @@ class Residency:
 
 
 def _suppliers(signal: Signal, wanted: int | None) -> list[ThreadClock]:
-    """Writers that the signal needed to reach ``wanted``: the first that got there, and all that had added until then."""
+    """Writers that brought the signal to ``wanted``: the one that reached it, and all that had added to it by then."""
     found: list[ThreadClock] = []
     for thread, _, verb, value in signal.writers:
         found = [*found, thread] if "add" in verb else [thread]

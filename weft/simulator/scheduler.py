@@ -1,8 +1,8 @@
-"""Tasks, and the one that runs next.
+"""Tasks, and the choice of the one that runs next.
 
-Host code of a rank is a thread, a program instance or a stream operation is a greenlet; exactly one of them runs at any
-time. Whoever runs comes to ``step()`` before each access to memory, and there a seeded generator picks who goes on: a run is
-a function of its seed. A blocked task names what it waits for, so that the moment nobody can run there is a report.
+A rank's host code is a thread; a program instance or a stream operation is a greenlet. Exactly one of them runs at any time.
+The running task calls ``step()`` before each access to memory, where a seeded generator picks the next task, so that a run is
+a function of its seed. A blocked task names what it waits for: when no task can run, that is the report.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from greenlet import GreenletExit, greenlet
 
 from weft.simulator.interrupts import Interrupts
 
-# Fruitless polls (loads or atomics that changed nothing) for each task that could run, after which nobody is believed to
-# be able to go on: kernels may spin with raw atomics, and a spinning task never blocks.
+# Fruitless polls (loads, and atomics that changed nothing) per ready task after which the run counts as stuck: kernels may
+# spin with raw atomics, and a spinning task never blocks.
 _POLLS_PER_TASK = 1000
-# Plain loads outside of loops that poll count less: a long inner loop reads much before it writes.
+# Weight of a plain load outside polling loops: a long inner loop reads much before it writes.
 _PLAIN_LOAD = 0.02
-# Seconds between two looks whether to go on waiting for host code whose simulation ends early.
+# Seconds between two checks whether to go on waiting for host code when a simulation ends early.
 _HURRY_AFTER = 0.1
-# What counts as spent already once something has come to help those who have polled for so long.
+# Share of the patience that counts as spent after a change that may help the polling tasks.
 _PATIENCE_SPENT = 0.75
 
 
 class Abandoned(BaseException):
-    """Thrown into host threads that are left when a simulation ends early. Not an Exception: users must not catch it."""
+    """Thrown into remaining host threads when a simulation ends early. Not an Exception: users must not catch it."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """What a blocked task waits for. ``low``/``high``: the bytes whose change can end it; None for anything else."""
+    """Condition of a blocked task. ``low``/``high``: bytes whose change can fulfil it, None for anything else."""
 
     done: Callable[[], bool]
     describe: Callable[[], str]
@@ -43,7 +43,7 @@ class Waiting:
 
 
 class Task:
-    """One thread of control of one rank."""
+    """Thread of control of one rank."""
 
     def __init__(self, scheduler: Scheduler, rank: int, label: str, body: Callable[[], Any]) -> None:
         self.scheduler, self.rank, self.label, self.body = scheduler, rank, label, body
@@ -52,18 +52,18 @@ class Task:
         self.error: BaseException | None = None
         self.result: Any = None
         self.on_finish: Callable[[], None] | None = None
-        # What it will access when it goes on, and from which line; filled in for a strategy that explores.
+        # Its next access and that access's source line, filled in for a strategy that explores.
         self.next: tuple[tuple[int, int, bool], ...] | None = None
         self.next_line: Any = None
-        self.looking: Any = None  # of a program: what it has looked at since it last changed memory
+        self.looking: Any = None  # of a program: its reads since it last changed memory
 
     def run(self) -> None:
-        """The body; its result or error is kept."""
+        """Run the body and keep its result or error."""
         try:
             self.result = self.body()
         except (GreenletExit, Abandoned):
             pass
-        except BaseException as error:  # kept and raised again by whoever waits for this task
+        except BaseException as error:  # raised again in the task that waits for this one
             self.error = error
             self.scheduler.failed = self.scheduler.failed or self
         finally:
@@ -73,16 +73,16 @@ class Task:
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Called by the task itself: back to the scheduler until it is resumed."""
+        """Switch from the task, which calls this, to the scheduler until it is resumed."""
         raise NotImplementedError
 
     def abandon(self, hurried: Callable[[], bool]) -> None:
-        """End the task. ``hurried()``: do not wait for host code that does not come back."""
+        """End the task. ``hurried()``: True to stop waiting for host code that does not return."""
         raise NotImplementedError
 
 
 class GreenletTask(Task):
-    """A program instance or a stream operation. Its greenlet lives in the scheduler's thread."""
+    """Program instance or stream operation, as a greenlet in the scheduler's thread."""
 
     _greenlet: greenlet | None = None
 
@@ -101,7 +101,7 @@ class GreenletTask(Task):
 
 
 class ThreadTask(Task):
-    """A rank's host code. A thread of its own, so that torch's thread-local state stays the rank's own."""
+    """Host code of a rank, in a thread of its own so that torch's thread-local state is per rank."""
 
     _thread: threading.Thread | None = None
     _leaving = False
@@ -136,7 +136,7 @@ class ThreadTask(Task):
 
     @property
     def is_here(self) -> bool:
-        """True where the calling thread is the one that runs this host code."""
+        """True if the calling thread runs this host code."""
         return self._thread is threading.current_thread()
 
 
@@ -151,7 +151,7 @@ class Scheduler:
         self.current: Task | None = None
         self.failed: Task | None = None  # the first that raised
         self.steps = 0
-        # In the place of the uniform choice; and what may still change memory when nobody can go on.
+        # Replaces the uniform choice; and called when no task can go on, True if it changed memory.
         self.strategy: Any = None
         self.when_stuck: Callable[[], bool] = lambda: False
         self.interrupts = Interrupts(Scheduler.loop, Task.run)
@@ -159,7 +159,7 @@ class Scheduler:
     # --- called by tasks ---------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """A point at which any other task may run."""
+        """Scheduling point: any other task may run here."""
         self.steps += 1
         task = self.current
         self._chosen = self._pick()
@@ -167,7 +167,7 @@ class Scheduler:
             task.pause()
 
     def block(self, waiting: Waiting) -> None:
-        """The calling task goes on once ``waiting.done()``. What ends it must change its bytes or call ``recheck``."""
+        """Block the calling task until ``waiting.done()``, re-evaluated when its bytes change or on ``recheck``."""
         if waiting.low is not None:
             self.current.next = ((waiting.low, waiting.high, False),)
         self.step()
@@ -185,29 +185,29 @@ class Scheduler:
         self.changed()
 
     def changed(self) -> None:
-        """Something happened that a spinning task may be spinning for."""
+        """Note a change that a spinning task may be polling for."""
         self._fruitless = 0.0
 
     def polled(self, plain: bool, new: bool = False) -> None:
-        """A load, or an atomic that changed nothing; ``new``: of what the task has not looked at before, which is progress."""
+        """Note a load, or an atomic that changed nothing. ``new``: its first look at these bytes, which is progress."""
         self._fruitless = 0.0 if new else self._fruitless + (_PLAIN_LOAD if plain else 1.0)
         if self.strategy is not None and not plain:
             self.strategy.polled(self.current)
 
     def written(self, low: int, high: int) -> None:
-        """Bytes ``low .. high - 1`` were written: wake who waits for them."""
+        """Wake tasks that wait for bytes ``low .. high - 1``, which were written."""
         self._fruitless = 0.0
         if self._blocked:
             self._wake(lambda w: w.low is not None and w.low < high and low < w.high)
 
     def recheck(self) -> None:
-        """Wake those who wait for something other than memory."""
+        """Wake tasks whose condition, other than on memory, now holds."""
         self._wake(lambda w: w.low is None)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, stuck: Callable[[], BaseException]) -> None:
-        """Run until every task has finished. Raises ``stuck()`` when none can go on, and what a task raised unobserved."""
+        """Run until all tasks have finished. Raises ``stuck()`` when none can go on, and a task's unobserved error."""
         try:
             self.loop(stuck)
         finally:
@@ -215,7 +215,7 @@ class Scheduler:
             self._abandon_all()
 
     def loop(self, stuck: Callable[[], BaseException]) -> None:
-        """The part of ``run`` that an interrupt may end anywhere."""
+        """Part of ``run`` that an interrupt may end anywhere."""
         while self._ready or self._blocked:
             task = self._chosen if self._chosen is not None and not self._chosen.finished else None
             task = task or self._pick()
@@ -249,11 +249,11 @@ class Scheduler:
         self.current = None
 
     def waiting_tasks(self) -> list[Task]:
-        """Those that block, then those that spin, in the order of their making."""
+        """Blocked tasks, then spinning ones, in order of creation."""
         return [*self._blocked, *self._ready]
 
     def _hopeless(self) -> bool:
-        """Whether all who could run have only polled for so long that nothing will come of it."""
+        """True if all ready tasks have only polled for so long that the run counts as stuck."""
         return self._fruitless > _POLLS_PER_TASK * len(self._ready)
 
     def _retire(self, task: Task) -> None:

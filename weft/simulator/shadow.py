@@ -1,7 +1,8 @@
-"""Shadow memory: for each element who wrote it last and who has read it since.
+"""Shadow memory: for each element its last write and the reads since.
 
-Who is a number of an access (``races.Access``); readers are a number of a set of accesses. A tile is as a rule accessed as a
-whole, so its elements share their numbers and a check is one comparison; where they do not, it is one per distinct number.
+A write is stored as the number of an access (``thread_clocks.Access``), readers as the number of a set of accesses. A tile is
+usually accessed as a whole, so its elements share their numbers and a check is one comparison; otherwise it is one per
+distinct number.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ Cells = slice | np.ndarray
 
 
 class Shadow:
-    """Of one extent. The cell is the smallest element that it was accessed with."""
+    """Shadow of one extent. Its cells are as large as the smallest element it was accessed with."""
 
     def __init__(self, extent: Extent, initial: int) -> None:
         self.extent, self._initial, self.unit = extent, initial, 0
         self.writes = self.reads = np.zeros(0, np.int32)
 
     def cells(self, offsets: np.ndarray, itemsize: int) -> Cells:
-        """The cells of elements of ``itemsize`` bytes at byte ``offsets`` (one-dimensional)."""
+        """Cells of elements of ``itemsize`` bytes at byte ``offsets`` (one-dimensional)."""
         self._refine(itemsize)
         unit = self.unit
         if offsets.size == 1:
@@ -38,7 +39,7 @@ class Shadow:
         return at if itemsize == unit else (at[:, None] + np.arange(itemsize // unit)).ravel()
 
     def elements(self, cells: np.ndarray) -> tuple[int, int]:
-        """First and last of the tensor's own elements among ``cells`` (indices)."""
+        """First and last index of the tensor's own elements among ``cells``."""
         low, high = int(cells.min()) * self.unit, int(cells.max()) * self.unit
         return low // self.extent.itemsize, high // self.extent.itemsize
 
@@ -55,7 +56,7 @@ class Shadow:
 
 
 def distinct(numbers: np.ndarray) -> list[int]:
-    """The distinct numbers of an array, quickly where there is one."""
+    """Distinct numbers of an array, fast if there is only one."""
     first = int(numbers[0])
     if numbers.size == 1 or (numbers == first).all():
         return [first]
@@ -63,7 +64,7 @@ def distinct(numbers: np.ndarray) -> list[int]:
 
 
 def mapped(numbers: np.ndarray, function: Callable[[int], int]) -> np.ndarray | int:
-    """``function`` of every number."""
+    """Array of ``function(number)`` for every number; a scalar if they are all equal."""
     found = distinct(numbers)
     if len(found) == 1:
         return function(found[0])
@@ -72,7 +73,7 @@ def mapped(numbers: np.ndarray, function: Callable[[int], int]) -> np.ndarray | 
 
 
 def where(cells: Cells, mask: np.ndarray) -> np.ndarray:
-    """The indices of those cells for which ``mask`` holds."""
+    """Indices of the cells for which ``mask`` holds."""
     return np.flatnonzero(mask) + cells.start if isinstance(cells, slice) else cells[mask]
 
 
@@ -97,7 +98,7 @@ class ReadSets:
 def extents_of(
     find: Callable[[int], Extent | None], addresses: np.ndarray, itemsize: int
 ) -> Iterator[tuple[Extent, np.ndarray]]:
-    """(extent, those of the addresses that it holds) for addresses that are known to lie in extents."""
+    """(extent, addresses in it) for addresses that lie in known extents."""
     while addresses.size:
         extent = find(int(addresses[0]))
         if extent is None:

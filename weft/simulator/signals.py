@@ -1,8 +1,8 @@
-"""Signals: what a release makes known, what an acquire learns, and what goes wrong with signals.
+"""Signals: release and acquire through them, and misuse of their values.
 
-A signal is any scalar that a notify, a wait or an atomic has touched. PTX in short: an acquire that reads a release's value, or
-one that a chain of read-modify-writes made of it, learns what the releaser knew, if the scope of each includes the other.
-What a release makes known is credited to the signal when its store arrives: an acquire before that learns nothing of it.
+A signal is any scalar that a notify, a wait or an atomic has touched. PTX in short: an acquire learns what a releaser knew if
+it reads the release's value, or one that a chain of read-modify-writes made from it, and the scope of each includes the other.
+A release takes effect when its store arrives in memory: an earlier acquire learns nothing from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Signals:
         self._signals: dict[int, Signal] = {}
         self._sorted: list[int] = []
 
-    # --- finding them ------------------------------------------------------------------------------------------------
+    # --- look-up -----------------------------------------------------------------------------------------------------
 
     def at(self, address: int, itemsize: int) -> Signal:
         signal = self._signals.get(address)
@@ -53,7 +53,7 @@ class Signals:
     # --- order -------------------------------------------------------------------------------------------------------
 
     def acquire(self, thread: ThreadClock, signal: Signal, scope: str, verb: str) -> None:
-        """``thread`` has read the signal with acquire order. The caller adds the CTA barrier that tells all threads."""
+        """Note an acquire by ``thread``. The caller adds the CTA barrier that spreads it to all threads."""
         for known in signal.visible(thread.rank, scope):
             thread.learn(known)
         code = self._races.code() if isinstance(thread, ProgramClock) else None
@@ -64,7 +64,7 @@ class Signals:
         thread.sync = Sync(verb, signal.address, code)
 
     def relaxed(self, thread: ThreadClock, signal: Signal, scope: str) -> None:
-        """``thread`` has read the signal without acquire order: only a fence makes one of it."""
+        """Note a read without acquire order, which only a later fence turns into an acquire."""
         for known in signal.visible(thread.rank, scope):
             if isinstance(thread, ProgramClock):
                 thread.saw(known)
@@ -75,9 +75,10 @@ class Signals:
             thread.notes.setdefault(other, ("relaxed-order", sentence))
 
     def release(self, thread: ThreadClock, signal: Signal, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
-        """``thread`` writes the signal with release order; ``keeps``: by a read-modify-write, which goes on with the sequence.
+        """Note a release by ``thread``. ``keeps``: by a read-modify-write, which continues the release sequence.
 
-        Returns what to call when the write is in memory: acquires know of it from then on."""
+        Returns a function to call when the write is in memory: acquires learn of it from then on.
+        """
         is_program = isinstance(thread, ProgramClock)
         code = self._races.code() if is_program else None
         hasty = None
@@ -102,7 +103,7 @@ class Signals:
         return landed
 
     def unordered(self, thread: ThreadClock, signal: Signal, scope: str | None, *, keeps: bool) -> Callable[[], None]:
-        """``thread`` writes the signal without release order (``scope`` None: a plain store). Returns as ``release`` does."""
+        """Note a write without release order (``scope`` None: a plain store). Returns as ``release`` does."""
         known = thread.relaxed() if isinstance(thread, ProgramClock) and scope is not None else None
         is_fenced = known is not None and thread.fenced is not None
         place = self._races.place(self._races.code()) if isinstance(thread, ProgramClock) else thread.label
@@ -123,7 +124,7 @@ class Signals:
         return landed
 
     def _missed(self, signal: Signal, rank: int, scope: str) -> dict[ThreadClock, tuple[str, str]]:
-        """Writers that an acquire of ``rank`` at ``scope`` does not synchronise with, and why."""
+        """Writers that an acquire by ``rank`` at ``scope`` does not synchronise with, each with the reason."""
         missed = {}
         for thread, (kind, sentence, within) in signal.unreleased.items():
             if within == "gpu" and thread.rank == rank:
@@ -139,10 +140,10 @@ class Signals:
                     )
         return missed
 
-    # --- what goes wrong with signals --------------------------------------------------------------------------------
+    # --- misuse of values --------------------------------------------------------------------------------------------
 
     def stored(self, signal: Signal, access: Access, new: int, launch: int, old: int | None = None) -> None:
-        """A signal is being set, from ``old`` or what memory still has. Reports what is wrong with the value."""
+        """Note a store to a signal, from ``old`` or memory's present value, and report a wrong value."""
         thread = access.thread
         old = self.value(signal) if old is None else old
         back = _is_back(signal, old, new)
@@ -151,7 +152,7 @@ class Signals:
         if access.verb == "notify":
             signal.notify_launches.add(launch)
             if back:
-                signal.back = f"{self._races.line_of(access)} sets a signal that has {old} to {new}", access
+                signal.back = f"{self._races.line_of(access)} sets a signal from {old} to {new}", access
                 if signal.wait_launches or self._waiting_for(signal) is not None:
                     self.awaited(signal)
             return
@@ -164,7 +165,7 @@ class Signals:
             self._report("signal-reset", text, signal, [access])
 
     def sets_back(self, signal: Signal, new: int) -> bool:
-        """True if ``new`` is less than what memory has."""
+        """True if ``new`` is less than memory's value."""
         return _is_back(signal, self.value(signal), new)
 
     def added(self, signal: Signal, access: Access, new: int, launch: int) -> None:
@@ -174,7 +175,7 @@ class Signals:
         self._took(signal, new)
 
     def awaited(self, signal: Signal) -> None:
-        """Report a notify that has set the signal back, now that a program waits for the signal."""
+        """Report an earlier notify that decreased the signal, now that a program waits for it."""
         if signal.back is not None:
             (text, access), signal.back = signal.back, None
             self._report("epoch-back", text, signal, [access])
@@ -186,7 +187,7 @@ class Signals:
             signal.wait_launches.add(launch)
 
     def polled(self, signal: Signal, thread: ThreadClock) -> None:
-        """A raw load or atomic that only looks: is it a loop that waits for equality?"""
+        """Note a raw load, or an atomic that only reads: a loop around it may wait for equality."""
         code = self._races.code() if isinstance(thread, ProgramClock) else None
         if code is not None and is_polled(code[0].co_filename, code[1]):
             self.awaited(signal)
@@ -195,17 +196,17 @@ class Signals:
             self._equality(signal)
 
     def finish(self) -> None:
-        """At the end of a run: counts that nobody waited for."""
+        """Report counts above what is waited for, at the end of a run."""
         for signal in self._signals.values():
             calls = len(signal.notify_launches) / max(1, len(signal.wait_launches))
             if signal.added > 1 and signal.wanted > 0 and self.value(signal) > signal.wanted * calls:
                 name, count = self._memory.describe(signal.address), self.value(signal)
-                text = f"{name} ends at {count}, and the most that is waited for is {signal.wanted}"
+                text = f"{name} ends at {count}, and the largest value waited for is {signal.wanted}"
                 access = self._last_access(signal)
                 self._report("overshoot", text, signal, [access] if access else [])
 
     def cause(self, address: int) -> list[str]:
-        """Why a wait for the signal at ``address`` may never end: who notified it, or whom else the notifies went to."""
+        """Reasons why a wait for the signal at ``address`` may never end: its last notify, or notifies elsewhere."""
         signal, name = self._signals.get(address), self._memory.describe(address)
         if signal is not None and signal.writers:
             thread, code, verb, value = signal.writers[-1]
@@ -213,7 +214,7 @@ class Signals:
                 f"{name}: last written by {thread.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"
             ]
         extent = self._memory.find(address)
-        lines = [f"{name}: nobody ever notifies it"]
+        lines = [f"{name}: never notified"]
         if extent is not None:
             others = [
                 w
@@ -224,7 +225,7 @@ class Signals:
                 thread, code, verb, value = other.writers[-1]
                 where = self._races.place(code) or "host code"
                 lines.append(
-                    f"{self._memory.describe(other.address)} was: by {thread.label} ({verb}, {where}), value {value}"
+                    f"{self._memory.describe(other.address)}: notified by {thread.label} ({verb}, {where}), value {value}"
                 )
         return lines
 
@@ -269,5 +270,5 @@ def signed(value: int, itemsize: int) -> int:
 
 
 def addresses_in(signal: Signal, addresses: np.ndarray) -> np.ndarray:
-    """Where among ``addresses`` the signal is."""
+    """Indices of the signal in ``addresses``."""
     return np.flatnonzero(addresses == np.uint64(signal.address))

@@ -1,9 +1,9 @@
-"""Loops that poll: what their source waits for, and programs that repeat themselves until memory changes.
+"""Polling loops: detection of programs that repeat themselves until memory changes, and the loop conditions in their source.
 
-A kernel's next step is a function of its variables and of what it reads. A program that comes back to the same loads and
-atomics with equal variables, without having changed memory in between, therefore goes round for ever unless what it has
-read in that round changes. That is exact, so such a program blocks until then, and a deadlock is seen at once. A loop that
-counts its tries never comes back to equal variables; the scheduler gives up on it after many fruitless tries.
+A kernel's next step is a function of its variables and of what it reads. If a program returns to the same loads and atomics
+with equal variables, and has not changed memory in between, it loops for ever unless what it read in that round changes. The
+argument is exact, so such a program blocks until then and a deadlock is seen at once. A loop that counts its tries never
+returns to equal variables; the scheduler gives up on it after many fruitless tries.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-# Looks at the same bytes after which a program is watched, and places that are remembered of one that looks at many.
+# Looks at the same bytes after which a program's rounds are compared, and places remembered of a program that reads many.
 _LOOKS = 8
 _PLACES = 4096
 
-# A look: (first address, elements, bytes of each), by which it is known again.
+# Identity of a look: (first address, elements, bytes of each).
 Key = tuple[int, int, int]
-# Innermost first: the code of a kernel's frames, the instruction, the line and the variables.
+# Frames of a kernel, innermost first: code, instruction, line, variables.
 State = list[tuple[CodeType, int, int, dict[str, Any]]]
 
 
 @dataclass(slots=True)
 class Look:
-    """A load, or an atomic that changed nothing, and the bits that it has seen."""
+    """Load, or atomic that changed nothing, with the bits that it has seen."""
 
     verb: str
     addresses: np.ndarray
@@ -51,7 +51,7 @@ class Round:
     key: Key
     state: State
     looks: dict[Key, Look] = field(default_factory=dict)
-    is_steady: bool = True  # nothing that it read twice has changed
+    is_steady: bool = True  # no bytes read twice have changed
 
     def add(self, key: Key, look: Look) -> None:
         known = self.looks.setdefault(key, look)
@@ -66,10 +66,10 @@ class Looking:
     round: Round | None = None
     last: Look | None = None
     in_while: bool = False
-    code: tuple[CodeType, int] | None = None  # where it looked last, once it is watched
+    code: tuple[CodeType, int] | None = None  # line of its last look, once rounds are compared
 
     def returns(self, key: Key, state: Callable[[], State]) -> bool:
-        """Note a look at ``key`` that is about to come; True if the program was here before with equal variables."""
+        """Note a look that is about to come. True if the program was at ``key`` before with equal variables."""
         count = self.counts.get(key, 0) + 1
         if len(self.counts) >= _PLACES:
             self.counts.clear()
@@ -80,7 +80,7 @@ class Looking:
         if around is not None and around.key == key and around.is_steady and around.looks:
             if _same_state(state(), around.state):
                 return True
-        if count & (count - 1) == 0:  # ever more rarely, so that a round of any length is met (Brent)
+        if count & (count - 1) == 0:  # at powers of two, so that a round of any length is found (Brent)
             now = state()
             self.in_while = any(_innermost(_loops(code.co_filename), line) for code, _, line, _ in now)
             self.round = Round(key, now)
@@ -89,7 +89,7 @@ class Looking:
         return False
 
     def looked(self, key: Key, look: Look) -> bool:
-        """Note a look; True if it is one of many in a ``while`` loop."""
+        """Note a look. True if it is one of many in a ``while`` loop."""
         self.last = look
         if self.round is not None:
             self.round.add(key, look)
@@ -104,7 +104,7 @@ def _same_state(one: State, other: State) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality of two variables of a kernel; False where that cannot be said."""
+    """Equality of two variables of a kernel; False if it cannot be decided."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -125,14 +125,14 @@ def _same(a: Any, b: Any) -> bool:
 
 @cache
 def waits_for_one_value(file: str, line: int) -> bool:
-    """Whether what is read in ``line`` is polled by a ``while`` that ends at one value only: ``!=``, or ``not ... ==``."""
+    """True if a ``while`` polls the read in ``line`` for one value only: ``!=``, or ``not ... ==``."""
     loop = _innermost(_loops(file), line)
     return loop is not None and _is_polled(loop, line) and any(_is_inequality(node) for node in ast.walk(loop.test))
 
 
 @cache
 def is_polled(file: str, line: int) -> bool:
-    """True if the condition of a ``while`` loop depends on what is read in ``line`` of it."""
+    """True if the condition of a ``while`` loop depends on the read in its ``line``."""
     loop = _innermost(_loops(file), line)
     return loop is not None and _is_polled(loop, line)
 
@@ -145,7 +145,7 @@ def _is_inequality(node: ast.AST) -> bool:
 
 
 def _is_polled(loop: ast.While, line: int) -> bool:
-    """It is read in the loop's condition, or assigned to a name that stands there."""
+    """True if ``line`` is in the loop's condition, or assigns a name that the condition uses."""
     if loop.test.lineno <= line <= (loop.test.end_lineno or line):
         return True
     tested = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
@@ -164,6 +164,6 @@ def _innermost(loops: list[ast.While], line: int) -> ast.While | None:
 def _loops(file: str) -> list[ast.While]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # a cell of a notebook, with its magic
+    except SyntaxError:  # a notebook cell with magic commands
         return []
     return [node for node in ast.walk(tree) if isinstance(node, ast.While)]

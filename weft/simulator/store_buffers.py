@@ -1,16 +1,16 @@
-"""Stores that arrive late: what a program has stored waits in a buffer until something needs it, or chance lets it out.
+"""Store buffers: a program's stores arrive in memory late, when an access needs them or at random.
 
-PTX allows it wherever nothing orders: signals overtake data, one store overtakes another to other bytes, and any store is
-overtaken by later loads. A notify (a release store) waits there too; it takes along what it covers: what came before the last
-CTA barrier, descriptor stores once drained. A fence empties nothing either: what is stored after it arrives later than what
-was stored before. An atomic is done at once, and brings in first what its order covers; at GPU scope, what goes to the own GPU.
-A program sees its own stores at once, and what it has read back has arrived.
+PTX allows this wherever nothing orders two accesses: signals overtake data, a store overtakes stores to other bytes, later
+loads overtake any store. A notify (a release store) is buffered too. It arrives after what it covers: stores before the last
+CTA barrier, descriptor stores once drained. A fence does not empty the buffer; stores after it arrive later than stores
+before it. An atomic takes effect at once, after the arrival of the stores that its order covers (at GPU scope, those to the
+own GPU). A program sees its own stores at once, and a store that it has read back has arrived.
 
-The checker is told of a store's arrival, too: an acquire that finds the old value has not synchronised with it.
+The observer is told of arrivals too: an acquire that finds the old value has not synchronised with the store.
 
-For an exhaustive search each late store is a task, so that its arrival is a choice like any other. Otherwise some source lines,
-other ones for each seed, have their stores held back until nobody can go on without them: only so does a store come later than
-an answer to what its program stored after it.
+In an exhaustive search each buffered store is a task, so that its arrival is a choice like any other. Otherwise the stores of
+some source lines, chosen by the seed, are held back until no task can go on without them. Only so does a store arrive later
+than a reply to a later store of its program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from weft.simulator.interpreter import LIBRARIES
 from weft.simulator.scheduler import GreenletTask
 
-# For each access, the chance that some late store arrives; for each line, that its stores are held back.
+# Probability for each access that some buffered store arrives, and for each line that its stores are held back.
 _LEAK = 0.08
 _HELD = 0.3
 
@@ -35,8 +35,12 @@ Landed = Callable[[], None] | None
 
 @dataclass(slots=True, eq=False)
 class BufferedStore:
-    """One store. ``covered``: by the releases to come; ``after``: what arrives before it; ``landed``: called just before its
-    bits are in memory."""
+    """One buffered store.
+
+    covered  by later releases
+    after    stores that arrive before it
+    landed   called just before its bits are in memory
+    """
 
     addresses: np.ndarray
     bits: np.ndarray
@@ -55,7 +59,7 @@ class BufferedStore:
         return self.low < high and low < self.high
 
     def chain(self) -> list[BufferedStore]:
-        """What must arrive for it, in that order, itself the last."""
+        """Stores that must arrive for this one, in order, this one last."""
         found: list[BufferedStore] = []
         for late in self.after:
             if not late.arrived:
@@ -67,29 +71,29 @@ class StoreBuffers:
     def __init__(self, machine: Any, seed: int, tasks: bool = False) -> None:
         self._machine, self._random, self._tasks = machine, random.Random(seed), tasks
         self._buffers: dict[Any, list[BufferedStore]] = {}
-        self._fenced: dict[Any, list[BufferedStore]] = {}  # what came before the last fence
+        self._fenced: dict[Any, list[BufferedStore]] = {}  # stores before the last fence
         self._held: dict[tuple, bool] = {}
 
-    # --- what a program does -----------------------------------------------------------------------------------------
+    # --- actions of a program -----------------------------------------------------------------------------------------
 
     def take(
         self, task: Any, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str, landed: Landed
     ) -> None:
-        """A weak store."""
+        """Buffer a weak store."""
         if mask.any():
             one_thread = addresses.size == 1 and how != "tma"
             self._add(task, addresses[mask], bits[mask], how == "tma", one_thread, self._before(task), landed)
 
     def take_release(self, task: Any, address: np.ndarray, bits: np.ndarray, landed: Landed) -> None:
-        """A release store by one thread, at system scope."""
+        """Buffer a release store by one thread at system scope."""
         self._add(task, address, bits, False, True, [*self._before(task), *self._covered(task, "sys")], landed)
 
     def atomic(self, task: Any, releases: bool, scope: str) -> None:
-        """An atomic is about to be done."""
+        """Deliver the stores that an atomic, about to take effect, comes after."""
         self._arrive(task, [*self._before(task), *(self._covered(task, scope) if releases else ())])
 
     def touch(self, task: Any, low: int, high: int) -> None:
-        """``task`` accesses these bytes itself."""
+        """Deliver the stores of ``task`` to bytes that it is about to access."""
         self._arrive(task, [late for late in self._buffers.get(task, ()) if late.overlaps(low, high)])
 
     def barrier(self, task: Any) -> None:
@@ -101,17 +105,17 @@ class StoreBuffers:
             late.drained = True
 
     def fence(self, task: Any) -> None:
-        """A fence in every thread."""
+        """Fence in every thread."""
         self._fenced[task] = [late for late in self._buffers.get(task, ()) if not late.tma or late.drained]
 
     def end(self, task: Any) -> None:
         if not self._tasks:
             self._arrive(task, self._buffers.get(task, ()))
 
-    # --- what time does ----------------------------------------------------------------------------------------------
+    # --- arrivals over time ------------------------------------------------------------------------------------------
 
     def leak(self) -> None:
-        """By chance, one of them arrives."""
+        """Deliver one buffered store, at random."""
         if self._buffers and not self._tasks and self._random.random() < _LEAK:
             free = self._all(held=False)
             if free:
@@ -119,25 +123,25 @@ class StoreBuffers:
                 self._arrive(task, [late])
 
     def time_passes(self) -> bool:
-        """Nobody can go on: what one program has stored in one line arrives, held ones last. Whether there was any."""
+        """Deliver one program's stores of one line, held ones last, when no task can go on. False if there are none."""
         left = self._all(held=False) or self._all(held=True)
         if left:
             task, late = self._random.choice(left)
             self._arrive(task, [other for other in self._buffers[task] if other.line == late.line])
         return bool(left)
 
-    # --- for a search ------------------------------------------------------------------------------------------------
+    # --- for exhaustive search ------------------------------------------------------------------------------------------------
 
     def footprint(self, task: Any, low: int, high: int, releases: bool) -> tuple[tuple[int, int, bool], ...]:
-        """Bytes of the late stores of ``task`` that an access to ``low .. high - 1`` brings in; all if it ``releases``."""
+        """Bytes of the buffered stores of ``task`` that an access to ``low .. high - 1`` delivers; all if it ``releases``."""
         late = [late for late in self._buffers.get(task, ()) if releases or late.overlaps(low, high)]
         return tuple({(one.low, one.high, True) for top in late for one in top.chain()})
 
     def under_way(self, tasks: Collection[Any]) -> bool:
-        """Whether stores of these programs are still to arrive."""
+        """True if stores of these programs are still buffered, in an exhaustive search."""
         return self._tasks and any(task in self._buffers for task in tasks)
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------------
 
     def _add(
         self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[BufferedStore],
@@ -173,7 +177,7 @@ class StoreBuffers:
         return [(t, late) for t, buffer in self._buffers.items() for late in buffer if self._held[late.line] == held]
 
     def _line(self, task: Any) -> tuple:
-        """Where the running kernel stores; decides at its first store whether what is stored there is held back."""
+        """Source line of the running kernel's store. Its first store decides whether the line's stores are held back."""
         frame = self._machine.interpreter.kernel_frame(LIBRARIES)
         line = (task.rank, frame.f_code.co_filename, frame.f_lineno)
         if line not in self._held:

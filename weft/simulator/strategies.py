@@ -1,11 +1,11 @@
-"""Who runs next. A strategy is a function of its seed, so that a schedule is one too.
+"""Scheduling strategies: the choice of the task that runs next, as a function of the seed.
 
-uniform  any task that can run, with equal chance
+uniform  any ready task, with equal probability
 pct      random priorities, lowered at ``depth - 1`` random steps: finds a bug that needs ``depth`` ordering constraints with
-         probability at least 1 / (tasks * steps ** (depth - 1)) (Burckhardt and others, ASPLOS 2010). How many steps a run
-         takes is not known before, so the seed chooses a power of two
-slow     one rank, or one program number of all ranks (as if its SM were slow), is chosen 30 times more rarely
-delay    uniform, and plain stores may be delayed past what does not order them (``store_buffers``)
+         probability at least 1 / (tasks * steps ** (depth - 1)) (Burckhardt and others, ASPLOS 2010). The number of steps of
+         a run is not known in advance, so the seed chooses a power of two
+slow     one rank, or one program number on all ranks (as if its SM were slow), is chosen 30 times less often
+delay    uniform, and stores may arrive later than anything that does not order them (``store_buffers``)
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SLOWNESS = 30.0
 
 class Strategy(Protocol):
     def choose(self, ready: Sequence[Any], step: int) -> Any:
-        """One of the tasks that can run."""
+        """Task to run next, one of ``ready``."""
 
     def polled(self, task: Any) -> None:
-        """``task`` looked in vain: it may be spinning."""
+        """Note a look of ``task`` that brought nothing new: it may be spinning."""
 
 
 class Uniform:
@@ -57,7 +57,7 @@ class Pct:
     def __init__(self, seed: int, depth: int) -> None:
         self._random = random.Random(seed)
         self._priorities: dict[int, float] = {}
-        self._keep: list[Any] = []  # ids are unique among the living only
+        self._keep: list[Any] = []  # ids are unique among live objects only
         steps = 1 << self._random.randint(5, 12)
         self._changes = {self._random.randrange(steps) for _ in range(depth - 1)}
         self._lowest = 0.0
@@ -84,12 +84,12 @@ class Pct:
 
 
 def strategy_of(name: str, seed: int) -> str:
-    """The strategy of the schedule ``seed``: itself, or for "mix" one after the other."""
+    """Strategy of the schedule ``seed``: ``name`` itself, or for "mix" each in turn."""
     return _MIX[seed % len(_MIX)] if name == "mix" else name
 
 
 def make(name: str, seed: int, world_size: int, sms: int, depth: int) -> Strategy:
-    """ValueError for an unknown name."""
+    """Strategy by name. ValueError for an unknown one."""
     if name in ("uniform", "delay"):
         return Uniform(seed)
     if name == "slow":

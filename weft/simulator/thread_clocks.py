@@ -1,16 +1,25 @@
-"""What the race detector keeps for each line of program order: its clock, and how far its accesses are published.
+"""Clocks of threads of execution: the vector clock of each, and how far its accesses are published.
 
-main    a rank's main stream: host-side tensor operations and kernel launches
-stream  a side stream (the copy engine)
-program a program instance. Its threads are not one: a release by one thread covers what all threads did before the last
-        CTA barrier, and its own; tensor-descriptor stores are covered once they are drained, before such a barrier
+A thread of execution is one of:
 
-What a program does is of several kinds, with a slot each: ``SCALAR`` by one thread; ``BLOCK`` by all, but for plain loads,
-which are ``LOADED``: behind a CTA barrier they have their values, so that even a relaxed write makes them known; ``ASYNC`` by
-the asynchronous proxy; of copies that ``quiet`` completes, ``DELIVERY`` the stores of puts, which a fence orders, and
-``COPYING`` all else; ``FLAGGED`` Lamport stores; ``AWAITED`` loads whose value the program has had before it went on (Lamport
-and volatile ones), and its own Lamport stores that such a load has found in memory. A Lamport word tells its reader of what
-was awaited, and of all else up to the last fence.
+main     a rank's main stream: host-side tensor operations and kernel launches
+stream   a side stream (the copy engine)
+program  a program instance, whose CUDA threads count separately: a release by one of them covers its own accesses and what
+         all did before the last CTA barrier. Tensor-descriptor stores are covered if they were drained before that barrier
+
+A program's accesses are of several kinds, each with a slot:
+
+SCALAR    by one CUDA thread
+BLOCK     by all of them, except plain loads
+LOADED    plain loads: after a CTA barrier they have their values, so that even a relaxed write publishes them
+ASYNC     by the asynchronous proxy
+DELIVERY  stores of puts that ``quiet`` completes, which a fence orders
+COPYING   all other accesses of such copies
+FLAGGED   Lamport stores
+AWAITED   loads whose value the program had before it went on (Lamport and volatile ones), and the program's own Lamport
+          stores that such a load has found in memory
+
+A Lamport word publishes to its reader what was awaited, and all other accesses up to the last fence.
 """
 
 from __future__ import annotations
@@ -25,13 +34,13 @@ from weft.simulator.vector_clocks import HEARD, TOLD, Slots, fit, joined
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"
-# Kinds whose accesses the program itself does not see in order.
+# Kinds whose accesses are not in program order even for the program itself.
 _LATE = (ASYNC, DELIVERY, COPYING)
 
 
 @dataclass(slots=True)
 class Sync:
-    """The last synchronisation of a thread, put into words when it is reported."""
+    """Last synchronisation of a thread, described in text only when it is reported."""
 
     verb: str
     address: int | None = None
@@ -40,7 +49,7 @@ class Sync:
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """One access as it is remembered: ``time`` of ``slot``; ``seq`` is the program's count of releases by then."""
+    """Recorded access: at ``time`` of ``slot``, with ``seq`` releases of its program before it."""
 
     number: int
     thread: ThreadClock
@@ -53,8 +62,8 @@ class Access:
     scope: str | None
     sync: Sync
     message: np.ndarray | None = None
-    resets: bool = False  # it set a signal back
-    launches: int | None = None  # of a copy: kernels that its rank had launched when it was given
+    resets: bool = False  # it decreased a signal
+    launches: int | None = None  # of a copy: kernels that its rank had launched when it was enqueued
 
 
 class ThreadClock:
@@ -62,10 +71,11 @@ class ThreadClock:
         self.slots, self.rank, self.label = slots, rank, label
         self.sync = Sync("start of " + label)
         self.accesses: dict[tuple, Access] = {}
-        self.code: tuple | None = None  # of host code and streams: the line that gave the operation
-        # Whose writes an acquire did not make visible, and why: thread -> (kind, sentence).
+        self.code: tuple | None = None  # of host code and streams: the line that issued the operation
+        # Threads whose writes an acquire did not make visible, with the reason: thread -> (kind, sentence).
         self.notes: dict[ThreadClock, tuple[str, str]] = {}
-        # Of the last release acquired, if its program had not waited for the kernel before: what it did not cover, and where.
+        # The last acquired release, if its program had not yet waited for the kernel before: what it did not cover, and its
+        # line.
         self.hasty: tuple[np.ndarray, tuple | None] | None = None
         self.grid: Any = None  # of a program
         self.slot = slots.of(rank, name)
@@ -73,7 +83,7 @@ class ThreadClock:
         self.tick()
 
     def tick(self) -> None:
-        """What comes after is not known to those who know what came before."""
+        """Advance the slot's time: later accesses are unknown to threads that know the earlier ones."""
         self.clock[:, self.slot] = self.slots.tick(self.slot)
         self.accesses.clear()
 
@@ -85,7 +95,7 @@ class ThreadClock:
         self.clock = joined(self.clock, clock)
 
     def publish(self) -> np.ndarray:
-        """A clock that covers all of this thread so far."""
+        """Clock that covers all accesses of this thread so far."""
         known = self.clock.copy()
         self.tick()
         return known
@@ -100,7 +110,7 @@ class Release:
 
 @dataclass(slots=True)
 class _Stamps:
-    """Stamps of one kind of access: what a release covers, what was fenced, and whether anything came since."""
+    """Times of one kind of access: covered by releases, drained, fenced. ``dirty``: accesses came since."""
 
     slot: int
     published: int
@@ -111,7 +121,7 @@ class _Stamps:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Where the elements of a block lie. ``mask``: those that are accessed."""
+    """Addresses of a block's elements. ``mask``: the accessed ones."""
 
     addresses: np.ndarray
     mask: np.ndarray
@@ -122,10 +132,11 @@ class Block:
         return tuple(size for size in self.addresses.shape if size != 1)
 
     def touches_threads_of(self, other: Block) -> tuple[int, int] | None:
-        """Bytes (low, high) of both that one thread has in this block and another one, for all that is known, in ``other``.
+        """Common bytes (low, high) that may belong to different threads in the two blocks; None if there are none.
 
-        A thread has the same elements of two blocks of equal sizes, by the layout that Triton gives them as a rule. Of a
-        scalar, all threads load it and one stores it."""
+        A thread has the same elements of two blocks of equal sizes, by the layout that Triton usually gives them. A scalar is
+        loaded by all threads and stored by one.
+        """
         mine, others = np.flatnonzero(self.mask), np.flatnonzero(other.mask)
         here, there = self.addresses.ravel()[mine], other.addresses.ravel()[others]
         if self.itemsize != other.itemsize:
@@ -142,10 +153,10 @@ class ProgramClock(ThreadClock):
     def __init__(self, slots: Slots, rank: int, label: str, index: object, clock: np.ndarray) -> None:
         super().__init__(slots, rank, label, ("program", index, SCALAR), clock)
         self._index = index
-        # What it will know once it has waited for the kernel before; None of what starts when that has ended.
+        # Clock it learns by waiting for the kernel before; None for a program that starts after that kernel's end.
         self.ahead: np.ndarray | None = None
         self._stamps: dict[str, _Stamps] = {}
-        # Plain stores since the last CTA barrier: number of the access -> its last blocks.
+        # Plain stores since the last CTA barrier: number of the access -> its latest blocks.
         self.stores: dict[int, deque[Block]] = {}
         self._fenced_scalars = self.slots.time[self.slot] - 1
         self.releases: list[Release] = []
@@ -153,10 +164,10 @@ class ProgramClock(ThreadClock):
         self.seen: np.ndarray | None = None
         self.proxy = self.clock.copy()
         self.proxy[:, self.slot] -= 1
-        self.begun = self.proxy.copy()  # what a kernel that begins knows, as if behind a fence
+        self.begun = self.proxy.copy()  # knowledge at the kernel's start, as if after a fence
 
     def follow(self) -> None:
-        """The kernel before has ended, and all threads and the asynchronous proxy see what it did."""
+        """Note the end of the kernel before, whose accesses all threads and the asynchronous proxy now see."""
         assert self.ahead is not None
         self.learn(self.ahead)
         self.proxy = joined(self.proxy, self.ahead)
@@ -170,7 +181,7 @@ class ProgramClock(ThreadClock):
             self.clock = fit(self.clock, slot)
             before = self.slots.time[slot]
             now = self.slots.tick(slot)
-            # A program sees its own plain stores at once, its descriptor stores when drained, its copies when complete.
+            # A program sees its own plain stores at once, descriptor stores when drained, copies when complete.
             self.clock[:, slot] = before if kind in _LATE else now
             stamps = self._stamps[kind] = _Stamps(slot, before, before, before)
         return stamps
@@ -184,7 +195,7 @@ class ProgramClock(ThreadClock):
         return stamps.slot, self.slots.time[stamps.slot], count
 
     def barrier(self) -> None:
-        """A CTA barrier: what all threads did is covered by the releases to come."""
+        """CTA barrier: later releases cover what all threads did so far."""
         self.stores.clear()
         for kind, stamps in self._stamps.items():
             if kind is ASYNC:
@@ -193,24 +204,24 @@ class ProgramClock(ThreadClock):
                 stamps.published = self._next(stamps)
 
     def drain(self) -> None:
-        """Descriptor stores so far have landed, as every thread knows of its own."""
+        """Note that descriptor stores so far have landed, each known to its own thread."""
         stores = self._stamps.get(ASYNC)
         if stores is not None and stores.dirty:
             stores.drained = self._next(stores)
             self.clock[:, stores.slot] = stores.drained
 
     def deliver(self) -> None:
-        """The puts so far are delivered before what follows; to this program they are not over."""
+        """Order later stores after the puts so far, which are not yet complete for this program itself."""
         puts = self._stamps.get(DELIVERY)
         if puts is not None and puts.dirty:
             puts.published = self._next(puts)
 
     def delivered(self, access: Access) -> bool:
-        """True if ``access`` is of a put that is delivered before what this program stores now."""
+        """True if ``access`` is of a put that is delivered before this program's stores from now on."""
         return access.kind is DELIVERY and access.time <= self._stamps[DELIVERY].published
 
     def complete(self) -> None:
-        """All copies so far are over, as every thread knows."""
+        """Note that all copies so far are complete, known to every thread."""
         for kind in (DELIVERY, COPYING):
             copies = self._stamps.get(kind)
             if copies is not None:
@@ -228,7 +239,7 @@ class ProgramClock(ThreadClock):
         return before
 
     def covered(self) -> np.ndarray:
-        """The clock that a release by one thread makes known."""
+        """Clock that a release by one thread publishes."""
         known = self.clock.copy()
         for stamps in self._stamps.values():
             known[:, stamps.slot] = stamps.published
@@ -240,7 +251,7 @@ class ProgramClock(ThreadClock):
         return known
 
     def relaxed(self) -> np.ndarray:
-        """The clock that a relaxed write makes known: of the last fence or the kernel's begin, and loads that are over."""
+        """Clock that a relaxed write publishes: the last fence's or the kernel's start, and completed loads."""
         known = self.begun if self.fenced is None else self.fenced
         for kind in (LOADED, AWAITED):
             if kind in self._stamps:
@@ -254,7 +265,7 @@ class ProgramClock(ThreadClock):
         self.step()
 
     def step(self) -> None:
-        """What comes after is not known to those who know the clock so far. Publishes nothing."""
+        """Advance all times without publishing: later accesses are unknown to threads that know the clock so far."""
         for kind, stamps in self._stamps.items():
             if kind not in _LATE and stamps.dirty:
                 self._next(stamps)
@@ -262,7 +273,7 @@ class ProgramClock(ThreadClock):
         self.tick()
 
     def message(self) -> np.ndarray:
-        """What a Lamport word that is stored now tells its reader. What comes after is not in it."""
+        """Clock that a Lamport word stored now carries to its reader, without later accesses."""
         known = self.clock.copy()
         known[TOLD, self.slot] = self._fenced_scalars
         for kind, stamps in self._stamps.items():
@@ -274,7 +285,7 @@ class ProgramClock(ThreadClock):
         return known
 
     def fence(self) -> None:
-        """A fence in every thread: covers later relaxed stores, and makes acquires of earlier relaxed loads."""
+        """Fence in every thread: makes releases of later relaxed stores and acquires of earlier relaxed loads."""
         self._fenced_scalars = self.slots.time[self.slot]
         self.deliver()
         self.fenced = self.publish()
@@ -287,7 +298,7 @@ class ProgramClock(ThreadClock):
         self.seen = joined(clock.copy(), self.seen) if self.seen is not None else clock.copy()
 
     def finish(self) -> np.ndarray:
-        """The clock at the program's end: all of it has landed, and its relaxed reads are as behind a fence."""
+        """Clock at the program's end: all accesses have landed, and relaxed reads count as fenced."""
         known = self.clock if self.seen is None else joined(self.clock, self.seen)
         for stamps in self._stamps.values():
             known[:, stamps.slot] = self.slots.time[stamps.slot]
@@ -296,9 +307,10 @@ class ProgramClock(ThreadClock):
 
 @dataclass(slots=True)
 class Signal:
-    """A signal: what its present value's release sequence makes known, and its story.
+    """Signal: the clocks that the release sequence of its present value publishes, and its history.
 
-    by_all   to acquires at system scope;  by_rank  rank -> to acquires of that rank at GPU scope too
+    by_all   to acquires at system scope
+    by_rank  rank -> to that rank's acquires, at GPU scope too
     """
 
     address: int
@@ -306,9 +318,9 @@ class Signal:
     by_all: np.ndarray | None = None
     by_rank: dict[int, np.ndarray] = field(default_factory=dict)
     writers: list[tuple[ThreadClock, tuple | None, str, int]] = field(default_factory=list)
-    # Writers whose stores an acquire does not make visible, (kind, sentence) of why, and within which scope it does.
+    # Writers whose stores an acquire does not make visible: (kind, sentence, scope within which it does).
     unreleased: dict[ThreadClock, tuple[str, str, str]] = field(default_factory=dict)
-    # What the releasers themselves had missed.
+    # Writers whose stores the releasers themselves did not see.
     notes: dict[ThreadClock, tuple[str, str]] = field(default_factory=dict)
     wanted: int = 0
     added: int = 0
@@ -316,11 +328,11 @@ class Signal:
     wait_launches: set[int] = field(default_factory=set)
     equality: tuple[ThreadClock, tuple] | None = None
     values: set[int] = field(default_factory=set)
-    hasty: tuple[np.ndarray, tuple | None] | None = None  # as of a thread
-    back: tuple[str, Access] | None = None  # a notify that set it back, to be reported if a program waits for it
+    hasty: tuple[np.ndarray, tuple | None] | None = None  # as in ThreadClock
+    back: tuple[str, Access] | None = None  # a notify that decreased it, reported if a program waits for it
 
     def forget(self) -> None:
-        """A plain or relaxed store ends the release sequence."""
+        """End the release sequence, as a plain or relaxed store does."""
         self.by_all = None
         self.by_rank = {}
         self.unreleased = {}
@@ -334,7 +346,7 @@ class Signal:
             self.by_rank[rank] = clock.copy() if mine is None else joined(mine, clock)
 
     def visible(self, rank: int, scope: str) -> list[np.ndarray]:
-        """What an acquire by a task of ``rank`` at ``scope`` learns."""
+        """Clocks that an acquire by a task of ``rank`` at ``scope`` learns."""
         mine = [self.by_rank[rank]] if rank in self.by_rank and scope != "cta" else []
         return [*mine, self.by_all] if scope == "sys" and self.by_all is not None else mine
 

@@ -1,11 +1,16 @@
-"""Vector clocks: what each task knows to have happened.
+"""Vector clocks: the events that a thread of execution knows to have happened.
 
-A clock has three rows over all *slots*. ``ORDER`` is happens-before. ``TOLD`` adds what messages that are their own flag
-tell (Lamport words order other Lamport words, never plain data): what their sender had seen to be in memory. ``HEARD`` adds
-what they would tell if no store were overtaken by a later one, which nothing promises: it serves to say what is missing. A slot
-is a line of program order: a rank's main stream, a side stream, and for a program one for each kind of access
-(``thread_clocks``), since not all are covered by its releases and messages. Slots are reused by the launches that follow
-each other on a rank's stream, so their number does not grow with time.
+A clock has three rows over all *slots*:
+
+ORDER  happens-before
+TOLD   also what Lamport words carry: what their sender had seen in memory. Lamport words order other Lamport words, never
+       plain data
+HEARD  also what they would carry if no store were overtaken by a later one. Nothing promises that; the row serves to name
+       the missing fence
+
+A slot is one line of program order: a rank's main stream, a side stream, or one kind of access of a program
+(``thread_clocks``), since a program's releases and messages do not cover all kinds. Consecutive launches on a rank's stream
+reuse slots, so their number does not grow with time.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ _FEWEST = 64
 
 
 class Slots:
-    """Hands out slots by name, and remembers each one's time."""
+    """Slots by name, each with its current time."""
 
     def __init__(self) -> None:
         self._index: dict[tuple, int] = {}
@@ -30,7 +35,7 @@ class Slots:
         return self._index[name]
 
     def tick(self, slot: int) -> int:
-        """The slot's next time."""
+        """Next time of the slot."""
         self.time[slot] += 1
         return self.time[slot]
 
@@ -40,8 +45,7 @@ def new_clock() -> np.ndarray:
 
 
 def fit(clock: np.ndarray, slot: int) -> np.ndarray:
-    """The clock, with room for ``slot``: a power of two, whatever its size was, so that clocks that learn from one another in
-    turn do not outgrow each other."""
+    """The clock with room for ``slot``. Sizes are powers of two, so that clocks joined in turn do not outgrow each other."""
     size = wide = clock.shape[1]
     while wide <= slot:
         wide *= 2
@@ -53,7 +57,7 @@ def fit(clock: np.ndarray, slot: int) -> np.ndarray:
 
 
 def joined(clock: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """``clock`` with all that ``other`` knows: ``clock`` itself, changed, where it has the room."""
+    """Elementwise maximum of both clocks: ``clock`` itself, changed in place, where it has the room."""
     clock = fit(clock, other.shape[1] - 1)
     part = clock[:, : other.shape[1]]
     np.maximum(part, other, out=part)
@@ -61,7 +65,7 @@ def joined(clock: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def hear(clock: np.ndarray, message: np.ndarray) -> np.ndarray:
-    """``clock`` after a Lamport word was read that tells ``message``: all but happens-before learns."""
+    """``clock`` after the read of a Lamport word that carries ``message``: all rows but happens-before learn."""
     clock = fit(clock, message.shape[1] - 1)
     part = clock[TOLD:, : message.shape[1]]
     np.maximum(part, message[TOLD:], out=part)

@@ -1,15 +1,15 @@
-"""Runs ordinary ``@triton.jit`` functions with NumPy, one program at a time, on whatever memory a ``Port`` offers.
+"""Interpreter of ordinary ``@triton.jit`` functions in NumPy, one program at a time, on the memory behind a ``Port``.
 
-The one place that touches Triton's internals. An ``Interpreter`` patches Triton for the scope of a simulation; a kernel is
-rewritten once (operators and statements that Python would read otherwise than Triton's compiler does) and then runs as
-Python, so tracebacks, ``breakpoint()`` and debuggers show the user's file and line. Nothing here belongs to a program:
-which one runs, and what memory holds, is asked of the port, so programs may be greenlets.
+Only this package touches Triton's internals. An ``Interpreter`` patches Triton for the scope of a simulation. A kernel is
+rewritten once (operators and statements that Python reads differently from Triton's compiler) and then runs as Python, so
+tracebacks, ``breakpoint()`` and debuggers show the user's file and line. The interpreter holds no state of a program: it asks
+the port which program runs and what memory holds, so programs may be greenlets.
 
-Reading order: ``port`` (what is asked of the machine) and ``interpreter`` (the scope) are the outside; ``values`` (a tensor
-is a NumPy array) and ``descriptors``; Triton's two layers as NumPy calls: ``builder`` (single operations) and ``semantic``
-(type rules and the hot operations); ``reductions`` and ``stand_ins`` (functions of ``tl`` that are replaced outright); then
-how a kernel becomes Python: ``rewriting``, ``statements`` (what the rewritten code calls), ``callees`` (what a name means in
-it) and ``frames`` (where it is); last ``launching`` (arguments) and ``patching``.
+Reading order: ``port`` (calls to the machine) and ``interpreter`` (the scope) are the outside. ``values`` (a tensor is a NumPy
+array) and ``descriptors``. Triton's two layers as NumPy calls: ``builder`` (single operations) and ``semantic`` (type rules,
+frequent operations). ``reductions`` and ``stand_ins``: functions of ``tl`` that are replaced. Kernels as Python: ``rewriting``,
+``statements`` (helpers of the rewritten code), ``callees`` (resolution of names) and ``frames`` (source lines). Last,
+``launching`` (arguments) and ``patching``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Inline assembly, which the simulator does not run: what a kernel says in its place."""
+"""Inline assembly, which the simulator does not run: portable replacements for messages."""
 
 from __future__ import annotations
 
 import re
 
-# A pattern of the assembly -> what to write. The first that is found counts.
+# (pattern of the assembly, replacement); the first match counts.
 _INSTEAD = (
     (r"multimem\.ld_reduce", "add up tl.load of wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
     (r"multimem\.", "tl.store through wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
@@ -13,7 +13,7 @@ _INSTEAD = (
         r"\bst\.\S*release",
         "write wl.notify(signal, peer, value, team), or tl.atomic_xchg(ptr, value, sem='release', scope='sys')",
     ),
-    (r"\b(atom|red)\.", "write tl.atomic_add and its kind, with sem= and scope="),
+    (r"\b(atom|red)\.", "write tl.atomic_add or another atomic, with sem= and scope="),
     (r"fence\.proxy", "write wl.wait(signal, value, team), which contains it"),
     (r"fence|membar", "write wl.fence(team)"),
     (r"cp\.async\.bulk\.(wait|commit)", "write wl.notify(signal, peer, value, team), which contains it"),
@@ -25,14 +25,14 @@ _INSTEAD = (
     (r"\bst\.", "write tl.store"),
     (
         r"(ex2|lg2|sin|cos|tanh|rsqrt|rcp|sqrt)\.approx",
-        "write it with tl.exp2, tl.log2, tl.rsqrt or a function of libdevice",
+        "write tl.exp2, tl.log2, tl.rsqrt or a function of libdevice",
     ),
-    (r"%(smid|warpid|tid|ctaid|nctaid)", "write tl.program_id, or do without the place of a program on the GPU"),
-    (r"%(globaltimer|clock)", "do without a clock: simulated time means nothing"),
+    (r"%(smid|warpid|tid|ctaid|nctaid)", "write tl.program_id, or avoid the hardware position of a program"),
+    (r"%(globaltimer|clock)", "avoid clocks: simulated time means nothing"),
 )
 
 
 def instead_of(assembly: str) -> str:
-    """Advice on what to write in place of this assembly, as a part of a sentence."""
+    """Advice on portable code in place of this assembly, as a part of a sentence."""
     found = (instead for pattern, instead in _INSTEAD if re.search(pattern, assembly))
     return next(found, "write it in plain Triton")

@@ -1,4 +1,4 @@
-"""The lower layer: the operations that Triton's semantic layer asks a builder for, as NumPy calls."""
+"""Lower layer: the operations that Triton's semantic layer asks of a builder, as NumPy calls."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Builder(InterpreterBuilder):
             raise AssertionError(message)
 
     def create_assume(self, condition: TensorHandle) -> None:
-        self.create_assert(condition, "tl.assume() of something that does not hold")
+        self.create_assert(condition, "tl.assume() of a condition that does not hold")
 
     def create_inline_asm(self, assembly: str, *_: Any) -> None:
         raise NotInterpretable(
@@ -117,7 +117,7 @@ class Builder(InterpreterBuilder):
         self.port.store(ptr, values.view(numerics.BITS[values.dtype.itemsize]), mask, access)
 
     def create_masked_load(self, ptr: TensorHandle, mask: Any, other: Any, *_: Any) -> Handle:
-        """For block pointers, which are loaded through Triton's own code."""
+        """Load through a block pointer, which Triton's own code makes."""
         element, mask = ptr.get_element_ty(), _array(mask)
         values = self.load(ptr.data, mask, element, "plain")
         if other is not None:
@@ -158,7 +158,7 @@ class Builder(InterpreterBuilder):
         self.atomic("xchg", ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
 
     def create_atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Handle:
-        """Polls until the value is there; there is no clock here, so a timeout is never reached."""
+        """Poll until the value is there. The simulator has no clock, so the timeout is never reached."""
         enable = Handle(everywhere(ptr.data.shape), tl.int1)
         while True:
             seen = self.create_atomic_load(ptr, enable, sem, scope)

@@ -1,4 +1,4 @@
-"""What kernel code calls where it names a function: the function rewritten, bound to the semantic layer, or replaced."""
+"""Resolution of the functions that kernel code names: rewritten, bound to the semantic layer, or replaced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.simulator.interpreter.values import not_interpretable
 
 
 def is_builtin(member: Any) -> bool:
-    """Whether Triton's compiler calls it with the semantic layer as ``_semantic``."""
+    """True if Triton's compiler passes the semantic layer to ``member`` as ``_semantic``."""
     try:
         return bool(getattr(member, TRITON_BUILTIN, False))
     except Exception:  # lazily loaded attributes of foreign objects
@@ -28,7 +28,7 @@ def is_builtin(member: Any) -> bool:
 
 
 def with_semantic(member: Any, semantic: Semantic) -> Callable:
-    """A builtin as kernel code may call it."""
+    """Builtin with the semantic layer bound, callable from kernel code."""
     signature = getattr(member, "signature", None) or inspect.signature(member)
     if "_semantic" not in signature.parameters and not inspect.isclass(member):
         return member
@@ -36,12 +36,12 @@ def with_semantic(member: Any, semantic: Semantic) -> Callable:
     return partial(inner, _semantic=semantic)
 
 
-# The stubs that kernels import, and where Triton's compiler for NVIDIA GPUs finds what stands behind them.
+# The stubs that kernels import, and the module in which Triton's compiler for NVIDIA GPUs finds their implementation.
 _STUBS, _LIBDEVICE = "triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice"
 
 
 def _libdevice(name: str, function: Callable) -> Callable:
-    """A function of libdevice: TypeError in one line for types that it does not take."""
+    """libdevice function that raises TypeError, in one line, for unsupported types."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -56,28 +56,28 @@ def _libdevice(name: str, function: Callable) -> Callable:
 
 
 class Callees:
-    """A table from what kernel code names to what it calls, filled as names are met."""
+    """Table from the objects that kernel code names to the functions it calls, filled on demand."""
 
     def __init__(self, semantic: Semantic, frames: KernelFrames) -> None:
         self._semantic, self._frames = semantic, frames
-        self._table: dict[int, tuple[Any, Callable]] = {}  # id -> (what it is the id of, what to call)
+        self._table: dict[int, tuple[Any, Callable]] = {}  # id -> (object with that id, function to call)
         self._replaced: dict[int, tuple[Any, Callable]] = {}
         self._helpers = {"__weft_call__": self.resolve, **statements.helpers(semantic)}
 
     def replace(self, callee: Any, function: Callable) -> None:
-        """Let ``function`` stand for ``callee``, for good."""
+        """Replace ``callee`` by ``function`` permanently."""
         self._replaced[id(callee)] = (callee, function)
         self.know(callee, function)
 
     def know(self, callee: Any, function: Callable) -> None:
-        """Let ``function`` stand for ``callee`` until ``forget``."""
+        """Replace ``callee`` by ``function`` until ``forget``."""
         self._table[id(callee)] = (callee, function)
 
     def forget(self) -> None:
         self._table = dict(self._replaced)
 
     def resolve(self, callee: Any) -> Callable:
-        """What kernel code calls where it says ``callee``."""
+        """Function that kernel code calls when it names ``callee``."""
         entry = self._table.get(id(callee))
         if entry is not None and entry[0] is callee:
             return entry[1]

@@ -1,4 +1,4 @@
-"""Tensor descriptors (TMA): where a block of a strided tensor lies, and what of it is inside."""
+"""Tensor descriptors (TMA): addresses and in-bounds mask of a block of a strided tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.simulator.interpreter.values import everywhere, numpy_dtype
 
 @cache
 def _steps(block_shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Per dimension the indices within a block, shaped to broadcast."""
+    """Indices within a block for each dimension, shaped to broadcast."""
     rank = len(block_shape)
     return [
         np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(rank)])

@@ -1,4 +1,4 @@
-"""Where in the user's kernels we are."""
+"""Source positions in the user's kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 import types
 from collections.abc import Iterable
 
-# The words of the language and Triton's own library: where their callers are is what a reader of a message wants.
+# The language's primitives and Triton's own library: messages name the line of their caller.
 LIBRARIES = ("weft.language", "triton.")
 
 
 class KernelFrames:
-    """Knows the code objects of rewritten kernels, and finds them on the stack."""
+    """Code objects of rewritten kernels, and their frames on the stack."""
 
     def __init__(self) -> None:
         self.codes: dict[int, types.CodeType] = {}  # by id
@@ -21,8 +21,10 @@ class KernelFrames:
         self.codes.update((id(code), code) for code in codes)
 
     def innermost(self, outside: tuple[str, ...] = ("triton.",)) -> types.FrameType | None:
-        """Frame of the innermost kernel code now executing; modules whose names start with one of ``outside`` count only
-        where nothing else does. None outside kernels."""
+        """Frame of the innermost kernel code now executing; None outside kernels.
+
+        Modules whose names start with one of ``outside`` count only if there is no other kernel code.
+        """
         frame: types.FrameType | None = sys._getframe(1)
         library = None
         while frame is not None:

@@ -1,4 +1,4 @@
-"""The scope in which Triton's kernels run here."""
+"""Scope in which Triton kernels run in the simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.simulator.interpreter.stand_ins import StandIns
 
 
 class Interpreter:
-    """``with Interpreter(port) as interpreter:`` is the scope in which Triton is patched; one at a time per process."""
+    """Scope in which Triton is patched: ``with Interpreter(port) as interpreter:``, one at a time per process."""
 
     def __init__(self, port: Port) -> None:
         self.port = port
@@ -44,16 +44,18 @@ class Interpreter:
         self._callees.forget()
 
     def replace(self, jit_fn: Any, function: Callable) -> None:
-        """Let ``function`` stand for a jit function (or any callable) in kernels; it gets the arguments as they are."""
+        """Replace a jit function (or any callable) in kernels by ``function``, which gets the arguments unchanged."""
         self._callees.replace(jit_fn, function)
 
     def prepare(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict) -> Launch:
-        """Bind a launch's arguments as Triton does. TypeError for missing, surplus or unknown arguments."""
+        """Bind a launch's arguments as Triton does. TypeError for missing, extra or unknown arguments."""
         return launching.prepare(self._semantic, jit_fn, self._callees.resolve(jit_fn), grid, args, kwargs)
 
     def kernel_frame(self, outside: tuple[str, ...]) -> types.FrameType | None:
-        """Frame of the innermost kernel code now executing; modules whose names start with one of ``outside`` count only
-        where nothing else does. None outside kernels."""
+        """Frame of the innermost kernel code now executing; None outside kernels.
+
+        Modules whose names start with one of ``outside`` count only if there is no other kernel code.
+        """
         return self._frames.innermost(outside)
 
     def kernel_state(self) -> list[tuple[types.CodeType, int, int, dict[str, object]]]:
@@ -65,6 +67,8 @@ class Interpreter:
         return self._frames.line_of(error)
 
     def source_location(self) -> tuple[str, int, str, str] | None:
-        """(file, line number, function, text of the line) of the innermost kernel code now executing; Triton's own
-        library counts only where nothing else does. None outside kernels."""
+        """(file, line number, function, text of the line) of the innermost kernel code; None outside kernels.
+
+        Triton's own library counts only if there is no other kernel code.
+        """
         return self._frames.source_location()

@@ -1,4 +1,4 @@
-"""Launches: a kernel's arguments as the kernel sees them."""
+"""Launches: conversion of host arguments to a kernel's values."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _OPTIONS = frozenset({
     "ptx_options", "ptx_version", "sanitize_overflow", "sched4reg", "schedule_hint", "supported_fp8_dtypes",
     "warp_size", "waves_per_eu"
 })  # fmt: skip
-# Programs that a grid may have along each of its dimensions, on NVIDIA GPUs.
+# Largest size of a grid along each dimension on NVIDIA GPUs.
 _MOST = (2**31 - 1, 65535, 65535)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A kernel with its arguments bound. ``run()`` executes it once, for the program that the port names.
+    """Kernel with its arguments bound. ``run()`` executes it once, for the program that the port names.
 
-    tensors, tuples  among its arguments, in whatever way they were passed: by position, by name, by default, inside a tuple
+    tensors, tuples  those among its arguments, passed by position, by name, by default or inside a tuple
     """
 
     name: str
@@ -46,8 +46,10 @@ class Launch:
 
 
 def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: Any, args: tuple, kwargs: dict) -> Launch:
-    """Bind a launch's arguments to ``function``, which stands for the kernel, as Triton does. TypeError for missing,
-    surplus or unknown arguments and for types that no kernel takes; TypeError or ValueError for a grid that is none."""
+    """Bind a launch's arguments to ``function``, which replaces the kernel, as Triton does.
+
+    TypeError for missing, extra or unknown arguments and for unsupported types; TypeError or ValueError for an invalid grid.
+    """
     names = {p.name for p in jit_fn.params}
     own = {name: value for name, value in kwargs.items() if name in names}
     unknown = [n for n in kwargs if n not in names and n not in _OPTIONS and not n.startswith("launch_")]
@@ -86,7 +88,7 @@ def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: Any, args
 
 
 def _sizes(kernel: str, grid: Any) -> list[int]:
-    """The grid of a launch as Triton's launcher reads it. A size of 0 launches nothing."""
+    """Sizes of a grid as Triton's launcher reads them. A size of 0 launches nothing."""
     try:
         sizes = list(grid)
     except TypeError:
@@ -111,11 +113,11 @@ def _sizes(kernel: str, grid: Any) -> list[int]:
 
 
 class _NoArgument(Exception):
-    """True for a type that no kernel takes."""
+    """Type that no kernel takes; the message names it."""
 
 
 class _Arguments:
-    """Converts the arguments of one launch, and keeps the tensors and tuples met on the way."""
+    """Conversion of one launch's arguments, which also collects their tensors and tuples."""
 
     def __init__(self, semantic: Semantic) -> None:
         self.semantic = semantic
@@ -123,7 +125,7 @@ class _Arguments:
         self.tuples: list[tuple] = []
 
     def convert(self, value: Any, fixed: bool = False, const: bool = False, annotation: str = "") -> Any:
-        """``value`` as a kernel sees it; as it is where the parameter is ``fixed`` (constexpr)."""
+        """Kernel value of ``value``; unchanged if the parameter is ``fixed`` (constexpr)."""
         if isinstance(value, constexpr):
             return value.value
         if fixed or value is None:

@@ -1,8 +1,8 @@
-"""NVIDIA's libdevice in NumPy: what its functions give, by their symbols.
+"""NVIDIA's libdevice in NumPy, by symbol.
 
-Triton's own code chooses the symbol and the type of the result, and refuses the types that libdevice has no function for.
-fp32 is computed in fp64 and rounded once, which is libdevice's result but for a few units in its last place. Functions that
-are not here (Bessel functions, arithmetic of directed rounding, inverse error functions and others) are refused by name.
+Triton's own code chooses the symbol and the type of the result, and refuses unsupported types. fp32 functions are computed in
+fp64 and rounded once, which differs from libdevice by a few units in the last place. Missing functions (Bessel functions,
+directed rounding, inverse error functions and others) are refused by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Function = Callable[..., np.ndarray]
 
 
 def _each(function: Callable[..., float]) -> Function:
-    """A function of Python's numbers, element by element."""
+    """Elementwise NumPy function from one on Python numbers."""
     return np.vectorize(function, otypes=[np.float64])
 
 
 def _round(x: np.ndarray) -> np.ndarray:
-    """Halves away from zero."""
+    """Round to nearest, halves away from zero."""
     whole = np.trunc(x)
     return np.copysign(np.abs(whole) + (np.abs(x - whole) >= 0.5), x)
 
@@ -55,7 +55,7 @@ def _remainder(x: float, y: float) -> float:
 
 
 def _bits(function: Callable[[int, int], int]) -> Function:
-    """A function of an integer's bits and their number; int32 results."""
+    """Elementwise function of an integer's bits and their number, with int32 results."""
 
     def apply(x: np.ndarray) -> np.ndarray:
         width = 8 * x.dtype.itemsize
@@ -93,7 +93,7 @@ _FLOAT: dict[str, Function] = {
     "llrint": np.rint, "llround": _round,
 }  # fmt: skip
 _PLAIN: dict[str, Function] = {
-    # Rounded to nearest by name.
+    # Rounded to nearest, as their names say.
     "add_rn": np.add, "sub_rn": np.subtract, "mul_rn": np.multiply, "div_rn": np.divide, "sqrt_rn": np.sqrt,
     "rcp_rn": lambda x: 1 / x, "rsqrt_rn": lambda x: 1 / np.sqrt(x), "dividef": np.divide,
 }  # fmt: skip
@@ -114,11 +114,11 @@ _EXACT: dict[str, Function] = {
 
 
 def _widened(function: Function) -> Function:
-    """fp32 computed in fp64; an integer among the arguments (an exponent) stays one."""
+    """Function computed in fp64. Integer arguments (an exponent) stay integers."""
     return lambda *xs: function(*(x.astype(np.float64) if x.dtype.kind == "f" else x for x in xs))
 
 
-# To an integer, which Triton's type of the result says, by each rounding; and from one to the nearest float.
+# Conversions to an integer by each rounding (Triton knows the result's type), and from an integer to the nearest float.
 _TO_INTEGER = {"rn": np.rint, "rz": np.trunc, "rd": np.floor, "ru": np.ceil}
 _INTEGERS, _FLOATS = ("int", "uint", "ll", "ull"), ("float", "double")
 
@@ -142,5 +142,5 @@ _SYMBOLS = _table()
 
 
 def function_of(symbol: str) -> Function | None:
-    """The function behind a symbol of libdevice, such as ``__nv_expf``; None if it is not here."""
+    """Function of a libdevice symbol such as ``__nv_expf``; None if it is missing."""
     return _SYMBOLS.get(symbol.removeprefix("__nv_"))

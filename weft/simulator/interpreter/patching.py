@@ -1,4 +1,4 @@
-"""What is patched into Triton while an interpreter is active, and taken out again."""
+"""Patches of Triton while an interpreter is active, and their removal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COMPARISONS = {
 
 
 class Patches:
-    """Attributes replaced for a while."""
+    """Attributes replaced until ``restore``."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
@@ -53,7 +53,7 @@ def is_active() -> bool:
 
 
 def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[Any], Callable]) -> None:
-    """Launches go to ``launch``; a jit function called from Python runs as kernel code would run it."""
+    """Redirect launches to ``launch``. A jit function called from Python runs as in kernel code."""
 
     def run(jit_fn: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if not warmup:
@@ -64,7 +64,7 @@ def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[A
 
     def refuse(function: Any, *_: Any, **__: Any) -> None:
         raise RuntimeError(
-            f"{function.__name__} was defined while TRITON_INTERPRET was set, so Triton's own interpreter has it; unset it "
+            f"{function.__name__} was defined while TRITON_INTERPRET was set, so Triton's own interpreter runs it; unset it "
             f"before the kernel is defined"
         )
 
@@ -77,7 +77,7 @@ def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[A
 
 
 def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> None:
-    """The functions of ``tl``, in their modules and in the table of callees."""
+    """Patch the functions of ``tl``, in their modules and in the table of callees."""
     patches.set(tl.target_info, "current_target", lambda: None)
     in_core = {getattr(tl.core, name): function for name, function in stand_ins.in_core().items()}
     for member, function in [*in_core.items(), *stand_ins.elsewhere()]:
@@ -89,7 +89,7 @@ def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> N
 
 
 def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:
-    """The methods and operators of tensors, descriptors and constexprs."""
+    """Patch the methods and operators of tensors, descriptors and constexprs."""
     for kind in (tl.dtype, tl.pointer_type, tl.block_type):
         patches.set(kind, "to_ir", lambda ty, builder: ty)
     for kind in (tl.tensor, tensor_descriptor_base):
@@ -142,7 +142,7 @@ def _reflected(operation: Callable) -> Callable:
 
 
 def _yielding(original: Callable) -> Callable:
-    """constexpr's own operators would wrap a tensor; here they leave the operation to it."""
+    """Operator of constexpr that leaves the operation to a tensor, which the original would wrap."""
 
     def call(self: constexpr, other: Any) -> Any:
         return NotImplemented if isinstance(other, tl.tensor) else original(self, other)
@@ -164,7 +164,7 @@ def _shape(x: tl.tensor) -> tl.tuple:
 
 
 def _bool(x: tl.tensor) -> bool:
-    """Of a scalar its value; a block is true as any object is, which Triton's own code leans on."""
+    """Truth of a scalar's value. A block is true like any object, which Triton's own code relies on."""
     return bool(x.handle.data.item()) if x.handle.data.size == 1 else True
 
 

@@ -1,4 +1,4 @@
-"""What the interpreter asks of the machine that it runs on: who runs, and memory."""
+"""Interface from the interpreter to the machine: the running program, and memory."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import numpy as np
 
 
 class Port(Protocol):
-    """What the interpreter needs of the virtual machine.
+    """Interface of the virtual machine to the interpreter.
 
     Address, bit and mask arrays of a call have one shape, (1,) for a scalar. They may be read-only and not contiguous.
-    Addresses are what ``pointer`` gave, plus what kernels added to it.
+    Addresses are results of ``pointer`` plus the kernel's pointer arithmetic.
     """
 
     def pointer(self, tensor: Any) -> int:
-        """The address that a kernel gets for an argument, 64 bits."""
+        """64-bit address that a kernel gets for a tensor argument."""
 
     def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(program index, grid) of the program that is running now."""
+        """(program index, grid) of the running program."""
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
-        """Raw bits (uint8/16/32/64 by ``itemsize``) at ``addresses`` (uint64), zeros where masked off: a new array.
+        """Raw bits (uint8/16/32/64 by ``itemsize``) at ``addresses`` (uint64), zeros where masked off, in a new array.
 
-        ``access`` is "plain", "volatile" or "tma"."""
+        ``access`` is "plain", "volatile" or "tma".
+        """
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None: ...
 
@@ -31,8 +32,11 @@ class Port(Protocol):
         self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str,
         access: str = "plain",
     ) -> np.ndarray:  # fmt: skip
-        """Old raw bits; ``op`` of add, fadd, xchg, min, max, umin, umax, and, or, xor, computed in ``dtype``. ``access``: "tma"
-        for a descriptor's reduction."""
+        """Old raw bits of an atomic computed in ``dtype``.
+
+        op      add, fadd, xchg, min, max, umin, umax, and, or, xor
+        access  "tma" for a descriptor's reduction
+        """
 
     def cas(self, addresses: np.ndarray, compare: np.ndarray, bits: np.ndarray, sem: str, scope: str) -> np.ndarray: ...
 
@@ -43,4 +47,4 @@ class Port(Protocol):
     def let_next_kernel_start(self) -> None: ...
 
     def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict) -> None:
-        """A launch ``kernel[grid](*args, **kwargs)`` met while the interpreter is active."""
+        """Run ``kernel[grid](*args, **kwargs)``, launched while the interpreter is active."""

@@ -1,4 +1,4 @@
-"""``tl.reduce``, ``tl.associative_scan``, ``tl.map_elementwise``: their functions are run on whole blocks."""
+"""``tl.reduce``, ``tl.associative_scan`` and ``tl.map_elementwise``, with the user's function run on whole blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.simulator.interpreter.values import SCALAR_SHAPE, block, make, not_int
 
 
 class Reductions:
-    """tl.reduce, tl.associative_scan and tl.map_elementwise."""
+    """The three functions. ``function`` resolves a combine function to its interpreted form."""
 
     def __init__(self, function: Callable[[Any], Callable]) -> None:
         self.function = function
@@ -52,8 +52,10 @@ class Reductions:
         ]
 
     def _tree(self, combine_fn: Any, arrays: list, types_: list[tl.dtype], along: int) -> list[np.ndarray]:
-        """Neighbours are combined, then neighbouring pairs, …: order is kept. A GPU's shuffles swap the two, so that a function
-        that does not commute gives other results there."""
+        """Combine neighbours, then neighbouring pairs, and so on, in order.
+
+        A GPU's shuffles swap the operands, so a function that does not commute gives other results there.
+        """
         function = self.function(combine_fn)
         arrays = [np.moveaxis(a, along, 0) for a in arrays]
         while len(arrays[0]) > 1:

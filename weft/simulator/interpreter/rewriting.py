@@ -1,9 +1,9 @@
-"""Turns the source of a kernel into Python that means what Triton's compiler reads in it.
+"""Rewriting of a kernel's source into Python with the meaning that Triton's compiler gives it.
 
-Python and Triton disagree about calls (a builtin is handed the compiler), assignments (a number becomes a tensor),
-``and``/``or``/``not`` and chained comparisons (elementwise, not short-circuit) and conditions. Those become calls of
-helpers, which reach the code as closure cells: no global of the user's module is touched. Lines, columns and file name
-stay the user's, so tracebacks and debuggers show the kernel as it was written.
+Python and Triton disagree on calls (a builtin gets the compiler as an argument), assignments (a number becomes a tensor),
+``and``/``or``/``not`` and chained comparisons (elementwise, not short-circuit) and conditions. These become calls of helpers,
+which reach the code as closure cells: no global of the user's module changes. Lines, columns and file name stay the user's,
+so tracebacks and debuggers show the kernel as written.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import types
 from collections.abc import Callable, Mapping
 from functools import cache
 
-# name -> what it does to its arguments; `bind` wants one function for each.
+# name -> effect on its arguments; `bind` needs one function for each.
 HELPERS = {
-    "__weft_call__": "callee -> what to call instead",
-    "__weft_assign__": "value -> value as a variable holds it",
+    "__weft_call__": "callee -> function to call instead",
+    "__weft_assign__": "value -> value that the variable holds",
     "__weft_truth__": "condition -> bool",
     "__weft_all__": "asserted value -> bool",
     "__weft_not__": "x -> not x",
@@ -31,14 +31,14 @@ _INNER = "__weft_kernel__"
 class _Rewriter(ast.NodeTransformer):
     def __init__(self) -> None:
         self.temporaries = 0
-        self.constants: set[str] = set()  # names that a bare `x: tl.constexpr` announced
+        self.constants: set[str] = set()  # names declared by a bare `x: tl.constexpr`
 
     def _helper(self, name: str, at: ast.AST, *args: ast.expr) -> ast.expr:
         call = ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=list(args), keywords=[])
         return ast.fix_missing_locations(ast.copy_location(call, at))
 
     def _temporary(self, value: ast.expr) -> tuple[ast.expr, Callable[[], ast.expr]]:
-        """(an expression that keeps ``value`` under a fresh name, a maker of expressions that read it)."""
+        """(expression that binds ``value`` to a fresh name, function that makes expressions reading it)."""
         self.temporaries += 1
         name = f"__weft_{self.temporaries}__"
         kept = ast.NamedExpr(target=ast.Name(id=name, ctx=ast.Store()), value=value)
@@ -87,7 +87,7 @@ class _Rewriter(ast.NodeTransformer):
         return self._fold(node.values, "and" if isinstance(node.op, ast.And) else "or", node)
 
     def _fold(self, values: list[ast.expr], word: str, at: ast.AST) -> ast.expr:
-        """Left to right; only a compile-time value can keep the next operand from being evaluated."""
+        """Evaluate left to right. Only a compile-time value can short-circuit the next operand."""
         result = values[0]
         for value in values[1:]:
             kept, read = self._temporary(result)
@@ -159,7 +159,7 @@ def compile_kernel(
 
 
 def bind(code: types.CodeType, original: types.FunctionType, helpers: Mapping[str, Callable]) -> types.FunctionType:
-    """A function of ``code`` with the globals, closure and defaults of ``original``."""
+    """Function of ``code`` with the globals, closure and defaults of ``original``."""
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
     closure = tuple(cells[n] if n in cells else types.CellType(helpers[n]) for n in code.co_freevars)
     function = types.FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)

@@ -1,4 +1,4 @@
-"""The upper layer: Triton's own semantics, with the hot operations short-cut."""
+"""Upper layer: Triton's own semantics, with fast paths for frequent operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _comparison(op: Callable) -> Callable:
 
 
 class Semantic(TritonSemantic):
-    """Triton's type rules, memoised; operands broadcast by NumPy rather than copied out."""
+    """Triton's type rules, memoised, with operands broadcast by NumPy instead of copied."""
 
     builder: Builder
 
@@ -103,7 +103,7 @@ class Semantic(TritonSemantic):
         return found
 
     def operands(self, x: Any, y: Any, div: bool = False) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
-        """Two arrays of the common element type, that type, and whether the result is a block. No pointers."""
+        """(left array, right array, common element type, result is a block). Pointers are refused."""
         x_is_tensor, y_is_tensor = isinstance(x, tl.tensor), isinstance(y, tl.tensor)
         a, b = x.dtype if x_is_tensor else self._type_of(x), y.dtype if y_is_tensor else self._type_of(y)
         if a is b and not div and not isinstance(a, tl.pointer_type):
@@ -229,7 +229,7 @@ class Semantic(TritonSemantic):
         return make(np.broadcast_to(data, shape) if shape else data, dtype, bool(shape))
 
     def dot_fp32(self, a: tl.tensor, b: tl.tensor, acc: tl.tensor | None) -> tl.tensor | None:
-        """The usual products with an fp32 result; None for whatever Triton's own code should judge."""
+        """Common cases of ``tl.dot`` with an fp32 result; None for cases left to Triton's own code."""
         if a.dtype.name != b.dtype.name or a.dtype.name not in ("bf16", "fp16", "fp32"):
             return None
         left, right = a.handle.data, b.handle.data
@@ -247,7 +247,7 @@ class Semantic(TritonSemantic):
     # memory
 
     def _mask(self, ptr: tl.tensor, mask: Any, may_grow: bool) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Addresses and mask of one shape. A larger mask repeats the pointers of a load, and is refused in a store."""
+        """Addresses and mask of equal shape. A larger mask broadcasts the pointers of a load; a store refuses it."""
         if not isinstance(ptr.dtype, tl.pointer_type):
             raise ValueError(f"a pointer is needed, got {ptr.type}")
         addresses, is_block = ptr.handle.data, ptr.type is not ptr.dtype
@@ -265,7 +265,7 @@ class Semantic(TritonSemantic):
         return addresses, enable, is_block
 
     def _values(self, value: Any, element: tl.dtype, shape: tuple[int, ...], is_block: bool) -> np.ndarray:
-        """What a store or an atomic takes to addresses of ``shape``."""
+        """Operand of a store or an atomic, broadcast to the addresses' ``shape``."""
         if isinstance(value, tl.tensor):
             if value.type is not value.dtype and not is_block:
                 raise ValueError("Value argument cannot be block type if pointer argument is not a block")

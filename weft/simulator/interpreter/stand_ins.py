@@ -1,4 +1,4 @@
-"""Functions of ``tl`` that run in place of Triton's own."""
+"""Replacements for functions of ``tl``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STOCK = {name: getattr(tl.core, name) for name in ("load", "store", "dot")}  # 
 
 
 class StandIns:
-    """The functions, bound to a semantic layer."""
+    """Replacements bound to a semantic layer."""
 
     def __init__(self, semantic: Semantic, resolve: Callable[[Any], Callable]) -> None:
         self.semantic = semantic
@@ -31,7 +31,7 @@ class StandIns:
         self._ranges: dict[tuple[int, int], tl.tensor] = {}
 
     def in_core(self) -> dict[str, Callable]:
-        """By their names in ``triton.language.core``."""
+        """Replacements by their names in ``triton.language.core``."""
         return {
             "load": self.load,
             "store": self.store,
@@ -54,9 +54,9 @@ class StandIns:
         }
 
     def elsewhere(self) -> list[tuple[Any, Callable]]:
-        """(what kernels call, what stands for it) of other modules."""
+        """(function that kernels call, replacement) for other modules."""
         port, cuda = self.semantic.builder.port, getattr(tl.extra, "cuda", None)
-        # Programmatic dependent launch: here a kernel begins when the one before it has ended, but the checker hears of it.
+        # Programmatic dependent launch: a simulated kernel starts after the one before has ended; only the checker models it.
         dependent = (
             (getattr(cuda, "gdc_wait", None), lambda **_: port.wait_for_previous_kernel()),
             (getattr(cuda, "gdc_launch_dependents", None), lambda **_: port.let_next_kernel_start()),
@@ -66,11 +66,11 @@ class StandIns:
             (min, partial(self._extreme, min, self.semantic.minimum)),
             (max, partial(self._extreme, max, self.semantic.maximum)),
             (tl.standard.zeros, lambda shape, dtype: self.full(shape, 0, dtype)),
-            *((word, stand_in) for word, stand_in in dependent if word is not None),
+            *((builtin, stand_in) for builtin, stand_in in dependent if builtin is not None),
         ]
 
     def range(self, start: Any, stop: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
-        """``range`` and ``tl.range``: the loop variable is a tensor of the type that the bounds promote to."""
+        """``range`` and ``tl.range``, whose loop variable is a tensor of the bounds' promoted type."""
         if stop is None:
             start, stop = 0, start
         bounds = [self.semantic.to_tensor(x) for x in (start, stop, 1 if step is None else step)]
@@ -159,7 +159,7 @@ class StandIns:
 
 
 def _is_block_pointer(x: Any) -> bool:
-    """``tl.make_block_ptr`` gives a tensor of its own kind in Triton 3.6 and 3.7, another object in 3.8."""
+    """True for a block pointer: a tensor of its own kind in Triton 3.6 and 3.7, another object in 3.8."""
     return not isinstance(x, tl.tensor) or isinstance(getattr(x.dtype, "element_ty", None), tl.block_type)
 
 
@@ -178,12 +178,12 @@ def _static_print(*values: Any, _semantic: Any = None, **kwargs: Any) -> None:
 
 
 def _multiple_of(x: Any, values: Any, _semantic: Any = None) -> Any:
-    """A wrong hint makes a GPU's vector accesses fault or misread, so it is an error here. Of a block the first is checked."""
+    """Check a hint, since a wrong one makes a GPU's vector accesses fault. Only a block's first element is checked."""
     values = [plain(v) for v in (values if isinstance(values, (list, tuple, tl.tuple)) else [plain(values)])]
     if isinstance(x, tl.tensor):
         first = int(x.handle.data.flat[0])
         if isinstance(x.dtype, tl.pointer_type):
-            first %= 2**48  # what lies above is no address (simulator.pointers)
+            first %= 2**48  # the bits above are no address (simulator.pointers)
         for value in values:
             if first % value:
                 raise Misaligned(f"tl.multiple_of(x, {value}) of x = {first}")

@@ -1,4 +1,4 @@
-"""What the statements of a rewritten kernel call: assignment, truth, ``and``, ``or`` and ``not`` as Triton reads them."""
+"""Helpers that rewritten kernels call: assignment, truth, ``and``, ``or`` and ``not`` as Triton reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.simulator.interpreter.semantic import Semantic
 
 
 def helpers(semantic: Semantic) -> dict[str, Callable]:
-    """``rewriting.HELPERS`` but for ``__weft_call__``."""
+    """Functions for ``rewriting.HELPERS``, except ``__weft_call__``."""
     return {
         "__weft_assign__": partial(_assign, semantic),
         "__weft_truth__": _truth,

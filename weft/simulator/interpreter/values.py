@@ -1,4 +1,4 @@
-"""Values of a kernel: a ``tl.tensor`` whose handle is a NumPy array, and ways in and out of it."""
+"""Values of a kernel: a ``tl.tensor`` whose handle is a NumPy array, and conversions to and from it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SCALAR_SHAPE = (1,)
 
 
 class Handle(TensorHandle):
-    """The array behind a ``tl.tensor``: shape (1,) for a scalar; bf16 and fp8 as ml_dtypes arrays. Never written to."""
+    """Array behind a ``tl.tensor``: shape (1,) for a scalar, bf16 and fp8 as ml_dtypes arrays. Never written to."""
 
-    attr = None  # hints say nothing to an interpreter; the base's repr shows the field
+    attr = None  # hints, unused here; the base's repr shows the field
 
     def __init__(self, data: np.ndarray, dtype: tl.dtype) -> None:
         self.data, self.dtype = data, dtype
 
 
-_blocks: dict[tuple, tl.block_type] = {}  # a memo: building a block type costs as much as an operation
+_blocks: dict[tuple, tl.block_type] = {}  # cache: building a block type costs as much as an operation
 
 
 def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
@@ -37,19 +37,19 @@ def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
 
 @cache
 def everywhere(shape: tuple[int, ...]) -> np.ndarray:
-    """The mask of an access without a mask."""
+    """All-true mask, for an access without a mask."""
     mask = np.ones(shape, np.bool_)
     mask.flags.writeable = False
     return mask
 
 
 def plain(x: Any) -> Any:
-    """What a constexpr holds; anything else as it is."""
+    """Value of a constexpr; anything else unchanged."""
     return x.value if isinstance(x, constexpr) else x
 
 
 def numpy_dtype(element: tl.dtype) -> np.dtype:
-    """The dtype of the array that holds values of a Triton element type; addresses for pointers."""
+    """NumPy dtype for a Triton element type; uint64 for pointers."""
     if isinstance(element, tl.pointer_type):
         return numerics.BITS[8]
     if element.name not in numerics.DTYPES:
@@ -65,23 +65,26 @@ def not_interpretable(what: str) -> NotInterpretable:
 
 
 def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
-    """A ``tl.tensor`` of an array that has the element type's dtype already. A block's ``type`` is not its ``dtype``."""
+    """``tl.tensor`` of an array that already has the element type's dtype. A block's ``type`` is not its ``dtype``."""
     return tl.tensor(Handle(data, element), _block_type(element, data.shape) if is_block else element)
 
 
 def scalar(value: int | float | bool, dtype: tl.dtype) -> tl.tensor:
-    """A scalar ``tl.tensor``."""
+    """Scalar ``tl.tensor``."""
     return make(numerics.convert(np.array([value]), numpy_dtype(dtype)), dtype, False)
 
 
 def block(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
-    """A block ``tl.tensor`` of an array, whose sizes are powers of two."""
+    """Block ``tl.tensor`` of an array whose sizes are powers of two."""
     return make(numerics.convert(np.asarray(array), numpy_dtype(dtype)), dtype, True)
 
 
 def value_of(x: Any) -> Any:
-    """The plain value of ``x``: of a scalar tensor a Python number (an address for a pointer), of a block its array,
-    of a constexpr what it holds; anything else as it is."""
+    """Plain value of ``x``.
+
+    A Python number for a scalar tensor (an address for a pointer), the array of a block, the value of a constexpr; anything
+    else unchanged.
+    """
     if isinstance(x, constexpr):
         return x.value
     if isinstance(x, tl.tensor):
@@ -98,5 +101,5 @@ def addresses_of(pointer: tl.tensor) -> np.ndarray:
 
 
 def element_dtype(pointer: tl.tensor) -> tl.dtype:
-    """The type of what a pointer (or block of pointers) points to."""
+    """Element type that a pointer (or block of pointers) points to."""
     return pointer.dtype.element_ty

@@ -37,7 +37,7 @@ def test_a_report_says_what_a_kernel_author_needs():
     assert f"store by rank 0 kernel publish program 0, examples.py:{stored} in publish:" in text
     assert "tl.store(wl.symm_at(data, 1, team) + at, 1.0)" in text
     assert "last synchronisation: waited for landed[0] of rank 1 in examples.py" in text
-    assert "to mend: put tl.debug_barrier() between the stores and the release, or use wl.notify" in text
+    assert "remedy: put tl.debug_barrier() between the stores and the release, or use wl.notify" in text
     assert "replay: weft check examples.py --world-size 2 --strategy pct --seed" in text
     assert len(report.findings) == 1, "one cause, one finding"
     assert report.findings[0].schedules == 4

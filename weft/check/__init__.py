@@ -1,4 +1,4 @@
-"""``weft.check``: run a ``main(team)`` under many schedules and say what is wrong with its kernels.
+"""``weft.check``: run a ``main(team)`` under many schedules and report the errors of its kernels.
 
 report = weft.check(main, world_size=[2, 4], schedules=50)
 assert report.ok, str(report)
@@ -19,7 +19,7 @@ __all__ = ["Found", "Report", "Schedule", "check"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: the command line imports this package and need not wait for PyTorch.
+    # Loaded on first use: the command line imports this package and should not wait for PyTorch.
     if name != "check":
         raise AttributeError(f"module 'weft.check' has no attribute {name!r}")
     from weft.check.run import check
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Callable(types.ModuleType):
-    """This module, which can be called: importing a submodule makes ``weft.check`` the module, and it is to be the function."""
+    """Module that can be called. Importing a submodule binds ``weft.check`` to the module, but it must be the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Report:
         return __getattr__("check")(*args, **kwargs)

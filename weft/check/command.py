@@ -1,4 +1,4 @@
-"""``weft check script.py``: flags to ``weft.check``, and its report printed and written. cli.py registers it."""
+"""Command ``weft check script.py``: flags for ``weft.check``, and the output of its report. cli.py registers it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def check(
     world_size: Annotated[str, typer.Option(help="2 or 2,4")] = "2",
     schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES,
     strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix",
-    seed: Annotated[int, typer.Option(help="Of the first run")] = 0,
-    depth: Annotated[int, typer.Option(help="Of pct: ordering constraints that a bug needs")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the first run")] = 0,
+    depth: Annotated[int, typer.Option(help="For pct: number of ordering constraints that a bug needs")] = 3,
     sms: Annotated[
         int | None,
-        typer.Option(help="Programs of a rank that run at once; 8, varied for kernels sized by it, if left out"),
+        typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it"),
     ] = None,
-    function: Annotated[str, typer.Option(help="What to run in place of main")] = "main",
-    json: Annotated[Path | None, typer.Option(help="Write the report there")] = None,
+    function: Annotated[str, typer.Option(help="Function to run instead of main")] = "main",
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None,
     any_results: Annotated[
-        bool, typer.Option("--any-results", help="Results may differ from schedule to schedule")
+        bool, typer.Option("--any-results", help="Allow results to differ between schedules")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where a wrong flag came from")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
 ) -> None:
     """Look for races, deadlocks and lost signals, without a GPU. Exit status 0: clean, 1: findings, 2: wrong usage."""
-    # What a replay needs besides the schedule.
+    # Needed by a replay besides the schedule.
     named = f"{script}" + (f" --function {function}" if function != "main" else "")
     with one_line_errors(traceback):
         check_output("--json", json)
@@ -87,7 +87,7 @@ def _checked(main: Callable[..., Any], **options: Any) -> Report:
         raise SimulatorMissing(str(error.name)) from error
     console = Console(stderr=True)
     columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"))
-    # Drawn between two runs only, and standard output left alone, so that a debugger in a kernel has the terminal.
+    # Drawn between runs only, without touching standard output, so that a debugger in a kernel can use the terminal.
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal,
         auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
@@ -103,7 +103,7 @@ def _checked(main: Callable[..., Any], **options: Any) -> Report:
 def _show(report: Report) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for line in str(report).splitlines():
-        # A finding's head begins with its number; the rest is indented.
+        # A finding's first line begins with its number; the rest is indented.
         is_head = line[:1].isdigit() and ". " in line[:5]
         style = "bold red" if is_head else "green" if report.ok else ""
         console.print(Text(line, style=style))

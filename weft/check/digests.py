@@ -1,4 +1,4 @@
-"""Results of a run as digests, so that two runs can be compared bit for bit and a difference can be named."""
+"""Digests of a run's results, to compare two runs bit for bit and name the first difference."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-# Where in a rank's result -> digest; one for each tensor and each plain value.
+# Path in a rank's result -> digest, for each tensor and each plain value.
 Digest = dict[str, bytes]
 
 
 def digest_of(results: list[Any]) -> Digest:
-    """Of every rank's result: tensors by dtype, shape and bits, containers by their members, anything else by its pickle."""
+    """Digest of all ranks' results: tensors by dtype, shape and bits, containers by members, anything else by its pickle."""
     found: Digest = {}
     for rank, result in enumerate(results):
         _take(f"rank {rank}'s result", result, found)
@@ -21,7 +21,7 @@ def digest_of(results: list[Any]) -> Digest:
 
 
 def first_difference(one: Digest, other: Digest) -> str:
-    """The first place at which the two differ, "" if there is none."""
+    """First path at which the two differ, "" if there is none."""
     return next((place for place in {**one, **other} if one.get(place) != other.get(place)), "")
 
 
@@ -41,7 +41,7 @@ def _take(place: str, value: Any, found: Digest) -> None:
     else:
         try:
             found[place] = _hash(pickle.dumps(value))
-        except Exception:  # what cannot be pickled cannot be compared
+        except Exception:  # values that cannot be pickled cannot be compared
             found[place] = _hash(type(value).__name__.encode())
 
 

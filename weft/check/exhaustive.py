@@ -1,9 +1,9 @@
-"""All schedules of a small kernel, up to the order of accesses that do not concern each other.
+"""Exhaustive search: all schedules of a small kernel, up to the order of independent accesses.
 
-Dynamic partial-order reduction with source sets and sleep sets (Abdulla and others, POPL 2014): a run is redone with
-another choice only where two accesses of different tasks overlap and one of them writes. Late stores
-(``simulator.store_buffers``) are tasks of their own here. Host code runs whenever it can, so its own accesses are not permuted.
-A loop that polls in vain waits for a write to what it polls.
+Dynamic partial-order reduction with source sets and sleep sets (Abdulla and others, POPL 2014): a run is repeated with another
+choice only where accesses of two tasks overlap and one of them writes. Buffered stores (``simulator.store_buffers``) are tasks
+of their own. Host code runs as soon as it can, so its own accesses are not permuted. A polling loop that has seen nothing new
+waits for a write to the polled bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weft.check.report import Schedule
 if TYPE_CHECKING:
     from weft.check.run import Gathered, Runner
 
-# Bytes (low, high) and whether they may be written.
+# Byte ranges: (low, high, may be written).
 Footprint = tuple[tuple[int, int, bool], ...]
-# Choices in one run, after which the search is bounded.
+# Most choices in one run; beyond them the search counts as bounded.
 _MAX_CHOICES = 2000
 
 
@@ -29,7 +29,7 @@ def conflict(a: Footprint, b: Footprint) -> bool:
 
 @dataclass(slots=True)
 class Node:
-    """A choice: who could go on, what each would access, and which choices were made or are still to be made."""
+    """Choice point: the ready tasks with their next accesses, and the choices made and still to be made."""
 
     enabled: dict[str, Footprint]
     sleep: dict[str, Footprint]
@@ -46,14 +46,14 @@ class Step:
 
 
 class Search:
-    """The tree so far. One ``Walk`` goes down it in each run."""
+    """Tree of choices so far. Each run descends it with one ``Walk``."""
 
     def __init__(self) -> None:
         self.stack: list[Node] = []
         self.bounded = False
 
     def next_branch(self) -> bool:
-        """Turn to the next branch to be tried; False if there is none left."""
+        """Select the next branch to try; False if none is left."""
         while self.stack:
             node = self.stack[-1]
             node.done.add(node.chosen)
@@ -66,13 +66,13 @@ class Search:
 
 
 class Walk:
-    """The strategy of one run."""
+    """Strategy of one run."""
 
     explores = True
 
     def __init__(self, search: Search) -> None:
         self._search = search
-        self.place: Callable[[int], int] = int  # address -> a number that is the same in all runs
+        self.place: Callable[[int], int] = int  # address -> number that is equal in all runs
         self._steps: list[Step] = []
         self._clocks: dict[str, dict[str, int]] = {}
         self._names: dict[int, str] = {}
@@ -114,7 +114,7 @@ class Walk:
         free = sorted(enabled.keys() - sleep.keys())
         if not free:
             return None
-        # Going on with the same task gives the run with the fewest switches.
+        # Continuing with the same task gives the fewest switches.
         last = self._steps[-1].key if self._steps else ""
         node = Node(enabled, sleep, chosen=last if last in free else free[0])
         node.backtrack.add(node.chosen)
@@ -122,9 +122,9 @@ class Walk:
         return node
 
     def _add_branches(self) -> None:
-        """The last step races with earlier ones: each such race is to be run the other way round, from before its first.
+        """Add a branch for each earlier step that races with the last one, to run the two in reverse order.
 
-        What must come first then is any step that could begin the rest of the run without the race's first step.
+        The branch starts before the earlier step. It begins with any step that could begin the rest of the run without it.
         """
         last = len(self._steps) - 1
         step = self._steps[last]
@@ -146,7 +146,7 @@ class Walk:
                 node.backtrack.add(min(beginners))
 
     def _known(self, index: int, by: int) -> bool:
-        """Whether step ``index`` happens before step ``by``."""
+        """True if step ``index`` happens before step ``by``."""
         return self._steps[by].clock.get(self._steps[index].key, -1) >= index
 
     def _take(self, key: str, footprint: Footprint) -> None:
@@ -163,7 +163,7 @@ class Walk:
         return tuple((place := self.place(low), place + high - low, write) for low, high, write in task.next)
 
     def _key(self, task: Any) -> str:
-        """The task's name, the same in all runs."""
+        """Name of the task, equal in all runs."""
         found = self._names.get(id(task))
         if found is None:
             count = self._seen[task.label] = self._seen.get(task.label, 0) + 1
@@ -175,7 +175,7 @@ class Walk:
         return found
 
     def _spins(self, key: str, task: Any) -> bool:
-        """Whether the task would look again at what it has just seen."""
+        """True if the task would read again what it has just read, unchanged."""
         if key not in self._polls:
             return False
         footprint, line, since = self._polls[key]
@@ -189,7 +189,7 @@ class Walk:
 def explore(
     runner: Runner, world_size: int, sms: int, limit: int, gathered: Gathered, tell: Callable[[], None]
 ) -> bool:
-    """Run all schedules, at most ``limit``. Whether it was all of them."""
+    """Run all schedules, at most ``limit``. True if these were all."""
     search = Search()
     for number in range(1, limit + 1):
         walk = Walk(search)

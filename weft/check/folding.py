@@ -1,15 +1,15 @@
-"""Findings that follow from others: each is listed under its cause and is not counted.
+"""Consequential findings: each is listed under its cause and not counted.
 
     divergence, overshoot,        under any ordering finding
     an AssertionError of main
     uninitialised                 under an ordering finding of that tensor at the reading line
-    deadlock                      under what went wrong with the words that are waited for
+    deadlock                      under a finding of the awaited signals
     an ordering finding           under one of the signal through which its second side synchronised last; or under one of the
-                                  same tensor that shares a line with it and says more than that nothing orders the two
+                                  same tensor that shares a line with it and names a more specific cause
     early-access                  under another one, or `unfollowed`, of the same kernel
-    uncleared                     under an ordering finding of two stores to that stage; a load beside it follows from it
+    uncleared                     under an ordering finding of two stores to that stage; a race with a load follows from it
 
-Only findings of a common run are folded (`divergence`: of a world size), and only under findings that no marker allows.
+Only findings of a common run are folded (`divergence`: of a common world size), and only under findings that no marker allows.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dataclasses import dataclass
 
 from weft.simulator.findings import RACES, Finding
 
-# What may change results from schedule to schedule.
+# Kinds that may make results differ between schedules.
 DISORDER = RACES | {"uncleared"}
 _HANGS = DISORDER | {"epoch-back", "equality-wait"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A finding and the numbers of the runs that showed it."""
+    """Finding with the numbers of the runs that showed it."""
 
     finding: Finding
     runs: frozenset[int]
 
 
 def causes_of(seen: Sequence[Seen]) -> list[int]:
-    """For each finding the index of its cause, its own if it has none."""
+    """Index of each finding's cause, its own index if it has none."""
     parents = list(range(len(seen)))
 
     def root(index: int) -> int:
@@ -89,6 +89,6 @@ def _is_of_stores(finding: Finding) -> bool:
 
 
 def _kernel(finding: Finding) -> str:
-    """The kernel of the later side: from "rank 0 kernel NAME program 1"."""
+    """Kernel of the later side, from "rank 0 kernel NAME program 1"."""
     task = finding.sides[-1].task if finding.sides else ""
     return task.partition(" kernel ")[2].partition(" program ")[0]

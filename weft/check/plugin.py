@@ -1,10 +1,10 @@
-"""pytest: a test that takes the fixture ``team`` and is marked ``weft`` runs on virtual ranks under many schedules.
+"""pytest plugin: a test with the fixture ``team`` and the marker ``weft`` runs on virtual ranks under many schedules.
 
     @pytest.mark.weft(world_size=[2, 4], schedules=20)
     def test_my_kernel(team): ...
 
 The test's body is ``main(team)``: it runs once per rank and schedule, and fails with the report if there are findings. The
-marker takes what ``weft.check`` takes. Other fixtures are made once and shared by all ranks.
+marker takes the arguments of ``weft.check``. Other fixtures are made once and shared by all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def team(request: pytest.FixtureRequest) -> Any:
-    """Stands for the rank's team, which each run of the test gets in its place."""
+    """Placeholder for the rank's team, which each run of the test gets instead."""
     if request.node.get_closest_marker("weft") is None:
         pytest.fail(
             "the fixture 'team' needs the marker: @pytest.mark.weft(world_size=[2, 4], schedules=20)", pytrace=False
@@ -42,7 +42,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     function = pyfuncitem.obj
     names = pyfuncitem._fixtureinfo.argnames
     if "team" not in names:
-        pytest.fail(f"{pyfuncitem.name} is marked weft and takes no argument 'team'", pytrace=False)
+        pytest.fail(f"{pyfuncitem.name} is marked weft but takes no argument 'team'", pytrace=False)
     others = {name: pyfuncitem.funcargs[name] for name in names if name != "team"}
 
     def main(team: Any) -> Any:

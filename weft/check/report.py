@@ -1,4 +1,4 @@
-"""What a check says: findings, how often and under which schedule they came, and how to see one again."""
+"""Report of a check: findings, their counts and schedules, and commands that replay them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from weft.simulator.findings import Finding, Side
 
-DEFAULT_SMS = 8  # where nothing else is asked for
+DEFAULT_SMS = 8  # resident programs of a rank by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One run, or ``runs`` of them with seeds from ``seed`` on: the same values give the same runs."""
+    """One run, or ``runs`` of them with consecutive seeds from ``seed``. Equal values give equal runs."""
 
     world_size: int
     strategy: str
@@ -23,7 +23,7 @@ class Schedule:
     runs: int = 1
 
     def command(self, script: str) -> str:
-        """How to see it again: a shell command, the marker of a pytest node, or a call where ``script`` is empty."""
+        """Replay command: a shell command, the marker of a pytest node, or a Python call if ``script`` is empty."""
         values = {
             "world_size": self.world_size,
             "strategy": self.strategy,
@@ -42,8 +42,12 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A finding; ``count``: how often; ``schedules``: in how many runs; ``replay``: the simplest run known to show it;
-    ``also``: what follows from it."""
+    """Finding with its statistics.
+
+    count      number of occurrences, in ``schedules`` runs
+    replay     simplest run known to show it
+    also       findings that follow from it
+    """
 
     finding: Finding
     count: int
@@ -54,10 +58,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """findings    by cause, those that a marker allows included (``finding.allowed``); what follows from one is in its ``also``
-    schedules   runs made
+    """Report of ``weft.check``.
+
+    findings    by cause, including those that a marker allows (``finding.allowed``); consequences are in ``also``
+    schedules   number of runs
     exhaustive  "exhausted": every schedule of the reduced space was run; "bounded": the search stopped early; "" otherwise
-    script      how to name the script in a replay command
+    script      name of the script in replay commands
     """
 
     findings: tuple[Found, ...]
@@ -109,17 +115,17 @@ class Report:
 
 
 def paragraph(number: int, found: Found, script: str) -> str:
-    """A finding as a kernel author reads it."""
+    """Finding as text for a kernel's author."""
     finding = found.finding
     lines = [f"{number}. {_head(finding)}", f"   {finding.message}"]
     for side in finding.sides:
         lines += _side(side)
     lines += [f"   {line}" for line in finding.detail if line != finding.message]
-    lines.append(f"   to mend: {finding.remedy}")
+    lines.append(f"   remedy: {finding.remedy}")
     for other in found.also:
         places = ", ".join(dict.fromkeys(str(side.place) for side in other.sides if side.place is not None))
         lines.append(f"   also seen: {_head(other)}{f' ({places})' if places else f': {other.message}'}")
-    times = f"{found.count} times in {found.schedules} schedule(s)"
+    times = f"{found.count} time(s) in {found.schedules} schedule(s)"
     lines.append(f"   seen {times}; replay: {found.replay.command(script)}")
     return "\n".join(lines)
 

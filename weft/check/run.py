@@ -1,4 +1,4 @@
-"""Runs of a main under schedules, each with an observer; findings merged over all of them."""
+"""Runs of a main under many schedules, each with an observer, and their merged findings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weft.simulator.host_operations import host_line_of
 from weft.simulator.strategies import STRATEGIES, make, strategy_of
 
 DEFAULT_SCHEDULES = 20
-# Programs of a rank at once, for mains that size their kernels by them: each for as many runs as "mix" has strategies.
+# Resident programs of a rank, for mains that size kernels by them; each for as many runs as "mix" has strategies.
 _SMS_IN_TURN = (DEFAULT_SMS, 2, 4, 1)
 _RUNS_OF_ONE = 4
 Progress = Callable[[int, int, int], None]
@@ -41,9 +41,13 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of one run. ``digest``: of the ranks' ``results``; None if it ended early. ``programs``: a rank's, at once.
-    ``is_sized``: main has asked how many may be resident at once. ``unstarted``: programs of the largest grid of which some
-    could not start when no task could go on, 0 if there was none."""
+    """Outcome of one run.
+
+    digest     of the ranks' ``results``; None if the run ended early
+    programs   most programs of a rank resident at once
+    is_sized   main has asked how many programs can be resident
+    unstarted  size of the largest grid that had unstarted programs in a deadlock, 0 if there was none
+    """
 
     findings: tuple[tuple[Finding, int], ...]
     digest: Digest | None
@@ -54,13 +58,13 @@ class Outcome:
 
     @property
     def needs_more_sms(self) -> bool:
-        """True if the run went wrong by too few SMs, or by an error that too few may have led to."""
+        """True if the run failed for lack of SMs, or by an error that this lack may have caused."""
         kinds = ("residency", "error")
         return any(f.kind in kinds and not f.message.startswith("AssertionError") for f, _ in self.findings)
 
     @property
     def causes(self) -> list[Finding]:
-        """Findings that do not follow from others of this run."""
+        """Findings that are not consequences of others of this run."""
         seen = [Seen(finding=finding, runs=frozenset((0,))) for finding, _ in self.findings]
         return [one.finding for i, (one, cause) in enumerate(zip(seen, causes_of(seen), strict=True)) if i == cause]
 
@@ -81,21 +85,21 @@ def check(
     progress: Progress | None = None,
     on_results: Callable[[list[Any]], None] | None = None,
 ) -> Report:
-    """Run ``main(team, *args)`` under ``schedules`` schedules for each world size, and report what is wrong.
+    """Run ``main(team, *args)`` under ``schedules`` schedules for each world size, and report errors.
 
     world_size     one or several
     strategy       "mix" (all in turn), "uniform", "pct", "slow", "delay" or "exhaustive" (at most ``schedules`` runs; the
                    report says "exhausted" or "bounded")
     seed           of the first schedule; the i-th has seed + i
-    depth          of pct
-    sms            programs of a rank that can be resident at once; if None 8, and for a main that asks (``team.max_programs``)
+    depth          number of ordering constraints for pct
+    sms            programs of a rank that can be resident at once. None: 8, or for a main that asks (``team.max_programs``)
                    8, 2, 4 and 1 in turn, each for four schedules
-    deterministic  main's results must be bitwise the same under all schedules
-    script         how replay commands name what is checked; a Python call if empty
-    progress       called with (runs made, runs in all, findings so far)
-    on_results     called with main's results, in rank order, of every run that came to its end
+    deterministic  require bitwise equal results of main under all schedules
+    script         name of the checked script in replay commands; these are Python calls if it is empty
+    progress       called with (finished runs, total runs, findings so far)
+    on_results     called with main's results, in rank order, after every run that completes
 
-    An error that main raises is a finding too. ValueError for arguments that make no sense.
+    An error that main raises is a finding too. ValueError for invalid arguments.
     """
     check_callable("main", main, "main(team, *args)")
     check_main(main)
@@ -133,7 +137,7 @@ def check(
             chosen = replace(schedule, sms=turn) if varies else schedule
             outcome = runner.run(chosen)
             if chosen.sms < schedule.sms and outcome.needs_more_sms:
-                # Kernels of a fixed size wait for one another here: a GPU that they fit is no smaller than that.
+                # Kernels of a fixed size wait for each other here, so smaller GPUs do not count.
                 varies, chosen = False, schedule
                 outcome = runner.run(schedule)
             elif number == seed:
@@ -150,7 +154,7 @@ def check(
 
 
 def check_sizes(name: str, world_size: Any) -> tuple[int, ...]:
-    """The world sizes as a tuple. ValueError unless they are one or several numbers of virtual ranks."""
+    """World sizes as a tuple. ValueError unless they are one or several numbers of virtual ranks."""
     if is_integer(world_size):
         return (check_virtual_ranks(name, world_size),)
     sizes = check_sequence(name, world_size, "an integer or a list of integers")
@@ -160,13 +164,13 @@ def check_sizes(name: str, world_size: Any) -> tuple[int, ...]:
 
 
 class Runner:
-    """Runs a main under one schedule at a time."""
+    """Runner of a main under one schedule at a time."""
 
     def __init__(self, main: Callable[..., Any], heap_bytes: int | None, args: tuple) -> None:
         self._main, self._heap_bytes, self._args = main, heap_bytes, args
 
     def run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
-        """Run once; if it stops where programs find no SM, once more on GPUs that hold all: a hang there has another cause."""
+        """Run once. If programs find no free SM, run again with enough SMs: a hang there has another cause."""
         outcome = self._run(schedule, strategy)
         if strategy is not None or outcome.unstarted <= schedule.sms:
             return outcome
@@ -204,10 +208,10 @@ class Runner:
                 args=self._args, prepare=prepare,
             )  # fmt: skip
             digest = digest_of(results)
-        except (Exception, SystemExit) as caught:  # a main that leaves early has not shown that it is right
+        except (Exception, SystemExit) as caught:  # a main that exits early has proved nothing
             error = caught
         if not kept or isinstance(error, WrongMain):
-            raise error  # it did not even begin
+            raise error  # the run did not begin
         machine = kept[0]
         observer = machine.observer
         if error is None:
@@ -252,7 +256,7 @@ class Gathered:
                 self._merge(Finding(kind="divergence", message=text), 1, both, ("divergence", size))
 
     def _range(self, first: Schedule, last: Schedule) -> Schedule:
-        """What runs both again."""
+        """Schedule that repeats both."""
         if last.strategy == "exhaustive":
             return last
         strategy = last.strategy if self._strategy != "mix" else "mix"
@@ -265,13 +269,13 @@ class Gathered:
             self._found[cause] = Found(finding=finding, count=count, schedules=1, replay=schedule)
         else:
             self._found[cause] = replace(old, count=old.count + count, schedules=old.schedules + 1)
-        # A wait that meets a later value orders more than it asks for, so that a run may go wrong by a race that only others
-        # show: all runs of its size may explain other results.
+        # A wait that sees a later value orders more than it asks for, which may hide a race in a run with wrong results. So
+        # findings of all runs of the world size may explain a divergence.
         runs = self._runs_of[schedule.world_size] if finding.kind == "divergence" else (self.runs,)
         self._seen.setdefault(cause, set()).update(runs)
 
     def found(self) -> list[Found]:
-        """Findings with what follows from each."""
+        """Findings, each with its consequences."""
         every = [(self._found[cause], self._seen[cause]) for cause in self._found]
         causes = causes_of([Seen(finding=found.finding, runs=frozenset(runs)) for found, runs in every])
         kept = []
@@ -286,7 +290,7 @@ _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank 
 
 
 def _of_error(error: Exception, machine: Any) -> Finding:
-    """A finding that an exception stands for."""
+    """Finding for an exception."""
     races, failed = machine.observer.races, machine.scheduler.failed
     kind, tensor, rank, index = "error", "", 0, 0
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"

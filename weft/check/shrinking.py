@@ -1,4 +1,4 @@
-"""The simplest schedule that still shows a finding: fewer ranks, fewer preemptions, fewer programs at a time."""
+"""Search for the simplest schedule that shows a finding: fewer ranks, preemptions and resident programs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from weft.check.report import Found, Schedule
 if TYPE_CHECKING:
     from weft.check.run import Outcome, Runner
 
-# Runs that may be spent on one report, and schedules of one strategy that are tried.
+# Most runs for one report, and seeds tried for one strategy.
 _RUNS = 16
 _SEEDS = 3
 
 
 class Shrinking:
-    """Search for simpler schedules: each must show its finding again, and none but those of ``known`` causes.
+    """Search for simpler schedules. Each must show its finding again, and only findings of ``known`` causes.
 
-    Runs are remembered, as findings often have one schedule in common."""
+    Outcomes are cached, since several findings often share a schedule.
+    """
 
     def __init__(self, runner: Runner, known: Collection[tuple]) -> None:
         self._runner, self._known = runner, known
@@ -36,7 +37,7 @@ class Shrinking:
         return simple
 
     def _outcome(self, schedule: Schedule) -> Outcome | None:
-        """None where the runs are spent."""
+        """Outcome of a schedule; None if no runs are left."""
         if schedule not in self._outcomes and len(self._outcomes) < _RUNS:
             self._outcomes[schedule] = self._runner.run(schedule)
         return self._outcomes.get(schedule)
@@ -53,7 +54,7 @@ class Shrinking:
         return outcome.programs if outcome is not None else 0
 
     def _pair(self, known: Schedule) -> Schedule:
-        """Two schedules with consecutive seeds whose results differ, or the range that is known to hold two."""
+        """Two schedules with consecutive seeds and different results, or else the range known to contain two."""
         for strategy in ("pct", "uniform"):
             before: Any = None
             for seed in range(2 * _SEEDS):
@@ -66,7 +67,7 @@ class Shrinking:
 
 
 def _simpler(schedule: Schedule) -> Iterator[Schedule]:
-    """Candidates, the simplest first: two ranks before more; no preemption before one; late stores where they were."""
+    """Candidates, simplest first: two ranks before more, no preemption before one, late stores if there were any."""
     sizes = [size for size in (2, 3) if size < schedule.world_size]
     for size in [*sizes, schedule.world_size]:
         for depth in (1, 2):

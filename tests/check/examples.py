@@ -1,4 +1,4 @@
-"""Mains that the tests of weft.check, its command and its plugin share."""
+"""Mains shared by the tests of weft.check, its command and its plugin."""
 
 import torch
 import triton

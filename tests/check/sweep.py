@@ -1,9 +1,9 @@
-"""All ops under many schedules: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME] [--table]``.
+"""Check of all ops: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME] [--table]``.
 
-``--table`` takes the case table of tests/ops, each algorithm and config of it, in the place of the list here.
-``--jobs`` spreads the schedules over processes, ``--json FILE`` keeps what was run and found.
+``--table`` runs the case table of tests/ops, with each algorithm and config, instead of the list here. ``--jobs`` spreads the
+schedules over processes. ``--json FILE`` writes the runs and findings.
 
-Prints what is found and how long it took. tests/check/test_ops.py runs a few schedules of the same calls.
+Prints findings and times. tests/check/test_ops.py runs a few schedules of the same calls.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from weft.bench.machine import revision
 from weft.ops.collectives.all_reduce import run_of_parts
 from weft.ops.gemm.config import GemmConfig
 
-# Lamport stages are used again in the eighth call.
+# Lamport stages are reused in the eighth call.
 CALLS = 10
-# Schedules that one process runs before it takes up other work.
+# Schedules that one process runs at a time.
 SHARE = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``run(team, tensor)``, done ``calls`` times on GPUs of ``sms``; ``tensor(*shape)`` makes an input that differs by rank
-    and call."""
+    """``run(team, tensor)``, called ``calls`` times on GPUs with ``sms`` SMs.
+
+    ``tensor(*shape)`` makes an input that differs by rank and call.
+    """
 
     name: str
     run: Callable[[Any, Callable[..., torch.Tensor]], Any]
@@ -54,15 +56,15 @@ class Call:
         generator = torch.Generator().manual_seed(team.rank)
 
         def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            # One operation without operands: to the check nothing stands between two calls' kernels, which may overlap.
+            # One operation without operands: the check sees nothing between two calls' kernels, which may overlap.
             return torch.randn(shape, generator=generator, dtype=dtype)
 
-        # No barrier in between: a rank may be a whole call ahead.
+        # No barrier in between: a rank may be one call ahead.
         return [self.run(team, tensor) for _ in range(self.calls)]
 
 
 def mixed(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """Large after small and small after large, on one workspace."""
+    """Run large calls after small ones and vice versa, on one workspace."""
     out = []
     for n in (7, 900, 64):
         out += [ops.all_reduce(x(n), team, "one_shot"), ops.all_gather(x(n), team)]
@@ -75,7 +77,7 @@ def fused_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def factored_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """And the product that divides, whose kernel reads what all programs of a row left."""
+    """Run the op and the GEMM that applies the RMS scale, whose kernel reads results of all programs of a row."""
     normed, hidden = ops.all_reduce_rms_norm(
         x(3, 640), torch.ones(3, 640).bfloat16(), torch.ones(640).bfloat16(), 1e-6, team, factored=True
     )
@@ -83,7 +85,7 @@ def factored_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tens
 
 
 def norm_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Behind the product that leaves them, whose kernel may still run."""
+    """Run the op after the GEMM that makes its partial sums, whose kernel may still run."""
     parts = ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16())
     return ops.all_reduce_rms_norm(parts, torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team)
 
@@ -99,19 +101,19 @@ def rows_of_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tenso
 
 
 def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """All ops share the slots: of other sizes and for other peers, and a rank may be a call ahead."""
+    """Run all ops, which share receive buffers of various sizes and peers, while a rank may be one call ahead."""
     w, by = team.size, "copy_engine"
     out = [ops.all_reduce(x(w * 40), team, by), ops.all_gather(x(3, 24), team, by)]
     return [*out, ops.reduce_scatter(x(w, 64), team, by), ops.all_to_all(x(w, 40), team, by)]
 
 
 def in_segments(op: str, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The design of library GEMMs and copy engines, which dispatch leaves to GPUs."""
+    """Run the pipelined design (cuBLAS and copy engines), which dispatch chooses on GPUs only."""
     config = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=2)
     return importlib.import_module(getattr(weft.ops, op).__module__).run(x(team.size * 24, 32), x(48, 32), team, config)
 
 
-# A program has several tiles, and sends the next one before it receives this one.
+# Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
     Call("all_reduce two_shot, tiles", lambda team, x: ops.all_reduce(x(1300 * team.size), team, "two_shot"), 3, 2),
@@ -150,7 +152,7 @@ OPS = [
 
 
 def table(world_size: int) -> list[Call]:
-    """The cases of tests/ops for this world size, as calls."""
+    """Calls for the cases of tests/ops at this world size."""
     chosen = [case for case in [*cases.COLLECTIVES, *matmul_cases.MATMULS] if case.world_size == world_size]
     return [Call(str(case), lambda team, _, case=case: _run(case, team)) for case in chosen]
 
@@ -161,7 +163,7 @@ def _run(case: cases.Case, team: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """So many schedules of one call, those from ``seed`` on."""
+    """Part of the schedules of one call, from ``seed`` on."""
 
     table: bool
     index: int
@@ -172,7 +174,7 @@ class Share:
 
 @dataclass(slots=True)
 class Swept:
-    """What the schedules of one call came to; ``seconds`` of one core."""
+    """Results of one call's schedules. ``seconds``: of one core."""
 
     op: str
     world_size: int
@@ -211,7 +213,7 @@ def sweep(share: Share) -> tuple[float, list[str]]:
 
 
 def write(file: Path, swept: list[Swept]) -> None:
-    """What was run, of which source, and what it came to; a line for each call."""
+    """Write the command, the revision and the results, one line per call."""
     head = {
         "command": " ".join(["python -m tests.check.sweep", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
@@ -228,7 +230,7 @@ def command() -> int:
     parser.add_argument("--world-size", default="2,3,4")
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--op", default="", help="only those whose name begins so")
+    parser.add_argument("--op", default="", help="run only the ops whose name has this prefix")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")

@@ -1,4 +1,4 @@
-"""weft.check as a function: what a report says, that it says it each time, and what it refuses."""
+"""weft.check as a function: the contents of a report, its reproducibility, and refused arguments."""
 
 import json
 import sys
@@ -143,7 +143,7 @@ def test_a_difference_is_named_and_its_replay_compares_two_runs():
 
 
 def test_a_clearing_that_lands_late_hangs_its_rank():
-    """With late stores the run itself goes wrong: the clearing wipes out what a peer has sent since."""
+    """With late stores the run itself fails: the clear erases words that a peer has sent since."""
     report = weft.check(staging.clearing_that_is_overtaken, 2, strategy="delay", schedules=12, args=(True,))
     (found,) = report.findings
     assert found.finding.kind == "overtaken"

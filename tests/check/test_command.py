@@ -1,4 +1,4 @@
-"""``weft check`` and the pytest plugin, as a person meets them."""
+"""``weft check`` and the pytest plugin, from the command line."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A store and a load of the same bytes by one program: which threads make them, as far as the check says."""
+"""Stores and loads of the same bytes by different threads of one program, as far as the check detects them."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def read_back(x, got, WHAT: tl.constexpr, N: tl.constexpr):
     [(what, set()) for what in ("same", "masked", "as a row", "other bytes", "behind a barrier", "volatile")]
     + [(what, {"cta-race"}) for what in ("neighbours", "shifted", "half", "one", "bits")],
 )
-def test_who_reads_back_what_a_program_has_stored(what, kinds):
+def test_the_threads_that_read_back_a_program_s_stores(what, kinds):
     def main(team):
         read_back[(1,)](torch.zeros(2 * N), torch.zeros(N), what, N)
 

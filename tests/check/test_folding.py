@@ -1,4 +1,4 @@
-"""Findings that follow from others are listed under their cause; the remedy names what the two sides are."""
+"""Folding of consequential findings under their cause, remedies by the two sides, and the runs of a check."""
 
 import dataclasses
 import json
@@ -251,7 +251,7 @@ def test_fewer_sms_are_tried_for_kernels_that_are_sized_by_them():
 
 
 def test_kernels_of_a_fixed_size_keep_their_sms():
-    """Four programs that wait for one another fit every GPU: fewer SMs are no finding."""
+    """Four programs that wait for each other fit every GPU: fewer SMs are no finding."""
 
     def main(team):
         team.max_programs()

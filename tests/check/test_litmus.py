@@ -1,9 +1,9 @@
-"""Litmus tests: the exact set of what can be read, over all schedules, late stores included.
+"""Litmus tests: the exact set of readable values over all schedules, late stores included.
 
-The model here: stores, notifies among them, may be late; a notify arrives after what it covers, and what follows a fence after
-what came before. Loads and atomics happen at once, and all ranks see one order of what has arrived. PTX allows more: an atomic
-overtaken by a later load of its thread (store buffering), loads that are early (load buffering), and two orders of independent
-writes (IRIW), unless there is a fence.sc. Each test below says so where its set is smaller than PTX's.
+The model: stores, notifies included, may arrive late. A notify arrives after what it covers, and stores after a fence arrive
+after those before it. Loads and atomics take effect at once, and all ranks see one order of arrivals. PTX allows more: an
+atomic overtaken by a later load of its thread (store buffering), early loads (load buffering), and two orders of independent
+writes (IRIW), unless there is a fence.sc. Each test below says so if its set is smaller than PTX's.
 """
 
 import torch
@@ -13,13 +13,13 @@ import triton.language as tl
 import weft.check
 import weft.language as wl
 
-# Words far enough apart to be words of their own.
+# Offsets far enough apart to be separate signals.
 Y: tl.constexpr = tl.constexpr(64)
 FLAG: tl.constexpr = tl.constexpr(128)
 
 
 def outcomes(kernel, world_size=2, *, constants=(), kinds=(), programs=1, limit=3000):
-    """All tuples of what the ranks (or programs of one rank) stored in ``out``, and the kinds of findings as asserted."""
+    """Set of all tuples that the ranks (or programs of one rank) stored in ``out``. Asserts the kinds of findings."""
     seen = set()
 
     def main(team):
@@ -108,7 +108,7 @@ def test_store_buffering():
 
 
 def test_a_fence_does_not_keep_a_store_from_being_overtaken_by_a_load():
-    """It is fence.acq_rel; fence.sc would."""
+    """A fence is fence.acq_rel; only fence.sc would."""
     assert outcomes(store_buffering, constants=(True,), kinds=["race"]) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
@@ -178,7 +178,7 @@ def iriw(x, out, team):
 
 
 def test_independent_reads_of_independent_writes():
-    """2: the first write seen and not the second. Both readers cannot say so, as that would be two orders.
+    """2: the first write seen and not the second. Both readers cannot return it, as that would be two orders.
 
     PTX allows (2, 2) too."""
     seen = {(third, fourth) for _, _, third, fourth in outcomes(iriw, 4)}
@@ -187,7 +187,7 @@ def test_independent_reads_of_independent_writes():
 
 @triton.jit
 def release_sequence(x, out, team, BREAK: tl.constexpr):
-    """Rank 0 publishes, rank 1 counts on (relaxed), rank 2 acquires what rank 1 wrote."""
+    """Rank 0 publishes, rank 1 increments (relaxed), rank 2 acquires rank 1's value."""
     me = wl.rank(team)
     home = wl.symm_at(x, 2, team)
     if me == 0:
@@ -216,7 +216,7 @@ def test_a_plain_store_ends_a_release_sequence():
 
 @triton.jit
 def answered(stage, inbox, team, PROOF: tl.constexpr):
-    """Rank 0 clears a stage and sends words; rank 1 has them and writes the stage."""
+    """Rank 0 clears a stage and sends words; rank 1 receives them and writes to the stage."""
     at = tl.arange(0, 2)
     if wl.rank(team) == 0:
         wl.lamport_clear(stage + at, at < 2)
@@ -291,7 +291,7 @@ def test_a_search_that_stops_early_says_bounded():
 
 @triton.jit
 def late_flag(x, out, team, HOW: tl.constexpr, WANTED: tl.constexpr):
-    """Rank 0 publishes data, then sets Y by an atomic, which may overtake the flag. Rank 1 looks at Y, then at the flag."""
+    """Rank 0 publishes data, then sets Y by an atomic, which may overtake the flag. Rank 1 reads Y, then the flag."""
     me = wl.rank(team)
     home = wl.symm_at(x, 1, team)
     if me == 0:
@@ -312,14 +312,14 @@ def late_flag(x, out, team, HOW: tl.constexpr, WANTED: tl.constexpr):
 
 
 def test_an_acquire_of_the_old_value_learns_nothing_of_a_notify_that_is_under_way():
-    """The twin reads the data only where it has seen the flag."""
+    """The twin reads the data only if it has seen the flag."""
     for how in ("acquire", "fence"):
         assert {read for _, read in outcomes(late_flag, constants=(how, 0), kinds=["relaxed-order"])} == {0, 1, 2}
         assert {read for _, read in outcomes(late_flag, constants=(how, 4))} == {0, 2}
 
 
 def test_a_read_modify_write_before_a_notify_arrives_goes_on_with_nothing_of_it():
-    """2: the third rank has added to 0, which the notify then overwrites. 6: it has added to what the notify stored."""
+    """2: the third rank has added to 0, which the notify then overwrites. 6: it has added to the notify's value."""
     early = outcomes(late_flag, 3, constants=("acquire", 2), kinds=["relaxed-order"])
     assert {read for _, read, _ in early} == {0, 1, 2}
     assert {read for _, read, _ in outcomes(late_flag, 3, constants=("acquire", 6))} == {0, 2}
@@ -327,7 +327,7 @@ def test_a_read_modify_write_before_a_notify_arrives_goes_on_with_nothing_of_it(
 
 @triton.jit
 def publish_to_next(x, token, team, SEM: tl.constexpr, READS: tl.constexpr, BARRIER: tl.constexpr):
-    """Rank 0 stores (or reads) rank 1's data and signals; rank 1 takes note of the signal without acquire order."""
+    """Rank 0 stores (or reads) rank 1's data and signals; rank 1 reads the signal without acquire order."""
     at = tl.arange(0, 2)
     if wl.rank(team) == 0:
         if READS:
@@ -377,7 +377,7 @@ def only_access(x, token, team, READS: tl.constexpr):
 
 
 def next_kernels(*, sem="relaxed", reads=False, barrier=True, two=False, kinds=()):
-    """What rank 1's second kernel has read, or rank 0's first one."""
+    """Values that rank 1's second kernel has read, or rank 0's first one."""
     seen = set()
 
     def main(team):
@@ -405,21 +405,21 @@ def test_the_end_of_a_kernel_makes_an_acquire_of_its_relaxed_reads():
 
 
 def test_the_beginning_of_a_kernel_makes_a_release_of_its_relaxed_writes():
-    """Of what the kernels before it did, not of what the kernel itself has stored."""
+    """The release covers earlier kernels, not stores of the kernel itself."""
     assert next_kernels(two=True) == {0, 2}
     assert next_kernels(two=True, reads=True) == {0}
     assert next_kernels(kinds=["race"]) == {0, 1, 2}
 
 
 def test_a_relaxed_write_behind_a_barrier_tells_that_loads_are_over():
-    """As at the end of torch's own symmetric-memory kernels."""
+    """The pattern at the end of torch's own symmetric-memory kernels."""
     assert next_kernels(reads=True) == {0}
     next_kernels(reads=True, barrier=False, kinds=["race"])
 
 
 @triton.jit
 def put_later(x, out, team, ORDER: tl.constexpr):
-    """Rank 0 puts two words, signals, and overwrites them at home."""
+    """Rank 0 puts two elements, signals, and overwrites their source."""
     at = tl.arange(0, 2)
     if wl.rank(team) == 0:
         tl.store(x + Y + at, 1)

@@ -1,4 +1,4 @@
-"""weft's own ops under a few schedules each; ``python -m tests.check.sweep`` runs hundreds."""
+"""weft's own ops under a few schedules each; ``python -m tests.check.sweep`` runs hundreds of schedules."""
 
 import inspect
 
@@ -27,7 +27,7 @@ def test_all_ops_of_a_team_are_among_them():
 
 @pytest.mark.parametrize("behave", behaviour.ALL, ids=lambda behave: behave.__name__)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_teams_and_words_promise_holds_under_check(behave, world_size):
+def test_promises_of_teams_and_primitives_hold_under_check(behave, world_size):
     report = weft.check.check(behave, world_size, schedules=4)
     assert report.ok, str(report)
 
@@ -36,7 +36,7 @@ def test_what_teams_and_words_promise_holds_under_check(behave, world_size):
     ("mode", "world_size", "top_p"), [("gemm_ar", 2, 0.8), ("ag_rs", 2, 1.0), ("gemm_ar", 4, 1.0), ("ag_rs", 4, 0.8)]
 )
 def test_whole_fused_steps_are_clean(mode, world_size, top_p):
-    """Prefill, decode and sampling: where kernels that start early meet the ones before them."""
+    """Prefill, decode and sampling, in which kernels overlap the ones before them."""
 
     def main(team):
         engine = weft.Engine(None, team, mode=mode, fused=True, dtype=torch.bfloat16, page_size=16, max_seq_len=32)

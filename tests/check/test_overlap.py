@@ -1,4 +1,4 @@
-"""Programmatic dependent launch under the check: kernels that follow each other directly are judged as if they overlapped.
+"""Programmatic dependent launch under the check: consecutive kernels are checked as if they overlapped.
 
 Single mistakes are in tests/zoo/overlapping.py.
 """
@@ -28,7 +28,7 @@ CONFIG = Qwen3Config.from_dict({
 
 @pytest.fixture
 def overlaps(monkeypatch):
-    """Of each kernel, how many launches began beside the kernel before."""
+    """Number of each kernel's launches that overlap the kernel before."""
     seen, launch = collections.Counter(), HappensBefore.launch
 
     def count(self, rank, grid, args):
@@ -40,7 +40,7 @@ def overlaps(monkeypatch):
 
 
 def decode(team):
-    """Two steps of two sequences, bf16, every kernel of weft's own."""
+    """Two steps of two sequences in bf16 with weft's own kernels only."""
     model = Qwen3ForCausalLM(CONFIG, team, mode="gemm_ar", fused=True)
     generator = torch.Generator().manual_seed(team.rank)
     for weight in model.parameters():
@@ -64,7 +64,7 @@ def test_a_decoding_step_relies_on_no_kernel_before_it_has_followed_it(overlaps,
 
 
 def norm_by_what_has_just_been_made(team):
-    """Residual and weight are what the kernel right before has written: in the second round, when the workspace is there."""
+    """Residual and weight are written by the kernel directly before, in the second round, once the workspace exists."""
     x = torch.full((2, N), float(team.rank + 1))
     for _ in range(2):
         made = ops.silu_mul(torch.ones(2, 2 * N))
@@ -86,7 +86,7 @@ def test_kernels_that_never_follow_are_found(monkeypatch):
 
 
 def in_a_row(between, *, launch_pdl=True):
-    """What is found of ``sum_of``, which loads too early, behind ``fill`` and ``between``."""
+    """Kinds of findings of ``sum_of``, which loads too early, after ``fill`` and ``between``."""
 
     def main(team):
         x, out = team.local((2, N), torch.float32), team.local(1, torch.float32)
@@ -106,11 +106,11 @@ def unrelated(y):
 def test_only_what_follows_directly_overlaps():
     assert in_a_row(lambda team, x: None) == {"early-access"}
     assert in_a_row(lambda team, x: None, launch_pdl=False) == set()
-    assert in_a_row(lambda team, x: x.add_(1)) == set()  # torch's kernels are no dependents, and hold up what follows
+    assert in_a_row(lambda team, x: x.add_(1)) == set()  # torch's kernels do not overlap, and delay what follows
     assert in_a_row(lambda team, x: x.view(-1)) == {"early-access"}  # nothing ran
     assert in_a_row(lambda team, x: team.synchronize()) == set()
     assert in_a_row(lambda team, x: unrelated[(1,)](team.local(1, torch.float32))) == set()
-    # A kernel that follows the one before: what began after it knows all that it waited for.
+    # After a kernel that follows the one before: later kernels know all that it has waited for.
     assert in_a_row(lambda team, x: ops.silu_mul(torch.zeros(1, 2 * N))) == set()
 
 

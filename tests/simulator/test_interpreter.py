@@ -1,4 +1,4 @@
-"""The interpreter on a sequential port over plain memory; references are torch on the CPU."""
+"""Interpreter on a sequential port over plain memory, with torch on the CPU as the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPS = {
 
 
 class SequentialPort:
-    """Programs one after another on the memory of this process."""
+    """Sequential port on the memory of this process."""
 
     def __init__(self) -> None:
         self.index, self.grid = (0, 0, 0), (1, 1, 1)
@@ -231,7 +231,7 @@ def casting(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 WIDE = ("fp16", "bf16", "fp32")
-CASTS = [  # what Triton has a cast for on NVIDIA GPUs
+CASTS = [  # casts that Triton supports on NVIDIA GPUs
     *((name, to) for name in (*WIDE, "int8", "int16", "int32") for to in (*WIDE, "fp64", "int32", "uint8")),
     *((name, to) for name in WIDE for to in ("fp8e4nv", "fp8e5")),
     *((name, to) for name in ("fp8e4nv", "fp8e5") for to in WIDE),
@@ -239,7 +239,7 @@ CASTS = [  # what Triton has a cast for on NVIDIA GPUs
 
 
 def castable(name: str, to: str) -> torch.Tensor:
-    """Values of one type that another can hold, as far as integers are concerned."""
+    """Values of one type that another can hold, if either is an integer."""
     x = patterns(name)
     if "int" in to and x.is_floating_point():
         limit = 2 ** (8 if to == "uint8" else 31) - 129
@@ -876,7 +876,7 @@ def rarities(x_ptr, out_ptr, N: tl.constexpr):
 
 @triton.jit
 def keep_later(value, index, other_value, other_index):
-    """Associative and commutative, as a GPU's shuffles need: there the other value may be the earlier one."""
+    """Combine associatively and commutatively, since a GPU's shuffles may swap the operands."""
     later = other_index > index
     return tl.where(later, other_value, value), tl.where(later, other_index, index)
 
@@ -1036,7 +1036,7 @@ def test_gpu_integers_shapes_and_order():
     b = torch.tensor([2, 2, -2, -2, 3, 3, 5, 7], dtype=torch.int32)
     here_and_on_the_gpu(integer_division, (1,), a, b, torch.zeros(6, 8, dtype=torch.int32), 8)
     here_and_on_the_gpu(scans, (1,), x, torch.zeros(5, 64, dtype=torch.int32), 64)
-    # Within the bins: Triton does not say what a histogram makes of other numbers.
+    # Within the bins: Triton does not define a histogram of other values.
     here_and_on_the_gpu(rarities, (1,), x[:16].abs() % 16, torch.zeros(7, 16, dtype=torch.int32), 16)
     here_and_on_the_gpu(shapes, (1,), torch.randn(32), torch.zeros(32), 32)
     here_and_on_the_gpu(overflowing, (1,), torch.zeros(3, dtype=torch.int64), 65538)
@@ -1064,7 +1064,7 @@ def test_everything_is_restored_even_after_an_exception():
     assert set(globals()) == names
     with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
         scaled(1, 2)
-    with port.interpreter:  # and it can be entered again
+    with port.interpreter:  # it can be entered again
         x = torch.ones(16)
         assert torch.equal(apply("add", x, x), x + x)
 

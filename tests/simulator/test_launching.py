@@ -1,4 +1,4 @@
-"""Launches in the simulator: what Triton's own launcher would refuse or lose, and views in whatever way they are passed."""
+"""Launches in the simulator: arguments that Triton's own launcher refuses or loses, and all ways to pass a view."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_launches_in_different_orders_are_seen_with_views_by_name():
 
 @pytest.mark.parametrize("pass_by", ["position", "name", "tuple"])
 def test_a_team_in_place_of_its_view_is_refused_in_one_line_here_and_by_triton(pass_by):
-    """By what Triton reads of an argument to find its type, so on GPUs too."""
+    """The refusal is in the attribute that Triton reads for an argument's type, so it holds on GPUs too."""
 
     def main(team):
         with pytest.raises(TypeError) as by_triton:
@@ -215,7 +215,7 @@ def test_a_tensor_of_another_team_and_a_pointer_that_was_translated_are_no_targe
         simulate(lambda team: twice[(1,)](team.zeros((8,), torch.float32), team.view), 2)
 
 
-# --- what cannot run -------------------------------------------------------------------------------------------------
+# --- refused kernels -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def test_triton_s_own_interpreter_is_refused_in_one_line(start, monkeypatch):
 
 
 def test_a_kernel_that_was_made_for_triton_s_interpreter_is_refused_in_one_line():
-    """The variable was set when it was defined, and is no longer."""
+    """The variable was set when the kernel was defined, and is no longer."""
     kernel = InterpretedFunction(counting.fn)
     with pytest.raises(RuntimeError, match="counting was defined while TRITON_INTERPRET was set") as caught:
         simulate(lambda _: kernel[(1,)](torch.zeros(1, dtype=torch.int32)))

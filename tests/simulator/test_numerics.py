@@ -114,7 +114,7 @@ def test_floats_become_integers_by_truncation(source, to):
 @pytest.mark.parametrize(
     ("source", "to", "values"),
     [
-        # what cvt.rzi gives for NaN, inf, -inf, 3e9 and -3e9
+        # results of cvt.rzi for NaN, inf, -inf, 3e9 and -3e9
         ("fp32", "int32", [0, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31)]),
         ("fp32", "uint32", [0, 2**32 - 1, 0, 3_000_000_000, 0]),
         ("fp32", "uint8", [0, 255, 0, 255, 0]),  # clamped to 16 bits, then cut
@@ -137,7 +137,7 @@ def test_integers_wrap_around(source, to):
 
 
 def nearest(value: Fraction, dtype: np.dtype, candidate: np.ndarray) -> bool:
-    """Whether no neighbour of ``candidate`` is nearer to ``value``, and a tie went to the even one."""
+    """True if no neighbour of ``candidate`` is nearer to ``value`` and a tie went to the even one."""
     unsigned = numerics.BITS[dtype.itemsize]
     code = int(candidate.view(unsigned))
     mine = abs(Fraction(float(candidate)) - value)

@@ -1,4 +1,4 @@
-"""The simulator runs kernels and host code of all ranks as the verbs promise, and says at once when nobody can go on."""
+"""Simulation of all ranks' kernels and host code: promises of the primitives, and immediate reports of deadlocks."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def gather_three_times(team):
         x.fill_(10 * call + team.rank)
         behaviour.push_all_gather[(1,)](x, out, landed, epoch, team.view, N)
         results.append(out.float().mean(1).tolist())
-        team.barrier()  # the buffer is written again by the next call
+        team.barrier()  # the next call writes to the buffer again
     return results
 
 
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_run_event_for_event():
 
 @pytest.mark.parametrize("check", behaviour.ALL, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_teams_and_words_do_what_they_promise(check, world_size):
+def test_teams_and_primitives_do_what_they_promise(check, world_size):
     assert weft.simulate(check, world_size, seed=world_size) == [[]] * world_size
 
 
@@ -79,7 +79,7 @@ def test_kernels_that_spin_with_raw_atomics_make_progress():
     assert weft.simulate(main, 2) == [1, 0]
 
 
-def test_a_raw_spin_that_nobody_ends_is_a_deadlock():
+def test_a_raw_spin_without_an_end_is_a_deadlock():
     def main(team):
         flag = team.signals(4, name="flag")
         spin_on_a_raw_atomic[(1,)](flag[2:] if team.rank == 0 else flag, flag, team.view)
@@ -97,7 +97,7 @@ def look(flag):
 
 @triton.jit
 def spin_in_a_form(flag, out, team, FORM: tl.constexpr):
-    wl.wait(flag + 4, 0, team)  # is satisfied, and not what the program hangs for
+    wl.wait(flag + 4, 0, team)  # satisfied: the program does not hang here
     n = 0
     if FORM == "plain":
         while tl.load(flag) == 0:  # plain
@@ -174,7 +174,7 @@ def test_a_raw_spin_goes_on_when_another_rank_writes_what_it_polls(form):
 
 @triton.jit
 def reads_for_long(x, out, flag, N: tl.constexpr, ROUNDS: tl.constexpr):
-    """Program 0 polls with a count of its tries; program 1 reads new data, and the same scale, for long before it writes."""
+    """Program 0 polls and counts its tries; program 1 reads new data and the same scale for long before it writes."""
     tries, total, i = 0, 0.0, 0
     if tl.program_id(0) == 0:
         while tl.load(flag, volatile=True) == 0:

@@ -1,4 +1,4 @@
-"""Acknowledgements, and words that are their own flag."""
+"""Bugs of acknowledgements and of Lamport words."""
 
 import torch
 import triton
@@ -26,7 +26,7 @@ def acknowledged(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
 @exhibit(
     "missing-barrier",
     "data",
-    "a buffer is given back by a scalar release while other threads still read it",
+    "a scalar release hands a buffer back while other threads still read it",
     acknowledged,
 )
 def acknowledged_without_barrier(team, bug):
@@ -50,7 +50,7 @@ def carried(data, landed, got, inbox, team, N: tl.constexpr, BUG: tl.constexpr):
         tl.store(got + at, x + tl.load(data + at))  # here
 
 
-@exhibit("race", "data", "words that are their own flag are taken as a flag for other data", carried)
+@exhibit("race", "data", "Lamport words are used as a flag for other data", carried)
 def lamport_word_as_a_flag(team, bug):
     data, landed, got = tensors(team)
     inbox = team.empty(N, torch.float32, name="inbox").fill_(-0.0)
@@ -73,7 +73,7 @@ def cleared(inbox, got, landed, team, N: tl.constexpr, BUG: tl.constexpr):
             tl.store(got + at, wl.lamport_load(inbox + at, at < N, team))
 
 
-@exhibit("race", "inbox", "a stage of Lamport words is cleared while a peer may write it", cleared)
+@exhibit("race", "inbox", "a stage of Lamport words is cleared while a peer may write to it", cleared)
 def lamport_stage_cleared_late(team, bug):
     _, landed, got = tensors(team)
     inbox = team.empty(N, torch.float32, name="inbox").fill_(-0.0)
@@ -95,7 +95,7 @@ def staged(inbox, got, epoch, team, N: tl.constexpr, BUG: tl.constexpr):
     wl.advance_epoch(epoch, now)
 
 
-@exhibit("uncleared", "inbox", "a stage of Lamport words is used again without a clear", staged)
+@exhibit("uncleared", "inbox", "a stage of Lamport words is reused without a clear", staged)
 def lamport_stage_not_cleared(team, bug):
     epoch, got = team.local(2, torch.int32), team.local(N, torch.float32)
     inbox = team.empty((3, N), torch.float32, name="inbox").fill_(-0.0)

@@ -1,4 +1,4 @@
-"""Copies that promise nothing before ``quiet``."""
+"""Bugs of copies that are complete only after ``quiet``."""
 
 import torch
 import triton
@@ -69,7 +69,7 @@ def put_then_signal(data, source, landed, got, team, N: tl.constexpr, BUG: tl.co
         tl.store(got + at, tl.load(data + at))  # here
 
 
-@exhibit("unquieted", "data", "a notify after put_nbi without a fence or quiet", put_then_signal, also=("divergence",))
+@exhibit("unquieted", "data", "a notify after put_nbi, without a fence or quiet", put_then_signal, also=("divergence",))
 def notify_overtakes_put_nbi(team, bug):
     data, landed, got = tensors(team)
     put_then_signal[(1,)](data, team.local(N, torch.float32).fill_(1.0), landed, got, team.view, N, bug)
@@ -93,7 +93,7 @@ def put_signal_twice(data, source, landed, got, team, N: tl.constexpr, BUG: tl.c
             tl.store(got + call * N + at, tl.load(data + call * N + at))
 
 
-@exhibit("unquieted", "source, argument of put_signal_twice", "the source of put_signal_nbi is filled again before quiet",
+@exhibit("unquieted", "source, argument of put_signal_twice", "the source of put_signal_nbi is refilled before quiet",
          put_signal_twice)  # fmt: skip
 def source_of_put_signal_nbi_filled_again(team, bug):
     data, landed = team.zeros((2, N), torch.float32, name="data"), team.signals(2, name="landed")

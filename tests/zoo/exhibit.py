@@ -1,6 +1,6 @@
-"""One planted bug and its correct twin: the same kernel with the constant BUG set or not.
+"""Exhibits: a planted bug and its correct twin, which are one kernel with the constant BUG set or not.
 
-A line that ends in ``# here`` is one that the finding must name; the finding names no others, and there is no second finding.
+The finding must name exactly the lines that end in ``# here``, and must be the only one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ N = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:
-    """kind       what the check must call it;  tensor: where;  kernels: in whose source the lines are marked
-    what       the mistake, in a few words;  published: it is one that published libraries ship
-    also       kinds of findings beside it that do not follow from it
-    mark       how the lines end that the finding must name, if not in "# here"
+    """Planted bug with its expected finding.
+
+    kind       expected kind
+    tensor     expected tensor
+    kernels    kernels whose source has marked lines
+    what       the bug in a few words
+    published  True if published libraries have shipped this bug
+    also       kinds of independent further findings
+    mark       comment at the end of the lines that the finding must name
     """
 
     name: str
@@ -46,7 +51,7 @@ EXHIBITS: list[Exhibit] = []
 
 
 def exhibit(kind: str, tensor: str, what: str, *kernels: Any, **more: Any) -> Callable[[Callable], Callable]:
-    """Decorator of ``main(team, bug)``."""
+    """Decorator for ``main(team, bug)`` that adds it to the exhibits."""
 
     def add(main: Callable) -> Callable:
         EXHIBITS.append(

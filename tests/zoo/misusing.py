@@ -1,4 +1,4 @@
-"""Memory and signals used in ways that they are not for."""
+"""Misuse of memory and signals."""
 
 import torch
 import triton
@@ -15,8 +15,8 @@ def sum_slots(slots, out, N: tl.constexpr):
     tl.store(out + at, tl.load(slots + at) + tl.load(slots + N + at))  # here
 
 
-@exhibit("uninitialised", "slots", "a slot is summed that nobody has filled", sum_slots)
-def slot_that_nobody_filled(team, bug):
+@exhibit("uninitialised", "slots", "an unwritten slot is added to a sum", sum_slots)
+def slot_not_filled(team, bug):
     slots = team.empty((2, N), torch.float32, name="slots")
     slots[: 1 if bug else 2].zero_()
     sum_slots[(1,)](slots, team.local(N, torch.float32), N)
@@ -44,7 +44,7 @@ def write_rows(x, count, N: tl.constexpr):
         tl.store(x + row * N + tl.arange(0, N), 0.0)  # here
 
 
-@exhibit("out-of-bounds", "rows", "a loop runs over one row too many", write_rows)
+@exhibit("out-of-bounds", "rows", "a loop runs one row too far", write_rows)
 def one_row_too_many(team, bug):
     rows = team.zeros((3, N), torch.float32, name="rows")
     write_rows[(1,)](rows, 4 if bug else 3, N)
@@ -56,7 +56,7 @@ def signal_per_tile(landed, team, tiles):
         wl.notify(landed + tile, 1 - wl.rank(team), 1, team)  # here
 
 
-@exhibit("out-of-bounds", "landed", "a signal per tile, and more tiles than signals", signal_per_tile, published=True)
+@exhibit("out-of-bounds", "landed", "one signal per tile, but more tiles than signals", signal_per_tile, published=True)
 def more_tiles_than_signals(team, bug):
     landed = team.signals(4, name="landed")
     signal_per_tile[(1,)](landed, team.view, 5 if bug else 4)
@@ -68,7 +68,7 @@ def read_pairs(x, out, shift, N: tl.constexpr):
     tl.store(out + tl.arange(0, N // 2), tl.load(pairs + tl.arange(0, N // 2)))  # here
 
 
-@exhibit("misaligned", "words", "pairs of bf16 are loaded as words from an odd element", read_pairs)
+@exhibit("misaligned", "words", "pairs of bf16 are loaded as int32 from an odd element", read_pairs)
 def pairs_from_an_odd_element(team, bug):
     words = team.zeros(2 * N, name="words")
     read_pairs[(1,)](words, team.local(N, torch.int32), 1 if bug else 2, N)
@@ -85,7 +85,7 @@ def through_table(data, table, team, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(there + at, 1.0)  # here
 
 
-@exhibit("untranslated", "data", "a peer's raw address is used here", through_table)
+@exhibit("untranslated", "data", "a peer's raw address is used", through_table)
 def raw_address_of_a_peer(team, bug):
     data, _, _ = tensors(team)
     table = torch.tensor(team.exchange(data.data_ptr()), dtype=torch.int64)
@@ -105,7 +105,7 @@ def wait_and_reset(landed, team, BUG: tl.constexpr):
 @exhibit(
     "signal-reset",
     "landed",
-    "the kernel sets its signal back to 0 for the next call",
+    "the kernel resets its signal to 0 for the next call",
     wait_and_reset,
 )
 def reset_in_the_kernel(team, bug):
@@ -120,7 +120,7 @@ def wait_for(landed, epoch, team):
     wl.wait(landed, epoch, team)
 
 
-@exhibit("signal-reset", "landed", "host code zeroes the signals between two calls without a barrier", wait_for)  # fmt: skip
+@exhibit("signal-reset", "landed", "host code zeroes the signals between two calls, without a barrier", wait_for)  # fmt: skip
 def reset_by_the_host(team, bug):
     landed = team.signals(1, name="landed")
     wait_for[(1,)](landed, 1, team.view)
@@ -137,7 +137,7 @@ def notify_value(landed, value, team):
         wl.wait(landed, value, team)
 
 
-@exhibit("epoch-back", "landed", "an epoch that goes back", notify_value)
+@exhibit("epoch-back", "landed", "an epoch decreases", notify_value)
 def epoch_that_goes_back(team, bug):
     landed = team.signals(1, name="landed")
     for value in (2, 1) if bug else (1, 2):
@@ -173,21 +173,21 @@ def count_arrivals(arrived, team, BUG: tl.constexpr):
     wl.wait(arrived, world, team)
 
 
-@exhibit("overshoot", "arrived", "every rank counts twice, and the wait is for one each", count_arrivals)
+@exhibit("overshoot", "arrived", "each rank counts twice, but the wait expects one count per rank", count_arrivals)
 def counted_twice(team, bug):
     arrived = team.signals(1, name="arrived")
     count_arrivals[(1,)](arrived, team.view, bug)
     team.barrier()
 
 
-@exhibit("out-of-bounds", "landed", "an index past the signals, where the next tensor begins", signal_per_tile)
+@exhibit("out-of-bounds", "landed", "an index past the end of the signals, into the next tensor", signal_per_tile)
 def signals_that_end_where_a_tensor_begins(team, bug):
     landed = team.signals(64, name="landed")
     team.zeros(64, name="next")
     signal_per_tile[(1,)](landed, team.view, 65 if bug else 64)
 
 
-@exhibit("use-after-free", "scratch", "a freed tensor is read whose bytes another has by now", read_all)
+@exhibit("use-after-free", "scratch", "a freed tensor is read, whose bytes another tensor has", read_all)
 def read_of_bytes_given_to_another(team, bug):
     scratch = team.zeros(N, torch.float32, name="scratch")
     if bug:
@@ -206,8 +206,8 @@ def freed_tensor_in_host_code(team, bug):
         scratch.add_(1)  # here
 
 
-@exhibit("uninitialised", "filled", "host code copies what nobody has written")
-def copy_of_what_nobody_wrote(team, bug):
+@exhibit("uninitialised", "filled", "host code copies unwritten memory")
+def copy_of_unwritten_memory(team, bug):
     filled = team.empty(N, torch.float32, name="filled")
     if not bug:
         filled.zero_()
@@ -220,7 +220,7 @@ def load_tile(x, out, start, N: tl.constexpr):
     tl.store(out + tl.arange(0, N), tl.reshape(tile.load([0, 0]), (N,)))
 
 
-@exhibit("misaligned", "", "a tensor descriptor from an odd element", load_tile)
+@exhibit("misaligned", "", "a tensor descriptor starts at an odd element", load_tile)
 def descriptor_from_an_odd_element(team, bug):
     load_tile[(1,)](team.zeros(2 * N, torch.float32, name="x"), team.local(N, torch.float32), 1 if bug else 4, N)
 
@@ -231,7 +231,7 @@ def load_hinted(x, out, start, N: tl.constexpr):
     tl.store(out + tl.arange(0, N), tl.load(at))
 
 
-@exhibit("misaligned", "", "a hint of alignment that is not true", load_hinted)
+@exhibit("misaligned", "", "an alignment hint is false", load_hinted)
 def hint_that_is_not_true(team, bug):
     load_hinted[(1,)](team.zeros(2 * N, torch.float32, name="x"), team.local(N, torch.float32), 1 if bug else 4, N)
 
@@ -249,7 +249,7 @@ def poll_in_two_lines(landed, team, BUG: tl.constexpr):
         wl.wait(landed, 2, team)
 
 
-@exhibit("equality-wait", "landed", "the same, with the word in a variable", poll_in_two_lines)
+@exhibit("equality-wait", "landed", "a loop waits for one value, held in a variable", poll_in_two_lines)
 def loop_for_one_value_of_a_variable(team, bug):
     landed = team.signals(1, name="landed")
     poll_in_two_lines[(1,)](landed, team.view, bug)

@@ -1,4 +1,4 @@
-"""Kernels that begin beside the one before them (programmatic dependent launch)."""
+"""Bugs of kernels that start while the one before them runs (programmatic dependent launch)."""
 
 import torch
 import triton
@@ -26,7 +26,7 @@ def sum_of(out, x, N: tl.constexpr, EARLY: tl.constexpr):
 
 
 @exhibit(
-    "early-access", "x, argument of fill", "a kernel loads what the one before it stores, and follows it only then", fill,
+    "early-access", "x, argument of fill", "a kernel loads what the previous one stores before it waits for it", fill,
     sum_of,
 )  # fmt: skip
 def load_before_following(team, bug):
@@ -47,7 +47,7 @@ def clear(x, N: tl.constexpr, EARLY: tl.constexpr):
 
 
 @exhibit(
-    "early-access", "x, argument of sum_of", "a kernel clears what the one before it still reads", sum_of, clear
+    "early-access", "x, argument of sum_of", "a kernel clears memory that the previous kernel still reads", sum_of, clear
 )  # fmt: skip
 def store_before_following(team, bug):
     x, out = team.local((2, N), torch.float32), team.local(1, torch.float32)
@@ -68,7 +68,7 @@ def hurried(y, N: tl.constexpr, BUG: tl.constexpr):
 
 @exhibit(
     "early-access", "x, argument of fill",
-    "a kernel lets the next one start before it has waited, and that one relies on the kernel before both", fill, sum_of,
+    "a kernel lets the next one start before it has waited, and the next one relies on the kernel before both", fill, sum_of,
 )  # fmt: skip
 def start_let_too_soon(team, bug):
     x, y, out = team.local((2, N), torch.float32), team.local(N, torch.float32), team.local(1, torch.float32)
@@ -88,7 +88,7 @@ def fill_some(x, n, N: tl.constexpr, BUG: tl.constexpr):
         tl.store(x + tl.program_id(0) * N + tl.arange(0, N), 1.0)
 
 
-@exhibit("unfollowed", "", "a program that has nothing to do returns without following the kernel before")
+@exhibit("unfollowed", "", "a program without work returns without waiting for the previous kernel")
 def idle_program_that_does_not_follow(team, bug):
     x, out = team.local((2, N), torch.float32), team.local(1, torch.float32)
     sum_of[(1,)](out, x, N, False, launch_pdl=True)

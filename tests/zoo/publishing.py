@@ -1,4 +1,4 @@
-"""Data and the signal behind them: what a release must cover, and what an acquire must be."""
+"""Bugs of data and the signal after them: incomplete releases and missing acquires."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def publish_without_barrier(data, landed, got, team, N: tl.constexpr, BUG: tl.co
 
 
 @exhibit(
-    "missing-barrier", "data", "a tile is published by a scalar release without a CTA barrier", publish_without_barrier,
+    "missing-barrier", "data", "a scalar release publishes a tile without a CTA barrier", publish_without_barrier,
     published=True,
 )  # fmt: skip
 def tile_published_without_barrier(team, bug):
@@ -53,7 +53,7 @@ def signal_after_descriptor_store(data, landed, got, team, N: tl.constexpr, BUG:
 
 
 @exhibit(
-    "undrained-tma", "data", "a signal after a descriptor store that need not have landed", signal_after_descriptor_store,
+    "undrained-tma", "data", "a signal after a descriptor store that may not have landed", signal_after_descriptor_store,
     published=True,
 )  # fmt: skip
 def signal_overtakes_descriptor_store(team, bug):
@@ -111,22 +111,22 @@ def with_orders(team, sem="release", scope="sys", look="acquire", sees="sys"):
     team.barrier()
 
 
-@exhibit("scope", "landed", "a release of gpu scope for a peer", flagged, mark="flag")
+@exhibit("scope", "landed", "a release at gpu scope for a peer", flagged, mark="flag")
 def release_of_gpu_scope(team, bug):
     with_orders(team, scope="gpu" if bug else "sys")
 
 
-@exhibit("scope", "landed", "an acquire of gpu scope of a peer's release", flagged, mark="flag")
+@exhibit("scope", "landed", "an acquire at gpu scope of a peer's release", flagged, mark="flag")
 def acquire_of_gpu_scope(team, bug):
     with_orders(team, sees="gpu" if bug else "sys")
 
 
-@exhibit("relaxed-order", "data", "the flag is set by a relaxed atomic", flagged)
+@exhibit("relaxed-order", "data", "a relaxed atomic sets the flag", flagged)
 def release_that_is_relaxed(team, bug):
     with_orders(team, sem="relaxed" if bug else "release")
 
 
-@exhibit("relaxed-order", "data", "the flag is polled by a relaxed atomic", flagged)
+@exhibit("relaxed-order", "data", "a relaxed atomic polls the flag", flagged)
 def acquire_that_is_relaxed(team, bug):
     with_orders(team, look="relaxed" if bug else "acquire")
 
@@ -146,7 +146,7 @@ def polled(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
         tl.store(got + at, tl.load(data + at))  # here
 
 
-@exhibit("relaxed-order", "data", "the flag is polled by a volatile load, which acquires nothing", polled)
+@exhibit("relaxed-order", "data", "a volatile load, which is no acquire, polls the flag", polled)
 def volatile_poll(team, bug):
     data, landed, got = tensors(team)
     polled[(1,)](data, landed, got, team.view, N, bug)
@@ -168,7 +168,7 @@ def plainly_flagged(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr)
         tl.store(got + at, tl.load(data + at))
 
 
-@exhibit("race", "landed", "the flag is set by a plain store", plainly_flagged)
+@exhibit("race", "landed", "a plain store sets the flag", plainly_flagged)
 def flag_by_plain_store(team, bug):
     data, landed, got = tensors(team)
     plainly_flagged[(1,)](data, landed, got, team.view, N, bug)
@@ -232,7 +232,7 @@ def wrong_slot(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(got + at, tl.load(data + at))  # here
 
 
-@exhibit("race", "data", "a wait for one's own slot of the signals", wrong_slot)
+@exhibit("race", "data", "a wait for the rank's own slot of the signals", wrong_slot)
 def wait_for_the_wrong_slot(team, bug):
     data, landed, got = tensors(team)
     wrong_slot[(1,)](data, landed, got, team.view, N, bug)
@@ -275,7 +275,7 @@ def between_programs(data, flag, got, N: tl.constexpr, SCOPE: tl.constexpr):
         tl.store(got + at, tl.load(data + at))
 
 
-@exhibit("scope", "landed", "a release of cta scope for another program", between_programs, world_size=1)
+@exhibit("scope", "landed", "a release at cta scope for another program", between_programs, world_size=1)
 def release_of_cta_scope(team, bug):
     data, landed, got = tensors(team)
     between_programs[(2,)](data, landed, got, N, "cta" if bug else "gpu")
@@ -300,7 +300,7 @@ def relayed(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
 
 
 @exhibit(
-    "relaxed-order", "data", "the rank between two passes the word on without having acquired it", relayed, world_size=3
+    "relaxed-order", "data", "a rank between two others forwards the signal without acquiring it", relayed, world_size=3
 )
 def relay_that_does_not_acquire(team, bug):
     data, landed, got = tensors(team)
@@ -320,7 +320,7 @@ def store_then_load_tile(data, got, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(got + at, tl.reshape(x, (N,)))
 
 
-@exhibit("proxy-fence", "data", "a program loads through a descriptor what it has itself stored without one",
+@exhibit("proxy-fence", "data", "a program loads through a descriptor what it stored without one",
          store_then_load_tile, world_size=1)  # fmt: skip
 def own_store_loaded_through_a_descriptor(team, bug):
     data, _, got = tensors(team)
@@ -338,7 +338,7 @@ def store_tile_then_load(data, got, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(got + at, tl.load(data + at))  # here
 
 
-@exhibit("undrained-tma", "data", "a program reads what its own descriptor store need not have landed yet",
+@exhibit("undrained-tma", "data", "a program reads its own descriptor store, which may not have landed",
          store_tile_then_load, world_size=1)  # fmt: skip
 def own_descriptor_store_read_back(team, bug):
     data, _, got = tensors(team)
@@ -361,7 +361,7 @@ def reduced(total, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
         tl.store(got + at, tl.load(wl.symm_at(total, 0, team) + at))  # here
 
 
-@exhibit("undrained-tma", "data", "a signal after a descriptor's reduction that need not have landed", reduced)
+@exhibit("undrained-tma", "data", "a signal after a descriptor's reduction that may not have landed", reduced)
 def signal_overtakes_descriptor_reduction(team, bug):
     data, landed, got = tensors(team)
     reduced[(1,)](data, landed, got, team.view, N, bug)

@@ -1,4 +1,4 @@
-"""Buffers used again, programs of one rank that share memory, the copy engine, host code."""
+"""Bugs of reused buffers, programs of one rank that share memory, the copy engine and host code."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ def scatter_and_sum(slots, landed, out, epoch, team, N: tl.constexpr, BUG: tl.co
 
 
 @exhibit(
-    "race", "slots", "a call scatters into a workspace that a peer still sums from the call before", scatter_and_sum,
+    "race", "slots", "a call scatters into a workspace that a peer still sums for the previous call", scatter_and_sum,
     published=True,
 )  # fmt: skip
 def workspace_without_entry_proof(team, bug):
@@ -60,7 +60,7 @@ def stale_epoch(data, landed, got, epoch, team, N: tl.constexpr, BUG: tl.constex
     wl.advance_epoch(epoch, now)
 
 
-@exhibit("race", "data", "the wait is for the epoch before", stale_epoch)
+@exhibit("race", "data", "the wait is for the previous epoch", stale_epoch)
 def waits_for_the_last_epoch(team, bug):
     data, landed = team.zeros((2, N), torch.float32, name="data"), team.signals(1, name="landed")
     epoch, got = team.local(2, torch.int32), team.local(N, torch.float32)
@@ -92,7 +92,7 @@ def count_by_rank(counter, team, BUG: tl.constexpr):
         tl.atomic_add(wl.symm_at(counter, 0, team), 1, sem="relaxed", scope="sys")
 
 
-@exhibit("scope", "counter", "several ranks add to one counter with gpu scope", count_by_rank)
+@exhibit("scope", "counter", "several ranks add to one counter at gpu scope", count_by_rank)
 def shared_counter_of_gpu_scope(team, bug):
     counter = team.zeros(1, torch.int32, name="counter")
     count_by_rank[(1,)](counter, team.view, bug)
@@ -133,13 +133,17 @@ def split(team, sem, barrier):
     split_k[(4,)](parts, team.local(N, torch.float32), tickets, N, sem, barrier)
 
 
-@exhibit("relaxed-order", "parts", "the last program's ticket is a relaxed atomic", split_k, world_size=1)
+@exhibit("relaxed-order", "parts", "the arrival counter of the last program is a relaxed atomic", split_k, world_size=1)
 def ticket_that_is_relaxed(team, bug):
     split(team, "relaxed" if bug else "acq_rel", True)
 
 
 @exhibit(
-    "missing-barrier", "parts", "a program takes its ticket before all its threads have stored", split_k, world_size=1
+    "missing-barrier",
+    "parts",
+    "a program counts its arrival before all its threads have stored",
+    split_k,
+    world_size=1,
 )
 def ticket_without_barrier(team, bug):
     split(team, "acq_rel", not bug)
@@ -156,7 +160,7 @@ def take(x, got, N: tl.constexpr):
     tl.store(got + at, tl.load(x + at))  # here
 
 
-@exhibit("race", "source", "the copy engine reads a tensor that a kernel still writes: no fork()", fill)
+@exhibit("race", "source", "the copy engine reads a tensor that a kernel still writes: fork() is missing", fill)
 def copy_without_fork(team, bug):
     source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
     fill[(1,)](source, 1.0, N)
@@ -166,7 +170,7 @@ def copy_without_fork(team, bug):
     team.synchronize()
 
 
-@exhibit("race", "target", "a kernel reads what the copy engine still brings: no join()", take)
+@exhibit("race", "target", "a kernel reads what the copy engine is still copying: join() is missing", take)
 def read_without_join(team, bug):
     source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
     got = team.local(N, torch.float32)
@@ -179,7 +183,7 @@ def read_without_join(team, bug):
     team.barrier()
 
 
-@exhibit("race", "source", "a tensor is written again while the copy engine still reads it", fill)
+@exhibit("race", "source", "a tensor is overwritten while the copy engine still reads it", fill)
 def source_overwritten_too_early(team, bug):
     source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
     team.barrier()
@@ -191,8 +195,8 @@ def source_overwritten_too_early(team, bug):
     team.barrier()
 
 
-@exhibit("race", "x, argument of take", "the copy engine refills a plain tensor that a kernel still reads: a join() tells the "
-         "kernels of the engine, not the engine of the kernels", take)  # fmt: skip
+@exhibit("race", "x, argument of take", "the copy engine refills a plain tensor that a kernel still reads: join() orders the "
+         "kernels after the engine, not the engine after the kernels", take)  # fmt: skip
 def plain_tensor_refilled_too_early(team, bug):
     source = team.zeros(N, torch.float32, name="source")
     halves, got = [team.local(N, torch.float32) for _ in range(2)], team.local(N, torch.float32)
@@ -218,7 +222,7 @@ def take_after_wait(x, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
 
 
 @exhibit(
-    "race", "target", "a kernel reads what a peer's copy engine brings without waiting for its flag", take_after_wait
+    "race", "target", "a kernel reads what a peer's copy engine copies, without waiting for its flag", take_after_wait
 )
 def copy_without_flag(team, bug):
     source, target = (team.zeros(N, torch.float32, name=name) for name in ("source", "target"))
@@ -236,9 +240,7 @@ def push(data, team, N: tl.constexpr):
     tl.store(wl.symm_at(data, 1 - wl.rank(team), team) + tl.arange(0, N), 1.0)  # here
 
 
-@exhibit(
-    "race", "data", "host code meets with exchange(), which waits for no kernel, in the place of barrier()", push, take
-)
+@exhibit("race", "data", "host code uses exchange(), which waits for no kernel, instead of barrier()", push, take)
 def exchange_for_a_barrier(team, bug):
     data, _, got = tensors(team)
     push[(1,)](data, team.view, N)
@@ -249,7 +251,7 @@ def exchange_for_a_barrier(team, bug):
     take[(1,)](data, got, N)
 
 
-@exhibit("race", "data", "host code fills a tensor that a peer's kernel writes", push)
+@exhibit("race", "data", "host code fills a tensor that a peer's kernel writes to", push)
 def filled_by_the_host_too_late(team, bug):
     data, _, _ = tensors(team)
     if not bug:
@@ -270,7 +272,7 @@ def take_after_signal(x, landed, got, team, N: tl.constexpr):
 
 
 @exhibit(
-    "deadlock", "landed", "the copy engine is to start after a kernel that waits for its copy: fork() after the launch",
+    "deadlock", "landed", "a kernel waits for a copy that is forked after the kernel's launch",
     take_after_signal,
 )  # fmt: skip
 def fork_after_the_launch(team, bug):
@@ -296,7 +298,7 @@ def turned(x, scratch, got, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(got + rows * N + columns, tl.load(scratch + columns * N + rows))  # here
 
 
-@exhibit("cta-race", "scratch, argument of turned", "a tile is written by rows and read by columns without a CTA barrier",
+@exhibit("cta-race", "scratch, argument of turned", "a tile is written by rows and read by columns, without a CTA barrier",
          turned, world_size=1)  # fmt: skip
 def tile_turned_in_memory(team, bug):
     x, scratch, got = (team.local((N, N), torch.float32) for _ in range(3))
@@ -312,7 +314,7 @@ def counted_in_memory(count, got, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(got + tl.arange(0, N), last)
 
 
-@exhibit("cta-race", "count, argument of counted_in_memory", "one thread stores a scalar, all load it without a CTA barrier",
+@exhibit("cta-race", "count, argument of counted_in_memory", "one thread stores a scalar and all load it without a CTA barrier",
          counted_in_memory, world_size=1)  # fmt: skip
 def scalar_read_back(team, bug):
     counted_in_memory[(1,)](team.local(1, torch.int32), team.local(N, torch.int32), N, bug)

@@ -1,4 +1,4 @@
-"""Lamport exchanges over rotating stages: when a stage may be cleared, and when a peer may write it again."""
+"""Bugs of Lamport exchanges over rotating stages: clears that are too late or unordered."""
 
 import torch
 import triton
@@ -17,9 +17,9 @@ def count_written(x):
 
 @triton.jit
 def rotate(inbox, got, team, N: tl.constexpr, STAGES: tl.constexpr, PROOF: tl.constexpr, ROUNDS: tl.constexpr):
-    """Each round: send to stage ``round % STAGES`` of the peer, clear the stage of the round before, receive.
+    """Send to stage ``round % STAGES`` of the peer, clear the previous round's stage, receive; in each round.
 
-    PROOF that the clearing is in memory before the next words leave: "none", "fence", "load" (a plain load) or "volatile".
+    PROOF  proof that the clear is in memory before the next words leave: "none", "fence", "load" (a plain load) or "volatile"
     """
     at = tl.arange(0, N)
     for round in range(ROUNDS):
@@ -48,7 +48,7 @@ def rotated(team, stages, proof):
 
 
 @exhibit(
-    "overtaken", "inbox", "a clearing without a fence is overtaken by the next words, whose answer it then wipes out",
+    "overtaken", "inbox", "a clear without a fence is overtaken by the next words, and then erases the reply to them",
     rotate,
 )  # fmt: skip
 def clearing_that_is_overtaken(team, bug):
@@ -56,14 +56,14 @@ def clearing_that_is_overtaken(team, bug):
 
 
 @exhibit(
-    "overtaken", "inbox", "a clearing is read back by plain loads, which a cache may answer", rotate,
+    "overtaken", "inbox", "a clear is read back by plain loads, which a cache may answer", rotate,
 )  # fmt: skip
 def clearing_read_back_from_a_cache(team, bug):
     return rotated(team, 3, "load" if bug else "volatile")
 
 
 @exhibit(
-    "race", "inbox", "two stages in turn: a peer writes one again before it is cleared", rotate,
+    "race", "inbox", "with two stages, a peer writes to one again before it is cleared", rotate,
 )  # fmt: skip
 def stage_used_again_too_early(team, bug):
     return rotated(team, 2 if bug else 3, "fence")

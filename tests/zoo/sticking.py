@@ -1,4 +1,4 @@
-"""Kernels that do not come to an end, and results that depend on the schedule."""
+"""Kernels that hang, and results that depend on the schedule."""
 
 import torch
 import triton
@@ -16,22 +16,22 @@ def one_notifies(landed, slot, team):
         wl.wait(landed + 1, 1, team)  # here
 
 
-@exhibit("deadlock", "landed", "another slot of the signals is notified than is waited for", one_notifies)
+@exhibit("deadlock", "landed", "the notified slot is not the awaited one", one_notifies)
 def another_slot_is_notified(team, bug):
     one_notifies[(1,)](team.signals(4, name="landed"), 2 if bug else 1, team.view)
 
 
 @triton.jit
-def nobody_notifies(landed, team, BUG: tl.constexpr):
+def never_notifies(landed, team, BUG: tl.constexpr):
     me = wl.rank(team)
     if not BUG:
         wl.notify(landed, 1 - me, 1, team)
     wl.wait(landed, 1, team)  # here
 
 
-@exhibit("deadlock", "landed", "nobody notifies", nobody_notifies)
+@exhibit("deadlock", "landed", "the signal is never notified", never_notifies)
 def lost_signal(team, bug):
-    nobody_notifies[(1,)](team.signals(1, name="landed"), team.view, bug)
+    never_notifies[(1,)](team.signals(1, name="landed"), team.view, bug)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def notify_some(landed, count, team):
         wl.wait(landed, 4, team)  # here
 
 
-@exhibit("deadlock", "landed", "the count of tiles is one short", notify_some)
+@exhibit("deadlock", "landed", "the count of tiles is one too small", notify_some)
 def one_tile_short(team, bug):
     notify_some[(1,)](team.signals(1, name="landed"), 3 if bug else 4, team.view)
 
@@ -99,7 +99,7 @@ def spin(landed, wanted, team):
             pass
 
 
-@exhibit("deadlock", "landed", "a raw loop spins for a count that is never reached", spin)
+@exhibit("deadlock", "landed", "a raw loop polls for a count that is never reached", spin)
 def spins_in_vain(team, bug):
     spin[(1,)](team.signals(1, name="landed"), 2 if bug else 1, team.view)
 
@@ -125,13 +125,13 @@ def spin_plainly(landed, flag, team, BUG: tl.constexpr):
 
 
 @exhibit(
-    "deadlock", "flag", "behind a wait a raw loop spins on a plain load of a word that nobody writes", spin_plainly
+    "deadlock", "flag", "after a wait, a raw loop polls by plain loads a signal that is never written", spin_plainly
 )
 def spins_on_a_plain_load(team, bug):
     spin_plainly[(1,)](team.signals(1, name="landed"), team.signals(1, name="flag"), team.view, bug)
 
 
-@exhibit("residency", "landed", "programs wait for later ones that find no SM", chain, sms=4)
+@exhibit("residency", "landed", "programs wait for later ones that get no SM", chain, sms=4)
 def grid_beyond_residency(team, bug):
     chain[(6 if bug else 4,)](team.signals(8, name="landed"), team.view)
 
@@ -150,7 +150,7 @@ def swap_or_take(landed, team, BUG: tl.constexpr):
     wl.wait(landed + me, 1, team)  # here
 
 
-@exhibit("residency", "landed", "programs of grids too large for their GPUs wait for each other, not for an earlier kernel",
+@exhibit("residency", "landed", "programs of two grids too large for their GPUs wait for each other",
          swap_or_take, sms=4)  # fmt: skip
 def grids_that_wait_for_each_other(team, bug):
     landed = team.signals(8, name="landed")
@@ -161,7 +161,7 @@ def grids_that_wait_for_each_other(team, bug):
 
 @triton.jit
 def sum_tiles_in_order(done, tiles, BUG: tl.constexpr):
-    """Each tile waits for the one two further on: right where all tiles have a program each."""
+    """Wait for the tile two further on, which is correct only if each tile has its own program."""
     count, me = tl.num_programs(0), tl.program_id(0)
     for step in range(tl.cdiv(tiles, count)):
         tile = me + step * count
@@ -173,7 +173,7 @@ def sum_tiles_in_order(done, tiles, BUG: tl.constexpr):
             tl.atomic_xchg(done + tile, 1, sem="release", scope="gpu")
 
 
-@exhibit("deadlock", "done", "programs sized by max_programs wait for a tile that is their own next one where the SMs are few",
+@exhibit("deadlock", "done", "with few SMs, programs wait for a tile that is their own next one",
          sum_tiles_in_order)  # fmt: skip
 def tiles_in_an_order_for_many_sms(team, bug):
     done = team.zeros(8, torch.int32, name="done")
@@ -220,7 +220,7 @@ def add_floats(total, parts, team, BUG: tl.constexpr):
         tl.store(total, x)
 
 
-@exhibit("divergence", "", "ranks add floats into one sum, in the order in which they come", world_size=3)
+@exhibit("divergence", "", "ranks add floats into one sum, in order of arrival", world_size=3)
 def sum_in_order_of_arrival(team, bug):
     total, parts = team.zeros(1, torch.float32, name="total"), team.zeros(3, torch.float32, name="parts")
     add_floats[(1,)](total, parts, team.view, bug)
@@ -237,7 +237,7 @@ def take_rows(rows, ticket, out, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(out + row * N + at, tl.load(rows + tl.program_id(0) * N + at))
 
 
-@exhibit("divergence", "", "rows are compacted in the order in which programs come")
+@exhibit("divergence", "", "rows are compacted in order of the programs' arrival")
 def rows_in_order_of_arrival(team, bug):
     rows = torch.arange(4 * N, dtype=torch.float32)
     out = torch.zeros(4 * N)

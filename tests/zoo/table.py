@@ -1,4 +1,4 @@
-"""The tables of docs/check.md: ``python -m tests.zoo.table`` writes them there.
+"""Generator of the tables in docs/check.md: ``python -m tests.zoo.table`` writes them.
 
 The zoo and the kinds come from the code, the sweep and the cost from benchmarks/results/check/{sweep,sweep-table,cost}.json.
 """
@@ -18,8 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "check"
 
 
 def zoo() -> str:
-    rows = ["| what is wrong | found as | example |", "|---|---|---|"]
-    for case in sorted(EXHIBITS, key=lambda case: case.main.__module__):  # whoever imported which of them first
+    rows = ["| bug | finding | example |", "|---|---|---|"]
+    for case in sorted(EXHIBITS, key=lambda case: case.main.__module__):  # not the order of imports
         module = case.main.__module__.rpartition(".")[2]
         star = " *" if case.published else ""
         rows.append(f"| {case.what}{star} | `{case.kind}` | `{module}.{case.name}` |")
@@ -27,7 +27,7 @@ def zoo() -> str:
 
 
 def kinds() -> str:
-    rows = ["| kind | what to do |", "|---|---|"]
+    rows = ["| kind | remedy |", "|---|---|"]
     return "\n".join(rows + [f"| `{kind}` | {remedy} |" for kind, remedy in REMEDIES.items()])
 
 
@@ -36,7 +36,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def sweep() -> str:
-    """Schedules of each op by world size, and how many of its calls had findings."""
+    """Table of the schedules of each op by world size, and of its calls with findings."""
     listed, table = result("sweep"), result("sweep-table")
     sizes = sorted({row["world_size"] for row in listed["swept"]})
     rows = [f"| op | {' | '.join(f'W = {size}' for size in sizes)} | findings |", "|---" * (len(sizes) + 2) + "|"]
@@ -56,7 +56,7 @@ def _totals(swept: dict[str, Any]) -> str:
 
 
 def cost() -> str:
-    rows = ["| four ranks | plain | watched | ratio | peak memory |", "|---|---|---|---|---|"]
+    rows = ["| four ranks | not checked | checked | ratio | peak memory |", "|---|---|---|---|---|"]
     for name, row in result("cost").items():
         seconds = f"{row['plain_s']:.2f} s | {row['watched_s']:.2f} s"
         rows.append(f"| {name.replace('_', ' ')} | {seconds} | {row['ratio']:.1f} x | {row['peak_mib']:.0f} MiB |")
@@ -64,7 +64,7 @@ def cost() -> str:
 
 
 def with_tables(text: str) -> str:
-    """The page with what stands between ``<!-- NAME -->`` and ``<!-- end -->`` made anew."""
+    """Text of the page with the tables between ``<!-- NAME -->`` and ``<!-- end -->`` regenerated."""
     for name, make in (("zoo", zoo), ("kinds", kinds), ("sweep", sweep), ("cost", cost)):
         head, found, rest = text.partition(f"<!-- {name} -->\n")
         assert found, f"{PAGE.name} has no <!-- {name} -->"

@@ -1,4 +1,4 @@
-"""Every planted bug is found within the default budget and for the right reason; every twin is clean."""
+"""Planted bugs are found within the default budget and for the right reason; their twins are clean."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_a_planted_bug_is_found_with_its_cause(case):
     report = run(case, True)
     kinds = [found.finding.kind for found in report.wrong]
     assert set(kinds) - set(case.also) == {case.kind} and kinds.count(case.kind) == 1, (
-        f"one finding is wanted, not\n{report}"
+        f"expected one finding, got\n{report}"
     )
     found = report.wrong[kinds.index(case.kind)]
     finding = found.finding

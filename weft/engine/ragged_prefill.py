@@ -1,5 +1,5 @@
 """Prompts of any lengths, and parts of them, read by CUDA graphs, one for each number of tokens: to launch their kernels one by
-one may take the host longer than they take the GPU (docs/experiments.md, "Prompts").
+one may take the host longer than they take the GPU (docs/decisions.md, "Prompts").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
 # Of tokens: powers of two up to ROWS, then its multiples, and above 2048 those of a sixteenth of the next power of two. Rows in
-# between may take cuBLAS longer than the next multiple of 128 (docs/experiments.md, "Prompts").
+# between may take cuBLAS longer than the next multiple of 128 (docs/decisions.md, "Prompts").
 SHORTEST, ROWS, STEPS = 16, 128, 16
 # Of sequences: a product of so few rows with the head takes as long as one of one row.
 BATCHES = 8

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 # From this many rows (heads times tokens) of new prompts of one length on cuDNN beats our prefill kernel on an H200
-# (docs/experiments.md, "Attention").
+# (docs/decisions.md, "Attention").
 MANY_ROWS = 65536
 
 

@@ -18,7 +18,7 @@ Mode = Literal["torch", "ag_rs", "gemm_ar", "auto"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 # From so many tokens on "auto" splits them over the ranks (ag_rs): only then are the GEMMs long enough to hide the
-# communication. Decoding stays below. Figures of both limits: docs/experiments.md, "Modes".
+# communication. Decoding stays below. Figures of both limits: docs/decisions.md, "Modes".
 SHARDED_TOKENS = 2048
 # Up to so many tokens the all-reduce waits for the norm behind it (one kernel), by world size: the GEMM before it is too short
 # to hide it. Measured on two.

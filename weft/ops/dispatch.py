@@ -1,7 +1,7 @@
 """Which algorithm a call gets, and why: the one place that chooses, from rows of ``weft tune`` (weft.plan.table) where
 there are any for this GPU, world size and shape, else by the rules here, from measured crossovers.
 
-The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/experiments.md has the figures of each.
+The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/decisions.md has the figures of each.
 """
 
 from __future__ import annotations

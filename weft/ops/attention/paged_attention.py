@@ -211,7 +211,7 @@ def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> At
     two. From three pairs for two SMs on 8 KiB, and from four an SM on 4, by programs as much smaller, of which an SM holds
     four, or eight: the first keys of all pairs are under way at once.
 
-    Figures: docs/experiments.md, "Attention".
+    Figures: docs/decisions.md, "Attention".
     """
     block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
     # The fewer parts there can be, the longer must a sequence be for a join to pay.

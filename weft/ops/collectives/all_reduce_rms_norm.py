@@ -8,7 +8,7 @@ two_shot   W rows --one to each--> sum --to all--> W norms      2 crossings, few
 
 A row is cut into parts of about 512 bytes, a program each, because one program is slow to push much to three peers. What a
 norm needs of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory; where the norm is
-factored they need not, which saves a fifth to a third of the time. Figures: docs/experiments.md.
+factored they need not, which saves a fifth to a third of the time. Figures: docs/decisions.md.
 """
 
 from __future__ import annotations

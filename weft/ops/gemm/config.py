@@ -175,7 +175,7 @@ def default_config(
 
 def segments_for(op: str, M: int, N: int, K: int, world_size: int) -> dict[str, Any]:
     """The fields of ``GemmConfig`` that say how library GEMMs are cut and take turns, as measured on two and four H200s
-    (docs/experiments.md, "Overlapped products"); four stand for more."""
+    (docs/decisions.md, "Overlapped GEMMs"); four stand for more."""
     if op == "all_gather_matmul":
         if world_size == 2:
             return {"lanes": 2, "chunks": 2 if N >= 8192 and M // world_size >= 1024 else 1}

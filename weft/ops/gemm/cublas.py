@@ -1,7 +1,7 @@
 """Products by cuBLAS, with the algorithm that ``weft tune gemm`` found fastest at the very shape, or else torch.mm's choice.
 
 From 256 rows on the tuned algorithm takes about 3 % less time on H200; of 128 rows cuBLAS's own choice is the best. A row holds
-for its own M alone, because the last round of tiles decides (docs/experiments.md, "Overlapped products").
+for its own M alone, because the last round of tiles decides (docs/decisions.md, "Overlapped GEMMs").
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a product of few rows is computed (weft.ops.gemm.small_m): the configs, and which call gets which.
 
-The limits are crossovers measured on H200: docs/experiments.md, "Products of few rows".
+The limits are crossovers measured on H200: docs/decisions.md, "Small-M GEMMs".
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_the_table_of_a_collective():
     assert made.slower == {1}
     assert made.notes[1:] == (
         "In brackets: per call of several in a row.",
-        "After the stroke: without a CUDA graph.",
+        "After the slash: without a CUDA graph.",
         "weft.one_shot at 64 MiB: wrong answer: rank 1: 3 of 9 elements",
         "torch.one_shot: no such op",
     )
@@ -69,7 +69,7 @@ def test_the_table_of_a_gemm_sets_the_ceiling_apart():
     assert made.rows[0] == (
         "qwen3-32b gate-up M=4096 (4096x12800x5120)", "740", "830", "750", "1.12x", "726", "92%",
     )  # fmt: skip
-    assert made.notes[-1] == "cublas: the GEMM alone, no provider of the op."
+    assert made.notes[-1] == "cublas: the GEMM alone, not the whole op."
 
 
 def test_no_measured_call_of_a_collective_beats_its_limit():
@@ -92,7 +92,7 @@ def test_an_unknown_gpu_has_no_limit():
     other = canned.all_reduce()
     other.machine["gpu"] = "some GPU"
     assert {row[-1] for row in table.sheet(other).rows} == {"–"}
-    unknown = "No limits: the rates that they rest on are known of NVIDIA H200, not of some GPU."
+    unknown = "No limits: rates are known for NVIDIA H200, not for some GPU."
     assert table.sheet(other).notes[1] == unknown
     assert unknown not in table.sheet(canned.all_reduce()).notes
 

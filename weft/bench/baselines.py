@@ -1,6 +1,6 @@
-"""What weft is compared with: NCCL, torch's symmetric-memory ops, cuBLAS, and cuBLAS with each of them.
+"""Baselines: NCCL, torch's symmetric-memory ops, cuBLAS, and cuBLAS with each of them.
 
-Outputs are preallocated wherever the library takes one. NVLink multicast is never asked for.
+Outputs are preallocated if the baseline takes one. NVLink multicast is never requested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.bench.providers import Attempt, Provider, Unavailable, copy_into
 from weft.bench.shapes import COLLECTIVES, NORMED
 
 Close = Callable[[], None] | None
-WINDOW_STEP = 256  # elements: the buffers in a window start on 512 bytes at least
+WINDOW_STEP = 256  # elements: buffers in a window are aligned to at least 512 bytes
 
 
 def group_of(problem: Problem) -> Any:
@@ -29,7 +29,7 @@ def group_of(problem: Problem) -> Any:
     return problem.team.group
 
 
-# --- where buffers lie -----------------------------------------------------------------------------------------------
+# --- buffers -----------------------------------------------------------------------------------------------
 
 
 def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
@@ -37,16 +37,18 @@ def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
 
 
 def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
-    """In memory of ncclMemAlloc registered as a symmetric window, so that NCCL may use its symmetric kernels."""
+    """Buffers in memory of ncclMemAlloc, registered as a symmetric window so that NCCL may use its symmetric kernels."""
     group = group_of(problem)
     backend = group._get_backend(problem.team.device)
     if not hasattr(backend, "register_mem_pool"):
         raise Unavailable(f"torch {torch.__version__} has no register_mem_pool")
-    dist.all_reduce(torch.zeros(1, device=problem.team.device), group=group)  # a window needs a communicator, made here
+    dist.all_reduce(
+        torch.zeros(1, device=problem.team.device), group=group
+    )  # makes the communicator that a window needs
     pool = torch.cuda.MemPool(backend.mem_allocator)
     lengths = [-(-math.prod(size) // WINDOW_STEP) * WINDOW_STEP for size in sizes]
     with torch.cuda.use_mem_pool(pool):
-        # One allocation, so one window: of several, each rank would register those first that lie lowest.
+        # One allocation, so one window: several would be registered by address, in another order on each rank.
         (whole,), _ = ordinary(problem, [(sum(lengths),)])
     # After the allocation: newer torch does not make windows of later ones.
     try:
@@ -59,9 +61,9 @@ def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
 
 
 def symmetric(problem: Problem, size: tuple[int, ...]) -> torch.Tensor:
-    """The start of an allocation in torch's symmetric memory that all of torch's ops here share, one after the other.
+    """Start of an allocation in torch's symmetric memory that all of torch's ops here share, one after the other.
 
-    They read it from its beginning: not all of them know of tensors that start later in an allocation.
+    They read it from its beginning, since some do not support tensors that start later in an allocation.
     """
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -110,7 +112,7 @@ def _collective(
         copy_into(buffers[number], problem.sets[number][0])
 
     for number in reversed(range(len(buffers))):
-        prepare(number)  # 0 last: the first call, which is checked, takes it, and buffers may be shared
+        prepare(number)  # 0 last: the first call is checked and uses it, and buffers may be shared
     return Attempt(run=run, prepare=prepare, close=close, in_place=in_place)
 
 
@@ -166,7 +168,7 @@ def torch_then_norm(problem: Problem, norm: Callable) -> Attempt:
 
 
 def cublas(problem: Problem) -> Attempt:
-    """The GEMM alone, A gathered beforehand where the op gathers it."""
+    """GEMM alone; if the op gathers A, it is gathered beforehand."""
     group_of(problem)
     pairs = problem.sets
     if problem.op == "ag-gemm":
@@ -209,7 +211,7 @@ def cublas_and_nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
 
 
 def cublas_and_torch(problem: Problem, call: Callable) -> Attempt:
-    """The GEMM writes into symmetric memory, where torch's all-reduce finds it."""
+    """GEMM into symmetric memory, followed by torch's all-reduce there."""
     name, (m, n, _) = group_of(problem).group_name, problem.shape.size
     product = symmetric(problem, (m, n))
 
@@ -228,7 +230,7 @@ def torch_fused(problem: Problem) -> Attempt:
     def run(number: int) -> torch.Tensor:
         a, b = problem.sets[number]
         if problem.op == "ag-gemm":
-            # Without the gathered A it would choose multimem instructions where the driver offers them.
+            # Without the gathered A it would choose multimem instructions if the driver offers them.
             return ops.fused_all_gather_matmul(a, [b.T], 0, name, return_A=True)[1][0]
         return ops.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
 
@@ -261,7 +263,7 @@ BASELINES = (
 
 
 def close_quietly(attempt: Attempt) -> None:
-    """A library that cannot give its memory back must not end the run."""
+    """Close a baseline. An error while it frees memory must not end the run."""
     if attempt.close is not None:
         with contextlib.suppress(RuntimeError):
             attempt.close()

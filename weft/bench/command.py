@@ -1,4 +1,4 @@
-"""``weft bench``: flags to a frozen dataclass, and the reports printed and written. cli.py registers it."""
+"""Command ``weft bench``: flags to a frozen dataclass, output of the reports. cli.py registers it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 SIMULATED_RANKS = 2
-# The most that are simulated: 32 end in a deadlock, since kernels of so many ranks need more SMs than are simulated.
+# Most simulated ranks: 32 deadlock, since their kernels need more SMs than are simulated.
 MOST_SIMULATED_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """The flags, as they were typed. ValueError for what no machine could make right."""
+    """Flags as typed. ValueError for values that are wrong on any machine."""
 
     op: str
     world_sizes: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class BenchOptions:
             check_matplotlib()
 
     def lacking(self) -> list[str]:
-        """Of ``providers``, those that only other ops have."""
+        """Those of ``providers`` that only other ops have."""
         from weft.bench.providers import lacking
         from weft.bench.shapes import LEVELS
 
@@ -79,7 +79,7 @@ def bench(
         str,
         typer.Argument(
             help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar; "
-            "a layer: mlp, attn; a step of a model: model; whole answers: generate"
+            "a layer: mlp, attn; a step of a model: model; complete generations: generate"
         ),
     ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
@@ -98,25 +98,25 @@ def bench(
             "weft.library, the designs of ag-gemm, gemm-rs and gemm-ar]"
         ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write what was measured there")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it there (SVG)")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs as well")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs")] = False,
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
     model: Annotated[str | None, typer.Option(help="qwen3-32b, … with random weights [of layers and models]")] = None,
-    layers: Annotated[int | None, typer.Option(help="So many of its layers [default: all]")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of its layers [default: all]")] = None,
     run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None,
-    bsz: Annotated[str | None, typer.Option(help="Sequences, as in 1,32")] = None,
-    ctx: Annotated[str | None, typer.Option(help="Tokens of each, as in 128,1024")] = None,
+    bsz: Annotated[str | None, typer.Option(help="Numbers of sequences, as in 1,32")] = None,
+    ctx: Annotated[str | None, typer.Option(help="Tokens per sequence, as in 128,1024")] = None,
     mode: Annotated[str | None, typer.Option(help="auto, ag_rs, gemm_ar [default: all]")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="First compare logits over given tokens, or all layers [generate: always]")
     ] = False,
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Say what the time of a step goes to")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Break down the time of a step")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
-    """Time every way to do an op, side by side. Exit status 1: weft was wrong or did not run somewhere."""
+    """Time all providers of an op side by side. Exit status 1: weft was wrong or did not run somewhere."""
     from weft.bench.shapes import LEVELS, stand_ins
 
     with one_line_errors(traceback):
@@ -166,7 +166,7 @@ def bench(
 
 
 def check_apart(flag: str, file: Path | None, other_flag: str, other: Path | None) -> None:
-    """ValueError if both are the same file: the one would be written over the other."""
+    """Raise ValueError if both flags name the same file, since one output would overwrite the other."""
     if file is not None and other is not None and file.resolve() == other.resolve():
         raise ValueError(f"{flag} and {other_flag} are both {file}; name two files")
 
@@ -177,13 +177,15 @@ def leave(status: int) -> NoReturn:
 
     if coordinates() is not None:
         sys.stdout.flush()
-        os._exit(status)  # this process is a rank, and an orderly end would wait for kernels that never end
+        os._exit(status)  # this process is a rank, and a normal exit would wait for kernels that never end
     raise typer.Exit(status)
 
 
 def _plans(options: BenchOptions) -> tuple[list[tuple[int, Plan]], bool]:
-    """What to measure at each world size, and whether in the simulator. Everything that can be refused is refused here, before
-    the first rank starts."""
+    """Plans for each world size, and whether their ranks are simulated.
+
+    Everything that can be refused is refused here, before the first rank starts.
+    """
     from weft.bench.plan import Plan
     from weft.bench.shapes import LEVELS, parse_shapes
 
@@ -208,16 +210,16 @@ def _plans(options: BenchOptions) -> tuple[list[tuple[int, Plan]], bool]:
 def _measure(
     plans: list[tuple[int, Plan]], simulated: bool, json: Path | None, reports: list[Report]
 ) -> WeftError | KeyboardInterrupt | None:
-    """Append a report for each world size; what ended the run early, if something did. It is raised if nothing was measured.
+    """Append a report for each world size. Returns the error that ended the run early, or raises it if nothing was measured.
 
-    ``json``: written after every shape.
+    ``json``: file written after every shape.
     """
     from weft.bench.plan import heap_bytes
     from weft.bench.report import read, write_all
     from weft.runtime.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
-        # Ranks are other processes: what they had found comes from here if they are lost.
+        # Ranks are other processes: if they are lost, their reports so far are read from this file.
         found = Path(folder) / "found.json"
         for size, plan in plans:
             before = list(reports)
@@ -230,7 +232,7 @@ def _measure(
                     heap_bytes=None if simulated else heap_bytes((plan,)),
                 )[0]
             except (WeftError, KeyboardInterrupt) as error:
-                # Of Stuck and OutOfStep, with the reason at all shapes that were not measured.
+                # Reports of Stuck and OutOfStep, with the reason at all shapes that were not measured.
                 more = getattr(error, "reports", None) or (read(found)[len(before) :] if found.is_file() else [])
                 reports += more
                 if not any(report.rows for report in reports):
@@ -240,7 +242,7 @@ def _measure(
 
 
 def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], bool]:
-    """The world sizes that flags mean, and whether their ranks are simulated. NotEnoughGPUs where they cannot be had."""
+    """World sizes given by the flags, and whether their ranks are simulated. NotEnoughGPUs if they are not available."""
     import torch
 
     from weft.errors import NotEnoughGPUs
@@ -264,7 +266,7 @@ def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], b
 
 
 def check_simulable_ranks(world_size: int) -> None:
-    """ValueError for more ranks than are simulated."""
+    """Raise ValueError for more ranks than can be simulated."""
     if world_size > MOST_SIMULATED_RANKS:
         raise ValueError(
             f"--world-size {world_size}: at most {MOST_SIMULATED_RANKS} ranks are simulated; take "
@@ -273,7 +275,7 @@ def check_simulable_ranks(world_size: int) -> None:
 
 
 def on_rank(team: Team, plans: tuple[Plan, ...], save: Save) -> list[Report]:
-    """What each rank runs. Rank 0 says how far it is."""
+    """Run the plans on one rank. Rank 0 prints progress."""
     from weft.bench.runner import run_plans
 
     with progress(team.rank == 0) as say:

@@ -1,4 +1,4 @@
-"""Bytes on the wire, operations, and how long they take at the best rates that we have measured this hardware to reach."""
+"""Bytes on the wire and operations, and their times at the best rates measured on this hardware."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from weft.bench.shapes import ITEMSIZE, NORMED, is_collective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Measured averages, not from a data sheet: link bytes/s in one direction, halves FLOP/s, memory bytes/s, seconds of one
-    crossing to a peer. A single run may be a few percent faster."""
+    """Measured averages, not data-sheet values. A single run may be a few percent faster.
+
+    link bytes/s in one direction, FLOP/s of 16-bit floats, memory bytes/s, seconds of one hop to a peer
+    """
 
     link: float
     flops: float
@@ -19,9 +21,9 @@ class Limits:
     latency: float
 
 
-# By the driver's name of the GPU. H200: NVLink 4 through NVSwitch without multicast; copies of 132 CTAs 359 GB/s,
-# bf16 GEMMs on random data 770-803 TFLOP/s, weights streamed at 4.3 TB/s, one flag there and back 2.43 µs: a floor has one
-# crossing, half of that.
+# By the driver's GPU name. H200: NVLink 4 through NVSwitch without multicast; copies of 132 CTAs 359 GB/s,
+# bf16 GEMMs on random data 770-803 TFLOP/s, weights streamed at 4.3 TB/s, a round trip of one flag 2.43 µs: a floor has one
+# hop, half of that.
 GPUS = {"NVIDIA H200": Limits(link=360e9, flops=790e12, memory=4.3e12, latency=1.2e-6)}
 
 
@@ -30,7 +32,7 @@ def limits_of(gpu: str) -> Limits | None:
 
 
 def wire_bytes(op: str, world_size: int, size: Sequence[int], itemsize: int) -> float:
-    """The fewest bytes that each rank must send."""
+    """Minimum number of bytes that each rank must send."""
     share = (world_size - 1) / world_size
     if op == NORMED:
         return 2 * share * size[0] * size[1] * itemsize
@@ -51,7 +53,7 @@ def operations(op: str, size: Sequence[int]) -> float:
 
 
 def floor_us(op: str, world_size: int, size: Sequence[int], dtype: str, limits: Limits | None) -> float | None:
-    """Wire time + one crossing of a collective, max(T_gemm, T_comm) of a GEMM op; None where the limits are not known."""
+    """Wire time + one hop for a collective, max(T_gemm, T_comm) for a GEMM op; None without known limits."""
     if limits is None or (not is_collective(op) and dtype == "fp32"):
         return None
     itemsize = ITEMSIZE[dtype]
@@ -64,7 +66,7 @@ def floor_us(op: str, world_size: int, size: Sequence[int], dtype: str, limits: 
 
 
 def rate(op: str, world_size: int, size: Sequence[int], dtype: str, microseconds: float) -> float:
-    """GB/s of bus bandwidth (nccl-tests' busbw) of a collective, TFLOP/s of one rank of a GEMM op."""
+    """GB/s of bus bandwidth (nccl-tests' busbw) for a collective, TFLOP/s of one rank for a GEMM op."""
     if is_collective(op):
         return wire_bytes(op, world_size, size, ITEMSIZE[dtype]) / microseconds / 1e3
     return operations(op, size) / microseconds / 1e6

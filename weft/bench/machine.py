@@ -1,4 +1,4 @@
-"""Where a run took place: what a reader of its numbers needs to know."""
+"""Description of the machine and the sources of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def describe(team: Team) -> dict[str, Any]:
-    """GPU, driver and versions, as they go into the JSON. None for what there is not."""
+    """GPU, driver and versions for the JSON; None for absent ones."""
     on_gpus = team.device.type == "cuda"
     return {
         "gpu": team.caps.device_name,
@@ -35,15 +35,15 @@ def describe(team: Team) -> dict[str, Any]:
 
 
 def state() -> str | None:
-    """Clock, power and temperature of the first GPU, as they are now: large GEMMs are limited by power."""
+    """Current clock, power and temperature of the first GPU: large GEMMs are limited by power."""
     query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
     return _output("nvidia-smi", query, "--format=csv,noheader")
 
 
 def revision(package: Path) -> str:
-    """Which sources run: the commit, and git's name of ``package`` as it is, changes included.
+    """Revision of the running sources: the commit, and git's tree name of ``package`` with local changes.
 
-    ``git rev-parse COMMIT:weft`` gives the same name for every commit that holds these very sources.
+    ``git rev-parse COMMIT:weft`` gives the same name for every commit with these sources.
     """
     here = f"{package.name}/ {tree(package)[:12]}"
     if not (package.parent / ".git").exists():
@@ -56,7 +56,7 @@ def revision(package: Path) -> str:
 
 
 def tree(folder: Path) -> str:
-    """The SHA-1 that git would give to ``folder`` with the files that lie in it, but for caches and hidden ones."""
+    """SHA-1 that git would give to ``folder`` with its present files, without caches and hidden files."""
     entries = []
     for path in folder.iterdir():
         if path.name.startswith(".") or path.name == "__pycache__":
@@ -64,11 +64,11 @@ def tree(folder: Path) -> str:
         if path.is_dir():
             name, found = b"40000", tree(path)
             if found == _object(b"tree", b""):
-                continue  # git keeps files only
+                continue  # git has no empty folders
         else:
             name = b"100755" if path.stat().st_mode & 0o100 else b"100644"
             found = _object(b"blob", path.read_bytes())
-        # Folders are sorted as if their names ended with a stroke.
+        # Folders are sorted as if their names ended with a slash.
         entries.append(
             (path.name + "/" * path.is_dir(), name + b" " + path.name.encode() + b"\0" + bytes.fromhex(found))
         )
@@ -80,7 +80,7 @@ def _object(kind: bytes, content: bytes) -> str:
 
 
 def _output(*command: str) -> str | None:
-    """The first line that a program prints; None if it is not there or fails."""
+    """First line of a program's output; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,12 +1,13 @@
-"""Timing one attempt. A meter is replayed round by round, alternating with the other providers' meters.
+"""Meters, which time one provider. Meters are replayed round by round, alternating between providers.
 
-GraphMeter   one CUDA graph of n times [prepare, barrier, event, op, event]: each call alone, all ranks released at once
-ChainMeter   one CUDA graph of [prepare all, barrier, event, op, op, …, event]: calls in a row, divided. The first one costs
-             more than those behind it, because nothing before it hides its launch and the ranks leave the barrier apart: on
-             an H200 a 1 KiB all-reduce that takes 3 µs in a row takes 8 µs alone. `calls_in_a_row` makes that share small.
-AroundMeter  where events cannot be recorded inside a graph: a graph of [prepare all, barrier, op, op, …] minus one of
+GraphMeter   one CUDA graph of n times [prepare, barrier, event, op, event]: single calls, all ranks released at once
+ChainMeter   one CUDA graph of [prepare all, barrier, event, op, op, …, event]: calls in a row, time divided by their number.
+             The first call costs more than the others, since no earlier work hides its launch and the ranks leave the
+             barrier apart: on an H200 a 1 KiB all-reduce takes 3 µs in a row and 8 µs alone. `calls_in_a_row` keeps that
+             share small.
+AroundMeter  if events cannot be recorded inside a graph: a graph of [prepare all, barrier, op, op, …] minus one of
              [prepare all, barrier], timed from outside and divided
-EagerMeter   the same as GraphMeter without a graph: the host's launches are in it
+EagerMeter   like GraphMeter without a graph, so it includes the host's launches
 HostMeter    the simulator: the host's clock, which means nothing
 """
 
@@ -31,25 +32,25 @@ if TYPE_CHECKING:
     from weft.bench.report import Report
     from weft.runtime.team import Team
 
-# A GPU that is not done with one round after so long never will be; the longest round takes well under a second.
+# Seconds after which a round counts as stuck; the longest round takes well under one.
 PATIENCE_SECONDS = 20.0
-# Calls that take less than LONG_US alone are also timed in a row: FEW_CALLS of them, or MANY_CALLS where one takes less than
-# SHORT_US. The first one takes about 5 µs more than the others, which so many share.
+# Calls that take less than LONG_US alone are also timed in a row: FEW_CALLS of them, or MANY_CALLS if one takes less than
+# SHORT_US. They share the first one's extra 5 µs.
 SHORT_US, MANY_CALLS = 25.0, 64
 LONG_US, FEW_CALLS = 100.0, 32
 OVERRUN = 1.4
 
 
 class Stuck(WeftError):
-    """A provider's GPU work does not end. Nothing more can be measured in these processes."""
+    """Error: a provider's GPU work does not end. Nothing more can be measured in these processes."""
 
     def __init__(self, rank: int, what: str, seconds: float) -> None:
         super().__init__(
             f"rank {rank}: {what} did not end within {seconds:g} s, so nothing after it was measured; leave it out "
-            f"with --providers, or look for the wait that nobody ends with weft.launch(..., debug=True)"
+            f"with --providers, or find the wait that does not end by weft.launch(..., debug=True)"
         )
         self.rank, self.what, self.seconds = rank, what, seconds
-        self.reports: list[Report] = []  # what was found before
+        self.reports: list[Report] = []  # results so far
 
 
 @exchangeable
@@ -64,12 +65,12 @@ class Spread:
 
 
 class Meter(Protocol):
-    """``out``: what the last call of a round gives, to set 0."""
+    """Meter of one provider. ``out``: result of the last call of a round, on set 0."""
 
     out: Any
 
     def replay(self) -> None:
-        """Give one round of work to the GPU."""
+        """Submit one round of work to the GPU."""
 
     def samples(self) -> list[float]:
         """Microseconds per call of the last round, once it has ended."""
@@ -85,7 +86,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def finish(team: Team, what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    """This rank's GPU work has ended, or Stuck. All ranks have given theirs to the GPU before they come here."""
+    """Wait for this rank's GPU work, with a time limit (Stuck). All ranks have submitted theirs before."""
     if team.device.type == "cuda":
         done = torch.cuda.Event()
         done.record()
@@ -100,25 +101,28 @@ def finish(team: Team, what: str, seconds: float = PATIENCE_SECONDS) -> None:
 
 
 def calls_in_a_row(single_us: float) -> int:
-    """Of an op that takes so long alone."""
+    """Number of calls in a row for an op that takes this long alone."""
     return MANY_CALLS if single_us < SHORT_US else FEW_CALLS
 
 
 def order(attempt_sets: int, replicas: int) -> list[int]:
-    """Which set each replica takes: in turn, so that the last one takes set 0, whose answer is known."""
+    """Set used by each replica, in turn; the last one uses set 0, whose answer is known."""
     return [(replicas - 1 - place) % attempt_sets for place in range(replicas)]
 
 
 def in_turn(count: int, round: int) -> list[int]:
-    """The order of ``count`` meters in a round. Over `balanced_rounds` each comes equally often right behind each other one and
-    in each place (the design of Williams, 1949): what ran just before is worth a microsecond of a small all-reduce."""
+    """Order of ``count`` meters in a round.
+
+    Over `balanced_rounds` each comes equally often directly after each other one and in each place (the design of Williams,
+    1949), since the previous meter is worth a microsecond of a small all-reduce.
+    """
     first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     row = [(step + round) % count for step in first]
     return row[::-1] if round // count % 2 and count % 2 else row
 
 
 def balanced_rounds(count: int) -> int:
-    """A multiple of so many rounds balances the neighbours of ``count`` meters."""
+    """Number of rounds whose multiples balance the neighbours of ``count`` meters."""
     return 1 if count == 1 else count * (1 + count % 2)
 
 
@@ -128,14 +132,14 @@ def event() -> torch.cuda.Event:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Work is recorded into ``graph``. ``torch.cuda.graph`` would empty caches each time, which costs milliseconds."""
+    """Scope that records work into ``graph``. ``torch.cuda.graph`` would empty caches each time, which costs milliseconds."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     collected = gc.isenabled()
-    gc.disable()  # what it frees may not be freed during a capture
+    gc.disable()  # its frees are not allowed during a capture
     try:
         with torch.cuda.stream(stream):
-            # Other threads (NCCL's watchdog) go on talking to the driver.
+            # Other threads (NCCL's watchdog) keep calling the driver.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 yield
@@ -151,7 +155,7 @@ def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 
 def _prepare(attempt: Attempt, numbers: Sequence[int]) -> None:
-    """Those that share a buffer have the last one's input in it."""
+    """Prepare all inputs. Calls that share a buffer get the last one's input."""
     if attempt.prepare is not None:
         for number in numbers:
             attempt.prepare(number)
@@ -259,7 +263,7 @@ class HostMeter:
 
 
 def events_in_graphs(team: Team) -> float | None:
-    """What two events with nothing between them read inside a graph, in microseconds; None where they read nonsense."""
+    """Microseconds between two adjacent events inside a graph; None if they return nonsense."""
     if team.device.type != "cuda":
         return None
     x = torch.zeros(1 << 20, device=team.device).add_(1)
@@ -283,10 +287,10 @@ def events_in_graphs(team: Team) -> float | None:
 
 
 def rounds_for(seconds_a_round: float, quick: bool, count: int) -> int:
-    """So many rounds of ``count`` meters that a shape takes about 1.2 s of GPU time (0.35 s if quick), within bounds.
+    """Number of rounds of ``count`` meters for about 1.2 s of GPU time per shape (0.35 s if quick), within bounds.
 
-    Then so many more that neighbours are balanced; fewer, where that would take more than OVERRUN times the time; unbalanced,
-    where those would be too few.
+    It is increased until neighbours are balanced, or reduced if that would take more than OVERRUN times the time, or left
+    unbalanced if too few rounds would remain.
     """
     budget, fewest, most = (0.35, 3, 12) if quick else (1.2, 6, 50)
     affordable = max(fewest, int(budget / max(seconds_a_round, 1e-6)))

@@ -1,4 +1,4 @@
-"""all-reduce-rms-norm: its inputs and answer, and the libraries' ways to do it: an all-reduce, then an addition and a norm."""
+"""all-reduce-rms-norm: its inputs and answer, and the baselines: an all-reduce, then an addition and a norm."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 class NormProblem(Problem):
-    """Inputs: x [M, H], of each rank another; residual [M, H] and weight [H], the same on all ranks. The answer is
-    (normed, hidden)."""
+    """Problem of all-reduce-rms-norm, with the answer (normed, hidden).
+
+    Inputs: x [M, H], different on each rank; residual [M, H] and weight [H], equal on all ranks.
+    """
 
     def __init__(self, op: str, shape: Shape, dtype: str, team: Team) -> None:
         Problem.__init__(self, op, shape, dtype, team)
-        # What torch.compile made for the last shape is not used again, and it keeps count.
+        # Compiled code of the last shape is not used again, and torch.compile limits its number.
         torch.compiler.reset()
 
     @property
@@ -49,10 +51,10 @@ class NormProblem(Problem):
         return tuple(drawn(name, size) for name, size in zip(names, self._sizes(), strict=True))
 
     def _answer(self) -> torch.Tensor:
-        """normed, then hidden: [2, M, H]."""
+        """Expected [2, M, H]: normed, then hidden."""
         _, residual, weight = self.sets[0]
         hidden = sum((x.float() for x, *_ in self._peers()), start=residual.float())
-        # The norm is of what was rounded, as any layer behind it sees it.
+        # The norm takes the rounded sum, as the next layer does.
         rounded = hidden.to(self.dtype).float()
         return torch.stack((F.rms_norm(rounded, weight.shape, weight.float(), NORM_EPS), hidden))
 
@@ -67,7 +69,7 @@ class NormProblem(Problem):
         return replace(worst, rms_error=max(verdict.rms_error for verdict in found), wrong="; ".join(wrong))
 
     def _tolerance(self, local: bool) -> tuple[float, float]:
-        """Of the sum: one rounding, and a library's ring rounds W - 1 times. Of the norm: one rounding more."""
+        """Tolerance of the sum (one rounding, W - 1 in a library's ring) and of the norm (one rounding more)."""
         eps = torch.finfo(self.dtype).eps
         return 2 * eps, 6 * FP32_EPS * math.sqrt(self.team.size) + (4 * eps if self.team.size > 1 else 0.0)
 
@@ -78,7 +80,7 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> t
 
 
 def compiled_add_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """One kernel of torch.compile."""
+    """Addition and norm as one kernel of torch.compile."""
     return torch.compile(add_norm, fullgraph=True, dynamic=False)
 
 
@@ -88,11 +90,11 @@ def then_norm(
     call: Callable[[torch.Tensor], torch.Tensor],
     norm: Callable[..., Any],
 ) -> Attempt:
-    """x is written into ``buffers``, one for each set; ``call`` sums one over the ranks."""
+    """Attempt that copies x into ``buffers`` (one per set), sums by ``call`` over the ranks, and norms."""
 
     def prepare(number: int) -> None:
         copy_into(buffers[number], problem.sets[number][0])
 
     for number in reversed(range(len(buffers))):
-        prepare(number)  # 0 last: the first call takes it, and buffers may be shared
+        prepare(number)  # 0 last: the first call uses it, and buffers may be shared
     return Attempt(run=lambda number: norm(call(buffers[number]), *problem.sets[number][1:]), prepare=prepare)

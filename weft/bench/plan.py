@@ -1,4 +1,4 @@
-"""What to measure, and how: chosen before any rank starts, written into every report."""
+"""Plans: shapes, providers and protocol, chosen before any rank starts and written into every report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.bench.runner import Bench
     from weft.runtime.team import Team
 
-# A weft op's workspace is a few times its largest tensor, in capacities of powers of two that are all kept.
+# A weft op's workspace is a few times its largest tensor, in power-of-two capacities that are all kept.
 HEAP_FACTOR = 8
 
 EVENTS = "[prepare, barrier of all ranks on the GPU, event, op, event] in one CUDA graph; nothing subtracted"
@@ -26,7 +26,7 @@ CHECK = "every answer against fp32 before timing, and once more as it is timed, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One op to measure. ``providers``: names or families of names, all if empty."""
+    """Plan of one op. ``providers``: names or families of names, all if empty."""
 
     op: str
     shapes: tuple[Shape, ...]
@@ -38,20 +38,20 @@ class Plan:
     command: str = ""
 
     def __post_init__(self) -> None:
-        self.chosen()  # ValueError for names that do not fit
+        self.chosen()  # ValueError for unknown names
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
 
     @property
     def subject(self) -> str:
-        """Of which model the op is; "" where that is in the shapes."""
+        """Model of the op; "" if the shapes name it."""
         return ""
 
     def chosen(self, simulated: bool = False) -> tuple[Provider, ...]:
         return choose(self.op, self.providers, simulated)
 
     def problem(self, shape: Shape, team: Team) -> Any:
-        """What the providers are set to at this shape; weft.bench.problem.Problem says what it can do."""
+        """Problem set up at this shape, as defined by weft.bench.problem.Problem."""
         return (NormProblem if self.op == NORMED else Problem)(self.op, shape, self.dtype, team)
 
     def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
@@ -60,11 +60,11 @@ class Plan:
         return Bench(team, self, empty_us, say)
 
     def parts(self, team: Team, meter: Meter | None) -> dict[str, float] | None:
-        """What the time of a provider that was timed goes to; None where that is not asked for. Collective."""
+        """Breakdown of the time of a provider that was timed; None if not requested. Collective."""
         return None
 
     def moved_bytes(self) -> int:
-        """Of the largest tensor that crosses between ranks in a GEMM op; 0 for what fits besides."""
+        """Size of the largest tensor that moves between ranks in a GEMM op; 0 for ops that need no more memory."""
         if self.op == "gemm":
             return 0
         sizes = [shape.size for shape in self.shapes if len(shape.size) == 3]
@@ -73,7 +73,7 @@ class Plan:
         )
 
     def protocol(self, simulated: bool, empty_us: float | None) -> dict[str, Any]:
-        """How the times came about, for the JSON. ``empty_us``: of two events in a graph with nothing between them."""
+        """Description of the timing for the JSON. ``empty_us``: time between two adjacent events in a graph."""
         if simulated:
             return {"timing": "the host's clock around simulated calls: times mean nothing", "check": CHECK}
         found = {
@@ -97,8 +97,11 @@ class Plan:
 
 
 def heap_bytes(plans: Sequence[Plan]) -> int:
-    """Symmetric memory per rank that the GEMM ops' workspaces may need, besides 6 GiB: what `weft tune` tries of collectives
-    has slots of 1.4 GiB at four ranks and 2.8 at eight, for each of two transports."""
+    """Symmetric memory per rank for the GEMM ops' workspaces, besides 6 GiB.
+
+    Candidates of `weft tune` for collectives have receive buffers of 1.4 GiB at four ranks and 2.8 at eight, for each of two
+    transports.
+    """
     largest: dict[str, int] = {}
     for plan in plans:
         largest[plan.op] = max(largest.get(plan.op, 0), plan.moved_bytes())

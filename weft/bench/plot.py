@@ -1,7 +1,7 @@
-"""Reports as an SVG picture, a panel for each: times of collectives over bytes, TFLOP/s of GEMM ops over shapes; of layers
-and models the times, and in a second panel what they go to.
+"""Reports as an SVG picture with one panel each: times of collectives over bytes, TFLOP/s of GEMM ops over shapes, times of
+layers and models and, in a second panel, their breakdown.
 
-matplotlib draws it. Nothing else of weft needs it: ``pip install weft[plot]``.
+Drawn by matplotlib, which nothing else of weft needs: ``pip install weft[plot]``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from weft.bench.shapes import LEVELS, is_collective
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH, HEIGHT = 9.0, 4.2  # inches of a panel
-# Told apart by colour-blind readers as well (Okabe and Ito), weft's own first.
+WIDTH, HEIGHT = 9.0, 4.2  # inches per panel
+# Distinguishable for colour-blind readers (Okabe and Ito), weft's own first.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#7b4fa3", "#8c6d31")
-# Text stays text, and the same report gives the same bytes: plots are kept in git.
+# Text stays text, and equal reports give equal bytes: plots are kept in git.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "weft", "font.family": "sans-serif", "font.size": 9}
 PLAIN = {"Date": None, "Creator": None}
 
 
 def check_matplotlib() -> None:
-    """ValueError where it is missing, for callers who would like to know before they have measured for an hour."""
+    """Raise ValueError if matplotlib is missing, before hours of measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plots need matplotlib, which is not installed: pip install weft[plot]")
 
 
 def svg(reports: Sequence[Report]) -> str:
-    """One picture; reports without a time have an empty panel. ValueError without matplotlib."""
+    """Picture of the reports. A report without times has an empty panel. ValueError without matplotlib."""
     check_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def svg(reports: Sequence[Report]) -> str:
     panels = [(draw, report) for report in reports for draw in _panels(report)]
     count = max(1, len(panels))
     with matplotlib.rc_context(STYLE):
-        # A Figure of its own: pyplot keeps state and looks for a display.
+        # A separate Figure: pyplot keeps state and looks for a display.
         figure = Figure(figsize=(WIDTH, HEIGHT * count), layout="constrained")
         for axes, (draw, report) in zip(figure.subplots(count, squeeze=False)[:, 0], panels, strict=False):
             draw(axes, report, COLOURS)
@@ -55,7 +55,7 @@ def svg(reports: Sequence[Report]) -> str:
 def _panels(report: Report) -> list[Callable[[Axes, Report, Sequence[str]], None]]:
     if report.op not in LEVELS:
         return [_panel]
-    from weft.bench.levels import plot  # it reads models, which tables of ops do without
+    from weft.bench.levels import plot  # imports the models, which plots of ops do not need
 
     return [plot.times, plot.parts] if any(row.parts_us for row in report.rows) else [plot.times]
 
@@ -74,7 +74,7 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
             "color": colours[number % len(colours)], "marker": "o", "markersize": 4, "gid": provider,
             "linewidth": 2.5 if provider == "weft.auto" else 1.2,
         }  # fmt: skip
-        # A line joins shapes that differ in M or in bytes only; the first of a provider's stands in the legend.
+        # A line joins shapes that differ in M or in bytes only; a provider's first line is in the legend.
         for part, (_, run) in enumerate(groupby(points, key=lambda point: shapes[point[0]][1:])):
             places, values = zip(*run, strict=True)
             axes.plot(places, values, label=None if part else provider, **style)
@@ -92,7 +92,7 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
 
 
 def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, float]]]:
-    """Provider -> (place of the shape, µs of a collective or TFLOP/s), for those that have a time."""
+    """Points by provider, for shapes with a time: (index of the shape, µs of a collective or TFLOP/s)."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for provider in providers_of(report):
         for place, shape in enumerate(shapes):

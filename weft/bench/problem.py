@@ -1,4 +1,4 @@
-"""One shape of one op at one rank: random inputs, the fp32 answer, and how far from it an answer may be."""
+"""Problem: one shape of one op at one rank, with random inputs, the fp32 answer and its tolerance."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Between two uses of the same weights so many other bytes are read: twice the 60 MB L2 of an H200.
+# Bytes read between two uses of the same weights: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6
-# A set is a call in every CUDA graph, so that small ones are many calls; of those with large results, few.
+# Each set is one call in a CUDA graph: many for small inputs, few for large results.
 MOST_SETS, FEW_SETS, RESULT_BYTES = 256, 24, 4e9
 FP32_EPS = torch.finfo(torch.float32).eps
 
@@ -29,7 +29,7 @@ Inputs = tuple[torch.Tensor, ...]
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How an answer compares with the fp32 one; ``wrong`` says why it is not accepted, empty if it is."""
+    """Comparison of an answer with the fp32 one. ``wrong``: reason for its rejection, "" if it is accepted."""
 
     max_abs_error: float
     rms_error: float
@@ -37,10 +37,10 @@ class Verdict:
 
 
 class Problem:
-    """op, dtype, shape and team; ``sets`` of this rank's inputs, different ones, to rotate through.
+    """Inputs and answer of one shape. ``sets``: different inputs of this rank, used in rotation.
 
-    Inputs: x of a collective; a, b of a GEMM op, as the op of weft takes them. All are a function of (op, shape, rank,
-    number of the set), so every rank makes its peers' inputs itself where it needs them for the answer.
+    Inputs: x of a collective; a, b of a GEMM op, as weft's op takes them. All are a function of (op, shape, rank, number of
+    the set), so a rank can make its peers' inputs where the answer needs them.
     """
 
     def __init__(self, op: str, shape: Shape, dtype: str, team: Team) -> None:
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def replicas(self) -> int:
-        """Calls in one CUDA graph: enough that the weights of the first are cold again when it is replayed."""
+        """Number of calls in one CUDA graph: enough that the first weights are cold again at its replay."""
         if self.op not in COLLECTIVES:
             return max(2, len(self.sets))
         return 8 if self.shape.size[0] <= 1 << 20 else 4 if self.shape.size[0] <= 1 << 24 else 2
@@ -67,7 +67,7 @@ class Problem:
         return min(most, 1 + math.ceil(COLD_BYTES / nbytes))
 
     def _sizes(self) -> list[tuple[int, ...]]:
-        """Of one rank's inputs."""
+        """Sizes of one rank's inputs."""
         size, world = self.shape.size, self.team.size
         if self.op in COLLECTIVES:
             elements = size[0] // self.dtype.itemsize
@@ -79,28 +79,28 @@ class Problem:
         seed = zlib.crc32(f"{self.op} {self.shape.size} {rank} {number}".encode())
         generator = torch.Generator(self.team.device).manual_seed(seed)
         sizes = self._sizes()
-        # Products of b have the variance of a: nothing grows with K, whatever is summed.
+        # Products with b have the variance of a, so that sums do not grow with K.
         scales = [1.0] if len(sizes) == 1 else [1.0, sizes[1][1] ** -0.5]
         return tuple(
             torch.empty(size, dtype=self.dtype, device=self.team.device).normal_(0, scale, generator=generator)
             for size, scale in zip(sizes, scales, strict=True)
         )
 
-    # --- the answer to set 0 ----------------------------------------------------------------------------------------
+    # --- answer to set 0 -------------------------------------------------------------------------------------------
 
     @property
     def is_exact(self) -> bool:
-        """Nothing is computed: every bit must arrive as it was sent."""
+        """True if nothing is computed, so that all bits must arrive unchanged."""
         return self.op in ("all-gather", "all-to-all")
 
     def answer(self, local: bool = False) -> torch.Tensor:
-        """What this rank should get, in fp32 (or as it was sent). ``local``: of its own GEMM alone."""
+        """Expected result of this rank in fp32 (or unchanged). ``local``: of its own GEMM alone."""
         if local not in self._answers:
             self._answers[local] = self._local_answer() if local else self._answer()
         return self._answers[local]
 
     def forget(self) -> None:
-        """Give the answers' memory back."""
+        """Free the answers' memory."""
         self._answers.clear()
 
     def _peers(self) -> list[Inputs]:
@@ -131,10 +131,10 @@ class Problem:
         return total
 
     def gathered(self, number: int) -> torch.Tensor:
-        """All ranks' rows of A of a set, as a GEMM after an all-gather would see them."""
+        """All ranks' rows of A of a set, as a GEMM after an all-gather reads them."""
         return torch.cat([self._inputs(rank, number)[0] for rank in range(self.team.size)])
 
-    # --- judging ----------------------------------------------------------------------------------------------------
+    # --- comparison --------------------------------------------------------------------------------------------------
 
     def verdict(self, attempt: Attempt, actual: torch.Tensor) -> Verdict:
         return self.judge(actual, attempt.local)
@@ -143,7 +143,7 @@ class Problem:
         return self.compare(actual, self.answer(local), *self._tolerance(local))
 
     def compare(self, actual: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> Verdict:
-        """Each error may be ``relative`` times the element and ``absolute`` times the RMS of all."""
+        """Compare elementwise: each error may be ``relative`` times the element plus ``absolute`` times the RMS of all."""
         if tuple(actual.shape) != tuple(expected.shape):
             return Verdict(
                 max_abs_error=math.inf,
@@ -161,10 +161,10 @@ class Problem:
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
 
     def _tolerance(self, local: bool) -> tuple[float, float]:
-        """(of the element, of the answer's RMS): one rounding, a random walk of fp32 sums, and partial sums in ``dtype``.
+        """(relative to the element, relative to the RMS): one rounding, a random walk of fp32 sums, partial sums in ``dtype``.
 
-        A library's ring rounds W - 1 times, and cuBLAS may add what split K computes in halves. What is left out shows
-        all the same: 64 of K = 5120 are 0.11 of the RMS, all of these together 0.03 in bf16.
+        A library's ring rounds W - 1 times, and cuBLAS may add split-K partials in 16 bits. Omissions still show: 64 of
+        K = 5120 are 0.11 of the RMS, all tolerances together 0.03 in bf16.
         """
         eps = torch.finfo(self.dtype).eps
         summed = self.op in ("all-reduce", "reduce-scatter", "gemm-rs", "gemm-ar") and not local
@@ -174,6 +174,6 @@ class Problem:
 
 
 def poison(problem: Problem, local: bool) -> None:
-    """Fill the memory that the result is likely to get: what is not written shows."""
+    """Fill the memory that the result will probably get, so that unwritten elements show."""
     expected = problem.answer(local)
     torch.empty(expected.shape, dtype=problem.dtype, device=expected.device).fill_(math.nan)

@@ -1,4 +1,4 @@
-"""Every way to do an op, in one registry: weft's algorithms and designs as its modules list them, then the baselines."""
+"""Registry of the providers of each op: weft's algorithms and designs as its modules list them, then the baselines."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class Unavailable(Exception):
-    """This provider cannot run this problem here; the message is the reason in the table."""
+    """Error: a provider cannot run a problem here. Its message is the reason in the table."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """A provider set up for one problem.
+    """Provider set up for one problem.
 
-    run      (number of the set) -> the result; given to the current stream, captured if the provider can be
+    run      (number of the set) -> the result; submits to the current stream, and is captured if the provider allows it
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
-    local    the result is that of this rank's GEMM alone; of a layer, this rank's rows of it
-    in_place the result is where the input was: right once after each ``prepare``
-    close    gives back what does not go by itself
-    chosen   of a model's step: where ``run`` leaves the tokens that it chooses
-    first    of a level: answers that are compared before ``run`` is called, as (where, distance on this rank)
+    local    the result is that of this rank's GEMM alone; for a layer, this rank's rows of it
+    in_place the result replaces the input: correct once after each ``prepare``
+    close    frees resources that are not freed automatically
+    chosen   for a model's step: memory to which ``run`` writes the chosen tokens
+    first    for a model benchmark: comparisons made before ``run`` is called, as (name, distance on this rank)
     """
 
     run: Callable[[int], torch.Tensor]
@@ -47,9 +47,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """``make`` may raise Unavailable; it is called by all ranks, and may take part in collective calls.
+    """Way to do an op. All ranks call ``make``, which may be collective and may raise Unavailable.
 
-    on_request  on GPUs it runs only where its name or family is given
+    on_request  on GPUs it runs only if its name or family is given
     """
 
     name: str
@@ -60,8 +60,8 @@ class Provider:
 
 
 NORM_EPS = 1e-6
-# The op of the command line -> its function and module in weft.ops. A module that has several ways to do it lists them
-# in ALGORITHMS, and its function takes one as ``algorithm``.
+# Command-line name of an op -> its function and module in weft.ops. A module with several algorithms lists them in ALGORITHMS,
+# and its function takes one as ``algorithm``.
 WEFT = {
     "all-reduce": "all_reduce",
     NORMED: "all_reduce_rms_norm",
@@ -73,7 +73,7 @@ WEFT = {
     "gemm-rs": "matmul_reduce_scatter",
     "gemm-ar": "matmul_all_reduce",
 }
-# Ops whose module takes a GemmConfig, each of its designs a provider.
+# Ops whose module takes a GemmConfig; each design is a provider.
 DESIGNED = ("ag-gemm", "gemm-rs", "gemm-ar")
 
 
@@ -84,10 +84,10 @@ def providers_for(op: str) -> tuple[Provider, ...]:
 
 
 def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:
-    """The providers of ``op`` that ``words`` name. "torch" also names every "torch.…". Without words all of them; on GPUs
-    all but those on request.
+    """Providers of ``op`` that ``words`` name. "torch" also names every "torch.…".
 
-    ValueError for a word that names none of any op, or where none is left for this one.
+    Without words these are all providers; on GPUs all but those on request. ValueError for a word that names no provider of any
+    op, or if none is left for this one.
     """
     available = providers_for(op)
     if not words:
@@ -166,7 +166,7 @@ def _designed(problem: Problem, design: str) -> Attempt:
 
 
 def config_of(problem: Problem, design: str) -> GemmConfig:
-    """What ``weft.auto`` takes, if it is of this design; else the default with what the rules say of this design."""
+    """Config of ``weft.auto`` if it has this design, else the default config with the rules' fields for this design."""
     op, team = WEFT[problem.op], problem.team
     call = (op, *problem.shape.size, problem.dtype, team.size, team.caps)
     found = config.configured(*call)
@@ -176,7 +176,7 @@ def config_of(problem: Problem, design: str) -> GemmConfig:
     if default.design == design:
         return default
     if team.size == 1 and design == "segments":
-        design = "library"  # all rows are this rank's: one GEMM of the library
+        design = "library"  # all rows are this rank's: one cuBLAS GEMM
     unset = {field.name: field.default for field in fields(GemmConfig) if field.name in config.OF_SEGMENTS}
     cut = config.segments_for(op, *problem.shape.size, team.size) if design == "segments" else {}
     return replace(default, **{**unset, **cut, "design": design})

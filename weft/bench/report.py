@@ -1,4 +1,4 @@
-"""What a run found, as data: written to JSON, read back, and all tables and plots made from it."""
+"""Results of a run as data: written to JSON, read back, source of all tables and plots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
 
 SCHEMA = 1
-# "weft": ours. "other": does the same. "ceiling": the GEMM alone, which overlap can reach but does not have to beat.
+# "weft": weft's own. "other": a baseline. "ceiling": the GEMM alone, an upper limit that overlap can reach.
 ROLES = ("weft", "other", "ceiling")
-# "graph": events in a CUDA graph. "around": whole graphs, see the protocol. "eager": events on the stream.
+# "graph": events in a CUDA graph. "around": whole graphs (see the protocol). "eager": events on the stream.
 # "wall": the host's clock. "host": the simulator's, which means nothing.
 MODES = ("graph", "around", "eager", "wall", "host")
 
@@ -24,12 +24,12 @@ MODES = ("graph", "around", "eager", "wall", "host")
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One provider at one shape. Times are None where it did not run; then ``reason`` says why.
+    """One provider at one shape. Times are None if it did not run; then ``reason`` says why.
 
-    median_us  of one call, of the rank where it is largest; p10_us and p90_us are that rank's (of few samples least and most)
-    chain_us   per call of several in a row, where they are short
-    eager_us   without a graph, where that was asked for
-    parts_us   what a step's time goes to, by kind of kernel, where that was asked for: of rank 0
+    median_us  of one call, on the rank with the largest median; p10_us and p90_us are that rank's (extremes of few samples)
+    chain_us   per call of several in a row, for short calls
+    eager_us   without a graph, if requested
+    parts_us   breakdown of a step by kind of kernel, of rank 0, if requested
     first_us, tokens_per_second: of generate, whose median_us is that of a token after the first
     reason     why there is no time, or why it was not taken inside a graph
     """
@@ -62,7 +62,7 @@ class Row:
 @exchangeable
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """One op at one world size; ``subject``: the model whose steps were taken, of a level."""
+    """Results of one op at one world size. ``subject``: the model of a model benchmark."""
 
     op: str
     world_size: int
@@ -89,18 +89,18 @@ def write(path: Path, reports: Iterable[Report]) -> None:
 
 
 def write_all(paths: Sequence[Path], before: Sequence[Report], reports: Sequence[Report]) -> None:
-    """Those of ``before`` and ``reports`` into each of ``paths``."""
+    """Write ``before`` and ``reports`` to each of ``paths``."""
     for path in paths:
         write(path, [*before, *reports])
 
 
 def write_last(folder: Path, reports: Sequence[Report]) -> None:
-    """The last one into a file of its own, OP.wW.json."""
+    """Write the last report to its own file, OP.wW.json."""
     write(folder / f"{reports[-1].op}.w{reports[-1].world_size}.json", reports[-1:])
 
 
 def read(path: Path) -> list[Report]:
-    """ValueError, with the file's name, for what is not a results file of this schema."""
+    """Reports of a results file. ValueError, with the file's name, for another schema."""
     try:
         return from_json(path.read_text())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -125,12 +125,12 @@ def from_json(text: str) -> list[Report]:
 
 
 def shapes_of(report: Report) -> list[tuple[int, ...]]:
-    """In the order of the run."""
+    """Shapes in the order of the run."""
     return list(dict.fromkeys(row.shape for row in report.rows))
 
 
 def providers_of(report: Report) -> list[str]:
-    """weft's first, then the others, then ceilings."""
+    """Providers: weft's first, then the others, then ceilings."""
     names = dict.fromkeys((row.provider, row.role) for row in report.rows)
     return [name for role in ROLES for name, its_role in names if its_role == role]
 
@@ -140,7 +140,7 @@ def row_of(report: Report, shape: Sequence[int], provider: str) -> Row | None:
 
 
 def weft_row(report: Report, shape: Sequence[int]) -> Row | None:
-    """What a user gets, ``weft.auto``; the fastest other row of weft where that was not measured."""
+    """Row of ``weft.auto``, the default, or of the fastest other weft provider if that was not measured."""
     rows = _timed(report, shape, "weft")
     return next((row for row in rows if row.provider == "weft.auto"), min(rows, key=_median, default=None))
 

@@ -1,4 +1,4 @@
-"""What every rank runs: for each shape, set up and check all providers, then time them round by round."""
+"""Measurement on each rank: for each shape, set up and check all providers, then time them in rounds."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Save = Callable[[list[Report]], None]
-# Nobody goes on after these.
+# Errors that end the run.
 FATAL = (Stuck, CallMismatch, PeerFailed, PeerSilent)
 
 
 class OutOfStep(WeftError):
-    """A provider started its kernels on some ranks only: they wait for peers that will not come."""
+    """Error: a provider started its kernels on some ranks only, so they wait for peers that will not come."""
 
     def __init__(self, rank: int, what: str, reason: str) -> None:
         super().__init__(f"rank {rank}: {what} failed on some ranks only ({reason}), so nothing after it was measured")
         self.rank, self.what, self.reason = rank, what, reason
-        self.reports: list[Report] = []  # what was found before
+        self.reports: list[Report] = []  # results so far
 
 
 @dataclass(slots=True, kw_only=True)
 class Entrant:
-    """A provider that gave the right answer, with its meters: of single calls, of calls in a row, without a graph."""
+    """Provider that gave the right answer, with its meters: single calls, calls in a row, without a graph."""
 
     row: Row
     attempt: Attempt
@@ -57,12 +57,12 @@ class Entrant:
 
 
 def run_plans(team: Team, plans: Sequence[Plan], save: Save | None, say: Callable[[str], None]) -> list[Report]:
-    """Measure ``plans`` one after the other; the same reports on every rank.
+    """Measure ``plans`` one after the other. All ranks return the same reports.
 
-    save    called by rank 0 after every shape with the reports so far, so that a run that is killed leaves what it found
+    save    called by rank 0 after every shape with the reports so far, so that a killed run leaves its results
     say     called by rank 0 with a line for each shape
 
-    Stuck or OutOfStep if a provider's kernels do not end; its ``reports`` hold what was found, and why not the rest.
+    Raises Stuck or OutOfStep if a provider's kernels do not end; its ``reports`` hold the results so far and the reason.
     """
     if team.device.type == "cuda":
         barrier(team)  # loaded before the first capture
@@ -106,7 +106,7 @@ def run_plans(team: Team, plans: Sequence[Plan], save: Save | None, say: Callabl
 
 
 def neighbours(balanced: Mapping[str, bool]) -> str:
-    """For the protocol: at which shapes every meter came right behind every other one equally often."""
+    """Shapes, for the protocol, at which every meter came directly after every other one equally often."""
     others = [label for label, is_balanced in balanced.items() if not is_balanced]
     if not others:
         return "balanced"
@@ -116,16 +116,16 @@ def neighbours(balanced: Mapping[str, bool]) -> str:
 
 
 def silent(told: Any) -> None:
-    """Says nothing, and writes nothing."""
+    """Print nothing, write nothing."""
 
 
 class Bench:
-    """One plan at one rank. Every method is collective: all ranks take the same way through it."""
+    """One plan at one rank. Every method is collective: all ranks take the same path through it."""
 
     def __init__(self, team: Team, plan: Plan, empty_us: float | None, say: Callable[[str], None] = silent) -> None:
         self.team, self.plan, self.empty_us, self.say = team, plan, empty_us, say
         self.providers = plan.chosen(team.is_simulated)
-        self.balanced: dict[str, bool] = {}  # by the labels of shapes: whether neighbours were
+        self.balanced: dict[str, bool] = {}  # by label of the shape: True if neighbours were balanced
 
     def measure(self, shape: Shape) -> list[Row]:
         problem, reason = self.problem(shape)
@@ -166,12 +166,12 @@ class Bench:
         return list(rows.values())
 
     def problem(self, shape: Shape) -> tuple[Any, str | None]:
-        """(what the providers are set to, None), or (None, why it cannot be)."""
+        """(problem of the shape, None), or (None, reason why it cannot be set up)."""
         return self.together(lambda: self.plan.problem(shape, self.team))
 
     @contextlib.contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """Says how long something took, of what may take long: whole steps of models."""
+        """Scope that reports its duration, for slow operations: whole steps of models."""
         started = time.perf_counter()
         yield
         if self.plan.subject:
@@ -180,7 +180,7 @@ class Bench:
     # --- one provider -----------------------------------------------------------------------------------------------
 
     def enter(self, problem: Problem, provider: Provider) -> Entrant:
-        """The provider's answer checked. The row has a reason if it is out."""
+        """Entrant of a provider whose answer was checked. Its row has a reason if it is excluded."""
         row = self.row(problem.shape, provider)
         what = f"{provider.name} at {problem.shape.label}"
         attempt, reason = self.together(lambda: provider.make(problem))
@@ -197,7 +197,7 @@ class Bench:
         return Entrant(row=self.judged(row, problem, attempt, out, "wrong answer"), attempt=attempt)
 
     def rehearsed(self, problem: Problem, attempt: Attempt, what: str) -> str | None:
-        """Why the attempt is out before its first call; None if it is not."""
+        """Reason to exclude the attempt before its first call; None if there is none."""
         return None
 
     def judged(self, row: Row, problem: Problem, attempt: Attempt, out: Any, complaint: str) -> Row:
@@ -206,13 +206,13 @@ class Bench:
             return replace(row, reason=f"could not be checked: {reason}")
         verdicts: list[Verdict] = self.team.exchange(verdict)
         wrong = next((f"{complaint}: rank {rank}: {v.wrong}" for rank, v in enumerate(verdicts) if v.wrong), None)
-        # NaN has no place in JSON, and a maximum would lose it.
+        # JSON has no NaN, and a maximum would lose it.
         worst = max((v.max_abs_error for v in verdicts if math.isfinite(v.max_abs_error)), default=None)
         rms = max((v.rms_error for v in verdicts if math.isfinite(v.rms_error)), default=None)
         return replace(row, max_abs_error=worst, rms_error=rms, reason=wrong)
 
     def set_up(self, problem: Problem, entrant: Entrant) -> None:
-        """The entrant's meters, its answer checked once more as they give it. No ``single`` if it is out."""
+        """Entrant with its meters, whose answers are checked again. No ``single`` if it is excluded."""
         team, attempt = self.team, entrant.attempt
         numbers = measure.order(len(problem.sets), problem.replicas)
         if team.is_simulated:
@@ -243,7 +243,7 @@ class Bench:
             entrant.eager = measure.EagerMeter(team, attempt, numbers)
 
     def replayed(self, problem: Problem, entrant: Entrant, meter: Meter, complaint: str) -> Row:
-        """The entrant's row after a round of ``meter``, whose last answer is checked. It has a reason if it is out."""
+        """Row after a round of ``meter`` and a check of its last answer. It has a reason if the entrant is excluded."""
         attempt, what = entrant.attempt, f"{entrant.row.provider} at {problem.shape.label}"
         for tensor in () if meter.out is None else meter.out if isinstance(meter.out, tuple) else (meter.out,):
             tensor.fill_(math.nan)
@@ -252,13 +252,13 @@ class Bench:
             return replace(entrant.row, reason=failure)
         finish(self.team, what)
         if attempt.in_place and isinstance(meter, (measure.ChainMeter, measure.AroundMeter)):
-            return entrant.row  # it went on with its own sums, for which there is no answer
+            return entrant.row  # it continued with its own sums, for which there is no answer
         return self.judged(entrant.row, problem, attempt, meter.out, complaint)
 
-    # --- all of them ------------------------------------------------------------------------------------------------
+    # --- all providers ----------------------------------------------------------------------------------------------
 
     def time(self, entrants: Sequence[Entrant]) -> Iterator[Row]:
-        """Rounds of all meters in turn; each row with the median of the rank whose median is largest."""
+        """Rounds of all meters in turn. Returns each row with the median of the rank whose median is largest."""
         if not entrants:
             return
         meters = [meter for entrant in entrants for meter in entrant.meters()]
@@ -269,7 +269,7 @@ class Bench:
         self.balanced[entrants[0].row.label] = rounds % measure.balanced_rounds(len(meters)) == 0
         samples: list[list[float]] = [[] for _ in meters]
         for number in range(rounds):
-            # Not after the same neighbour again and again: what ran before decides clocks and caches. The same on all ranks.
+            # Neighbours alternate, since the previous meter affects clocks and caches. Equal on all ranks.
             self.round([meters[place] for place in measure.in_turn(len(meters), number)])
             for meter, found in zip(meters, samples, strict=True):
                 found += meter.samples()
@@ -291,21 +291,21 @@ class Bench:
             meter.replay()
         finish(self.team, "a round of all providers")
 
-    # --- agreeing ---------------------------------------------------------------------------------------------------
+    # --- agreement --------------------------------------------------------------------------------------------------
 
     def together(self, action: Callable[[], T], launches: str | None = None) -> tuple[T | None, str | None]:
-        """(what ``action`` returned, None), or (None, the first rank's reason) on all ranks if it raised on any.
+        """(result of ``action``, None), or (None, the first rank's reason) on all ranks if it raised on any.
 
-        ``action`` must not be collective: a rank that raises would leave the others in it. What a provider does may be, where
-        it fails on all ranks alike.
-        ``launches``: what it gives to the GPU, where ranks wait for each other. OutOfStep if it raised on some only.
+        ``action`` must not be collective, since a rank that raises would leave the others in it. A provider's may be, if it
+        fails on all ranks alike.
+        ``launches``: description of its GPU work with waits between ranks. OutOfStep if it raised on some ranks only.
         """
         made, reason = None, None
         try:
             made = action()
         except FATAL:
             raise
-        except Exception as error:  # every failure of a provider is a row with its reason
+        except Exception as error:  # any failure of a provider becomes a row with its reason
             reason = _one_line(error)
         reasons = self.team.exchange(reason)
         first = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)

@@ -1,8 +1,8 @@
-"""What is measured: the ops by name, and named sets of shapes.
+"""Ops by name, and named sets of shapes.
 
 A shape of a collective is (bytes,): of the input of all-reduce, reduce-scatter and all-to-all, of the output of
 all-gather. A shape of all-reduce-rms-norm is (M, H): rows and columns. A shape of a GEMM op is (M, N, K): M rows of the whole
-product, N and K of the GEMM of one rank. Those of LEVELS are in weft.bench.levels.steps.
+GEMM, N and K of one rank's. Shapes of LEVELS are in weft.bench.levels.steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The sizes that decide a transformer's projections."""
+    """Sizes that determine a transformer's projections."""
 
     hidden: int
     query: int  # heads * head_dim
@@ -42,7 +42,7 @@ MODELS = {
     "qwen3-32b": Model(hidden=5120, query=8192, key_value=1024, intermediate=25600),
     "llama3-70b": Model(hidden=8192, query=8192, key_value=1024, intermediate=28672),
 }
-# yifuwang/symm-mem-recipes, the table of its fused all-gather-matmul: N and K of one of eight ranks.
+# yifuwang/symm-mem-recipes, the table of its fused all-gather-matmul: N and K of one rank of eight.
 RECIPES = {"8b": (1792, 4096), "70b": (3584, 8192), "105b": (6656, 16384)}
 RECIPE_ROWS = (4096, 8192, 16384)
 
@@ -53,9 +53,9 @@ PROJECTIONS = {
     "gemm-rs": ROW_PARALLEL,
     "gemm-ar": ROW_PARALLEL,
 }
-# A simulated tile costs milliseconds whatever its size.
+# A simulated tile costs milliseconds regardless of its size.
 TINY_SIZES = (1 * KIB, 12 * KIB)
-# The largest that simulated ranks take: at eight times as much `weft tune --quick` of two ranks goes on for minutes (x86).
+# Limits for simulated ranks: at eight times as much `weft tune --quick` at W=2 takes minutes (x86).
 SIMULATED_BYTES, SIMULATED_ROWS, SIMULATED_SIDE = 128 * KIB, 64, 512
 
 
@@ -66,12 +66,12 @@ class Shape:
 
 
 def dimensions(op: str) -> int:
-    """Of a shape of the op."""
+    """Number of dimensions of a shape of the op."""
     return 1 if op in COLLECTIVES else 2 if op == NORMED else 3
 
 
 def is_collective(op: str) -> bool:
-    """It moves data, and computes next to nothing: rated by its bytes on the wire."""
+    """True for an op that moves data and computes almost nothing, rated by its bytes on the wire."""
     return op in (*COLLECTIVES, NORMED)
 
 
@@ -82,14 +82,14 @@ def sets_for(op: str) -> tuple[str, ...]:
 def parse_shapes(
     op: str, words: Sequence[str], world_size: int, *, dtype: str = "bf16", tiny: bool = False
 ) -> tuple[Shape, ...]:
-    """The shapes that ``words`` name, in their order, none twice; the op's first set if there are no words.
+    """Shapes that ``words`` name, in their order, without duplicates; the op's first set if there are no words.
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
-           BYTES,BYTES,… (64KiB, 1MiB) of a collective; or several of them with commas between
-    dtype  bounds the rows of all-reduce-rms-norm; Plan refuses one that is unknown
-    tiny   for simulated ranks: named sets become a few small shapes, and large ones are refused
+           BYTES,BYTES,… (64KiB, 1MiB) of a collective; or several of them separated by commas
+    dtype  bounds the rows of all-reduce-rms-norm; Plan refuses an unknown one
+    tiny   for simulated ranks: named sets become a few small shapes, and large shapes are refused
 
-    ValueError for what it cannot read and for shapes that the op refuses.
+    ValueError for unreadable words and for shapes that the op refuses.
     """
     check_op(op, (NORMED,))
     read = _collective if op in COLLECTIVES else _normed if op == NORMED else _gemm
@@ -105,7 +105,7 @@ def parse_shapes(
 
 
 def stand_ins(op: str, words: Sequence[str], world_size: int, dtype: str = "bf16") -> tuple[str, ...]:
-    """A line for each named set among ``words``: the small shapes that simulated ranks run in its place."""
+    """A line for each named set among ``words`` with the small shapes that simulated ranks run instead."""
     lines = []
     for word in [one for several in words for one in words_apart(several)]:
         if not word[:1].isdigit():
@@ -121,7 +121,7 @@ def stand_ins(op: str, words: Sequence[str], world_size: int, dtype: str = "bf16
 
 
 def words_apart(text: str) -> list[str]:
-    """The words of a list: a number belongs to the numbers before it, or to the rows of a set."""
+    """Words of a list. A number belongs to the numbers before it, or to the rows of a set."""
     found: list[str] = []
     for part in text.split(","):
         word = found[-1] if found else ""
@@ -133,13 +133,13 @@ def words_apart(text: str) -> list[str]:
 
 
 def check_op(op: str, others: Sequence[str] = ()) -> None:
-    """ValueError unless ``op`` is one of OPS or of ``others``."""
+    """Raise ValueError unless ``op`` is one of OPS or of ``others``."""
     if op not in (*OPS, *others):
         raise ValueError(f"op {op!r} is unknown; choose one of {', '.join((*OPS, *others))}")
 
 
 def size_label(nbytes: int) -> str:
-    """64 KiB, 1 MiB, 1000 B."""
+    """Size as text: 64 KiB, 1 MiB, 1000 B."""
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
         if nbytes % unit == 0 and nbytes:
             return f"{nbytes // unit} {name}"
@@ -147,7 +147,7 @@ def size_label(nbytes: int) -> str:
 
 
 def _check_simulable(op: str, word: str, size: tuple[int, ...], world_size: int) -> None:
-    """ValueError for a shape that simulated ranks would take minutes for, with the smaller one to take."""
+    """Raise ValueError, with a smaller shape, for a shape that takes simulated ranks minutes."""
     if op in GEMMS:
         if max(size) <= SIMULATED_SIDE:
             return
@@ -170,7 +170,7 @@ def _check_simulable(op: str, word: str, size: tuple[int, ...], world_size: int)
 
 def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
     if word.lower() == "sizes":
-        # Every rank's part starts on 16 bytes, so that any algorithm may be tried.
+        # Every rank's part is aligned to 16 bytes, so that any algorithm may be tried.
         step = 16 * world_size
         sizes = [size // step * step for size in (TINY_SIZES if tiny else SIZES) if size >= step]
     else:
@@ -205,7 +205,7 @@ def _normed(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
 
 
 def _check_width(op: str, word: str, size: tuple[int, ...], dtype: str) -> None:
-    """ValueError for rows that the op has no kernel for, with the nearest that it has."""
+    """Raise ValueError, with the nearest valid row size, for rows without a kernel."""
     rows, width = size
     itemsize = ITEMSIZE.get(dtype, 2)
     step, most = 16 // itemsize, 64 * KIB // itemsize
@@ -248,7 +248,7 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
 
 
 def _check_rows(op: str, word: str, rows: Sequence[int], world_size: int) -> None:
-    """ValueError for rows that have no shard for every rank."""
+    """Raise ValueError for rows that cannot be split equally over the ranks."""
     for m in rows:
         if op in ROWS_SHARDED and m % world_size:
             raise ValueError(
@@ -260,7 +260,7 @@ def _check_rows(op: str, word: str, rows: Sequence[int], world_size: int) -> Non
 def _parts(op: str, name: str, world_size: int) -> dict[str, tuple[int, int]]:
     """Part of the set -> (N, K) of one rank's GEMM."""
     if name == "symm-mem-recipes":
-        # Mirrored where K is what the ranks share.
+        # N and K swapped if the ranks split K.
         return {part: (k, n) if op in ("gemm-rs", "gemm-ar") else (n, k) for part, (n, k) in RECIPES.items()}
     model = MODELS[name]
     if any(size % world_size for size in (model.query, model.key_value, model.intermediate)):

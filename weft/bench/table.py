@@ -1,4 +1,4 @@
-"""A report as a table: a pure function of it, printed in colour or written as Markdown."""
+"""Reports as tables: pure functions, printed in colour or written as Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """title, header and cells as text; ``slower``: rows where weft loses; ``notes``: sentences below the table."""
+    """Title, header and cells as text. ``slower``: rows where weft loses; ``notes``: sentences below the table."""
 
     title: str
     header: tuple[str, ...]
@@ -29,7 +29,7 @@ class Sheet:
 
 
 def sheets(report: Report) -> list[Sheet]:
-    """All tables of a report: of a level also what the time goes to, where that was measured."""
+    """All tables of a report; for a model benchmark also the breakdown, if it was measured."""
     if report.op not in LEVELS:
         return [sheet(report)]
     from weft.bench.levels import table as levels  # it imports this module
@@ -38,7 +38,7 @@ def sheets(report: Report) -> list[Sheet]:
 
 
 def sheet(report: Report) -> Sheet:
-    """Per shape each provider's time, weft's speed-up over the best other, its rate and its share of the limit."""
+    """Table with each provider's time per shape, weft's speed-up over the best other, its rate and share of the limit."""
     providers, shapes = providers_of(report), shapes_of(report)
     unit = "busbw GB/s" if is_collective(report.op) else "TFLOP/s"
     rows, slower = [], set()
@@ -103,7 +103,7 @@ def _cell(row: Row | None) -> str:
 
 
 def microseconds(value: float) -> str:
-    """Three digits or so: 3.26, 41.8, 752."""
+    """Number with about three digits: 3.26, 41.8, 752."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
@@ -113,33 +113,33 @@ def plain(value: float | None, form: str) -> str:
 
 def _notes(report: Report, providers: Sequence[str]) -> list[str]:
     notes = about_machine(
-        report, "Median of single calls, the maximum over the ranks. Speed-up: weft.auto over the fastest other."
+        report, "Median of single calls, maximum over the ranks. Speed-up: weft.auto over the fastest baseline."
     )
     rows = report.rows
     if any(row.chain_us is not None for row in rows):
         notes.append("In brackets: per call of several in a row.")
     if any(row.eager_us is not None and row.mode != "eager" for row in rows):
-        notes.append("After the stroke: without a CUDA graph.")
+        notes.append("After the slash: without a CUDA graph.")
     if any(row.mode == "eager" for row in rows):
         notes.append("*: could not be captured in a CUDA graph.")
     if any(row.role == "ceiling" for row in rows):
         ceilings = ", ".join(dict.fromkeys(row.provider for row in rows if row.role == "ceiling"))
-        notes.append(f"{ceilings}: the GEMM alone, no provider of the op.")
+        notes.append(f"{ceilings}: the GEMM alone, not the whole op.")
     return notes + reasons(report, providers)
 
 
 def about_machine(report: Report, times: str) -> list[str]:
-    """What stands first below a table; ``times``: how those of GPUs came about."""
+    """First notes below a table. ``times``: how the times on GPUs were taken."""
     if report.is_simulated:
         ran = any(row.max_abs_error is not None or _cell(row) not in ("", NONE) for row in report.rows)
         return [f"Simulated ranks: {'answers were checked' if ran else 'no answer was checked'}, times mean nothing."]
     gpu = report.machine["gpu"]
-    unknown = f"No limits: the rates that they rest on are known of {', '.join(GPUS)}, not of {gpu}."
+    unknown = f"No limits: rates are known for {', '.join(GPUS)}, not for {gpu}."
     return [times] if limits_of(gpu) is not None else [times, unknown]
 
 
 def reasons(report: Report, providers: Sequence[str]) -> list[str]:
-    """Why providers did not run, those with the same reason at the same shapes in one note."""
+    """Notes why providers did not run; equal reasons at equal shapes share a note."""
     everywhere = [row.label for row in report.rows if row.provider == providers[0]] if providers else []
     shared: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for provider in providers:
@@ -156,7 +156,7 @@ def reasons(report: Report, providers: Sequence[str]) -> list[str]:
 
 
 def show(made: Sheet, console: Console) -> None:
-    """Print it; speed-ups below 1 are red."""
+    """Print a table; speed-ups below 1 are red."""
     console.print(Text(made.title, style="bold"), soft_wrap=True)
     rows = [
         [Text(cell, style="red" if number in made.slower and at == len(row) - 3 else "") for at, cell in enumerate(row)]
@@ -169,8 +169,10 @@ def show(made: Sheet, console: Console) -> None:
 
 
 def show_cells(header: Sequence[str], rows: Sequence[Sequence[Text]], console: Console, left: int = 1) -> None:
-    """Print a table whose first ``left`` columns are words. On a terminal that is too narrow it is turned: each row
-    a column, as many side by side as there is room for."""
+    """Print a table whose first ``left`` columns are text.
+
+    On a terminal that is too narrow it is transposed: each row becomes a column, as many side by side as fit.
+    """
     named = [Text(name, style="bold") for name in header]
     whole = _table([named, *rows], left)
     if not console.is_terminal or not rows or _width(whole, console) <= console.width:
@@ -205,7 +207,7 @@ def _width(table: Table, console: Console) -> int:
 
 
 def _print(table: Table, console: Console) -> None:
-    """With all its cells whole, wherever lines are broken."""
+    """Print without breaking cells."""
     width = console.width
     console.width = max(width, _width(table, console))
     console.print(table)
@@ -213,7 +215,7 @@ def _print(table: Table, console: Console) -> None:
 
 
 def markdown(made: Sheet) -> str:
-    """A GitHub table and its notes."""
+    """GitHub table with its notes."""
     lines = [f"| {' | '.join(made.header)} |", f"|---{'|---:' * (len(made.header) - 1)}|"]
     lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in made.rows]
     return "\n".join([*lines, "", *(f"- {note}" for note in made.notes)])

@@ -420,14 +420,14 @@ def test_the_tables_of_a_model():
 def test_a_model_is_drawn_and_paged(tmp_path):
     pytest.importorskip("matplotlib")
     picture = svg([canned_model()])
-    for words in ("times the roofline; ms", "µs a layer", "weft.auto", "torch.compile", "gap"):
+    for words in ("times the roofline; ms", "µs per layer", "weft.auto", "torch.compile", "gap"):
         assert words in picture
     assert svg([canned_model()]) == picture
     report.write(tmp_path / "results" / "h200-x4" / "model.w4.json", [canned_model()])
     assert performance.main(tmp_path / "results", tmp_path / "performance.md") == 0
     page = (tmp_path / "performance.md").read_text()
     assert "### model of qwen3-32b" in page
-    assert "#### model of qwen3-32b, world size 4: µs a layer" in page
+    assert "#### model of qwen3-32b, world size 4: µs per layer" in page
     assert (tmp_path / "performance" / "h200-x4-model-qwen3-32b-w4-bf16.svg").is_file()
     report.write(tmp_path / "results" / "h200-x4" / "model-more.w4.json", [canned_model()])
     assert performance.main(tmp_path / "results", tmp_path / "performance.md") == 0

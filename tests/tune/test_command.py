@@ -106,7 +106,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
     monkeypatch.setattr(spaces, "call", failing)
     result = tune("all-reduce", "--quick", "--shapes", shapes, "--out", str(file))
     assert result.exit_code == 1
-    assert (f"what was found before is in {file}" in result.stderr) == file.exists() == bool(good)
+    assert (f"results so far are in {file}" in result.stderr) == file.exists() == bool(good)
     assert "Traceback" not in result.output
 
 

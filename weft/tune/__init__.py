@@ -1,1 +1,1 @@
-"""``weft tune``: which tiles, transports and designs an op should take on this machine, measured and written down."""
+"""``weft tune``: search for the fastest tiles, transports and designs of ops on this machine."""

@@ -1,4 +1,4 @@
-"""``weft tune``: flags to a frozen dataclass, a search on all ranks, and its table. cli.py registers it."""
+"""Command ``weft tune``: flags to a frozen dataclass, a search on all ranks, its table. cli.py registers it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """The flags, as they were typed. ValueError for what no machine could make right.
+    """Flags as typed. ValueError for values that are wrong on any machine.
 
-    words  OP or OP@SHAPES; words of one op are searched together. ``shapes`` are those of words without their own
+    words  OP or OP@SHAPES; words of one op are searched together. ``shapes``: for words without their own
     """
 
     words: tuple[str, ...]
@@ -82,13 +82,13 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="The file to write [default: weft's own, which the ops read]")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the times of all candidates there")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the times of all candidates to this file")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
-    """Find the fastest tiles, transports and designs of ops on this machine, for the ops to use from now on.
+    """Find the fastest tiles, transports and designs of ops on this machine, and write them where ops look them up.
 
-    Exit status 1: the search ended early; what was found before is in the file.
+    Exit status 1: the search ended early; the file holds the results so far.
     """
     from weft.bench.shapes import stand_ins
     from weft.tune.spaces import OWN_FIRST
@@ -126,7 +126,7 @@ class Run:
 
 
 def plan(options: TuneOptions) -> list[Run]:
-    """A run for each world size. Everything that can be refused is refused here, before the first rank starts."""
+    """Runs, one for each world size. Everything that can be refused is refused here, before the first rank starts."""
     import torch
 
     from weft.bench.shapes import parse_shapes
@@ -161,7 +161,7 @@ def plan(options: TuneOptions) -> list[Run]:
 
 
 def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -> None:
-    """ValueError unless rows of this machine may go into ``file`` as it is, or a new one may be made."""
+    """Raise ValueError unless rows of this machine may be added to ``file``, or it can be created."""
     from weft.plan import table as tuned
 
     check_output("--out", file)
@@ -176,7 +176,7 @@ def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -
 
 
 def _tune(runs: list[Run], traceback: bool) -> Exception | None:
-    """Run them one after the other; the error that ended them early, if one did."""
+    """Run them one after the other. Returns the error that ended them early, if any."""
     from weft.bench.plan import Plan, heap_bytes
     from weft.runtime.launch import launch
 
@@ -185,12 +185,12 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
         heap = heap_bytes(harness) if run.device == "cuda" else None
         try:
             outcomes = launch(on_rank, run.world_size, run.device, args=(run.plans, run.json), heap_bytes=heap)[0]
-        except (WeftError, OSError) as error:  # OSError: the file cannot be written any more
+        except (WeftError, OSError) as error:  # OSError: the file can no longer be written
             if traceback:
                 raise
             files = dict.fromkeys(one.out for one in run.plans if one.out is not None and one.out.is_file())
             if talks() and files:
-                typer.echo(f"what was found before is in {', '.join(map(str, files))}", err=True)
+                typer.echo(f"results so far are in {', '.join(map(str, files))}", err=True)
             return error
         if talks():
             for one, found in zip(run.plans, outcomes, strict=True):
@@ -199,7 +199,7 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
 
 
 def on_rank(team: Team, plans: tuple[TunePlan, ...], tried: Path | None) -> list[list[Outcome]]:
-    """What each rank runs. Rank 0 says how far it is."""
+    """Run the search on one rank. Rank 0 prints progress."""
     from weft.tune.search import search
 
     with progress(team.rank == 0) as say:
@@ -207,7 +207,7 @@ def on_rank(team: Team, plans: tuple[TunePlan, ...], tried: Path | None) -> list
 
 
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:
-    """A line for each shape, what was dropped and why, and where it was written."""
+    """Print a line for each shape, the dropped candidates with reasons, and the file written."""
     console = Console(highlight=False)
     console.print(Text(f"{plan.name}, {plan.dtype}, world size {run.world_size}", style="bold"))
     header = ("shape", "chosen", "µs", "default µs", "gain", "tried", "dropped")
@@ -216,7 +216,7 @@ def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:
         console.print(Text(f"dropped {name}: {reason}", style="dim"), soft_wrap=True)
     if run.device == "sim":
         console.print(
-            "Simulated ranks: the search was gone through, times mean nothing, and no op will use them.", soft_wrap=True
+            "Simulated ranks: the search ran, but its times mean nothing and no op uses them.", soft_wrap=True
         )
     if plan.out is not None:
         console.print(f"written to {plan.out}", soft_wrap=True)

@@ -1,16 +1,16 @@
-"""What every rank runs: for each shape, rounds of candidates, all ranks the same ones, until the winner is agreed.
+"""Search on each rank: for each shape, rounds of the same candidates on all ranks, until they agree on the winner.
 
-A candidate passes these steps, and after each of them all ranks know of every rank whether it went well; one that failed
-anywhere is dropped everywhere:
+A candidate passes these steps. After each of them all ranks exchange results; a candidate that failed on any rank is dropped on
+all:
 
     compile   on every rank, with nothing launched (compiling.py)
     run       one call; an answer within the tolerance of fp32 on every rank
-    capture   in a CUDA graph, and the same answer from it
-    time      in turn with the others of its round; the maximum over the ranks of the median
-    confirm   the fastest ones once more, beside the default alone: of many, the one that was lucky reads fastest
+    capture   in a CUDA graph, with the same answer
+    time      alternating with the others of its round; the maximum over the ranks of the median
+    confirm   the fastest ones once more, together with the default alone: of many, a lucky one reads fastest
 
-Nothing hangs: every wait of the host is bounded. Where a kernel does not end, or a rank is lost, the search ends, and what
-was found for earlier shapes is in the file already.
+Nothing hangs: every wait of the host is bounded. If a kernel does not end, or a rank is lost, the search ends, and the results
+of earlier shapes are already in the file.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from weft.tune.spaces import Config
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# Less is noise: the default stays.
+# Smaller gains are noise: the default stays.
 LEAST_GAIN = 0.02
-# Rounds after the first one, each around the best of the one before; if quick, unless neighbours take long to compile.
+# Rounds after the first, each around the best of the previous one; if quick, only if neighbours compile fast.
 MOVES, QUICK_MOVES = 3, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePlan:
-    """One op to tune at one world size.
+    """Plan of one op at one world size.
 
-    out        where rank 0 writes after every shape; None: nowhere
+    out        file that rank 0 writes after every shape; None: no file
     own_first  of ag-gemm: calls with it
     """
 
@@ -68,14 +68,17 @@ class TunePlan:
 
     @property
     def name(self) -> str:
-        """On the command line."""
+        """Name on the command line."""
         return self.op + (spaces.OWN_FIRST if self.own_first else "")
 
 
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One shape: its row, or the reason why there is none. ``dropped``: (candidate, why). ``times``: µs of all that ran."""
+    """Result of one shape: its row, or the reason why there is none.
+
+    ``dropped``: (candidate, reason). ``times``: µs of all that ran.
+    """
 
     label: str
     row: tuned.Row | None
@@ -88,7 +91,7 @@ class Outcome:
 
 
 class Broken(WeftError):
-    """The GPU or its driver failed under a candidate: nothing more can run in these processes."""
+    """Error: the GPU or its driver failed under a candidate, and nothing more can run in these processes."""
 
     def __init__(self, rank: int, what: str, reason: str) -> None:
         super().__init__(
@@ -100,12 +103,12 @@ class Broken(WeftError):
 def search(
     team: Team, plans: Sequence[TunePlan], say: Callable[[str], None], tried: Path | None = None
 ) -> list[list[Outcome]]:
-    """Tune every shape of every plan; the same outcomes, by plan, on all ranks.
+    """Tune every shape of every plan. All ranks return the same outcomes, by plan.
 
     say    called by rank 0 with a line for each shape
-    tried  where rank 0 writes the times of all candidates, after every shape
+    tried  file to which rank 0 writes the times of all candidates, after every shape
 
-    Any WeftError ends the search: a kernel that does not end (Stuck), ranks that came apart (OutOfStep, PeerFailed).
+    Any WeftError ends the search: a kernel that does not end (Stuck), ranks out of step (OutOfStep, PeerFailed).
     """
     if team.device.type == "cuda":
         barrier(team)  # loaded before the first capture
@@ -125,7 +128,7 @@ def search(
 def search_one(
     team: Team, plan: TunePlan, empty_us: float | None, say: Callable[[str], None]
 ) -> Iterator[list[Outcome]]:
-    """The outcomes so far, after every shape; the last ones are `reconciled`."""
+    """Outcomes so far, after every shape; the last ones are `reconciled`."""
     harness = Plan(op=plan.op, shapes=plan.shapes, dtype=plan.dtype, providers=("weft",), quick=plan.quick)
     bench, versions = Bench(team, harness, empty_us), versions_of()
     outcomes: list[Outcome] = []
@@ -135,7 +138,7 @@ def search_one(
             outcome = tune_shape(bench, shape, plan.quick, versions, plan.own_first)
         except WeftError:
             raise
-        except RuntimeError as error:  # of CUDA: what it was about to do is lost, on every rank in its own way
+        except RuntimeError as error:  # a CUDA error: pending work is lost, differently on each rank
             raise Broken(team.rank, shape.label, " ".join(str(error).split())[:200]) from error
         outcomes.append(outcome)
         if team.rank == 0:
@@ -153,8 +156,10 @@ def search_one(
 
 
 def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes with rows of one M and N alike in what ranks with different shares of K must agree on (tuned.AGREED): in
-    what costs all of them together least."""
+    """Outcomes with equal agreed fields (tuned.AGREED) in rows of one M and N, as ranks with different K need.
+
+    The common values are those with the least total time.
+    """
     groups: dict[tuple[int, ...], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.row is not None and outcome.row.op in tuned.SHARED_K:
@@ -180,7 +185,7 @@ def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str, own_first: bool = False) -> Outcome:
-    """Rounds of candidates at one shape. Collective."""
+    """Search one shape in rounds of candidates. Collective."""
     team, op = bench.team, bench.plan.op
     make, named = (spaces.OwnFirst, WEFT[op] + spaces.OWN_FIRST) if own_first else (Problem, WEFT[op])
     problem, reason = bench.together(lambda: make(op, shape, bench.plan.dtype, team))
@@ -200,7 +205,7 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str, own_first
         seen.update(fresh)
         if not fresh:
             break
-        # With those that it must beat, under the same clocks.
+        # Together with those that it must beat, at the same clocks.
         times, failed = timing.timed(bench, problem, list(dict.fromkeys([default, best, *fresh])), default_us)
         dropped += [(name, why) for name, why in failed if (name, why) not in dropped]
         if not times:
@@ -228,7 +233,7 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str, own_first
 
 
 def agreed(team: Team, times: dict[Config, float], default: Config) -> tuple[Config, float]:
-    """The fastest and its time, as rank 0 has it; the default, where it loses less than LEAST_GAIN."""
+    """Fastest candidate with its time, as rank 0 sees it; the default if it loses less than LEAST_GAIN."""
     best = min(times, key=lambda config: times[config])
     if default in times and times[best] > times[default] * (1 - LEAST_GAIN):
         best = default
@@ -246,7 +251,7 @@ def bench_dtype(bench: Bench) -> torch.dtype:
 
 
 def save(path: Path, team: Team, op: str, row: tuned.Row) -> None:
-    """Put ``row`` into the file, in place of one of the same bucket."""
+    """Write ``row`` to the file, replacing one of the same bucket."""
     size = world_of(op, team.size)
     table = tuned.Table(gpu=team.caps.device_name, world_size=size, simulated=team.is_simulated)
     if path.is_file():
@@ -255,7 +260,7 @@ def save(path: Path, team: Team, op: str, row: tuned.Row) -> None:
 
 
 def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence[Outcome]]]) -> None:
-    """All candidates at each shape by their labels: the times that they were compared by, why others were dropped."""
+    """Write all candidates at each shape by label: the compared times, and reasons of dropped ones."""
     shapes = [
         {
             "op": plan.name, "shape": shape.size, "label": shape.label, "dtype": plan.dtype, "chosen": outcome.winner,
@@ -275,7 +280,7 @@ def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence
 
 
 def world_of(op: str, world_size: int) -> int:
-    """The world size that a row is kept under: a plain GEMM knows of no other ranks."""
+    """World size under which a row is kept: a plain GEMM does not depend on other ranks."""
     return 1 if op == "gemm" else world_size
 
 

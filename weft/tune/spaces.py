@@ -1,7 +1,7 @@
-"""What is tried: the candidates of an op at a shape, and how one is called.
+"""Search spaces: the candidates of an op at a shape, and their attempts.
 
-A search has rounds: ``first`` are candidates far apart, ``around`` the neighbours of the best so far, one field moved.
-Every candidate is a config dataclass; what the op would take by itself is among them.
+A search has rounds: ``first`` are candidates far apart, ``around`` the neighbours of the best so far, with one field moved.
+Every candidate is a config dataclass; the op's own choice is among them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from weft.transport.plans import CopyPlan, Plan
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# Behind the name of an op: of calls with own_first, which have rows of their own (weft.ops.gemm.config.row_for).
+# Suffix of an op's name for calls with own_first, which have separate rows (weft.ops.gemm.config.row_for).
 OWN_FIRST = "+own_first"
-# Shared memory of an SM of sm_90 and sm_100 less what Triton takes beside the operands' stages. Too much is found by the
-# compiler as well, after seconds.
+# Shared memory of an SM of sm_90 and sm_100, minus Triton's use besides the operands' stages. The compiler would find excess
+# too, after seconds.
 STAGES_BYTES = 220 << 10
-# block_m, block_n, block_k, num_warps, num_stages for halves on sm_90: the shapes of wgmma that keep the tensor cores fed.
+# block_m, block_n, block_k, num_warps, num_stages for 16-bit floats on sm_90: wgmma shapes that keep the tensor cores busy.
 LARGE_TILES = (
     (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4),
     (128, 128, 128, 8, 3), (64, 256, 64, 4, 4), (64, 128, 64, 4, 5), (128, 64, 64, 4, 5),
 )  # fmt: skip
 QUICK_TILES = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 4))
-# block_n, block_k where there are few rows: bound by reading B.
+# block_n, block_k for few rows: bound by reading B.
 SKINNY_TILES = ((32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128))
 QUICK_SKINNY = ((32, 128), (32, 256), (64, 128))
 SKINNY_ROWS = 64
-# Fields that are moved one at a time, by the design they matter to.
+# Fields that are moved one at a time, by design.
 TILE_FIELDS = ("block_k", "num_warps", "num_stages", "group", "split")
 FIELDS = {
     ("gemm", "fused"): TILE_FIELDS,
@@ -61,23 +61,23 @@ DESIGNS = {
     "gemm-rs": ("fused", "segments", "library"),
     "gemm-ar": ("fused", "segments", "library"),
 }
-# What a label says in other words, and what means nothing without segments.
+# Fields that a label shows differently, and fields of the pipelined design only.
 IN_TILE = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 OF_SEGMENTS = ("lanes", "span", "begin_first", "accumulate", "own_pieces")
-# chunks, lanes, span of segments.
+# chunks, lanes, span of the pipelined design.
 SEGMENTS = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (1, 1, 2), (1, 2, 2), (1, 2, 3))
-# row_bytes, num_warps, programs_per_sm of the collectives: many small programs, which start soonest, to few large ones,
-# which poll least.
+# row_bytes, num_warps, programs_per_sm of the collectives, from many small programs (soonest start) to few large ones (fewest
+# polls).
 PLANS = (
     (512, 1, 32), (1024, 1, 32), (1024, 2, 32), (2048, 2, 32), (2048, 2, 4), (2048, 4, 8), (2048, 4, 4), (4096, 4, 4),
     (4096, 4, 2), (4096, 8, 4), (4096, 8, 2), (8192, 8, 2), (8192, 16, 2),
 )  # fmt: skip
-# The pieces that copy engines cut, the programs that copy them out, and the bytes from which on they are tried.
+# Pieces for copy engines, programs that copy them out, and the smallest message for which they are tried.
 PIECES = ((1,), (1, 1), (3, 1), (7, 1), (12, 3, 1))
 COPY_PROGRAMS = (64, 132)
 COPIED_BYTES = 16 << 20
-# Algorithms of cuBLAS that its heuristics name for one shape or another, or that were found around those, from which large
-# products on H200 took theirs: (tile, cluster, custom, swizzle).
+# cuBLAS algorithms that won for large GEMMs on H200, from its heuristics for some shape or their neighbours: (tile, cluster,
+# custom, swizzle).
 KNOWN_ALGORITHMS = tuple(
     Algorithm(tile=tile, cluster=cluster, custom=custom, swizzle=swizzle)
     for tile, cluster, custom, swizzle in (
@@ -94,7 +94,7 @@ QUICK_PLANS = ((512, 1, 32), (1024, 2, 32), (2048, 4, 4), (4096, 4, 4), (4096, 8
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveConfig:
-    """An algorithm of ``weft.ops.dispatch`` and the fields of its Plan."""
+    """Algorithm of ``weft.ops.dispatch`` and the fields of its Plan."""
 
     algorithm: str
     transport: str
@@ -111,7 +111,7 @@ class CollectiveConfig:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyConfig:
-    """Copy engines, and the fields of their CopyPlan."""
+    """Copy-engine algorithm and the fields of its CopyPlan."""
 
     pieces: tuple[int, ...]
     programs: int
@@ -133,7 +133,7 @@ Config = GemmConfig | CollectiveConfig | CopyConfig | Algorithm
 
 
 def label(config: Config) -> str:
-    """What differs from candidate to candidate, short: fused 128x256x64 w8 s3 group=4."""
+    """Short text of the fields that differ between candidates: fused 128x256x64 w8 s3 group=4."""
     if isinstance(config, Algorithm):
         return f"cuBLAS tile={config.tile} cluster={config.cluster} custom={config.custom} swizzle={config.swizzle}"
     if isinstance(config, CopyConfig):
@@ -162,7 +162,7 @@ def label(config: Config) -> str:
 
 
 def attempt(problem: Problem, config: Config) -> Attempt:
-    """The op with ``config``, as the harness calls any provider."""
+    """Attempt of the op with ``config``, as for any provider."""
     team, sets = problem.team, problem.sets
     if problem.op not in COLLECTIVES:
         own_first = (True,) if isinstance(problem, OwnFirst) else ()
@@ -185,7 +185,7 @@ def call(op: str, config: Config, inputs: Inputs, team: Team, own_first: bool = 
 
 
 def decided(problem: Problem) -> str:
-    """Why no row would be looked up for this problem: a rule that comes before it; "" if one is."""
+    """Rule that takes precedence over rows for this problem; "" if a row would be looked up."""
     if problem.op != "gemm" or problem.team.is_simulated:
         return ""
     config, reason = small_m_config.configured("matmul", *problem.shape.size, problem.dtype, problem.team.caps)
@@ -193,7 +193,7 @@ def decided(problem: Problem) -> str:
 
 
 def default(problem: Problem) -> Config:
-    """What the op takes where nothing was tuned."""
+    """The op's choice without rows."""
     op, team, size = problem.op, problem.team, problem.shape.size
     if op in COLLECTIVES:
         nbytes = problem.sets[0][0].nbytes
@@ -205,7 +205,7 @@ def default(problem: Problem) -> Config:
 
 
 def first(problem: Problem, quick: bool) -> list[Config]:
-    """The op's default, then candidates far apart, none twice."""
+    """The op's default, then candidates far apart, without duplicates."""
     base = default(problem)
     if isinstance(base, GemmConfig):
         return _unique([base, *_gemms(problem, base, quick)])
@@ -213,7 +213,7 @@ def first(problem: Problem, quick: bool) -> list[Config]:
 
 
 def around(op: str, best: Config, world_size: int) -> list[Config]:
-    """``best`` with one field moved, as far as so many ranks have a use for it."""
+    """Neighbours of ``best``: one field moved, within the range that this number of ranks can use."""
     if isinstance(best, CopyConfig):
         return []
     if isinstance(best, Algorithm):
@@ -229,7 +229,7 @@ def around(op: str, best: Config, world_size: int) -> list[Config]:
 
 
 def is_compiled(config: Config) -> bool:
-    """Whether a neighbour of ``config`` is a kernel of its own that takes a second or more to compile."""
+    """True if a neighbour of ``config`` is a separate kernel, which takes a second or more to compile."""
     return isinstance(config, GemmConfig) and config.design not in ("segments", "library")
 
 
@@ -273,7 +273,7 @@ def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConf
         yield from (replace(base, block_n=n, num_stages=s) for n in (32, 64, 128) for s in (2, 3))
         return
     if not team.caps.arch.startswith("sm_"):
-        return  # its own default and what is around it
+        return  # its own default and its neighbours
     rows = m // team.size if op in ("ag-gemm", "gemm-rs") else m
     for block_m, block_n, block_k, num_warps, num_stages in _tiles(rows, quick):
         tile = replace(
@@ -281,7 +281,7 @@ def _gemms(problem: Problem, base: GemmConfig, quick: bool) -> Iterator[GemmConf
             flatten=False,
         )  # fmt: skip
         yield from (tile, replace(tile, split=not tile.split)) if op != "ag-gemm" else (tile,)
-        # The next tile's loads under the epilogue take a stage's worth of shared memory.
+        # The next tile's loads during the epilogue take one stage of shared memory.
         if op == "ag-gemm" and (block_n, num_stages) == (256, 3):
             yield replace(tile, flatten=True)
 
@@ -321,7 +321,7 @@ def _moved(op: str, best: GemmConfig) -> Iterator[GemmConfig]:
             try:
                 config = replace(best, **{name: moved})
             except ValueError:
-                continue  # outside what the config allows
+                continue  # not allowed by the config
             if config.num_stages >= 1 and config.num_warps in (2, 4, 8) and config.piece <= 8192:
                 yield config
 

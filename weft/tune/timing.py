@@ -1,4 +1,4 @@
-"""Candidates timed side by side: each checked first, all in turn, the fastest once more beside the default."""
+"""Timing of candidates side by side: each checked first, all alternating, the fastest confirmed with the default."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ if TYPE_CHECKING:
     from weft.bench.report import Row
     from weft.bench.runner import Bench, Entrant
 
-# Candidates timed together, and how much memory all their CUDA graphs may hold: a result for each call in one.
+# Candidates timed together, and the memory that all their CUDA graphs may hold: one result per call.
 TOGETHER, GRAPHS_BYTES = 24, 32e9
-# Of those, how many are timed once more.
+# Candidates of a group that are timed once more.
 FINALISTS = 2
 
 
 def timed(
     bench: Bench, problem: Problem, configs: Sequence[Config], reference: float | None = None
 ) -> tuple[dict[Config, float], list[tuple[str, str]]]:
-    """({config: its time, see `deciding`}, [(candidate, why it was dropped)]). Collective.
+    """({config: its time, see `deciding`}, [(candidate, reason why it was dropped)]). Collective.
 
-    reference  what the first config, the default, took in an earlier round
+    reference  time of the first config, the default, in an earlier round
 
-    More than TOGETHER are timed in groups, the first two configs in each of them. The first one and a group's FINALISTS are
-    timed once more. GPUs become slower as they get warm, so all times are as of the first pass: by the factor that the
-    default's differ by.
+    More than TOGETHER are timed in groups, with the first two configs in each of them. The first one and a group's FINALISTS
+    are timed once more. GPUs slow down as they warm up, so all times are scaled to the first pass by the default's ratio.
     """
     times: dict[Config, float] = {}
     failed: list[tuple[str, str]] = []
@@ -53,7 +52,7 @@ def timed(
                 close_quietly(entrant.attempt)
         found = measured(bench, entrants)
         ordered = [config for config in sorted(found, key=lambda config: found[config]) if config != configs[0]]
-        # The same on all ranks, which have the same times.
+        # Equal on all ranks, which have the same times.
         last = [config for config in (configs[0], *ordered[:FINALISTS]) if config in found]
         passes = [found]
         if len(found) > len(last) > 1:
@@ -68,25 +67,27 @@ def timed(
 
 
 def measured(bench: Bench, entrants: Mapping[Config, Entrant]) -> dict[Config, float]:
-    """What candidates are compared by."""
+    """Times by which candidates are compared."""
     return dict(zip(entrants, deciding(list(bench.time(list(entrants.values())))), strict=True))
 
 
 def scaled(times: dict[Config, float], default: Config, reference: float | None) -> dict[Config, float]:
-    """What ``times`` would be if the default took ``reference``."""
+    """``times`` scaled so that the default takes ``reference``."""
     factor = reference / times[default] if reference and default in times else 1.0
     return {config: us * factor for config, us in times.items()}
 
 
 def deciding(rows: Sequence[Row]) -> list[float]:
-    """µs of a call alone; where calls in a row were timed of all of them (collectives), the geometric mean of both: alone a
-    call pays for its launch, in a row for what it leaves to the next one, and in a model it may be either."""
+    """µs of a call alone; for collectives, timed in a row too, the geometric mean of both.
+
+    Alone a call pays for its launch, in a row for the work it leaves to the next one; in a model it may be either.
+    """
     in_a_row = all(row.chain_us is not None for row in rows)
     return [math.sqrt(row.median_us * row.chain_us) if in_a_row else row.median_us for row in rows]
 
 
 def most_together(problem: Problem) -> int:
-    """Of the candidates at one shape, besides two more in every group."""
+    """Largest number of candidates per group at one shape, besides two more in every group."""
     if problem.op in COLLECTIVES:
         nbytes = problem.shape.size[0]
     else:
@@ -95,11 +96,11 @@ def most_together(problem: Problem) -> int:
 
 
 def enter(bench: Bench, problem: Problem, config: Config) -> Entrant:
-    """A candidate through all steps but the last; no ``single`` where it fell out. Collective."""
+    """Entrant of a candidate after all steps but timing; no ``single`` if it was dropped. Collective."""
 
     def make(problem: Problem) -> Attempt:
         made = spaces.attempt(problem, config)
-        # All ranks exchange how this went before any of them launches.
+        # All ranks exchange the result before any of them launches.
         compiling.compile_only(lambda: made.run(0), problem.team)
         return made
 
@@ -108,5 +109,5 @@ def enter(bench: Bench, problem: Problem, config: Config) -> Entrant:
     if entrant.row.reason is None:
         bench.set_up(problem, entrant)
         if problem.op not in COLLECTIVES:
-            entrant.chain = None  # calls in a row would double the time for a number that decides nothing
+            entrant.chain = None  # calls in a row would double the time without affecting the choice
     return entrant

@@ -1,1 +1,1 @@
-"""Whole steps of a model, whole models and single layers: weft beside plain torch with NCCL."""
+"""Benchmarks of model steps, whole models and single layers: weft against plain torch with NCCL."""

@@ -1,4 +1,4 @@
-"""Steps as attempts that the harness can run, capture and check."""
+"""Steps of a model as attempts that the harness can run, capture and check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORCED_PROMPT, FORCED_STEPS = 24, 8
 
 
 def step(problem: StepProblem, session: Session) -> Attempt:
-    """What the session does in the timing. Its caches hold the step's history, which all sessions share or have a copy of."""
+    """Run the session's timed step. Its caches hold the step's history, which all sessions share or copy."""
     if problem.op == "model":
         if problem.decodes:
             session.recall(problem.history(), problem.length - 1)
@@ -36,14 +36,14 @@ def step(problem: StepProblem, session: Session) -> Attempt:
 
 
 def step_alone(problem: StepProblem, session: Session) -> torch.Tensor:
-    """Logits of a model's step after a history of the session's own. It may have fewer sequences than the step: the first."""
+    """Logits of a model's step after the session's own history. The session may have only the first sequences."""
     if problem.decodes and problem.length > 1:
         session.prefill(problem.tokens[: session.batch, :-1], session.prompts(problem.length - 1))
     return model_step(problem, session).run(0)
 
 
 def model_step(problem: StepProblem, session: Session) -> Attempt:
-    """`step` of a model; the session's caches hold what comes before."""
+    """`step` of a model whose session's caches hold the history."""
     tokens, positions = problem.tokens[: session.batch], problem.positions[: session.batch]
     chosen = torch.empty(session.batch, dtype=torch.int64, device=problem.team.device)
     last = tokens[:, -1].contiguous()
@@ -58,7 +58,7 @@ def model_step(problem: StepProblem, session: Session) -> Attempt:
 
 
 def remember(problem: StepProblem, session: TorchSession) -> Cache:
-    """The session's caches, filled with all tokens of the sequences but the last ones."""
+    """Session whose caches are filled with all tokens of the sequences but the last ones."""
     before = problem.length - 1
     if before and problem.op == "model":
         session.prefill(problem.tokens[:, :-1], session.prompts(before))
@@ -70,8 +70,11 @@ def remember(problem: StepProblem, session: TorchSession) -> Cache:
 
 
 def compare_first(problem: StepProblem, make: Callable[[int, int], Session]) -> list[tuple[str, float]]:
-    """(where, `StepProblem.distance` on this rank) between a session's answers and the eager baseline's: of a model, to given
-    tokens; of layers, of each that the timing rotates through. ``make``: (batch, max_len) -> the session."""
+    """(name, `StepProblem.distance` on this rank) between a session's answers and the eager baseline's.
+
+    For a model the logits after given tokens; for layers the output of each that the timing rotates through. ``make``:
+    (batch, max_len) -> the session.
+    """
     if problem.op == "model":
         return compare_forced(problem, make)
     distances = []

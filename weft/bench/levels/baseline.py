@@ -1,8 +1,8 @@
-"""A dense Qwen3 in plain torch and torch.distributed, tensor-parallel: what weft's models are checked against and timed beside.
+"""Dense Qwen3 in plain torch and torch.distributed, tensor-parallel: reference and baseline of weft's models.
 
 The recipe of gpt-fast: a static dense KV cache, fused qkv and gate-up GEMMs by F.linear, torch's SDPA and RMSNorm, NCCL for
 all-reduces, everything captured in one CUDA graph by the caller; `compiled` puts torch.compile over the same functions.
-It shares its weights with a model of weft by reference and no code.
+It shares its weights with a model of weft by reference, and no code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """What runs: weft.bench.levels.dense's, or the same compiled."""
+    """Functions of a step: weft.bench.levels.dense's, or these compiled."""
 
     layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = dense.layer
     summed_attention: Callable[..., torch.Tensor] = dense.summed_attention
@@ -35,14 +35,14 @@ class Functions:
 
 
 class Cache(NamedTuple):
-    """keys, values: [layers, batch, Hkv, max_len, D]"""
+    """KV cache; keys, values: [layers, batch, Hkv, max_len, D]"""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class Widened:
-    """Layers whose weights become fp32 when they are reached."""
+    """Layers whose weights are converted to fp32 on access."""
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         self.layers = layers
@@ -56,10 +56,10 @@ class Widened:
 
 
 class Baseline:
-    """Tokens → this rank's logits. Collective: all ranks call a method with the same tokens."""
+    """Model from tokens to this rank's logits. Collective: all ranks call a method with the same tokens."""
 
     def __init__(self, model: Qwen3ForCausalLM) -> None:
-        """``model``'s weights, by reference."""
+        """Use ``model``'s weights by reference."""
         self.config: Qwen3Config = model.config
         self.team: Team = model.team
         self.layers: Sequence[LayerWeights] | Widened = [layer_weights(part) for part in model.layers]
@@ -73,8 +73,10 @@ class Baseline:
         self.angles = rotary_table(self.config, self.dtype, self.device)
 
     def in_fp32(self) -> Baseline:
-        """The same with every operation in fp32: what rounding to `dtype` costs shows against it. One layer's weights are
-        widened at a time."""
+        """Copy of the model with every operation in fp32, to measure the error of rounding to `dtype`.
+
+        One layer's weights are converted at a time.
+        """
         wide = copy.copy(self)
         wide.dtype, wide.layers = torch.float32, Widened(self.layers)
         wide.angles = rotary_table(self.config, torch.float32, self.device)
@@ -85,7 +87,7 @@ class Baseline:
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         size = (len(self.layers), batch, self.sizes.kv_heads, max_len, self.sizes.head_dim)
-        # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
+        # Zeros, since a masked NaN times the softmax's zero weight is still NaN.
         return Cache(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
 
     def prefill(
@@ -97,8 +99,10 @@ class Baseline:
         summed: Sum,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows`` of all of them.
-        ``at``: of `prompts`."""
+        """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows`` of all.
+
+        ``at``: from `prompts`.
+        """
         batch, length = tokens.shape
         x, more = self._layers(tokens.flatten(), at, cache, run, summed)
         if rows is None:
@@ -113,7 +117,7 @@ class Baseline:
         return self._head(*self._layers(tokens, at, cache, run, summed), run)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits → the likeliest word [batch] of all ranks'; one (value, word) a rank and row travels."""
+        """This rank's logits → the likeliest token id [batch] over all ranks; sends one (value, id) per rank and row."""
         pairs = gathered(self.team, dense.best_words(logits, self.start)[None])
         winner = pairs[:, :, 0].argmax(dim=0)
         return pairs[:, :, 1].gather(0, winner[None])[0].long()
@@ -144,7 +148,7 @@ class Baseline:
 
 
 def layer_weights(part: Any) -> LayerWeights:
-    """Of one layer of a model of weft, by reference."""
+    """Weights of one layer of a model of weft, by reference."""
     mixing, gated = part.self_attn, part.mlp
     return LayerWeights(
         *(module.weight.detach() for module in (
@@ -171,7 +175,7 @@ def sizes_of(config: Qwen3Config, world_size: int) -> Sizes:
 
 
 def all_reduce(team: Team) -> Sum:
-    """The sum over the ranks, in place by NCCL where there is a group."""
+    """Sum over the ranks, in place by NCCL if there is a group."""
     group = team.group
     if team.size == 1:
         return lambda x: x
@@ -186,7 +190,7 @@ def all_reduce(team: Team) -> Sum:
 
 
 def traced_all_reduce(team: Team) -> Sum:
-    """The same as torch.compile wants it: an op in its graph."""
+    """Sum over the ranks as an op in the graph, as torch.compile needs it."""
     if team.size == 1:
         return lambda x: x
     name, ops = team.group.group_name, torch.ops._c10d_functional
@@ -203,11 +207,11 @@ def gathered(team: Team, x: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(rows: int) -> Functions:
-    """Layers and head by torch.compile, for steps of so many tokens; embedding and choice are a few small kernels of a step. A
-    layer is compiled once for all: they differ in tensors.
+    """Layers and head by torch.compile, for steps of this many tokens; embedding and choice are a few small kernels.
 
-    Layers of one token as gpt-fast does it, with coordinate_descent_tuning: products become kernels of their own, which may
-    stream weights faster than cuBLAS. It takes a minute; of more tokens products are cuBLAS's in any case.
+    A layer is compiled once for all layers, which differ in tensors only. Layers of one token use coordinate_descent_tuning, as
+    gpt-fast does: their GEMMs become kernels of their own, which may stream weights faster than cuBLAS. It takes a minute. With
+    more tokens GEMMs are cuBLAS's in any case.
     """
 
     def one(function: Callable, tuned: bool) -> Callable:

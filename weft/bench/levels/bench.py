@@ -1,4 +1,4 @@
-"""A level at one rank: eager torch answers first, and what ranks find out about an answer is exchanged before it is judged."""
+"""Model benchmark at one rank: eager torch answers first, and ranks exchange their comparisons before a verdict."""
 
 from __future__ import annotations
 

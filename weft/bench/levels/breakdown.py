@@ -1,4 +1,4 @@
-"""What the time of a step goes to: kernels of one replay as torch's profiler saw them, by kind, and the gaps between."""
+"""Breakdown of a step's time: kernels of one replay from torch's profiler, by kind, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weft.bench.measure import Meter, finish
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# In the order of the tables. "gemm+communication" and "all-reduce + norm" are kernels that do both; a norm that
-# torch.compile has fused into other work on elements counts as pointwise.
+# Kinds in the order of the tables. "gemm+communication" and "all-reduce + norm" are kernels that do both; a norm that
+# torch.compile has fused into other elementwise work counts as pointwise.
 KINDS = (
     "attention", "gemm", "gemm+communication", "communication", "all-reduce + norm", "norms", "pointwise", "other", "gap",
 )  # fmt: skip
@@ -32,12 +32,14 @@ NAMES = (
     ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),
 )  # fmt: skip
 RULES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES)
-WAITING = "wait_kernel"  # of weft.ops.overlap.pipelined: waits for a peer's copies beside the GEMMs of other lanes
+WAITING = (
+    "wait_kernel"  # of weft.ops.overlap.pipelined: waits for a peer's copies, concurrently with GEMMs of other streams
+)
 START = "barrier_kernel"  # the harness's, right before each step
 
 
 class Kernel(NamedTuple):
-    """name, and start and end in microseconds."""
+    """Name of a kernel, with start and end in microseconds."""
 
     name: str
     start: float
@@ -49,12 +51,12 @@ def kind_of(name: str) -> str:
 
 
 def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Microseconds of one step by kind, of several steps the mean; {} where no step is in ``kernels``.
+    """Microseconds of one step by kind, the mean of several steps; {} if ``kernels`` contain no step.
 
-    A step is what runs after a barrier of the harness. Where kernels overlap the time is that of the one that began
-    first: a later one waits for it, or hides behind it. Kernels that do nothing but wait have what the others leave. The sum is
-    the time from the start of a step's first kernel to the end of its last: a profiled graph of 600 kernels begins 0.3 to
-    1.5 ms after the barrier in it, and at once where nobody looks (H200).
+    A step is the work after a barrier of the harness. Overlapping time counts for the kernel that began first: a later one
+    waits for it, or is hidden. Kernels that only wait get the time that no other kernel has. The sum is the time from the
+    start of a step's first kernel to the end of its last: a profiled graph of 600 kernels begins 0.3 to 1.5 ms after its
+    barrier, an unprofiled one immediately (H200).
     """
     steps: list[list[Kernel]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
@@ -76,7 +78,7 @@ def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def _leave(found: dict[str, float], start: float, end: float, waits: Sequence[Kernel]) -> None:
-    """What no other kernel has, start .. end, to kernels that wait and to the gap. ``waits``: by their start."""
+    """Assign time from start to end without other kernels to waiting kernels and to the gap. ``waits``: by their start."""
     for kernel in waits:
         begin, last = max(start, kernel.start), min(end, kernel.end)
         if begin < last:
@@ -87,8 +89,10 @@ def _leave(found: dict[str, float], start: float, end: float, waits: Sequence[Ke
 
 
 def profile(team: Team, meter: Meter) -> dict[str, float] | None:
-    """`breakdown` of one more round of ``meter``, rank 0's on every rank; None without GPUs, or where the profiler of torch
-    does not work there. Collective."""
+    """`breakdown` of one more round of ``meter``, rank 0's on all ranks. Collective.
+
+    None without GPUs, or if torch's profiler does not work there.
+    """
     if team.device.type != "cuda":
         return None
     profiler = _started() if team.rank == 0 else None

@@ -1,4 +1,4 @@
-"""The flags of ``weft bench mlp | attn | model | generate``, and the plans that they mean. weft.bench.command calls it."""
+"""Flags of ``weft bench mlp | attn | model | generate``, and their plans. weft.bench.command calls it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.console import check_simulable
 if TYPE_CHECKING:
     from weft.bench.levels.plan import LevelPlan
 
-# What generate, which times whole answers, has no use for. It checks every token, with --check or without.
+# Flags without effect on generate, which times complete generations and always checks every token.
 OF_STEPS = ("--run-type", "--breakdown", "--eager")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelFlags:
-    """As they were typed; what was not is None or empty. ValueError for what cannot be right."""
+    """Flags as typed; omitted ones are None or empty. ValueError for invalid values."""
 
     model: str | None = None
     layers: int | None = None
@@ -29,7 +29,7 @@ class LevelFlags:
     breakdown: bool = False
 
     def given(self) -> list[str]:
-        """Their names on the command line."""
+        """Command-line names of the given flags."""
         names = {
             "--model": self.model, "--layers": self.layers, "--run-type": self.run_type, "--bsz": self.batches,
             "--ctx": self.contexts, "--mode": self.modes, "--check": self.check, "--breakdown": self.breakdown,
@@ -37,7 +37,7 @@ class LevelFlags:
         return [name for name, value in names.items() if value not in (None, ()) and value is not False]
 
     def check_op(self, op: str, shapes: tuple[str, ...], eager: bool) -> None:
-        """ValueError for flags of a level with another op, and for two ways to say the same."""
+        """Raise ValueError for model flags with another op, and for contradictory flags."""
         if op not in LEVELS:
             for flag in self.given():
                 raise ValueError(f"{flag} belongs to {', '.join(levels_of(flag))}; {op} takes --shapes")
@@ -63,7 +63,7 @@ class LevelFlags:
 
 
 def levels_of(flag: str) -> list[str]:
-    """The levels that take it."""
+    """Model benchmarks that accept the flag."""
     return [level for level in LEVELS if level != "generate" or flag not in OF_STEPS]
 
 
@@ -81,7 +81,7 @@ def level_plan(
     eager: bool,
     command: str,
 ) -> LevelPlan:
-    """What ``weft bench LEVEL`` measures at one world size. Simulated ranks take the tiny model unless told otherwise."""
+    """Plan of ``weft bench LEVEL`` at one world size. Simulated ranks use the tiny model by default."""
     from weft.bench.levels.plan import LevelPlan
     from weft.bench.levels.steps import DEFAULT_MODEL, TINY, check_split, config_of, parse_steps, words_of
 

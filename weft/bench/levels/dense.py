@@ -1,4 +1,4 @@
-"""One layer of a dense Qwen3 in plain torch, embedding and head: functions of tensors, which torch.compile can take."""
+"""Layer, embedding and head of a dense Qwen3 in plain torch, as functions that torch.compile accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LayerWeights(NamedTuple):
-    """One rank's share: qkv [(Hq + 2 Hkv) D, H], o [H, Hq D], gate_up [2 N, H], down [H, N], and norms."""
+    """One rank's weights: qkv [(Hq + 2 Hkv) D, H], o [H, Hq D], gate_up [2 N, H], down [H, N], and norms."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -25,7 +25,7 @@ class LayerWeights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one rank: Hq query heads and Hkv KV heads of D each."""
+    """Sizes of one rank: Hq query heads and Hkv KV heads of D each."""
 
     heads: int
     kv_heads: int
@@ -34,11 +34,11 @@ class Sizes(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Which tokens a step computes: `new` of each of `batch` sequences.
+    """Tokens that a step computes: `new` of each of `batch` sequences.
 
     cos, sin   [batch or 1, new, 1, D] of their positions
     rows       [batch], positions [batch]: where decoding writes the cache; None: whole prompts, at 0 .. new
-    mask       [batch, 1, 1, max_len] bool: what decoding may see; None with whole prompts
+    mask       [batch, 1, 1, max_len] bool: positions visible to decoding; None with whole prompts
     """
 
     batch: int
@@ -58,7 +58,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def attention(
     x: torch.Tensor, w: LayerWeights, keys: torch.Tensor, values: torch.Tensor, at: Tokens, sizes: Sizes
 ) -> torch.Tensor:
-    """x [batch * new, H] → this rank's part of the sum over the ranks, of x's shape. keys, values [batch, Hkv, max_len, D]."""
+    """x [batch * new, H] → this rank's term of the sum over the ranks, of x's shape. keys, values [batch, Hkv, max_len, D]."""
     heads, kv_heads, dim, eps = sizes
     q, k, v = F.linear(x, w.qkv).view(at.batch, at.new, -1, dim).split([heads, kv_heads, kv_heads], dim=2)
     q = rotate(F.rms_norm(q, (dim,), w.q_norm, eps), at.cos, at.sin)
@@ -79,7 +79,7 @@ def attention(
 
 
 def mlp(x: torch.Tensor, w: LayerWeights) -> torch.Tensor:
-    """x [M, H] → this rank's part of the sum over the ranks, of x's shape."""
+    """x [M, H] → this rank's term of the sum over the ranks, of x's shape."""
     gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, w.down)
 
@@ -88,8 +88,10 @@ def layer(
     x: torch.Tensor, more: torch.Tensor, w: LayerWeights, keys: torch.Tensor, values: torch.Tensor, at: Tokens,
     sizes: Sizes, summed: Sum,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """x + more are the hidden states before the layer, and after it: what one layer leaves to the next to add can be
-    compiled into that one's norm."""
+    """Apply one layer. x + more are the hidden states before it, and after it.
+
+    So the next layer's norm can be compiled together with the addition that one layer leaves to it.
+    """
     x = x + more
     normed = F.rms_norm(x, x.shape[-1:], w.input_norm, sizes.eps)
     x = x + summed(attention(normed, w, keys, values, at, sizes))
@@ -115,13 +117,13 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor, start: int, summed: Sum) -
 def head(
     x: torch.Tensor, more: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, real: int, eps: float
 ) -> torch.Tensor:
-    """This rank's logits [batch, V / W] in fp32, -inf for words past V."""
+    """This rank's logits [batch, V / W] in fp32, -inf for token ids past V."""
     logits = F.linear(F.rms_norm(x + more, x.shape[-1:], norm, eps), weight).float()
     logits[:, real:] = float("-inf")
     return logits
 
 
 def best_words(logits: torch.Tensor, start: int) -> torch.Tensor:
-    """[batch, 2]: this rank's largest logit and its word, in fp32."""
+    """[batch, 2]: this rank's largest logit and its token id, in fp32."""
     value, index = logits.max(dim=-1)
     return torch.stack((value, (index + start).float()), dim=-1)

@@ -1,7 +1,7 @@
-"""Whole answers: prompts in, tokens on the host, by weft's Engine and by the baseline. Timed by the host's clock.
+"""Complete generations: prompts in, tokens on the host, by weft's Engine and by the baseline, timed by the host's clock.
 
-Time to first token: until the first token of every prompt is on the host. A token after it: the time from then on, over the
-tokens of one sequence. Each provider runs by itself, since its memory is not another's.
+Time to first token: until the first token of every prompt is on the host. Time per later token: the time from then on, over the
+tokens of one sequence. Providers run separately, since their memory does not fit together.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# (prompt, token): as they come to the host.
+# (prompt, token), in order of arrival on the host.
 Tokens = Iterator[Sequence[tuple[int, int]]]
 ROUNDS, QUICK_ROUNDS = 5, 3
-# A token passes if its logit is at most CLOSE times `StepProblem.limit` below the best, in RMS of the logits. That forgives
-# near-ties, often the runner-up: of 150,000 random words it lies 0.2 RMS below. A random token lies about 4.5 below and fails.
+# A token passes if its logit is at most CLOSE times `StepProblem.limit` below the best, in RMS of the logits. This allows
+# near-ties, often the runner-up: of 150,000 random ids it lies 0.2 RMS below. A random token lies about 4.5 below and fails.
 CLOSE = 6.0
-CHECK = (
-    "every token of every answer, given those before it, is the one that eager torch finds likeliest, but for rounding"
-)
+CHECK = "every token of every answer, given those before it, is eager torch's likeliest one, within rounding"
 
 
 class AnswersProblem:
-    """`prompts` [batch, length] and weights, the same for all providers; how far an answer is from eager torch's."""
+    """Prompts [batch, length] and weights, equal for all providers, and an answer's distance from eager torch's."""
 
     def __init__(self, plan: Any, shape: Shape, team: Team) -> None:
         self.shape, self.team, self.plan = shape, team, plan
@@ -58,20 +56,22 @@ class AnswersProblem:
         self.step.agree(distances)
 
     def lacking(self, answers: list[list[int]]) -> str:
-        """Which answer has not as many tokens as were asked for; "" if all have."""
+        """First answer with a wrong number of tokens; "" if there is none."""
         return next(
             (f"prompt {i}: {len(a)} tokens, not {self.new}" for i, a in enumerate(answers) if len(a) != self.new), ""
         )
 
     def checker(self, answers: list[list[int]]) -> Callable[[], torch.Tensor]:
-        """Allocates what a check of ``answers`` needs. The call runs eager torch over them and gives what this rank sees before
-        each token, [3, batch * new] on the host: its largest logit, the logit of the token that was given (-inf where it is
-        another rank's), and the sum of the squares of its logits."""
+        """Allocate the buffers to check ``answers``. The returned call runs eager torch over them.
+
+        It gives this rank's data before each token, [3, batch * new] on the host: its largest logit, the logit of the given
+        token (-inf if it is another rank's), and the sum of the squares of its logits.
+        """
         model, device = self.step.baseline, self.team.device
         given = torch.tensor(answers, device=device)
         tokens = torch.cat((self.prompts, given[:, :-1]), dim=1)
         session = TorchSession(model, self.batch, tokens.shape[1])
-        # After the last token of each prompt, and after each one given.
+        # After the last token of each prompt, and after each given token.
         rows = torch.arange(self.batch, device=device)[:, None] * tokens.shape[1] + torch.arange(
             self.length - 1, tokens.shape[1], device=device
         )
@@ -87,8 +87,10 @@ class AnswersProblem:
         return seen
 
     def wrong(self, everyone: Sequence[torch.Tensor]) -> str:
-        """Why the answers are wrong; "" if every token is one that eager torch would have chosen after those before it, but for
-        rounding. ``everyone``: what each rank's `checker` has seen."""
+        """Reason why the answers are wrong; "" if every token is eager torch's choice after those before it, within rounding.
+
+        ``everyone``: results of all ranks' `checker`.
+        """
         together = torch.stack(list(everyone))
         best, taken = together[:, 0].amax(0), together[:, 1].amax(0)
         scale = (together[:, 2].sum(0) / self.step.config.vocab_size).sqrt()
@@ -105,9 +107,9 @@ class AnswersProblem:
 
 
 def weft(problem: AnswersProblem, mode: str) -> Callable[[], Tokens]:
-    """The engine with as many seats as prompts. It makes its random weights itself, so the baseline goes on with those."""
+    """Engine with as many batch slots as prompts. It makes its own random weights, which the baseline then uses."""
     problem.step.share(None)
-    gc.collect()  # the engine before is gone, with its weights
+    gc.collect()  # the previous engine is freed, with its weights
     engine = Engine(
         problem.step.config, problem.team, mode=mode, dtype=problem.step.dtype, max_batch=problem.batch,
         max_seq_len=problem.length + problem.new, pages=1 + problem.batch * -(-(problem.length + problem.new) // 64),
@@ -141,8 +143,10 @@ def compile_decoding(problem: AnswersProblem) -> Callable[[], Tokens]:
 
 
 class TorchAnswers:
-    """Prompts by one session, then its tokens by another with the same cache, each step one CUDA graph. The next step is
-    launched before the host waits for this one's tokens, as an engine does it."""
+    """Prompts by one session, then tokens by another with the same cache, each step one CUDA graph.
+
+    The next step is launched before the host waits for the tokens of this one, as in an engine.
+    """
 
     def __init__(self, problem: AnswersProblem, reader: TorchSession, writer: TorchSession) -> None:
         self.problem, self.reader, self.writer = problem, reader, writer
@@ -217,20 +221,22 @@ def rounds_of(quick: bool) -> int:
 
 
 def protocol(quick: bool) -> dict[str, Any]:
-    """How the times of ranks on GPUs come about, for the JSON."""
+    """Description of the timing on GPUs, for the JSON."""
     return {
         "timing": "the host's clock, from a barrier of all ranks to the tokens on the host",
-        "alternation": "each provider by itself: one answer that is checked and not timed, then all rounds",
+        "alternation": "none: each provider makes one answer, which is checked and not timed, and then all rounds",
         "rounds": f"{rounds_of(quick)} of whole answers",
         "data": "random weights and prompts, the same for all providers and rounds",
-        "statistic": "of the rank whose median is largest; p10 and p90 are that rank's fastest and slowest round",
+        "statistic": "of the rank with the largest median; p10 and p90 are that rank's fastest and slowest round",
         "check": CHECK,
     }
 
 
 def timed(row: Row, everyone: Sequence[Sequence[Times]], tokens: int) -> Row:
-    """The row with its times. ``everyone``: each rank's rounds, of ``tokens`` in all. Every time is of the rank whose median is
-    largest; p10 and p90 of so few rounds are its fastest and its slowest one."""
+    """Row with its times. ``everyone``: each rank's rounds, of ``tokens`` in all.
+
+    Every time is of the rank with the largest median; p10 and p90 of so few rounds are its fastest and its slowest round.
+    """
 
     def slowest(pick: Callable[[Times], float]) -> Spread:
         return max((spread([pick(times) * 1e6 for times in ranks]) for ranks in everyone), key=lambda s: s.median)
@@ -243,7 +249,7 @@ def timed(row: Row, everyone: Sequence[Sequence[Times]], tokens: int) -> Row:
 
 
 class GenerateBench(LevelBench):
-    """A provider after the other, each checked and then timed."""
+    """Bench in which each provider is checked and then timed, one provider after the other."""
 
     def measure(self, shape: Shape) -> list[Row]:
         problem, reason = self.problem(shape)
@@ -278,7 +284,7 @@ class GenerateBench(LevelBench):
         return timed(replace(row, mode=mode), self.team.exchange(times), problem.batch * problem.new)
 
     def complaint(self, problem: AnswersProblem, answers: list[list[int]], what: str) -> str:
-        """Why the answers are not accepted; "" if they are."""
+        """Reason to reject the answers; "" if they are accepted."""
         if lacking := next(filter(None, self.team.exchange(problem.lacking(answers))), ""):
             return f"wrong answer: {lacking}"
         checker, reason = self.together(lambda: problem.checker(answers))
@@ -293,7 +299,7 @@ class GenerateBench(LevelBench):
     def answered(
         self, problem: AnswersProblem, answers: Callable[[], Tokens], what: str
     ) -> tuple[tuple[Times, list[list[int]]] | None, str | None]:
-        """One round, from a barrier of all ranks on: its times and the answers, as `together` gives them."""
+        """One round from a barrier of all ranks: its times and answers, as `together` returns them."""
         self.team.barrier()
         return self.together(lambda: drawn(problem, answers), launches=what)
 
@@ -307,7 +313,7 @@ def drawn(problem: AnswersProblem, answers: Callable[[], Tokens]) -> tuple[Times
             found[prompt].append(token)
         total += len(arrived)
         if not first_at and all(found):
-            # An engine's first step reads prompts and decodes: two tokens of a prompt may arrive together.
+            # An engine's first step prefills and decodes: two tokens of a prompt may arrive together.
             first_at, by_then = time.perf_counter(), total
     end = time.perf_counter()
     later = total - by_then

@@ -1,4 +1,4 @@
-"""Steps of a model to measure, and how."""
+"""Plans of model benchmarks: steps of a model, and the protocol."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 CHECK = (
     "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "
     "over that of the row, of logits at most 0.05 in bf16 or twice what eager torch itself is from fp32; and that the chosen "
-    "words are the likeliest; before timing, and once more as it is timed"
+    "tokens are the likeliest; before timing, and once more as timed"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPlan(Plan):
-    """``op`` is a level.
+    """Plan of a model benchmark, ``op``.
 
-    model, layers   by name, and how many of its layers; None: all
+    model, layers   by name, with this many of its layers; None: all
     modes           of weft's models; all if empty
-    teacher_forced  before anything is timed, compare logits over several given tokens, besides those of the step itself; of
-                    layers, the outputs of all that are timed
-    breakdown       say what the time of a step goes to
+    teacher_forced  before timing, compare logits over several given tokens, besides those of the step itself; for layers, the
+                    outputs of all timed ones
+    breakdown       break down the time of a step
     """
 
     model: str
@@ -69,7 +69,7 @@ class LevelPlan(Plan):
         return profile(team, meter) if self.breakdown and meter is not None else None
 
     def moved_bytes(self) -> int:
-        """The hidden states of the longest prompts."""
+        """Size of the hidden states of the longest prompts."""
         tokens = max((shape.size[0] * shape.size[1] for shape in self.shapes), default=0)
         return tokens * self.config.hidden_size * DTYPES[self.dtype].itemsize
 
@@ -79,8 +79,8 @@ class LevelPlan(Plan):
         found = Plan.protocol(self, simulated, empty_us) | {"check": generate.CHECK if self.op == "generate" else CHECK}
         if self.op == "model":
             found["data"] = (
-                "random weights and prompts; what comes before a decoding step is eager torch's, the same for all providers; "
-                "one step again and again"
+                "random weights and prompts; the history of a decoding step is eager torch's, the same for all providers; "
+                "one step repeated"
             )
         if self.teacher_forced and self.op == "model":
             found["teacher-forced"] = f"logits after a prompt and {FORCED_STEPS} given tokens, likewise"

@@ -1,4 +1,4 @@
-"""A level's panels: each step's times over the roofline as bars, and what they go to as stacked bars."""
+"""Panels of a model benchmark: each step's times over the roofline as bars, and the breakdown as stacked bars."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ GAP_COLOUR = "#dddddd"
 
 
 def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    """Every step's time over the roofline's, as a bar for each provider, with its milliseconds; where there is no roofline the
-    milliseconds themselves."""
+    """Draw each step's time over the roofline's, a bar per provider with its milliseconds.
+
+    Without a roofline the bars are the milliseconds themselves.
+    """
     shapes = shapes_of(report)
     floors = [floor_us(report, shape) for shape in shapes]
     units = [floor or 1e3 for floor in floors] if all(floors) else [1e3] * len(shapes)
@@ -45,7 +47,7 @@ def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
 
 
 def parts(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    """Microseconds a layer, a stacked bar for each row that has its parts."""
+    """Draw microseconds per layer, a stacked bar for each row with a breakdown."""
     rows, layers = [row for row in report.rows if row.parts_us], layers_of(report)
     lefts = [0.0] * len(rows)
     for number, kind in enumerate(KINDS):
@@ -56,7 +58,7 @@ def parts(axes: Axes, report: Report, colours: Sequence[str]) -> None:
         lefts = [left + value for left, value in zip(lefts, values, strict=True)]
     axes.set_yticks(range(len(rows)), [f"{row.label}  {row.provider}" for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_title(f"{report.op} of {report.subject}, world size {report.world_size}: µs a layer", loc="left")
+    axes.set_title(f"{report.op} of {report.subject}, world size {report.world_size}: µs per layer", loc="left")
     _dress(axes, "x")
 
 

@@ -24,19 +24,18 @@ if TYPE_CHECKING:
     from weft.models.qwen3 import Qwen3ForCausalLM
     from weft.runtime.team import Team
 
-# Of every row's answer, root mean square of the error over that of the eager baseline's. Both round, at different places:
-# over the 4 layers of a small model that is 0.01 .. 0.03 in bf16, where a wrong RoPE base gives 0.27 and swapped halves of a
-# fused weight 0.2 and more.
+# Largest RMS of a row's error over the RMS of the eager baseline's row. Both round, at different places: over the 4 layers of a
+# small model that is 0.01 .. 0.03 in bf16; a wrong RoPE base gives 0.27 and swapped halves of a fused weight 0.2 or more.
 MODEL_LIMIT = {"bf16": 0.05, "fp16": 0.01, "fp32": 1e-4}
 LAYER_LIMIT = {"bf16": 0.02, "fp16": 0.004, "fp32": 1e-4}
-# Rounding adds up over layers, in 64 random ones to 0.07. Where the eager baseline is so far from fp32 that two which round
-# independently may be further apart than MODEL_LIMIT, so many times that distance are allowed. A few sequences show it.
+# Rounding adds up over layers, to 0.07 in 64 random ones. The limit is at least this multiple of the eager baseline's distance
+# from fp32, since two models that round independently may be further apart than MODEL_LIMIT. A few sequences show it.
 NOISE_FACTOR, NOISE_ROWS = 2.0, 2
 
 
 @exchangeable
 class Choice(NamedTuple):
-    """This rank's largest logit, the word that was chosen, and its logit if it is one of this rank's."""
+    """This rank's largest logit, the chosen token id, and its logit if it is one of this rank's."""
 
     best: float
     word: int
@@ -44,10 +43,10 @@ class Choice(NamedTuple):
 
 
 class StepProblem:
-    """`sets` are layers to rotate through, so that weights are cold; of the level "model" there is one.
+    """Problem of one step. `sets` are layers in rotation, so that weights are cold; a "model" benchmark has one.
 
     tokens     [batch, length], the same on all ranks; x [batch * new, H] likewise, for single layers
-    positions  [batch]: of the new tokens, where the step decodes
+    positions  [batch]: of the new tokens, if the step decodes
     """
 
     def __init__(self, plan: LevelPlan, shape: Shape, team: Team) -> None:
@@ -83,12 +82,12 @@ class StepProblem:
         return 1 if self.op == "model" else max(2, len(self.sets))
 
     def expect(self) -> float:
-        """Make the eager baseline's answer; `distance_to_fp32`."""
+        """Make the eager baseline's answer and return `distance_to_fp32`."""
         self.answer()
         return self.distance_to_fp32()
 
     def distance_to_fp32(self) -> float:
-        """Of the eager baseline's logits on this rank, of a few sequences; 0 of layers."""
+        """Distance of the eager baseline's logits on this rank from fp32, of a few sequences; 0 for layers."""
         if self.op != "model":
             return 0.0
         few = min(self.batch, NOISE_ROWS)
@@ -97,12 +96,12 @@ class StepProblem:
         return self.distance(found, exact)[1]
 
     def agree(self, distances: Sequence[float]) -> None:
-        """``distances``: to fp32, of all ranks."""
+        """Set the limit from ``distances`` to fp32 of all ranks."""
         self._noise = max(distances)
 
     @property
     def limit(self) -> float:
-        """Of `distance`, the same on all ranks once they have agreed."""
+        """Largest accepted `distance`, equal on all ranks after `agree`."""
         if self.op != "model":
             return LAYER_LIMIT[self.dtype_name]
         return max(MODEL_LIMIT[self.dtype_name], NOISE_FACTOR * self._noise)
@@ -113,24 +112,24 @@ class StepProblem:
 
     @property
     def earlier(self) -> torch.Tensor:
-        """What a single layer's history is made from, [batch * (length - new), H]."""
+        """Input of a single layer's history, [batch * (length - new), H]."""
         return self._inputs[1]
 
     def history(self) -> Cache:
-        """Keys and values of what comes before a decoding step, by eager torch: every provider goes on from the same."""
+        """Keys and values before a decoding step, by eager torch; all providers start from them."""
         if self._history is None:
             self._history = remember(self, TorchSession(self.baseline, self.batch, self.length))
         return self._history
 
     def _cold_layers(self) -> int:
-        """Layers enough that COLD_BYTES lie between two uses of one."""
+        """Number of layers that puts COLD_BYTES between two uses of one."""
         sizes = weights(self.plan.config, self.team.size)
         names = ("gate_up", "down") if self.op == "mlp" else ("qkv", "o")
         nbytes = sum(sizes[name] for name in names) * self.dtype.itemsize
         return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
 
     def model(self, mode: str) -> Qwen3ForCausalLM:
-        """weft's, on the baseline's weights."""
+        """weft's model on the baseline's weights."""
         return in_mode(self._weights, mode)
 
     @property
@@ -140,14 +139,16 @@ class StepProblem:
         return self._baseline
 
     def share(self, model: Qwen3ForCausalLM | None) -> None:
-        """Let the baseline have the weights of ``model``, filled as `build` does it. None: it lets go of its own, for a model
-        that makes the same ones; they are made anew where none is shared."""
+        """Let the baseline use the weights of ``model``, filled as `build` does.
+
+        None: it frees its own weights, before a model makes the same ones; they are made again unless one is shared.
+        """
         self._weights, self._baseline = model, None if model is None else Baseline(model)
 
     # --- the baseline's answer --------------------------------------------------------------------------------------
 
     def answer(self, local: bool = False) -> torch.Tensor:
-        """Of set 0. ``local``: this rank's rows of it, where tokens are sharded."""
+        """Expected result of set 0. ``local``: this rank's rows of it, if tokens are sharded."""
         if False not in self._answers:
             self._answers[False] = step(self, TorchSession(self.baseline, self.batch, self.length)).run(0)
         if local and True not in self._answers:
@@ -161,7 +162,7 @@ class StepProblem:
     # --- judging ----------------------------------------------------------------------------------------------------
 
     def verdict(self, attempt: Attempt, actual: torch.Tensor) -> Verdict:
-        """Of what ``attempt.run`` gave on this rank."""
+        """Verdict on the result of ``attempt.run`` on this rank."""
         return self.judge(actual, attempt.local)
 
     def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
@@ -176,18 +177,21 @@ class StepProblem:
         return Verdict(max_abs_error=worst, rms_error=relative, wrong=wrong)
 
     def distance(self, actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-        """(largest error, largest RMS of a row's error over the RMS of the row expected); NaN counts as infinite."""
+        """(largest error, largest RMS of a row's error over the RMS of the expected row); NaN counts as infinite."""
         words = self.baseline.real if self.op == "model" else actual.shape[1]
         actual, expected = actual[:, :words].float(), expected[:, :words].float()
         if actual.numel() == 0:
             return 0.0, 0.0
         error = (actual - expected).nan_to_num(math.inf, math.inf, math.inf)
         scale = expected.square().mean(dim=1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-        # Rows that pad a shard are zero in both.
+        # Padding rows of a shard are zero in both.
         return float(error.abs().max()), float((error.square().mean(dim=1).sqrt() / scale).max())
 
     def wrong_first(self, everyone: Sequence[Sequence[tuple[str, float]]]) -> str:
-        """Why what was compared first is wrong on any rank; "" if it is not. ``everyone``: the ranks' `compare_first`."""
+        """Reason to reject the first comparisons of any rank; "" if there is none.
+
+        ``everyone``: the ranks' `compare_first`.
+        """
         for ranks in zip(*everyone, strict=True):
             worst = max(distance for _, distance in ranks)
             if not worst <= self.limit:
@@ -195,7 +199,7 @@ class StepProblem:
         return ""
 
     def choices(self, logits: torch.Tensor, tokens: torch.Tensor) -> list[Choice]:
-        """Of each sequence, ``tokens`` [batch] chosen from all ranks' ``logits``: what this rank can say of it."""
+        """This rank's `Choice` for each sequence's token in ``tokens`` [batch], from its ``logits``."""
         start, size = self.baseline.start, logits.shape[1]
         best = logits.max(dim=-1).values.tolist()
         return [
@@ -204,12 +208,15 @@ class StepProblem:
         ]
 
     def wrong_choice(self, everyone: Sequence[Sequence[Choice]]) -> str:
-        """Why the chosen words are not the likeliest of all ranks'; "" if they are. ``everyone``: the ranks' `choices`."""
+        """Reason why the chosen tokens are not the likeliest of all ranks; "" if they are.
+
+        ``everyone``: the ranks' `choices`.
+        """
         for row, ranks in enumerate(zip(*everyone, strict=True)):
             best = max(choice.best for choice in ranks)
             for rank, choice in enumerate(ranks):
                 if not 0 <= choice.word < self.config.vocab_size:
-                    return f"rank {rank}: sequence {row}: {choice.word} is no word"
+                    return f"rank {rank}: sequence {row}: {choice.word} is no token id"
                 if choice.logit is not None and choice.logit != best:
-                    return f"rank {rank}: sequence {row}: word {choice.word} is not the likeliest"
+                    return f"rank {rank}: sequence {row}: token {choice.word} is not the likeliest"
         return ""

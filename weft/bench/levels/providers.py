@@ -1,4 +1,4 @@
-"""Every way to take a step: weft's modes, torch eagerly, and torch.compile, both with NCCL."""
+"""Providers of a step: weft's modes, eager torch, and torch.compile, the latter two with NCCL."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def eager(problem: StepProblem) -> Attempt:
 def compile_all(problem: StepProblem) -> Attempt:
     if problem.team.is_simulated:
         raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
-    torch.compiler.reset()  # of the last shape: what is compiled for one shape is never used for another
+    torch.compiler.reset()  # of the last shape: compiled code is not reused for another shape
     functions = compiled(problem.batch * problem.new)
     return step(problem, TorchSession(problem.baseline, problem.batch, problem.length, functions))
 
 
 def providers_for(level: str, modes: Sequence[str] = ()) -> tuple[Provider, ...]:
-    """Of a level; of weft's modes those named, all if none are."""
+    """Providers of a model benchmark; of weft's modes the given ones, all if none are given."""
     modes = [mode for mode in WEFT_MODES if mode in (modes or WEFT_MODES)]
     if level == "generate":
         return generate.providers(modes)
@@ -51,7 +51,7 @@ def providers_for(level: str, modes: Sequence[str] = ()) -> tuple[Provider, ...]
 
 
 def choose(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Provider, ...]:
-    """Those of `providers_for` that ``words`` name, all if there are none. ValueError for a word that names none."""
+    """Those of `providers_for` that ``words`` name, all without words. ValueError for an unknown word."""
     available = providers_for(level, modes)
     names = [provider.name for provider in available]
     for word in words:

@@ -1,4 +1,4 @@
-"""A step of a model at the rates of weft.bench.limits: bytes of weights and keys, operations, wire time and latencies."""
+"""Roofline of a model's step at the rates of weft.bench.limits: weights, keys, operations, wire time and latencies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class Roofline:
     """Microseconds of one step on one rank.
 
-    gemms      of the layers: weights read at memory bandwidth or multiplied at peak FLOP/s, whichever takes longer, by GEMM
-    head       the same of the vocabulary head
-    attention  keys and values read at memory bandwidth, or the products of queries with them at peak FLOP/s
+    gemms      of the layers: weights read at memory bandwidth or multiplied at peak FLOP/s, whichever takes longer, per GEMM
+    head       the same for the vocabulary head
+    attention  keys and values read at memory bandwidth, or queries multiplied with them at peak FLOP/s
     wire       all-reduced bytes over link bandwidth, ring-optimal
     latency    of all-reduces: nothing after one can start sooner
-    exposed    what of the wire time the layers' GEMMs are too short to hide: as reduce-scatter and all-gather, half of it
-               can run beside the GEMM that makes the sum, the other half beside the one that takes it
+    exposed    wire time that the layers' GEMMs are too short to hide: as reduce-scatter and all-gather, half of it can
+               overlap the GEMM that makes the sum, the other half the GEMM that takes it
     """
 
     gemms: float
@@ -35,12 +35,12 @@ class Roofline:
 
     @property
     def floor(self) -> float:
-        """With bytes on the wire hidden behind GEMMs as far as they can be."""
+        """Total with bytes on the wire hidden behind GEMMs as far as possible."""
         return self.gemms + self.head + self.attention + self.latency + self.exposed
 
 
 def weights(config: Qwen3Config, world_size: int) -> dict[str, int]:
-    """Elements of one rank's weights by GEMM of a layer."""
+    """Elements of one rank's weights, by GEMM of a layer."""
     hidden, heads = config.hidden_size, config.num_attention_heads // world_size
     kv_heads = max(config.num_key_value_heads // world_size, 1)
     return {
@@ -54,8 +54,10 @@ def weights(config: Qwen3Config, world_size: int) -> dict[str, int]:
 def roofline(
     level: str, config: Qwen3Config, world_size: int, shape: Sequence[int], dtype: str, limits: Limits | None
 ) -> Roofline | None:
-    """Of one layer (levels "mlp" and "attn") or of the whole model. ``shape``: (batch, length, new). None where the limits
-    of the GPU or the dtype's peak are not known."""
+    """Roofline of one layer ("mlp" and "attn") or of the whole model. ``shape``: (batch, length, new).
+
+    None if the limits of the GPU or the dtype's peak are unknown.
+    """
     if limits is None or dtype == "fp32":
         return None
     batch, length, new = shape

@@ -1,4 +1,4 @@
-"""A model set up for a batch of sequences, weft's or the baseline's, behind one interface: what the levels call."""
+"""Sessions: a model set up for a batch of sequences, weft's or the baseline's, behind one interface."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 
 class Session(Protocol):
-    """`batch` sequences of at most `max_len` tokens. Collective. x and y of a layer: [tokens, H], or [tokens' / W, H] where
-    tokens are sharded, tokens' the multiple of W. Nothing waits for the GPU, and all but `prompts` can be captured."""
+    """Model for `batch` sequences of at most `max_len` tokens. Collective.
+
+    x and y of a layer: [tokens, H], or [tokens' / W, H] if tokens are sharded, with tokens' the next multiple of W. Nothing
+    waits for the GPU, and everything but `prompts` can be captured.
+    """
 
     batch: int
 
     def prompts(self, length: int) -> Any:
-        """What `prefill` and `attend` need to know of prompts of so many tokens."""
+        """Data that `prefill` and `attend` need for prompts of this length."""
 
     def prefill(self, tokens: torch.Tensor, at: Any) -> torch.Tensor:
         """Prompts [batch, length] → this rank's logits after the last token of each, [batch, V' / W] in fp32."""
@@ -34,16 +37,16 @@ class Session(Protocol):
         """One more token of each sequence, [batch], at positions [batch] → logits after it."""
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The likeliest word [batch] of all ranks'."""
+        """Likeliest token id [batch] over all ranks."""
 
     def one_each(self, positions: torch.Tensor) -> Any:
-        """What `attend` needs to know of a decoding step."""
+        """Data that `attend` needs for a decoding step."""
 
     def recall(self, history: Cache, length: int) -> None:
-        """Its caches hold the first `length` tokens of the baseline's `history`."""
+        """Fill the caches with the first `length` tokens of the baseline's `history`."""
 
     def is_sharded(self, tokens: int) -> bool:
-        """Whether a layer's x and y are, in a step of so many tokens."""
+        """True if a layer's x and y are sharded in a step of this many tokens."""
 
     def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
         """y = attention of layer `index`, summed over the ranks."""
@@ -52,7 +55,7 @@ class Session(Protocol):
 
 
 class TorchSession:
-    """The baseline, or with `functions` the same compiled."""
+    """Session of the baseline, compiled if `functions` are given."""
 
     def __init__(self, model: Baseline, batch: int, max_len: int, functions: Functions | None = None) -> None:
         self.model, self.batch, self.max_len = model, batch, max_len
@@ -90,7 +93,7 @@ class TorchSession:
 
 
 class WeftSession:
-    """weft's model in one mode, its cache in pages that lie anywhere."""
+    """Session of weft's model in one mode, with its KV cache in arbitrary pages."""
 
     def __init__(self, model: Qwen3ForCausalLM, batch: int, max_len: int) -> None:
         self.model, self.batch = model, batch
@@ -127,7 +130,7 @@ class WeftSession:
         return self.model.plan(tokens).mode == "ag_rs"
 
     def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
-        # A layer by itself gives whole sums: nothing comes after it that could add them up.
+        # A single layer returns complete sums, since no layer follows that could add them up.
         at = replace(at, plan=replace(at.plan, deferred=False))
         return self.model.layers[index].self_attn(x, at, self.cache.layer(index))
 
@@ -136,13 +139,13 @@ class WeftSession:
 
 
 def build(config: Qwen3Config, team: Team, mode: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
-    """weft's model with random weights, which are the same whatever the mode."""
+    """weft's model with random weights that do not depend on the mode."""
     return Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype).fill_dummy()
 
 
 def in_mode(model: Qwen3ForCausalLM, mode: str) -> Qwen3ForCausalLM:
-    """The same model in another mode, its weights by reference."""
-    # What a copy takes instead of copying. Making another model would allocate its weights before it could let them go.
+    """Copy of the model in another mode, with its weights by reference."""
+    # Shared by the copy. Making another model would allocate its weights before they could be freed.
     kept = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
     made = copy.deepcopy(model, kept | {id(part): part for part in (model.team, model.angles)})
     for module in made.modules():

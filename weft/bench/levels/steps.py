@@ -1,8 +1,8 @@
-"""What is measured above single ops: models by name, and the steps that they take.
+"""Model benchmarks: models by name, and their steps.
 
-A shape of a level is (batch, length, new): `batch` sequences that have `length` tokens after the step, `new` of which the step
-computes. Decoding: new = 1, and `length` is the context with the new token in it. Prefill of whole prompts: new = length.
-Of ``generate`` it is (batch, prompt, new): prompts of so many tokens, and how many are generated after each.
+A shape is (batch, length, new): `batch` sequences that have `length` tokens after the step, `new` of which the step computes.
+Decoding: new = 1, and `length` is the context with the new token in it. Prefill of whole prompts: new = length. For
+``generate`` it is (batch, prompt, new): the length of prompts, and the number of tokens generated after each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.models.config import PUBLISHED, Qwen3Config
 
 RUN_TYPES = ("prefill", "decode")
 TINY, DEFAULT_MODEL = "tiny", "qwen3-32b"
-# What is measured where nothing is asked for: the steps of the project's targets; simulated ranks get small ones.
+# Default steps; simulated ranks get small ones.
 DEFAULTS = {
     "mlp": ("decode:1x128,128x128", "prefill:32x128"),
     "attn": ("decode:1x128,32x1024,128x128", "prefill:32x128"),
@@ -30,19 +30,19 @@ DEFAULTS = {
 TINY_DEFAULTS = {level: ("2x5+3",) if level == "generate" else ("decode:2x6", "prefill:2x5") for level in LEVELS}
 
 
-# What simulated ranks can run: every dimension another one, and 130 words that no world size but 1 and 2 divides.
+# Model for simulated ranks: all dimensions differ, and only world sizes 1 and 2 divide its 130 token ids.
 TINY_CONFIG = Qwen3Config(
     vocab_size=130, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
     head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=256, tie_word_embeddings=False,
     dtype=torch.bfloat16,
 )  # fmt: skip
 MODELS = (*PUBLISHED, TINY)
-# Of all sequences together, the most that simulated ranks take: 512 prefilled by the tiny model take half a minute (x86).
+# Most tokens of all sequences for simulated ranks: the tiny model prefills 512 in half a minute (x86).
 SIMULATED_TOKENS = 1024
 
 
 def config_of(model: str, layers: int | None = None) -> Qwen3Config:
-    """The sizes of a model by name, with fewer layers if asked for. ValueError for a name or a number that it has not."""
+    """Config of a model by name, with fewer layers if given. ValueError for an unknown name or an invalid number."""
     if model not in MODELS:
         raise ValueError(f"--model {model} is unknown; choose one of {', '.join(MODELS)}")
     config = TINY_CONFIG if model == TINY else Qwen3Config.named(model)
@@ -54,7 +54,7 @@ def config_of(model: str, layers: int | None = None) -> Qwen3Config:
 
 
 def check_split(model: str, config: Qwen3Config, world_size: int) -> None:
-    """ValueError where the ranks cannot have equal shares."""
+    """Raise ValueError if the ranks cannot have equal shares."""
     try:
         check_heads(config.num_attention_heads, config.num_key_value_heads, world_size)
     except ValueError as error:
@@ -67,12 +67,12 @@ def check_split(model: str, config: Qwen3Config, world_size: int) -> None:
 
 
 def is_decode(shape: Sequence[int]) -> bool:
-    """Of a step's (batch, length, new). A prompt of one token is a decoding step."""
+    """True for a decoding step (batch, length, new). A prompt of one token is one."""
     return shape[2] == 1
 
 
 def words_of(level: str, run_type: str | None, batches: Sequence[int], contexts: Sequence[int]) -> tuple[str, ...]:
-    """``--run-type``, ``--bsz`` and ``--ctx`` as the words that `parse_steps` reads: every batch with every context."""
+    """``--run-type``, ``--bsz`` and ``--ctx`` as words for `parse_steps`: every batch with every context."""
     pairs = ",".join(f"{batch}x{context}" for batch in batches or (1,) for context in contexts or (128,))
     if level == "generate":
         return tuple(f"{pair}+64" for pair in pairs.split(","))
@@ -80,13 +80,13 @@ def words_of(level: str, run_type: str | None, batches: Sequence[int], contexts:
 
 
 def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: bool = False) -> tuple[Shape, ...]:
-    """The shapes that ``words`` name, in their order, none twice; the level's defaults if there are no words.
+    """Shapes that ``words`` name, in their order, without duplicates; the op's defaults if there are no words.
 
-    word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens of each; of generate BxP+N,…: N tokens
-          after prompts of P; or several of them with commas between
+    word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens each; for generate BxP+N,…: N tokens
+          after prompts of P; or several of them separated by commas
     tiny  for simulated ranks: other defaults, and many tokens are refused
 
-    ValueError for what it cannot read, and for sequences that the model has no positions for.
+    ValueError for unreadable words, and for sequences longer than the model's positions.
     """
     found: dict[tuple[int, ...], Shape] = {}
     words = [one for several in words for one in words_apart(several)]
@@ -104,7 +104,7 @@ def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: 
 
 
 def _check_simulable(level: str, word: str, size: tuple[int, ...], longest: int) -> None:
-    """ValueError for more tokens than simulated ranks take, with the smaller step to take."""
+    """Raise ValueError, with a smaller step, for more tokens than simulated ranks can take."""
     batch, length, new = size
     if batch * longest <= SIMULATED_TOKENS:
         return

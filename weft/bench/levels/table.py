@@ -1,4 +1,4 @@
-"""A level's report as tables: pure functions of it. weft.bench.table prints them and writes them as Markdown."""
+"""Reports of model benchmarks as tables: pure functions. weft.bench.table prints them and writes Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.bench.table import NONE, Sheet, about_machine, microseconds, plain, re
 
 
 def sheet(report: Report) -> Sheet:
-    """Per step each provider's time, weft's speed-up over eager torch and over the best other, and the roofline."""
+    """Table with each provider's time per step, weft's speed-up over eager torch and the best other, and the roofline."""
     providers, shapes = providers_of(report), shapes_of(report)
     milli = report.op in ("model", "generate")
     rows, slower = [], set()
@@ -34,7 +34,7 @@ def sheet(report: Report) -> Sheet:
             )
         )
     where = "simulated ranks" if report.is_simulated else f"{report.world_size} x {report.machine['gpu']}"
-    unit = "ms a token after the first" if report.op == "generate" else "ms" if milli else "µs"
+    unit = "ms per token after the first" if report.op == "generate" else "ms" if milli else "µs"
     return Sheet(
         title=f"{report.op} of {report.subject}, {report.dtype}, world size {report.world_size} ({where}), {unit}",
         header=("step", *providers, "over eager", "speed-up", "roofline", "of limit"),
@@ -45,7 +45,7 @@ def sheet(report: Report) -> Sheet:
 
 
 def breakdown_sheet(report: Report) -> Sheet | None:
-    """What the time goes to, of each layer; None where nobody asked."""
+    """Table of the breakdown per layer; None if it was not requested."""
     rows = [row for row in report.rows if row.parts_us]
     if not rows:
         return None
@@ -58,15 +58,15 @@ def breakdown_sheet(report: Report) -> Sheet | None:
             (row.label, row.provider, *(microseconds(parts[kind]) for kind in kinds), microseconds(sum(parts.values())))
         )
     notes = [
-        "Of rank 0, in one profiled replay, from its first kernel on: by name; where kernels overlap, the one that began first."
+        "Rank 0, one profiled replay from its first kernel on, by kernel name. Overlaps count for the kernel that began first."
     ]
     if layers > 1:
-        notes.append(f"The whole step over its {layers} layers, so embedding and head are in it.")
+        notes.append(f"The whole step divided by its {layers} layers, including embedding and head.")
     both = [kind for kind in kinds if "+" in kind]
     if both:
         notes.append(f"{', '.join(both)}: kernels that do both.")
     return Sheet(
-        title=f"{report.op} of {report.subject}, world size {report.world_size}: µs a layer",
+        title=f"{report.op} of {report.subject}, world size {report.world_size}: µs per layer",
         header=("step", "provider", *kinds, "sum"),
         rows=tuple(cells),
         slower=frozenset(),
@@ -76,7 +76,7 @@ def breakdown_sheet(report: Report) -> Sheet | None:
 
 def floor_us(report: Report, shape: Sequence[int]) -> float | None:
     if report.op == "generate":
-        # A token in the middle of the answers.
+        # Step of a token in the middle of the answers.
         batch, prompt, new = shape
         shape = (batch, prompt + (new + 1) // 2, 1)
     name, _, rest = report.subject.partition(",")
@@ -89,7 +89,7 @@ def floor_us(report: Report, shape: Sequence[int]) -> float | None:
 
 
 def layers_of(report: Report) -> int:
-    """How many layers a step of the report has."""
+    """Number of layers in a step of the report."""
     name, _, rest = report.subject.partition(",")
     if report.op in ("mlp", "attn") or name not in MODELS:
         return 1
@@ -118,15 +118,15 @@ def _time(value: float, milli: bool) -> str:
 def _notes(report: Report, providers: Sequence[str]) -> list[str]:
     notes = about_machine(
         report,
-        "Median, the maximum over the ranks. Speed-up: weft.auto over the faster of torch's; the best mode without it.",
+        "Median, maximum over the ranks. Speed-up: weft.auto (or the best mode) over the faster torch provider.",
     )
     if any(row.eager_us is not None and row.mode != "eager" for row in report.rows):
-        notes.append("After the stroke: without a CUDA graph.")
+        notes.append("After the slash: without a CUDA graph.")
     if any(row.mode == "eager" for row in report.rows):
         notes.append("*: could not be captured in a CUDA graph.")
     if report.op == "generate":
         notes.append(
-            "In brackets: until the first tokens were on the host, and all new tokens of all sequences a second."
+            "In brackets: time until the first tokens were on the host, and new tokens of all sequences per second."
         )
     if report.op == "model":
         notes.append("Whole steps: embedding, layers, head and greedy choice.")

@@ -1,4 +1,4 @@
-"""The table of large products, from benchmarks/lab/*-cublas.json: ``python -m benchmarks.large_products`` prints it."""
+"""Table of large GEMMs, from benchmarks/lab/*-cublas.json: ``python -m benchmarks.large_products`` prints it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from benchmarks.lab.cublas import chosen
 from weft.bench.shapes import parse_shapes
 
 LAB = Path(__file__).resolve().parent / "lab"
-HEAD = """## Large products: what cuBLAS chooses, and the best that it has
+HEAD = """## Large GEMMs: cuBLAS's choice, and its best algorithm
 
-Projections of Qwen3-32B as one rank of W holds them, bf16, in CUDA graphs: microseconds by torch.mm, which takes cuBLAS's first
-choice, and by the algorithm that `ops.matmul` and the overlapped products take in its place; cuBLAS alone in both.
-*At rest*: graphs of 0.5 ms, each after a rest of 4 ms, at full clocks. *Busy*: graphs of 4 ms without a rest, all algorithms of
-a shape in turn, at the clock that they leave each other. Shapes with one time keep cuBLAS's choice. Tiles are columns × rows of
-the product; all attributes are in `weft/plan/tables/nvidia-h200.w1.json`, as `weft.runtime.cublaslt.Algorithm` explains them.
+Projections of Qwen3-32B as sharded over W ranks, bf16, in CUDA graphs: microseconds by torch.mm, which takes cuBLAS's first
+choice, and by the algorithm that `ops.matmul` and the overlapped GEMMs use instead; both are cuBLAS alone. *At rest*: graphs of
+0.5 ms, each after a pause of 4 ms, at full clocks. *Busy*: graphs of 4 ms without a pause, all algorithms of a shape
+alternating, at the resulting clocks. Shapes with one time keep cuBLAS's choice. All attributes of the algorithms are in
+`weft/plan/tables/nvidia-h200.w1.json`, as `weft.runtime.cublaslt.Algorithm` explains them.
 """
 HEAD_OF_OTHERS = """### Other shapes
 
-The same of Llama-3-70B's projections and of symm-mem-recipes' shapes, as one rank computes them.
+The same for one rank's GEMMs of Llama-3-70B's projections and of symm-mem-recipes' shapes.
 """
 MEASURED = """
 - GPU: {gpu}; {versions}; measured {date}
@@ -31,7 +31,7 @@ OTHERS = ("llama3-70b", "symm-mem-recipes")
 
 
 def section(document: dict[str, Any], head: str, names: dict[tuple[int, ...], str]) -> str:
-    """One file as a section of docs/performance.md. ``names``: of the products that are not labelled with one, by N and K."""
+    """Section of docs/performance.md for one file. ``names``: names of unlabelled GEMMs, by N and K."""
     return "\n".join([head + MEASURED.format(**document), *table(document["rows"], names), ""])
 
 
@@ -54,7 +54,7 @@ def timed(library: float, best: float | None) -> str:
 
 
 def names_of_others() -> dict[tuple[int, ...], str]:
-    """(N, K) of one rank's product -> what it is, in the order of the table."""
+    """Names of one rank's GEMMs by (N, K), in the order of the table."""
     found: dict[tuple[int, ...], str] = {}
     for name in OTHERS:
         for op in ("ag-gemm", "gemm-rs"):

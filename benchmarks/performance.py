@@ -1,7 +1,6 @@
-"""Write docs/performance.md and its plots from the JSON files: ``python -m benchmarks.performance``.
+"""Generator of docs/performance.md and its plots from JSON files: ``python -m benchmarks.performance``.
 
-Everything in it comes from benchmarks/results/<machine>/OP.wW.json, and the tables of a library's products from
-benchmarks/lab; nothing is typed.
+All figures come from benchmarks/results/<machine>/OP.wW.json, and those of the GEMM tables from benchmarks/lab.
 """
 
 from __future__ import annotations
@@ -23,16 +22,21 @@ HEAD = """# Performance
 
 <!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->
 
-Every provider's answer is checked against fp32 before it is timed, and rows where weft is slower stand with the others.
-A time is the median of single calls, the maximum over the ranks. `of limit` is the time at the best rates that we have measured
-this hardware to reach (`weft/bench/limits.py`), over that of weft. Above a table stand the commit of weft that it began with
-and git's name of the sources that ran: a commit holds them if `git rev-parse COMMIT:weft` says so.
+Every provider's answer is checked against fp32 before it is timed. Rows where weft is slower are included. A time is the median
+of single calls, the maximum over the ranks. `of limit` is the time at the best rates measured on this hardware
+(`weft/bench/limits.py`), divided by weft's time. Above each table are the commit of weft at the start of the run and git's name
+of the sources that ran: `git rev-parse COMMIT:weft` prints it for every commit with these sources.
 """
 
 
 def document(machines: dict[str, list[Report]], pictures: str, notes: dict[str, str], more: list[str]) -> str:
-    """The page. ``machines``: name of the results folder -> its reports; ``pictures``: where the page finds plots;
-    ``notes``: what a reader must know of a folder's figures (its note.md); ``more``: sections at the end."""
+    """Text of the page.
+
+    machines  name of the results folder -> its reports
+    pictures  folder of the plots, relative to the page
+    notes     notes on a folder's figures (its note.md)
+    more      sections at the end
+    """
     parts = [HEAD]
     for machine, reports in machines.items():
         parts.append(f"## {machine}\n")
@@ -51,7 +55,7 @@ def document(machines: dict[str, list[Report]], pictures: str, notes: dict[str, 
 
 
 def described(reports: list[Report]) -> str:
-    """Versions, dates, commands and protocol; what is the same in all reports once."""
+    """Versions, dates, commands and protocol, with equal values of several reports once."""
     lines = []
     for key, name in (("gpu", "GPU"), ("driver", "driver"), ("torch", "torch"), ("cuda", "CUDA"), ("triton", "Triton"),
                       ("nccl", "NCCL")):  # fmt: skip
@@ -70,8 +74,10 @@ def described(reports: list[Report]) -> str:
 
 
 def joined(reports: list[Report]) -> list[Report]:
-    """One report for all of an op, world size, dtype and model that have no shape in common: a row's times are of one run in
-    any case. What was measured twice stays apart."""
+    """Reports of equal op, world size, dtype and model merged, if they have no shape in common.
+
+    The times of a row come from one run in any case. Shapes measured twice stay in separate reports.
+    """
     found: dict[tuple, list[Report]] = {}
     for report in reports:
         alike = found.setdefault((report.op, report.world_size, report.dtype, report.subject), [])
@@ -90,7 +96,7 @@ def joined(reports: list[Report]) -> list[Report]:
 
 
 def in_order(machine: str, reports: list[Report]) -> tuple[list[Report], list[str]]:
-    """A machine's reports as the page shows them, and the names of their pictures: a second one of the same gets a number."""
+    """Reports of a machine in the order of the page, and the names of their pictures, numbered if equal."""
     ordered = sorted(reports, key=lambda report: ALL.index(report.op))
     names: list[str] = []
     taken: Counter[str] = Counter()

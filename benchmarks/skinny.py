@@ -1,4 +1,4 @@
-"""The table of products of few rows, from benchmarks/lab/*-skinny.json: ``python benchmarks/skinny.py`` prints it."""
+"""Table of small-M GEMMs, from benchmarks/lab/*-skinny.json: ``python benchmarks/skinny.py`` prints it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 LAB = Path(__file__).resolve().parent / "lab"
 SITUATIONS = ("alone", "after norm", "after wait")
-HEAD = """## Products of few rows
+HEAD = """## Small-M GEMMs
 
-Projections of Qwen3-32B as one rank of W holds them, bf16, weights cold, in CUDA graphs: microseconds, cuBLAS / weft's kernel
-for few rows, the faster one bold. *Alone*: one product behind another. *After norm*: an RMSNorm and the product. *After wait*:
-an RMSNorm that takes {wait_us} µs longer, as an all-reduce does, and the product; weft's kernel comes up and fetches weights
-meanwhile. *Floor*: the weight at {gbps} GB/s. *Gets*: what `ops.matmul` and `ops.matmul_silu_mul` choose; cuBLAS's gate-up
-and silu is two kernels.
+Projections of Qwen3-32B as sharded over W ranks, bf16, cold weights, in CUDA graphs: microseconds, cuBLAS / weft's small-M
+kernel, the faster one bold. *Alone*: one GEMM after another. *After norm*: an RMSNorm and the GEMM. *After wait*: an RMSNorm
+that takes {wait_us} µs longer, like an all-reduce, and the GEMM; weft's kernel starts and prefetches weights meanwhile. *Floor*:
+the weight at {gbps} GB/s. *Chosen*: the choice of `ops.matmul` and `ops.matmul_silu_mul`; cuBLAS's gate-up and silu are two
+kernels.
 
 - GPU: {gpu}; torch {torch}, CUDA {cuda}, Triton {triton}; measured {date}
 - `{command}`
@@ -23,13 +23,13 @@ and silu is two kernels.
 
 
 def section(document: dict[str, Any]) -> str:
-    """One file as a section of docs/performance.md."""
+    """Section of docs/performance.md for one file."""
     note = [document["note"], ""] if "note" in document else []
     return "\n".join([HEAD.format(**document), *note, *table(document["rows"]), ""])
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    titles = ["W", "projection", "N×K", "M", "floor", *SITUATIONS, "gets"]
+    titles = ["W", "projection", "N×K", "M", "floor", *SITUATIONS, "chosen"]
     yield f"| {' | '.join(titles)} |"
     yield f"|{'|'.join(['---'] * len(titles))}|"
     for row in rows:

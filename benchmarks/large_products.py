@@ -1,4 +1,4 @@
-"""Table of large GEMMs, from benchmarks/lab/*-cublas.json: ``python -m benchmarks.large_products`` prints it."""
+"""Table of large GEMMs from benchmarks/lab: ``python -m benchmarks.large_products`` prints it."""
 
 from __future__ import annotations
 

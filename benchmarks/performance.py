@@ -1,4 +1,4 @@
-"""Generator of docs/performance.md and its plots from JSON files: ``python -m benchmarks.performance``.
+"""Generator of docs/performance.md and its plots: ``python -m benchmarks.performance``.
 
 All figures come from benchmarks/results/<machine>/OP.wW.json, and those of the GEMM tables from benchmarks/lab.
 """

@@ -1,4 +1,4 @@
-"""Table of small-M GEMMs, from benchmarks/lab/*-skinny.json: ``python benchmarks/skinny.py`` prints it."""
+"""Table of small-M GEMMs from benchmarks/lab: ``python benchmarks/skinny.py`` prints it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HEAD = """## Small-M GEMMs
 
 Projections of Qwen3-32B as sharded over W ranks, bf16, cold weights, in CUDA graphs: microseconds, cuBLAS / weft's small-M
 kernel, the faster one bold. *Alone*: one GEMM after another. *After norm*: an RMSNorm and the GEMM. *After wait*: an RMSNorm
-that takes {wait_us} µs longer, like an all-reduce, and the GEMM; weft's kernel starts and prefetches weights meanwhile. *Floor*:
-the weight at {gbps} GB/s. *Chosen*: the choice of `ops.matmul` and `ops.matmul_silu_mul`; cuBLAS's gate-up and silu are two
-kernels.
+that takes {wait_us} µs longer, like an all-reduce, and the GEMM; weft's kernel starts and prefetches weights meanwhile.
+*Floor*: the weight at {gbps} GB/s. *Chosen*: the choice of `ops.matmul` and `ops.matmul_silu_mul`; cuBLAS's gate-up and silu
+are two kernels.
 
 - GPU: {gpu}; torch {torch}, CUDA {cuda}, Triton {triton}; measured {date}
 - `{command}`

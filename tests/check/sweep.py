@@ -1,4 +1,4 @@
-"""Check of all ops: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME] [--table]``.
+"""Check of all ops: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME]``.
 
 ``--table`` runs the case table of tests/ops, with each algorithm and config, instead of the list here. ``--jobs`` spreads the
 schedules over processes. ``--json FILE`` writes the runs and findings.
@@ -77,7 +77,7 @@ def fused_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def factored_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the op and the GEMM that applies the RMS scale, whose kernel reads results of all programs of a row."""
+    """Run the op and the GEMM that applies the RMS scale, which reads all programs' parts of a row."""
     normed, hidden = ops.all_reduce_rms_norm(
         x(3, 640), torch.ones(3, 640).bfloat16(), torch.ones(640).bfloat16(), 1e-6, team, factored=True
     )
@@ -101,7 +101,7 @@ def rows_of_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tenso
 
 
 def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """Run all ops, which share receive buffers of various sizes and peers, while a rank may be one call ahead."""
+    """Run all ops, which share receive buffers of all sizes, while a rank may be one call ahead."""
     w, by = team.size, "copy_engine"
     out = [ops.all_reduce(x(w * 40), team, by), ops.all_gather(x(3, 24), team, by)]
     return [*out, ops.reduce_scatter(x(w, 64), team, by), ops.all_to_all(x(w, 40), team, by)]

@@ -1,4 +1,4 @@
-"""Stores and loads of the same bytes by different threads of one program, as far as the check detects them."""
+"""Stores and loads of the same bytes by different threads of one program."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Folding of consequential findings under their cause, remedies by the two sides, and the runs of a check."""
+"""Folding of consequential findings, remedies by the two sides, and the runs of a check."""
 
 import dataclasses
 import json

@@ -19,7 +19,10 @@ FLAG: tl.constexpr = tl.constexpr(128)
 
 
 def outcomes(kernel, world_size=2, *, constants=(), kinds=(), programs=1, limit=3000):
-    """Set of all tuples that the ranks (or programs of one rank) stored in ``out``. Asserts the kinds of findings."""
+    """Set of all tuples that the ranks (or programs of one rank) stored in ``out``.
+
+    Asserts the kinds of findings.
+    """
     seen = set()
 
     def main(team):
@@ -132,7 +135,7 @@ def store_buffering_by_atomics(x, out, team, SEM: tl.constexpr):
 
 
 def test_store_buffering_by_atomics():
-    """PTX allows (0, 0) too: not even acq_rel keeps an atomic from being overtaken by a load of other bytes."""
+    """PTX allows (0, 0) too: even after an acq_rel atomic, a load of other bytes may overtake it."""
     for sem in ("relaxed", "acq_rel"):
         assert outcomes(store_buffering_by_atomics, constants=(sem,)) == {(0, 1), (1, 0), (1, 1)}
 
@@ -178,9 +181,10 @@ def iriw(x, out, team):
 
 
 def test_independent_reads_of_independent_writes():
-    """2: the first write seen and not the second. Both readers cannot return it, as that would be two orders.
+    """2: the first write seen and not the second.
 
-    PTX allows (2, 2) too."""
+    Both readers cannot return it, as that would be two orders. PTX allows (2, 2) too.
+    """
     seen = {(third, fourth) for _, _, third, fourth in outcomes(iriw, 4)}
     assert seen == {(a, b) for a in range(4) for b in range(4)} - {(2, 2)}
 
@@ -291,7 +295,10 @@ def test_a_search_that_stops_early_says_bounded():
 
 @triton.jit
 def late_flag(x, out, team, HOW: tl.constexpr, WANTED: tl.constexpr):
-    """Rank 0 publishes data, then sets Y by an atomic, which may overtake the flag. Rank 1 reads Y, then the flag."""
+    """Rank 0 publishes data, then sets Y by an atomic, which may overtake the flag.
+
+    Rank 1 reads Y, then the flag.
+    """
     me = wl.rank(team)
     home = wl.symm_at(x, 1, team)
     if me == 0:
@@ -319,7 +326,10 @@ def test_an_acquire_of_the_old_value_learns_nothing_of_a_notify_that_is_under_wa
 
 
 def test_a_read_modify_write_before_a_notify_arrives_goes_on_with_nothing_of_it():
-    """2: the third rank has added to 0, which the notify then overwrites. 6: it has added to the notify's value."""
+    """2: the third rank has added to 0, which the notify then overwrites.
+
+    6: it has added to the notify's value.
+    """
     early = outcomes(late_flag, 3, constants=("acquire", 2), kinds=["relaxed-order"])
     assert {read for _, read, _ in early} == {0, 1, 2}
     assert {read for _, read, _ in outcomes(late_flag, 3, constants=("acquire", 6))} == {0, 2}

@@ -1,4 +1,4 @@
-"""weft's own ops under a few schedules each; ``python -m tests.check.sweep`` runs hundreds of schedules."""
+"""weft's own ops under a few schedules each; ``python -m tests.check.sweep`` runs hundreds."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch under the check: consecutive kernels are checked as if they overlapped.
+"""Programmatic dependent launch: consecutive kernels are checked as if they overlapped.
 
 Single mistakes are in tests/zoo/overlapping.py.
 """
@@ -64,7 +64,7 @@ def test_a_decoding_step_relies_on_no_kernel_before_it_has_followed_it(overlaps,
 
 
 def norm_by_what_has_just_been_made(team):
-    """Residual and weight are written by the kernel directly before, in the second round, once the workspace exists."""
+    """The previous kernel writes residual and weight, in the second round, once the workspace exists."""
     x = torch.full((2, N), float(team.rank + 1))
     for _ in range(2):
         made = ops.silu_mul(torch.ones(2, 2 * N))

@@ -21,7 +21,7 @@ def test_a_clock_knows_what_it_has_joined_whichever_is_wider():
 
 
 def test_clocks_that_learn_from_one_another_in_turn_do_not_grow():
-    """A regression: each grew to twice its size if the other was a little wider, 12 GB for 16 launches of two kernels."""
+    """A regression: clocks joined in turn doubled in size, to 12 GB for 16 launches of two kernels."""
     one, other = known(600, 1), known(1000, 2)
     for _ in range(8):
         one = joined(one, other)

@@ -1,4 +1,4 @@
-"""Ctrl-C in a simulation: at any moment, also repeated, Triton is left unpatched and the next run is correct."""
+"""Ctrl-C in a simulation, at any moment: Triton is left unpatched and the next run is correct."""
 
 import signal
 import sys
@@ -21,7 +21,7 @@ def main(team):
 
 
 class InterruptAt:
-    """Tracer that sends SIGINT to this process before the given lines of the simulator, counted over a run."""
+    """Tracer that sends SIGINT before the given lines of the simulator, counted over a run."""
 
     def __init__(self, *numbers):
         self.numbers, self.count, self.sent = set(numbers), 0, 0

@@ -1,4 +1,4 @@
-"""Launches in the simulator: arguments that Triton's own launcher refuses or loses, and all ways to pass a view."""
+"""Launches in the simulator: refused arguments, and all ways to pass a team's view."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_inline_assembly_is_refused_with_what_to_write_instead(kernel, instead):
         simulate(lambda _: kernel[(1,)](torch.zeros(1, dtype=torch.int32)))
     text = str(caught.value)
     assert text.startswith(f"inline assembly in {kernel.__name__} (") and instead in text and "\n" not in text
-    assert "behind `if tl.target_info.is_cuda():` with a portable twin" in text
+    assert "under `if tl.target_info.is_cuda():` with a portable twin" in text
 
 
 def main_of_a_user(team):

@@ -1,4 +1,4 @@
-"""libdevice in the simulator, with torch in fp64 as the reference; the compiler accepts the same calls."""
+"""libdevice in the simulator, with torch in fp64 as the reference."""
 
 from __future__ import annotations
 

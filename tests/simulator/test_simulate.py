@@ -1,4 +1,4 @@
-"""Simulation of all ranks' kernels and host code: promises of the primitives, and immediate reports of deadlocks."""
+"""Simulation of all ranks: promises of the primitives, and immediate reports of deadlocks."""
 
 from pathlib import Path
 
@@ -174,7 +174,7 @@ def test_a_raw_spin_goes_on_when_another_rank_writes_what_it_polls(form):
 
 @triton.jit
 def reads_for_long(x, out, flag, N: tl.constexpr, ROUNDS: tl.constexpr):
-    """Program 0 polls and counts its tries; program 1 reads new data and the same scale for long before it writes."""
+    """Program 0 polls and counts its tries; program 1 reads for long before it writes."""
     tries, total, i = 0, 0.0, 0
     if tl.program_id(0) == 0:
         while tl.load(flag, volatile=True) == 0:

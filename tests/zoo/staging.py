@@ -17,7 +17,7 @@ def count_written(x):
 
 @triton.jit
 def rotate(inbox, got, team, N: tl.constexpr, STAGES: tl.constexpr, PROOF: tl.constexpr, ROUNDS: tl.constexpr):
-    """Send to stage ``round % STAGES`` of the peer, clear the previous round's stage, receive; in each round.
+    """Send to stage ``round % STAGES`` of the peer, clear the previous round's stage, receive.
 
     PROOF  proof that the clear is in memory before the next words leave: "none", "fence", "load" (a plain load) or "volatile"
     """

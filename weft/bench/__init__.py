@@ -1,1 +1,1 @@
-"""``weft bench``: all providers of an op, checked and then timed side by side (docs/design.md, "How we measure")."""
+"""``weft bench``: all providers of an op, checked and then timed side by side."""

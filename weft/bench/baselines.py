@@ -37,7 +37,7 @@ def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
 
 
 def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
-    """Buffers in memory of ncclMemAlloc, registered as a symmetric window so that NCCL may use its symmetric kernels."""
+    """Buffers registered as a symmetric window, so that NCCL may use its symmetric kernels."""
     group = group_of(problem)
     backend = group._get_backend(problem.team.device)
     if not hasattr(backend, "register_mem_pool"):
@@ -61,7 +61,7 @@ def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
 
 
 def symmetric(problem: Problem, size: tuple[int, ...]) -> torch.Tensor:
-    """Start of an allocation in torch's symmetric memory that all of torch's ops here share, one after the other.
+    """Start of an allocation in torch's symmetric memory, shared by all of torch's ops here in turn.
 
     They read it from its beginning, since some do not support tensors that start later in an allocation.
     """

@@ -67,7 +67,7 @@ class BenchOptions:
             check_matplotlib()
 
     def lacking(self) -> list[str]:
-        """Those of ``providers`` that only other ops have."""
+        """Members of ``providers`` that only other ops have."""
         from weft.bench.providers import lacking
         from weft.bench.shapes import LEVELS
 
@@ -210,9 +210,10 @@ def _plans(options: BenchOptions) -> tuple[list[tuple[int, Plan]], bool]:
 def _measure(
     plans: list[tuple[int, Plan]], simulated: bool, json: Path | None, reports: list[Report]
 ) -> WeftError | KeyboardInterrupt | None:
-    """Append a report for each world size. Returns the error that ended the run early, or raises it if nothing was measured.
+    """Append a report for each world size.
 
-    ``json``: file written after every shape.
+    Returns the error that ended the run early, or raises it if nothing was measured. ``json``: file written after every
+    shape.
     """
     from weft.bench.plan import heap_bytes
     from weft.bench.report import read, write_all
@@ -242,7 +243,10 @@ def _measure(
 
 
 def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], bool]:
-    """World sizes given by the flags, and whether their ranks are simulated. NotEnoughGPUs if they are not available."""
+    """World sizes given by the flags, and whether their ranks are simulated.
+
+    NotEnoughGPUs if they are not available.
+    """
     import torch
 
     from weft.errors import NotEnoughGPUs

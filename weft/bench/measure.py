@@ -132,7 +132,10 @@ def event() -> torch.cuda.Event:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Scope that records work into ``graph``. ``torch.cuda.graph`` would empty caches each time, which costs milliseconds."""
+    """Scope that records work into ``graph``.
+
+    ``torch.cuda.graph`` would empty caches each time, which costs milliseconds.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     collected = gc.isenabled()
@@ -287,7 +290,7 @@ def events_in_graphs(team: Team) -> float | None:
 
 
 def rounds_for(seconds_a_round: float, quick: bool, count: int) -> int:
-    """Number of rounds of ``count`` meters for about 1.2 s of GPU time per shape (0.35 s if quick), within bounds.
+    """Number of rounds of ``count`` meters for about 1.2 s of GPU time per shape (0.35 s if quick).
 
     It is increased until neighbours are balanced, or reduced if that would take more than OVERRUN times the time, or left
     unbalanced if too few rounds would remain.

@@ -1,4 +1,4 @@
-"""all-reduce-rms-norm: its inputs and answer, and the baselines: an all-reduce, then an addition and a norm."""
+"""all-reduce-rms-norm: inputs, answer, and baselines (an all-reduce, then an addition and a norm)."""
 
 from __future__ import annotations
 

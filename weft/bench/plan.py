@@ -64,7 +64,7 @@ class Plan:
         return None
 
     def moved_bytes(self) -> int:
-        """Size of the largest tensor that moves between ranks in a GEMM op; 0 for ops that need no more memory."""
+        """Size of the largest tensor moved between ranks in a GEMM op; 0 if the op needs no more memory."""
         if self.op == "gemm":
             return 0
         sizes = [shape.size for shape in self.shapes if len(shape.size) == 3]
@@ -82,14 +82,13 @@ class Plan:
             "empty_us": empty_us,
             "alternation": "all providers of a shape in one process, every round in another order",
             "rounds": "quick" if self.quick else "full",
-            "data": "random; several sets in turn: of weights, so many that 120 MB lie between two uses of one, if "
-            f"{MOST_SETS} are enough",
+            "data": f"random; several sets in rotation, at most {MOST_SETS}: 120 MB of weights lie between two uses of one",
             "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
             "check": CHECK,
         }
         if self.op in ("all-reduce", NORMED):
             found["in a row"] += (
-                "; baselines that reduce in place go on with their own sums, which grow and are not checked"
+                "; baselines that reduce in place continue with their own sums, which grow and are not checked"
             )
         if is_collective(self.op):
             found["input of a collective"] = "written on the same stream just before the barrier, not timed"

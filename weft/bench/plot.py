@@ -1,5 +1,7 @@
-"""Reports as an SVG picture with one panel each: times of collectives over bytes, TFLOP/s of GEMM ops over shapes, times of
-layers and models and, in a second panel, their breakdown.
+"""Reports as an SVG picture with one panel each.
+
+Times of collectives over bytes, TFLOP/s of GEMM ops over shapes, times of layers and models and, in a second panel, their
+breakdown.
 
 Drawn by matplotlib, which nothing else of weft needs: ``pip install weft[plot]``.
 """

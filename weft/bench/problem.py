@@ -29,7 +29,10 @@ Inputs = tuple[torch.Tensor, ...]
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Comparison of an answer with the fp32 one. ``wrong``: reason for its rejection, "" if it is accepted."""
+    """Comparison of an answer with the fp32 one.
+
+    ``wrong``: reason for its rejection, "" if it is accepted.
+    """
 
     max_abs_error: float
     rms_error: float
@@ -143,7 +146,7 @@ class Problem:
         return self.compare(actual, self.answer(local), *self._tolerance(local))
 
     def compare(self, actual: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> Verdict:
-        """Compare elementwise: each error may be ``relative`` times the element plus ``absolute`` times the RMS of all."""
+        """Compare elementwise: errors up to ``relative`` times the element + ``absolute`` times the RMS."""
         if tuple(actual.shape) != tuple(expected.shape):
             return Verdict(
                 max_abs_error=math.inf,
@@ -161,7 +164,7 @@ class Problem:
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
 
     def _tolerance(self, local: bool) -> tuple[float, float]:
-        """(relative to the element, relative to the RMS): one rounding, a random walk of fp32 sums, partial sums in ``dtype``.
+        """(relative to the element, relative to the RMS): one rounding, random walk of sums, partial sums.
 
         A library's ring rounds W - 1 times, and cuBLAS may add split-K partials in 16 bits. Omissions still show: 64 of
         K = 5120 are 0.11 of the RMS, all tolerances together 0.03 in bf16.

@@ -1,4 +1,4 @@
-"""Registry of the providers of each op: weft's algorithms and designs as its modules list them, then the baselines."""
+"""Registry of the providers of each op: weft's algorithms and designs, then the baselines."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Prov
 
 
 def lacking(op: str, words: Sequence[str]) -> list[str]:
-    """Those of ``words`` that name providers of other ops only."""
+    """Members of ``words`` that name providers of other ops only."""
     names = [provider.name for provider in providers_for(op)]
     return [word for word in words if not any(named_by(word, name) for name in names)]
 
@@ -166,7 +166,7 @@ def _designed(problem: Problem, design: str) -> Attempt:
 
 
 def config_of(problem: Problem, design: str) -> GemmConfig:
-    """Config of ``weft.auto`` if it has this design, else the default config with the rules' fields for this design."""
+    """Config of ``weft.auto`` if it has this design, else the default with the rules' fields for it."""
     op, team = WEFT[problem.op], problem.team
     call = (op, *problem.shape.size, problem.dtype, team.size, team.caps)
     found = config.configured(*call)

@@ -243,7 +243,10 @@ class Bench:
             entrant.eager = measure.EagerMeter(team, attempt, numbers)
 
     def replayed(self, problem: Problem, entrant: Entrant, meter: Meter, complaint: str) -> Row:
-        """Row after a round of ``meter`` and a check of its last answer. It has a reason if the entrant is excluded."""
+        """Row after a round of ``meter`` and a check of its last answer.
+
+        It has a reason if the entrant is excluded.
+        """
         attempt, what = entrant.attempt, f"{entrant.row.provider} at {problem.shape.label}"
         for tensor in () if meter.out is None else meter.out if isinstance(meter.out, tuple) else (meter.out,):
             tensor.fill_(math.nan)

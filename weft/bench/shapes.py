@@ -82,7 +82,7 @@ def sets_for(op: str) -> tuple[str, ...]:
 def parse_shapes(
     op: str, words: Sequence[str], world_size: int, *, dtype: str = "bf16", tiny: bool = False
 ) -> tuple[Shape, ...]:
-    """Shapes that ``words`` name, in their order, without duplicates; the op's first set if there are no words.
+    """Shapes that ``words`` name, in order, without duplicates; the op's first set without words.
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
            BYTES,BYTES,… (64KiB, 1MiB) of a collective; or several of them separated by commas
@@ -266,7 +266,7 @@ def _parts(op: str, name: str, world_size: int) -> dict[str, tuple[int, int]]:
     if any(size % world_size for size in (model.query, model.key_value, model.intermediate)):
         raise ValueError(
             f"--world-size {world_size}: {name} has query={model.query}, key_value={model.key_value} and "
-            f"intermediate={model.intermediate}, which do not divide into so many shares; take 1, 2, 4 or 8, or --shapes M,N,K"
+            f"intermediate={model.intermediate}, which do not divide into equal shares; take 1, 2, 4 or 8, or --shapes M,N,K"
         )
     everything = {
         "qkv": ((model.query + 2 * model.key_value) // world_size, model.hidden),

@@ -19,7 +19,10 @@ NONE = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """Title, header and cells as text. ``slower``: rows where weft loses; ``notes``: sentences below the table."""
+    """Title, header and cells as text.
+
+    ``slower``: rows where weft loses; ``notes``: sentences below the table.
+    """
 
     title: str
     header: tuple[str, ...]
@@ -38,7 +41,7 @@ def sheets(report: Report) -> list[Sheet]:
 
 
 def sheet(report: Report) -> Sheet:
-    """Table with each provider's time per shape, weft's speed-up over the best other, its rate and share of the limit."""
+    """Table with each provider's time per shape, weft's speed-up, its rate and share of the limit."""
     providers, shapes = providers_of(report), shapes_of(report)
     unit = "busbw GB/s" if is_collective(report.op) else "TFLOP/s"
     rows, slower = [], set()

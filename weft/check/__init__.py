@@ -28,7 +28,10 @@ def __getattr__(name: str) -> Any:
 
 
 class _Callable(types.ModuleType):
-    """Module that can be called. Importing a submodule binds ``weft.check`` to the module, but it must be the function."""
+    """Module that can be called.
+
+    Importing a submodule binds ``weft.check`` to the module, but it must be the function.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Report:
         return __getattr__("check")(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""Command ``weft check script.py``: flags for ``weft.check``, and the output of its report. cli.py registers it."""
+"""Command ``weft check script.py``: flags for ``weft.check``, and the output of its report.
+
+cli.py registers it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def check(
     ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
 ) -> None:
-    """Look for races, deadlocks and lost signals, without a GPU. Exit status 0: clean, 1: findings, 2: wrong usage."""
+    """Look for races, deadlocks and lost signals, without a GPU.
+
+    Exit status 0: clean, 1: findings, 2: wrong usage.
+    """
     # Needed by a replay besides the schedule.
     named = f"{script}" + (f" --function {function}" if function != "main" else "")
     with one_line_errors(traceback):

@@ -13,7 +13,10 @@ Digest = dict[str, bytes]
 
 
 def digest_of(results: list[Any]) -> Digest:
-    """Digest of all ranks' results: tensors by dtype, shape and bits, containers by members, anything else by its pickle."""
+    """Digest of all ranks' results.
+
+    Tensors by dtype, shape and bits, containers by members, anything else by its pickle.
+    """
     found: Digest = {}
     for rank, result in enumerate(results):
         _take(f"rank {rank}'s result", result, found)

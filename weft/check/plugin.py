@@ -1,4 +1,4 @@
-"""pytest plugin: a test with the fixture ``team`` and the marker ``weft`` runs on virtual ranks under many schedules.
+"""pytest plugin: tests with the fixture ``team`` and the marker ``weft`` run on virtual ranks.
 
     @pytest.mark.weft(world_size=[2, 4], schedules=20)
     def test_my_kernel(team): ...

@@ -23,7 +23,7 @@ class Schedule:
     runs: int = 1
 
     def command(self, script: str) -> str:
-        """Replay command: a shell command, the marker of a pytest node, or a Python call if ``script`` is empty."""
+        """Replay command: for the shell, the marker of a pytest node, or Python if ``script`` is empty."""
         values = {
             "world_size": self.world_size,
             "strategy": self.strategy,

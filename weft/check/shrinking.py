@@ -1,4 +1,4 @@
-"""Search for the simplest schedule that shows a finding: fewer ranks, preemptions and resident programs."""
+"""Search for the simplest schedule of a finding: fewer ranks, preemptions and resident programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _SEEDS = 3
 
 
 class Shrinking:
-    """Search for simpler schedules. Each must show its finding again, and only findings of ``known`` causes.
+    """Search for simpler schedules.
 
-    Outcomes are cached, since several findings often share a schedule.
+    Each must show its finding again, and only findings of ``known`` causes. Outcomes are cached, since several findings
+    often share a schedule.
     """
 
     def __init__(self, runner: Runner, known: Collection[tuple]) -> None:
@@ -67,7 +68,7 @@ class Shrinking:
 
 
 def _simpler(schedule: Schedule) -> Iterator[Schedule]:
-    """Candidates, simplest first: two ranks before more, no preemption before one, late stores if there were any."""
+    """Candidates, simplest first: two ranks before more, no preemption before one."""
     sizes = [size for size in (2, 3) if size < schedule.world_size]
     for size in [*sizes, schedule.world_size]:
         for depth in (1, 2):

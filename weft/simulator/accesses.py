@@ -107,7 +107,10 @@ class Accesses:
     # --- polling programs --------------------------------------------------------------------------------------------
 
     def looks(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> Key | None:
-        """Note a look that is about to come. A program that only polls is blocked until the polled bytes change."""
+        """Note a look that is about to come.
+
+        A program that only polls is blocked until the polled bytes change.
+        """
         first = 0 if mask.flat[0] else int(mask.argmax())
         if not mask.flat[first]:
             return None
@@ -281,7 +284,7 @@ class Accesses:
             self.observer.fence_proxy()
 
     def wait_for_previous_kernel(self) -> None:
-        """Order the running program after the kernels before its own, which have already ended in the simulator."""
+        """Order the running program after the kernels before its own, which have already ended here."""
         if self.observer is not None:
             self.observer.followed()
 

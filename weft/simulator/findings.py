@@ -132,7 +132,10 @@ class Finding:
 
 
 def allowed_by(kind: str, sides: tuple[Side, ...]) -> str | None:
-    """Reason of a marker on one of the sides' lines that allows ``kind``. A marker without a reason allows nothing."""
+    """Reason of a marker on one of the sides' lines that allows ``kind``.
+
+    A marker without a reason allows nothing.
+    """
     for side in sides:
         marker = _MARKER.search(side.place.text) if side.place else None
         if marker is not None and marker[2].strip():

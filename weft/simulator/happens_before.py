@@ -243,7 +243,7 @@ class HappensBefore:
         self._main[rank].sync = Sync(meeting)
 
     def hold(self, rank: int, tensors: list[Any], name: str) -> None:
-        """Keep ordinary tensors known, and alive so that their addresses are not reused, until the streams have met."""
+        """Keep ordinary tensors known and alive, so that their addresses are not reused, until streams meet."""
         held = self._held[rank]
         if len(held) + len(tensors) > _HELD:
             self._let_go(rank)

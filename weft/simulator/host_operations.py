@@ -19,7 +19,10 @@ _SHAPE_ONLY = frozenset({
 
 
 class HostOperations(TorchDispatchMode):
-    """Dispatch mode that reports this thread's operations to the observer. Private memory costs one look-up."""
+    """Dispatch mode that reports this thread's operations to the observer.
+
+    Private memory costs one look-up.
+    """
 
     def __init__(self, observer: Any, rank: int) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class HostOperations(TorchDispatchMode):
 
 
 def host_line() -> tuple | None:
-    """(code, line) of the calling host code: the innermost frame outside PyTorch, the simulator and the runtime."""
+    """(code, line) of the calling host code: the innermost frame outside PyTorch and weft's machinery."""
     frame = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
@@ -119,7 +122,7 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _implementation(func: Any) -> Any:
-    """Implementation of a custom operator (``torch.library.custom_op`` or ``Library``); None for PyTorch's own."""
+    """Implementation of an operator of ``custom_op`` or a ``Library``; None for PyTorch's own."""
     if func.namespace == "aten":
         return None
     from torch._library.custom_ops import OPDEFS

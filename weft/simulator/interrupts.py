@@ -1,4 +1,4 @@
-"""Ctrl-C during a simulation: raised while its tasks run, held back while its scope is entered or left."""
+"""Ctrl-C during a simulation: raised while tasks run, held back at the scope's start and end."""
 
 from __future__ import annotations
 

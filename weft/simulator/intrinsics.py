@@ -1,4 +1,4 @@
-"""Intrinsics: primitives that the simulator runs as Python functions instead of interpreting their code.
+"""Intrinsics: primitives that the simulator runs as Python functions, without interpretation.
 
 An intrinsic stands in for a ``@triton.jit`` function of the language and takes the running machine as its first argument.
 The language registers its intrinsics when it is imported; a machine that is already running is told of new ones.
@@ -17,7 +17,10 @@ _SUBSCRIBERS: list[Subscriber] = []
 
 
 def simulated(jit_fn: Any) -> Callable[[Intrinsic], Intrinsic]:
-    """Decorator: run the function in place of ``jit_fn`` in simulations, as ``function(machine, *args, **kwargs)``."""
+    """Decorator for a function that replaces ``jit_fn`` in simulations.
+
+    Called as ``function(machine, *args, **kwargs)``.
+    """
 
     def register(intrinsic: Intrinsic) -> Intrinsic:
         _INTRINSICS.append((jit_fn, intrinsic))
@@ -29,7 +32,7 @@ def simulated(jit_fn: Any) -> Callable[[Intrinsic], Intrinsic]:
 
 
 def subscribe(subscriber: Subscriber) -> Subscriber:
-    """Call ``subscriber(jit_fn, intrinsic)`` for every intrinsic, present and future, until ``unsubscribe``."""
+    """Call ``subscriber(jit_fn, intrinsic)`` for every intrinsic, present and future."""
     _SUBSCRIBERS.append(subscriber)
     for jit_fn, intrinsic in _INTRINSICS:
         subscriber(jit_fn, intrinsic)

@@ -1,4 +1,4 @@
-"""Kernel launches as tasks: programs start in order as SMs become free, and the launch ends with the last one.
+"""Kernel launches as tasks: programs start as SMs become free; the last one ends the launch.
 
 A launch returns when its kernel has ended, so that host code sees a stream's results at once. On a GPU it returns immediately.
 Here it does so only if no task could go on otherwise, as when a kernel waits for a copy that its host enqueues afterwards.
@@ -98,7 +98,10 @@ class Launches:
     _left: dict[int, Grid]
 
     def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Run a kernel for the calling rank, as a rule to its end. Raises the error of its first program that failed."""
+        """Run a kernel for the calling rank, as a rule to its end.
+
+        Raises the error of its first program that failed.
+        """
         task = self.scheduler.current
         if not isinstance(task, ThreadTask):
             raise WeftError(f"{task.label}: kernels are launched from host code only")
@@ -184,7 +187,7 @@ class Launches:
 
 
 def _argument_names(jit_fn: Any, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
-    """Names by data_ptr of tensors, descriptors' tensors and tensors in tuples; at 0 the name of any other."""
+    """Names by data_ptr of tensors, also in descriptors and tuples; at 0 the name of any other."""
     kernel = jit_fn.__name__
     defaults = [(p.name, p.default) for p in jit_fn.params]
     named = [*defaults, *zip((p.name for p in jit_fn.params), args, strict=False), *kwargs.items()]

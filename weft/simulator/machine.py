@@ -1,4 +1,4 @@
-"""The virtual machine: W GPUs in one process, each with memory, a main stream, side streams and ``sms`` resident programs.
+"""The virtual machine: W GPUs in one process, each with memory, streams and ``sms`` programs.
 
 It is the port through which the interpreter reaches memory, and it turns kernel launches, stream operations and host code
 into tasks of one scheduler. It knows ranks, addresses and streams; teams and primitives are built on it (``runtime``,
@@ -179,7 +179,7 @@ class Machine(Accesses, Launches):
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: int) -> int:
-        """Block the running task until ``done(word)`` holds for the unsigned word at ``address``, then acquire.
+        """Block the running task until ``done(word)`` holds for the word at ``address``, then acquire.
 
         Returns the word. ``wanted``: the value awaited (``>= wanted``), for messages.
         """
@@ -210,9 +210,10 @@ class Machine(Accesses, Launches):
         self.scheduler.block(Waiting(done, lambda: f"{where[len(task.label) :].strip()} {describe()}", low, high))
 
     def exchange(self, meeting: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
-        """Rendezvous of the host code of all ``members`` under one name. Each gets every item, in the members' order.
+        """Rendezvous of the host code of all ``members`` under one name.
 
-        ``streams``: the main streams meet, not the hosts, as in a NCCL collective.
+        Each gets every item, in the members' order. ``streams``: the main streams meet, not the hosts, as in a NCCL
+        collective.
         """
         rank = self.rank
         if streams:

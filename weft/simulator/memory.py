@@ -1,4 +1,4 @@
-"""Memory of the virtual machine: the map from addresses to tensors, and raw loads and stores by address.
+"""Memory of the virtual machine: map from addresses to tensors, and raw loads and stores.
 
 Tensors live in ordinary CPU memory and keep its addresses. This module keeps a sorted map of the extents that a kernel may
 touch. An access anywhere else is refused, with the nearest tensor's name, before it happens.

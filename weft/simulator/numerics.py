@@ -280,7 +280,10 @@ def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
 
 
 def reduce_sum(x: np.ndarray, axis: int) -> np.ndarray:
-    """Sum along ``axis``, kept as length 1. 16- and 8-bit floats are summed in fp32 and rounded once; integers wrap."""
+    """Sum along ``axis``, kept as length 1.
+
+    16- and 8-bit floats are summed in fp32 and rounded once; integers wrap.
+    """
     if x.dtype == _BOOL:
         return np.logical_xor.reduce(x, axis=axis, keepdims=True)
     if x.dtype in _NARROW:
@@ -311,7 +314,10 @@ def scan_sum(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def histogram(x: np.ndarray, bins: int, mask: np.ndarray | None) -> np.ndarray:
-    """Counts (int32) of the values 0 … bins-1 of an integer array. Other values and masked elements are not counted."""
+    """Counts (int32) of the values 0 … bins-1 of an integer array.
+
+    Other values and masked elements are not counted.
+    """
     inside = (x >= 0) & (x < bins)
     if mask is not None:
         inside = inside & mask

@@ -1,4 +1,4 @@
-"""Observer of a machine: passes each access, launch, copy and rendezvous on to ``races`` and ``signals``.
+"""Observer of a machine: passes accesses, launches, copies and rendezvous to the detector.
 
 A machine without an observer pays one comparison per access.
 """
@@ -116,7 +116,7 @@ class Observer(HappensBefore):
         return causes
 
     def _counterparts(self) -> list[str]:
-        """State of the programs that should have signalled the waiting ones: same kernel and number, not waiting."""
+        """State of the programs that should have signalled: same kernel and number, not waiting."""
         lines = {}
         for task in self.machine.scheduler.waiting_tasks():
             if not isinstance(getattr(task, "thread", None), ProgramClock):
@@ -351,7 +351,10 @@ class Observer(HappensBefore):
     # --- peers' heaps ------------------------------------------------------------------------------------------------
 
     def _translated(self, thread: ThreadClock, addresses: np.ndarray, bits: np.ndarray | None) -> bool:
-        """With ``bits``: note a load from a table of deltas. Without: True for an access to a heap never translated to."""
+        """With ``bits``: note a load from a table of deltas.
+
+        Without: True for an access to a heap never translated to.
+        """
         if not isinstance(thread, ProgramClock):
             return False
         first = int(addresses[0])

@@ -1,8 +1,9 @@
-"""Provenance of pointers: the number of the tensor in the address's upper bits, which pointer arithmetic leaves unchanged.
+"""Provenance of pointers: the tensor's number in the address's upper bits.
 
-A process's addresses lie below 2**48. An access through a pointer must stay in the pointer's tensor, or in the same symmetric
-tensor of a peer. Without the number, an index past the end of a tensor that the next one adjoins would go unnoticed, and so
-would an access to a freed tensor whose bytes are in use again. Pointers that a kernel makes from integers have no number.
+A process's addresses lie below 2**48, and pointer arithmetic leaves the upper bits unchanged. An access through a pointer
+must stay in the pointer's tensor, or in the same symmetric tensor of a peer. Without the number, an index past the end of a
+tensor that the next one adjoins would go unnoticed, and so would an access to a freed tensor whose bytes are in use again.
+Pointers that a kernel makes from integers have no number.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Pointers:
         return address if extent is None else address | self._number(extent) << _SHIFT
 
     def origin(self, pointer: int) -> tuple[int, str]:
-        """(base, name) of the pointer's tensor; (address, hexadecimal address) of a pointer made from an integer."""
+        """(base, name) of the pointer's tensor; (address, its text) of a pointer made from an integer."""
         address = pointer & ADDRESS
         extent = self._extents.get(pointer >> _SHIFT) or self._memory.find(address)
         return (extent.base, extent.name) if extent is not None else (address, f"{address:#x}")

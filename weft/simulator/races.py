@@ -117,7 +117,10 @@ class Races:
         return found
 
     def crossed(self, number: int, access: Access, low: int, high: int) -> None:
-        """Report a load of bytes ``low .. high - 1`` by other threads than those of the program's store ``number``."""
+        """Report a load of bytes ``low ..
+
+        high - 1`` by other threads than those of the program's store ``number``.
+        """
         store, extent = self._accesses[number], self.memory.find(low)
         key = ("cta-race", number, access.number)
         if extent is not None and key not in self._reported:
@@ -240,7 +243,10 @@ class Races:
 
     def _check_written(self, shadow: Shadow, cells: Any, writes: np.ndarray, access: Access, bits: np.ndarray | None,
                        itemsize: int) -> None:  # fmt: skip
-        """Report a read of memory that still holds the poison's bits: other bits may be writes the checker cannot see."""
+        """Report a read of memory that still holds the poison's bits.
+
+        Other bits may come from writes that the checker cannot see.
+        """
         if bits is None:
             return
         poison = bits.ravel() == np.iinfo(bits.dtype).max

@@ -65,7 +65,7 @@ class Residency:
 
 
 def _suppliers(signal: Signal, wanted: int | None) -> list[ThreadClock]:
-    """Writers that brought the signal to ``wanted``: the one that reached it, and all that had added to it by then."""
+    """Writers that brought the signal to ``wanted``: the one that reached it, and all adders before."""
     found: list[ThreadClock] = []
     for thread, _, verb, value in signal.writers:
         found = [*found, thread] if "add" in verb else [thread]

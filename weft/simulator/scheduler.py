@@ -29,12 +29,18 @@ _PATIENCE_SPENT = 0.75
 
 
 class Abandoned(BaseException):
-    """Thrown into remaining host threads when a simulation ends early. Not an Exception: users must not catch it."""
+    """Thrown into remaining host threads when a simulation ends early.
+
+    Not an Exception: users must not catch it.
+    """
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Condition of a blocked task. ``low``/``high``: bytes whose change can fulfil it, None for anything else."""
+    """Condition of a blocked task.
+
+    ``low``/``high``: bytes whose change can fulfil it, None for anything else.
+    """
 
     done: Callable[[], bool]
     describe: Callable[[], str]
@@ -167,7 +173,7 @@ class Scheduler:
             task.pause()
 
     def block(self, waiting: Waiting) -> None:
-        """Block the calling task until ``waiting.done()``, re-evaluated when its bytes change or on ``recheck``."""
+        """Block the calling task until ``waiting.done()``, tested when its bytes change or on ``recheck``."""
         if waiting.low is not None:
             self.current.next = ((waiting.low, waiting.high, False),)
         self.step()
@@ -189,7 +195,10 @@ class Scheduler:
         self._fruitless = 0.0
 
     def polled(self, plain: bool, new: bool = False) -> None:
-        """Note a load, or an atomic that changed nothing. ``new``: its first look at these bytes, which is progress."""
+        """Note a load, or an atomic that changed nothing.
+
+        ``new``: its first look at these bytes, which is progress.
+        """
         self._fruitless = 0.0 if new else self._fruitless + (_PLAIN_LOAD if plain else 1.0)
         if self.strategy is not None and not plain:
             self.strategy.polled(self.current)
@@ -207,7 +216,10 @@ class Scheduler:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, stuck: Callable[[], BaseException]) -> None:
-        """Run until all tasks have finished. Raises ``stuck()`` when none can go on, and a task's unobserved error."""
+        """Run until all tasks have finished.
+
+        Raises ``stuck()`` when none can go on, and a task's unobserved error.
+        """
         try:
             self.loop(stuck)
         finally:

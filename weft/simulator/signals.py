@@ -75,9 +75,10 @@ class Signals:
             thread.notes.setdefault(other, ("relaxed-order", sentence))
 
     def release(self, thread: ThreadClock, signal: Signal, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
-        """Note a release by ``thread``. ``keeps``: by a read-modify-write, which continues the release sequence.
+        """Note a release by ``thread``.
 
-        Returns a function to call when the write is in memory: acquires learn of it from then on.
+        ``keeps``: by a read-modify-write, which continues the release sequence. Returns a function to call when the
+        write is in memory: acquires learn of it from then on.
         """
         is_program = isinstance(thread, ProgramClock)
         code = self._races.code() if is_program else None
@@ -206,7 +207,7 @@ class Signals:
                 self._report("overshoot", text, signal, [access] if access else [])
 
     def cause(self, address: int) -> list[str]:
-        """Reasons why a wait for the signal at ``address`` may never end: its last notify, or notifies elsewhere."""
+        """Reasons why a wait for the signal at ``address`` may never end: its last notify, or others."""
         signal, name = self._signals.get(address), self._memory.describe(address)
         if signal is not None and signal.writers:
             thread, code, verb, value = signal.writers[-1]

@@ -1,4 +1,4 @@
-"""Polling loops: detection of programs that repeat themselves until memory changes, and the loop conditions in their source.
+"""Polling loops: programs that repeat themselves until memory changes, and their loop conditions.
 
 A kernel's next step is a function of its variables and of what it reads. If a program returns to the same loads and atomics
 with equal variables, and has not changed memory in between, it loops for ever unless what it read in that round changes. The

@@ -123,7 +123,10 @@ class StoreBuffers:
                 self._arrive(task, [late])
 
     def time_passes(self) -> bool:
-        """Deliver one program's stores of one line, held ones last, when no task can go on. False if there are none."""
+        """Deliver one program's stores of one line, held ones last, when no task can go on.
+
+        False if there are none.
+        """
         left = self._all(held=False) or self._all(held=True)
         if left:
             task, late = self._random.choice(left)
@@ -133,7 +136,10 @@ class StoreBuffers:
     # --- for exhaustive search ------------------------------------------------------------------------------------------------
 
     def footprint(self, task: Any, low: int, high: int, releases: bool) -> tuple[tuple[int, int, bool], ...]:
-        """Bytes of the buffered stores of ``task`` that an access to ``low .. high - 1`` delivers; all if it ``releases``."""
+        """Bytes of the buffered stores of ``task`` that an access to ``low ..
+
+        high - 1`` delivers; all if it ``releases``.
+        """
         late = [late for late in self._buffers.get(task, ()) if releases or late.overlaps(low, high)]
         return tuple({(one.low, one.high, True) for top in late for one in top.chain()})
 
@@ -177,7 +183,10 @@ class StoreBuffers:
         return [(t, late) for t, buffer in self._buffers.items() for late in buffer if self._held[late.line] == held]
 
     def _line(self, task: Any) -> tuple:
-        """Source line of the running kernel's store. Its first store decides whether the line's stores are held back."""
+        """Source line of the running kernel's store.
+
+        Its first store decides whether the line's stores are held back.
+        """
         frame = self._machine.interpreter.kernel_frame(LIBRARIES)
         line = (task.rank, frame.f_code.co_filename, frame.f_lineno)
         if line not in self._held:

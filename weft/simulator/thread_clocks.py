@@ -132,7 +132,7 @@ class Block:
         return tuple(size for size in self.addresses.shape if size != 1)
 
     def touches_threads_of(self, other: Block) -> tuple[int, int] | None:
-        """Common bytes (low, high) that may belong to different threads in the two blocks; None if there are none.
+        """Common bytes (low, high) that may belong to different threads in the two blocks; None without any.
 
         A thread has the same elements of two blocks of equal sizes, by the layout that Triton usually gives them. A scalar is
         loaded by all threads and stored by one.
@@ -265,7 +265,7 @@ class ProgramClock(ThreadClock):
         self.step()
 
     def step(self) -> None:
-        """Advance all times without publishing: later accesses are unknown to threads that know the clock so far."""
+        """Advance all times without publishing: threads that know the clock so far miss later accesses."""
         for kind, stamps in self._stamps.items():
             if kind not in _LATE and stamps.dirty:
                 self._next(stamps)

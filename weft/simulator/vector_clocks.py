@@ -45,7 +45,10 @@ def new_clock() -> np.ndarray:
 
 
 def fit(clock: np.ndarray, slot: int) -> np.ndarray:
-    """The clock with room for ``slot``. Sizes are powers of two, so that clocks joined in turn do not outgrow each other."""
+    """The clock with room for ``slot``.
+
+    Sizes are powers of two, so that clocks joined in turn do not outgrow each other.
+    """
     size = wide = clock.shape[1]
     while wide <= slot:
         wide *= 2
@@ -65,7 +68,7 @@ def joined(clock: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def hear(clock: np.ndarray, message: np.ndarray) -> np.ndarray:
-    """``clock`` after the read of a Lamport word that carries ``message``: all rows but happens-before learn."""
+    """``clock`` after the read of a Lamport word with ``message``: all rows but happens-before learn."""
     clock = fit(clock, message.shape[1] - 1)
     part = clock[TOLD:, : message.shape[1]]
     np.maximum(part, message[TOLD:], out=part)

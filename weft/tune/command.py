@@ -1,4 +1,7 @@
-"""Command ``weft tune``: flags to a frozen dataclass, a search on all ranks, its table. cli.py registers it."""
+"""Command ``weft tune``: flags to a frozen dataclass, a search on all ranks, its table.
+
+cli.py registers it.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def tune(
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
-    """Find the fastest tiles, transports and designs of ops on this machine, and write them where ops look them up.
+    """Find the fastest tiles, transports and designs of ops here, and write them where ops look them up.
 
     Exit status 1: the search ended early; the file holds the results so far.
     """
@@ -126,7 +129,10 @@ class Run:
 
 
 def plan(options: TuneOptions) -> list[Run]:
-    """Runs, one for each world size. Everything that can be refused is refused here, before the first rank starts."""
+    """Runs, one for each world size.
+
+    Everything that can be refused is refused here, before the first rank starts.
+    """
     import torch
 
     from weft.bench.shapes import parse_shapes

@@ -1,4 +1,4 @@
-"""Compilation of candidates without running them, so that failures precede kernels that wait for peers."""
+"""Compilation of candidates without running them: failures precede kernels that wait for peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREADS = 3
 
 
 def compile_only(action: Callable[[], Any], team: Team) -> None:
-    """Call ``action`` with every kernel compiled and loaded, and none launched; then raise the first compile error.
+    """Call ``action`` with every kernel compiled, loaded and not launched; raise the first compile error.
 
     The host code around the kernels runs to its end even if one does not compile: it makes workspaces, which is collective, and
     counts calls, and all ranks must do both alike. Its copies are never read. In the simulator nothing is compiled, and this
@@ -41,10 +41,10 @@ def compile_only(action: Callable[[], Any], team: Team) -> None:
 
 
 def compile_shares(actions: Sequence[Callable[[], Any]], team: Team) -> None:
-    """Compile this rank's share of the kernels that ``actions`` launch, so that all ranks find them in the cache. Collective.
+    """Compile this rank's share of the kernels that ``actions`` launch, for all ranks. Collective.
 
-    All ranks run the host code of all actions, as in ``compile_only``. A kernel that fails here fails there again, with its
-    reason.
+    All ranks then find them in Triton's cache. They run the host code of all actions, as in ``compile_only``. A kernel that
+    fails here fails there again, with its reason.
     """
     if team.is_simulated:
         return
@@ -60,7 +60,7 @@ def compile_shares(actions: Sequence[Callable[[], Any]], team: Team) -> None:
 
 @contextmanager
 def _launches_compile(failures: list[Exception], mine: bool = True) -> Iterator[None]:
-    """Scope in which ``kernel[grid](…)`` only compiles and loads for its arguments; unless ``mine`` it does nothing.
+    """Scope in which ``kernel[grid](…)`` compiles and loads, or without ``mine`` does nothing.
 
     Triton's ``warmup`` does this for one kernel with given arguments; here an op's own host code has them. A rank is a process,
     so no other rank's launches are affected.

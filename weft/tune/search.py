@@ -1,4 +1,4 @@
-"""Search on each rank: for each shape, rounds of the same candidates on all ranks, until they agree on the winner.
+"""Search on each rank: rounds of the same candidates on all ranks, until they agree on the winner.
 
 A candidate passes these steps. After each of them all ranks exchange results; a candidate that failed on any rank is dropped on
 all:
@@ -156,7 +156,7 @@ def search_one(
 
 
 def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes with equal agreed fields (tuned.AGREED) in rows of one M and N, as ranks with different K need.
+    """Outcomes with equal agreed fields (tuned.AGREED) in rows of one M and N, for ranks with other K.
 
     The common values are those with the least total time.
     """

@@ -123,7 +123,7 @@ class CopyConfig:
 
 
 class OwnFirst(Problem):
-    """ag-gemm with own_first: each rank's own rows come first in its answer, then those of the ranks after it."""
+    """ag-gemm with own_first: each rank's own rows come first in its answer, then the next ranks'."""
 
     def gathered(self, number: int) -> torch.Tensor:
         return Problem.gathered(self, number).roll(-self.team.rank * self.sets[number][0].shape[0], 0)

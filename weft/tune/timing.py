@@ -1,4 +1,4 @@
-"""Timing of candidates side by side: each checked first, all alternating, the fastest confirmed with the default."""
+"""Timing of candidates side by side: checked, alternating, the fastest confirmed with the default."""
 
 from __future__ import annotations
 

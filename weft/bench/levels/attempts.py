@@ -36,7 +36,10 @@ def step(problem: StepProblem, session: Session) -> Attempt:
 
 
 def step_alone(problem: StepProblem, session: Session) -> torch.Tensor:
-    """Logits of a model's step after the session's own history. The session may have only the first sequences."""
+    """Logits of a model's step after the session's own history.
+
+    The session may have only the first sequences.
+    """
     if problem.decodes and problem.length > 1:
         session.prefill(problem.tokens[: session.batch, :-1], session.prompts(problem.length - 1))
     return model_step(problem, session).run(0)

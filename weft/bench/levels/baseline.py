@@ -1,4 +1,4 @@
-"""Dense Qwen3 in plain torch and torch.distributed, tensor-parallel: reference and baseline of weft's models.
+"""Dense tensor-parallel Qwen3 in plain torch: reference and baseline of weft's models.
 
 The recipe of gpt-fast: a static dense KV cache, fused qkv and gate-up GEMMs by F.linear, torch's SDPA and RMSNorm, NCCL for
 all-reduces, everything captured in one CUDA graph by the caller; `compiled` puts torch.compile over the same functions.
@@ -99,7 +99,7 @@ class Baseline:
         summed: Sum,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows`` of all.
+        """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows``.
 
         ``at``: from `prompts`.
         """
@@ -112,12 +112,18 @@ class Baseline:
     def decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions, summed: Sum
     ) -> torch.Tensor:
-        """One more token of each sequence, tokens[batch] at positions[batch] → logits after it. Can be captured."""
+        """One more token of each sequence, tokens[batch] at positions[batch] → logits after it.
+
+        Can be captured.
+        """
         at = self.one_each(positions, cache.keys.shape[3])
         return self._head(*self._layers(tokens, at, cache, run, summed), run)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits → the likeliest token id [batch] over all ranks; sends one (value, id) per rank and row."""
+        """This rank's logits → the likeliest token id [batch] over all ranks.
+
+        Sends one (value, id) per rank and row.
+        """
         pairs = gathered(self.team, dense.best_words(logits, self.start)[None])
         winner = pairs[:, :, 0].argmax(dim=0)
         return pairs[:, :, 1].gather(0, winner[None])[0].long()
@@ -207,7 +213,9 @@ def gathered(team: Team, x: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(rows: int) -> Functions:
-    """Layers and head by torch.compile, for steps of this many tokens; embedding and choice are a few small kernels.
+    """Layers and head by torch.compile, for steps of this many tokens.
+
+    Embedding and choice are a few small kernels.
 
     A layer is compiled once for all layers, which differ in tensors only. Layers of one token use coordinate_descent_tuning, as
     gpt-fast does: their GEMMs become kernels of their own, which may stream weights faster than cuBLAS. It takes a minute. With

@@ -1,4 +1,4 @@
-"""Model benchmark at one rank: eager torch answers first, and ranks exchange their comparisons before a verdict."""
+"""Model benchmark at one rank, with answers compared to eager torch's on all ranks."""
 
 from __future__ import annotations
 

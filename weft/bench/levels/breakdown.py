@@ -1,4 +1,4 @@
-"""Breakdown of a step's time: kernels of one replay from torch's profiler, by kind, and the gaps between them."""
+"""Breakdown of a step's time: kernels of one profiled replay by kind, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def _leave(found: dict[str, float], start: float, end: float, waits: Sequence[Kernel]) -> None:
-    """Assign time from start to end without other kernels to waiting kernels and to the gap. ``waits``: by their start."""
+    """Assign time from start to end without other kernels to waiting kernels and to the gap.
+
+    ``waits``: by their start.
+    """
     for kernel in waits:
         begin, last = max(start, kernel.start), min(end, kernel.end)
         if begin < last:

@@ -58,7 +58,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def attention(
     x: torch.Tensor, w: LayerWeights, keys: torch.Tensor, values: torch.Tensor, at: Tokens, sizes: Sizes
 ) -> torch.Tensor:
-    """x [batch * new, H] → this rank's term of the sum over the ranks, of x's shape. keys, values [batch, Hkv, max_len, D]."""
+    """x [batch * new, H] → this rank's term of the sum over the ranks, of x's shape.
+
+    keys, values [batch, Hkv, max_len, D].
+    """
     heads, kv_heads, dim, eps = sizes
     q, k, v = F.linear(x, w.qkv).view(at.batch, at.new, -1, dim).split([heads, kv_heads, kv_heads], dim=2)
     q = rotate(F.rms_norm(q, (dim,), w.q_norm, eps), at.cos, at.sin)

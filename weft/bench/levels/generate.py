@@ -1,4 +1,6 @@
-"""Complete generations: prompts in, tokens on the host, by weft's Engine and by the baseline, timed by the host's clock.
+"""Complete generations, from prompts to tokens on the host, by weft's Engine and by the baseline.
+
+Timed by the host's clock.
 
 Time to first token: until the first token of every prompt is on the host. Time per later token: the time from then on, over the
 tokens of one sequence. Providers run separately, since their memory does not fit together.
@@ -40,7 +42,7 @@ CHECK = "every token of every answer, given those before it, is eager torch's li
 
 
 class AnswersProblem:
-    """Prompts [batch, length] and weights, equal for all providers, and an answer's distance from eager torch's."""
+    """Prompts [batch, length] and weights, equal for all providers, and the check of their answers."""
 
     def __init__(self, plan: Any, shape: Shape, team: Team) -> None:
         self.shape, self.team, self.plan = shape, team, plan
@@ -87,7 +89,7 @@ class AnswersProblem:
         return seen
 
     def wrong(self, everyone: Sequence[torch.Tensor]) -> str:
-        """Reason why the answers are wrong; "" if every token is eager torch's choice after those before it, within rounding.
+        """Reason why the answers are wrong; "" if every token is eager torch's choice, within rounding.
 
         ``everyone``: results of all ranks' `checker`.
         """
@@ -107,7 +109,10 @@ class AnswersProblem:
 
 
 def weft(problem: AnswersProblem, mode: str) -> Callable[[], Tokens]:
-    """Engine with as many batch slots as prompts. It makes its own random weights, which the baseline then uses."""
+    """Engine with as many batch slots as prompts.
+
+    It makes its own random weights, which the baseline then uses.
+    """
     problem.step.share(None)
     gc.collect()  # the previous engine is freed, with its weights
     engine = Engine(

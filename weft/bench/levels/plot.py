@@ -1,4 +1,4 @@
-"""Panels of a model benchmark: each step's times over the roofline as bars, and the breakdown as stacked bars."""
+"""Panels of a model benchmark: each step's times over the roofline, and the breakdown, as bars."""
 
 from __future__ import annotations
 

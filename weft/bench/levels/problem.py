@@ -1,4 +1,4 @@
-"""One step of one model at one rank: inputs, models that share their weights, and the eager baseline's answer."""
+"""One step of one model at one rank: inputs, models, and the eager baseline's answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Choice(NamedTuple):
 
 
 class StepProblem:
-    """Problem of one step. `sets` are layers in rotation, so that weights are cold; a "model" benchmark has one.
+    """Problem of one step.
+
+    `sets` are layers in rotation, so that weights are cold; a "model" benchmark has one.
 
     tokens     [batch, length], the same on all ranks; x [batch * new, H] likewise, for single layers
     positions  [batch]: of the new tokens, if the step decodes
@@ -177,7 +179,7 @@ class StepProblem:
         return Verdict(max_abs_error=worst, rms_error=relative, wrong=wrong)
 
     def distance(self, actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-        """(largest error, largest RMS of a row's error over the RMS of the expected row); NaN counts as infinite."""
+        """(largest error, largest relative RMS of a row's error); NaN counts as infinite."""
         words = self.baseline.real if self.op == "model" else actual.shape[1]
         actual, expected = actual[:, :words].float(), expected[:, :words].float()
         if actual.numel() == 0:

@@ -51,7 +51,7 @@ def providers_for(level: str, modes: Sequence[str] = ()) -> tuple[Provider, ...]
 
 
 def choose(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Provider, ...]:
-    """Those of `providers_for` that ``words`` name, all without words. ValueError for an unknown word."""
+    """Members of `providers_for` that ``words`` name, all without words. ValueError for an unknown word."""
     available = providers_for(level, modes)
     names = [provider.name for provider in available]
     for word in words:

@@ -1,4 +1,4 @@
-"""Roofline of a model's step at the rates of weft.bench.limits: weights, keys, operations, wire time and latencies."""
+"""Roofline of a model's step at the rates of weft.bench.limits."""
 
 from __future__ import annotations
 

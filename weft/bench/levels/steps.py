@@ -42,7 +42,10 @@ SIMULATED_TOKENS = 1024
 
 
 def config_of(model: str, layers: int | None = None) -> Qwen3Config:
-    """Config of a model by name, with fewer layers if given. ValueError for an unknown name or an invalid number."""
+    """Config of a model by name, with fewer layers if given.
+
+    ValueError for an unknown name or an invalid number.
+    """
     if model not in MODELS:
         raise ValueError(f"--model {model} is unknown; choose one of {', '.join(MODELS)}")
     config = TINY_CONFIG if model == TINY else Qwen3Config.named(model)
@@ -80,7 +83,7 @@ def words_of(level: str, run_type: str | None, batches: Sequence[int], contexts:
 
 
 def parse_steps(level: str, words: Sequence[str], config: Qwen3Config, *, tiny: bool = False) -> tuple[Shape, ...]:
-    """Shapes that ``words`` name, in their order, without duplicates; the op's defaults if there are no words.
+    """Shapes that ``words`` name, in order, without duplicates; the op's defaults without words.
 
     word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens each; for generate BxP+N,…: N tokens
           after prompts of P; or several of them separated by commas

@@ -1,4 +1,7 @@
-"""Reports of model benchmarks as tables: pure functions. weft.bench.table prints them and writes Markdown."""
+"""Reports of model benchmarks as tables: pure functions.
+
+weft.bench.table prints them and writes Markdown.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from weft.bench.table import NONE, Sheet, about_machine, microseconds, plain, re
 
 
 def sheet(report: Report) -> Sheet:
-    """Table with each provider's time per step, weft's speed-up over eager torch and the best other, and the roofline."""
+    """Table with each provider's time per step, weft's speed-ups, and the roofline."""
     providers, shapes = providers_of(report), shapes_of(report)
     milli = report.op in ("model", "generate")
     rows, slower = [], set()

@@ -1,4 +1,4 @@
-"""Interpreter of ordinary ``@triton.jit`` functions in NumPy, one program at a time, on the memory behind a ``Port``.
+"""Interpreter of ordinary ``@triton.jit`` functions in NumPy, on the memory behind a ``Port``.
 
 Only this package touches Triton's internals. An ``Interpreter`` patches Triton for the scope of a simulation. A kernel is
 rewritten once (operators and statements that Python reads differently from Triton's compiler) and then runs as Python, so

@@ -90,8 +90,8 @@ class Builder(InterpreterBuilder):
 
     def create_inline_asm(self, assembly: str, *_: Any) -> None:
         raise NotInterpretable(
-            f"inline assembly in {self.names()} cannot run in the simulator; {instead_of(assembly)}, or put it behind `if "
-            f"tl.target_info.is_cuda():` with a portable twin in plain Triton behind `else:`, which the simulator takes, and "
+            f"inline assembly in {self.names()} cannot run in the simulator; {instead_of(assembly)}, or put it under `if "
+            f"tl.target_info.is_cuda():` with a portable twin in plain Triton under `else:`, which the simulator takes, and "
             f"test that the two agree"
         )
 

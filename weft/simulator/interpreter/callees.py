@@ -1,4 +1,4 @@
-"""Resolution of the functions that kernel code names: rewritten, bound to the semantic layer, or replaced."""
+"""Resolution of functions that kernel code names: rewritten, bound to the semantic layer, replaced."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class KernelFrames:
         return found
 
     def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
-        """(code, line) of the innermost kernel code that an exception came through, outside ``LIBRARIES`` if there is any."""
+        """(code, line) of the innermost kernel code that an exception passed, preferably not ``LIBRARIES``."""
         found, inside, entry = None, None, error.__traceback__
         while entry is not None:
             frame = entry.tb_frame

@@ -17,7 +17,10 @@ from weft.simulator.interpreter.stand_ins import StandIns
 
 
 class Interpreter:
-    """Scope in which Triton is patched: ``with Interpreter(port) as interpreter:``, one at a time per process."""
+    """Scope in which Triton is patched, one at a time per process.
+
+    Use as ``with Interpreter(port) as interpreter:``.
+    """
 
     def __init__(self, port: Port) -> None:
         self.port = port
@@ -44,7 +47,7 @@ class Interpreter:
         self._callees.forget()
 
     def replace(self, jit_fn: Any, function: Callable) -> None:
-        """Replace a jit function (or any callable) in kernels by ``function``, which gets the arguments unchanged."""
+        """Replace a jit function (or any callable) in kernels by ``function``, with unchanged arguments."""
         self._callees.replace(jit_fn, function)
 
     def prepare(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict) -> Launch:
@@ -63,7 +66,7 @@ class Interpreter:
         return self._frames.state()
 
     def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
-        """(code, line) of the innermost kernel code that an exception came through; None if it came through none."""
+        """(code, line) of the innermost kernel code that an exception passed; None without one."""
         return self._frames.line_of(error)
 
     def source_location(self) -> tuple[str, int, str, str] | None:

@@ -21,7 +21,9 @@ class Port(Protocol):
         """(program index, grid) of the running program."""
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
-        """Raw bits (uint8/16/32/64 by ``itemsize``) at ``addresses`` (uint64), zeros where masked off, in a new array.
+        """Raw bits (uint8/16/32/64 by ``itemsize``) at ``addresses`` (uint64), as a new array.
+
+        Zeros where masked off.
 
         ``access`` is "plain", "volatile" or "tma".
         """

@@ -1,4 +1,4 @@
-"""``tl.reduce``, ``tl.associative_scan`` and ``tl.map_elementwise``, with the user's function run on whole blocks."""
+"""``tl.reduce``, ``tl.associative_scan`` and ``tl.map_elementwise`` on whole blocks."""
 
 from __future__ import annotations
 

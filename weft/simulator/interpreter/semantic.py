@@ -247,7 +247,10 @@ class Semantic(TritonSemantic):
     # memory
 
     def _mask(self, ptr: tl.tensor, mask: Any, may_grow: bool) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Addresses and mask of equal shape. A larger mask broadcasts the pointers of a load; a store refuses it."""
+        """Addresses and mask of equal shape.
+
+        A larger mask broadcasts the pointers of a load; a store refuses it.
+        """
         if not isinstance(ptr.dtype, tl.pointer_type):
             raise ValueError(f"a pointer is needed, got {ptr.type}")
         addresses, is_block = ptr.handle.data, ptr.type is not ptr.dtype

@@ -178,7 +178,10 @@ def _static_print(*values: Any, _semantic: Any = None, **kwargs: Any) -> None:
 
 
 def _multiple_of(x: Any, values: Any, _semantic: Any = None) -> Any:
-    """Check a hint, since a wrong one makes a GPU's vector accesses fault. Only a block's first element is checked."""
+    """Check a hint, since a wrong one makes a GPU's vector accesses fault.
+
+    Only a block's first element is checked.
+    """
     values = [plain(v) for v in (values if isinstance(values, (list, tuple, tl.tuple)) else [plain(values)])]
     if isinstance(x, tl.tensor):
         first = int(x.handle.data.flat[0])

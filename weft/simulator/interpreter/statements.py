@@ -1,4 +1,4 @@
-"""Helpers that rewritten kernels call: assignment, truth, ``and``, ``or`` and ``not`` as Triton reads them."""
+"""Helpers that rewritten kernels call: assignment, truth, ``and``, ``or``, ``not`` as in Triton."""
 
 from __future__ import annotations
 

@@ -17,7 +17,10 @@ SCALAR_SHAPE = (1,)
 
 
 class Handle(TensorHandle):
-    """Array behind a ``tl.tensor``: shape (1,) for a scalar, bf16 and fp8 as ml_dtypes arrays. Never written to."""
+    """Array behind a ``tl.tensor``: shape (1,) for a scalar, bf16 and fp8 as ml_dtypes arrays.
+
+    Never written to.
+    """
 
     attr = None  # hints, unused here; the base's repr shows the field
 
@@ -65,7 +68,10 @@ def not_interpretable(what: str) -> NotInterpretable:
 
 
 def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
-    """``tl.tensor`` of an array that already has the element type's dtype. A block's ``type`` is not its ``dtype``."""
+    """``tl.tensor`` of an array that already has the element type's dtype.
+
+    A block's ``type`` is not its ``dtype``.
+    """
     return tl.tensor(Handle(data, element), _block_type(element, data.shape) if is_block else element)
 
 

@@ -18,6 +18,7 @@ LAYERS = (
     "engine",
     "models",
     "layers",
+    "parallel",
     "ops",
     "plan",
     "transport",

@@ -87,8 +87,8 @@ def plain_ops(monkeypatch):
         matmul_reduce_scatter=matmul_reduce_scatter,
         matmul_all_reduce=matmul_all_reduce,
     )
-    monkeypatch.setattr("weft.layers.parallel.ops", plain)
-    monkeypatch.setattr("weft.layers.vocabulary.ops", plain)
+    monkeypatch.setattr("weft.parallel.linear.ops", plain)
+    monkeypatch.setattr("weft.parallel.vocabulary.ops", plain)
 
 
 def check_logits_and_tokens(team, directory, mode, tokens, steps, fused=False):

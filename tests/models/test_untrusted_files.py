@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from weft.engine.chat import ChatTemplate
 from weft.engine.text import load_tokenizer
 from weft.errors import CheckpointError
-from weft.layers.shard import Shard
 from weft.models import Checkpoint
+from weft.parallel.sharding import Shard
 
 INDEX = "model.safetensors.index.json"
 

@@ -11,11 +11,11 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
 from weft import ops
 from weft.kernels.deferred_norm import FactoredNorm
-from weft.layers.norm import ResidualRMSNorm
-from weft.layers.parallel import RowParallelLinear
-from weft.layers.plan import Plan
 from weft.ops.collectives.all_reduce import run_of_parts
 from weft.ops.gemm import small_m, small_m_config
+from weft.parallel.linear import RowParallelLinear
+from weft.parallel.norm import ResidualRMSNorm
+from weft.parallel.step_plan import Plan
 
 # The module: the package has the function under its name.
 all_reduce_rms_norm = importlib.import_module("weft.ops.collectives.all_reduce_rms_norm")

@@ -40,10 +40,10 @@ from weft.engine.runner import Runner, checked_sizes
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
 from weft.errors import CheckpointError
-from weft.layers.plan import Mode, check_mode
 from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.qwen3 import check_cache
+from weft.parallel.step_plan import Mode, check_mode
 from weft.runtime.codec import encode
 from weft.runtime.team import Team
 

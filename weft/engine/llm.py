@@ -26,11 +26,11 @@ from weft.engine.workers import (
     VirtualWorkers,
 )
 from weft.errors import NotEnoughGPUs, WeftError
-from weft.layers.plan import Mode
 from weft.models import Checkpoint, Progress, Qwen3Config
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import as_directory
 from weft.models.config import check_simulable
+from weft.parallel.step_plan import Mode
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
 from weft.runtime.simulate import on_virtual_rank
 

@@ -11,9 +11,9 @@ import torch
 
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
-from weft.layers.step import PagedCache, Step, cells_of, runs
 from weft.models.qwen3 import Qwen3ForCausalLM
 from weft.ops import PrefillSpans
+from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.copying import upload
 
 SHORTEST = 16

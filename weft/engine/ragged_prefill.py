@@ -14,9 +14,9 @@ import torch
 from weft.engine.params import Kind
 from weft.engine.prefill import PrefillChunk
 from weft.engine.sampling import Choice, choose_tokens
-from weft.layers.step import PagedCache, Step
 from weft.models.qwen3 import Qwen3ForCausalLM
 from weft.ops import PrefillSpans
+from weft.parallel.step import PagedCache, Step
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 

@@ -25,8 +25,8 @@ from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
 from weft.engine.serve import Allowance, send_at_once, serve
 from weft.errors import WeftError
-from weft.layers.plan import Mode
 from weft.models import Progress, Qwen3Config
+from weft.parallel.step_plan import Mode
 from weft.runtime.launch import launch
 from weft.runtime.team import init
 

@@ -2,12 +2,12 @@
 
 from weft.layers.attention import TPAttention
 from weft.layers.mlp import TPMLP
-from weft.layers.norm import ResidualRMSNorm
-from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear
-from weft.layers.plan import MODES, Mode, Plan, choose_plan
-from weft.layers.rotary import rotary_angles
-from weft.layers.step import PagedCache, Step
-from weft.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.norm import ResidualRMSNorm
+from weft.parallel.rotary import rotary_angles
+from weft.parallel.step import PagedCache, Step
+from weft.parallel.step_plan import MODES, Mode, Plan, choose_plan
+from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 __all__ = [
     "MODES",

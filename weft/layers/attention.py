@@ -12,12 +12,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from weft import ops
 from weft.kernels.deferred_norm import FactoredNorm
-from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, split_evenly
-from weft.layers.plan import Mode
-from weft.layers.rotary import apply_rotary
-from weft.layers.shard import Shard, fill_from_module, whole
-from weft.layers.step import Chunk, Step
 from weft.layers.whole_attention import check_module
+from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, split_evenly
+from weft.parallel.rotary import apply_rotary
+from weft.parallel.sharding import Shard, fill_from_module, whole
+from weft.parallel.step import Chunk, Step
+from weft.parallel.step_plan import Mode
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

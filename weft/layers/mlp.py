@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft import ops
-from weft.layers.parallel import ColumnParallelLinear, RowParallelLinear, Rows, check_layer
-from weft.layers.plan import Mode, Plan, plan_alone
-from weft.layers.shard import Shard, fill_from_module
 from weft.ops.dispatch import LIBRARY_ROWS
+from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer
+from weft.parallel.sharding import Shard, fill_from_module
+from weft.parallel.step_plan import Mode, Plan, plan_alone
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

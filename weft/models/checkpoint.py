@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from weft.arguments import shortened
 from weft.errors import CheckpointError
-from weft.layers.shard import Shard
 from weft.models.generation import GenerationDefaults
+from weft.parallel.sharding import Shard
 
 # safetensors' names and torch's. Integers and floats of 8 bits mean something only beside scales, which weft does not read.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -26,12 +26,12 @@ from weft.layers import (
     choose_plan,
     rotary_angles,
 )
-from weft.layers.parallel import all_gather, all_reduce
-from weft.layers.shard import Shard, under
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, Qwen3Config
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.gemm.small_m_config import MAX_ROWS
+from weft.parallel.linear import all_gather, all_reduce
+from weft.parallel.sharding import Shard, under
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

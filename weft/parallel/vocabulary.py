@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft import ops
-from weft.layers.parallel import all_gather, all_reduce, empty_parameter, matmul
-from weft.layers.plan import Mode, Plan, check_mode, plan_alone
-from weft.layers.shard import Shard
+from weft.parallel.linear import all_gather, all_reduce, empty_parameter, matmul
+from weft.parallel.sharding import Shard
+from weft.parallel.step_plan import Mode, Plan, check_mode, plan_alone
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from weft import ops
-from weft.layers.plan import Plan
+from weft.parallel.step_plan import Plan
 from weft.runtime.copying import upload
 
 PAGE_SIZES = (16, 32, 64, 128, 256)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from weft import ops
 from weft.kernels.deferred_norm import FactoredNorm
-from weft.layers.parallel import empty_parameter
-from weft.layers.plan import Plan
-from weft.layers.shard import Shard, whole
+from weft.parallel.linear import empty_parameter
+from weft.parallel.sharding import Shard, whole
+from weft.parallel.step_plan import Plan
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

@@ -29,7 +29,7 @@ DEFERRED_TOKENS = {2: 1024, 4: 512}
 class Plan:
     """How the layers of one forward pass work together.
 
-    mode      "torch", "ag_rs" or "gemm_ar" (weft.layers.parallel)
+    mode      "torch", "ag_rs" or "gemm_ar" (weft.parallel.linear)
     fused     local work between GEMMs in weft.ops' kernels; else in torch operations
     deferred  of "gemm_ar": a row-parallel layer leaves this rank's partial sums, and the norm after it adds them up over
               the ranks (all_reduce_rms_norm); else its result is whole (matmul_all_reduce)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from weft import ops
 from weft.arguments import check_instance, positive, quoted
 from weft.kernels.deferred_norm import FactoredNorm
-from weft.layers.plan import Mode, Plan, check_mode, plan_alone
-from weft.layers.shard import Shard
+from weft.parallel.sharding import Shard
+from weft.parallel.step_plan import Mode, Plan, check_mode, plan_alone
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team

@@ -1,0 +1,1 @@
+"""Ways to compute a decoder layer over the ranks of a team, and what they share."""

@@ -19,7 +19,7 @@ def answer(team: weft.Team, mode: str) -> tuple[str, tuple[int, ...]]:
     show = print if team.rank == 0 else lambda *args, **kwargs: None
     engine = weft.Engine(None, team, mode=mode)
     where = f"{team.size} {'virtual ranks' if team.is_simulated else 'GPUs'}"
-    show(f"  {mode:<8} on {where}   {PROMPT}", end="", flush=True)
+    show(f"  {mode:<17} on {where}   {PROMPT}", end="", flush=True)
     pieces = []
     for piece in engine.stream(PROMPT, max_new_tokens=8):
         show(piece.text, end="", flush=True)

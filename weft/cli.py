@@ -89,10 +89,10 @@ class GenerateOptions:
     page_size: int = 64
 
     def __post_init__(self) -> None:
-        from weft.layers import MODES
         from weft.models.checkpoint import is_directory
+        from weft.parallel.step_plan import MODES, OLD_MODES
 
-        _one_of("mode", self.mode, MODES)
+        _one_of("mode", self.mode, (*MODES, *OLD_MODES))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         if self.model is not None and not is_directory(self.model):
             raise ValueError(
@@ -121,7 +121,7 @@ def generate(
         bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
     ] = False,
     world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None,
-    mode: Annotated[str, typer.Option(help="auto, torch, ag_rs or gemm_ar")] = "auto",
+    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = "auto",
     max_new_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")

@@ -60,13 +60,13 @@ def test_the_heap_s_size_is_a_flag():
 
 def test_the_plan_is_shown():
     result = weft("--world-size", 2, "--max-new-tokens", 1)
-    assert "prompts of 8 tokens: gemm_ar, unfused: 8 tokens < " in result.stderr
+    assert "prompts of 8 tokens: replicated, unfused: 8 tokens < " in result.stderr
     assert result.stderr.endswith("no decode steps\n")
     # Three prompts and two seats: a bucket of two. The third is read later.
     prompts = ("--prompt", "20+22=", "--prompt", "123+456=", "--prompt", "1+1=")
     result = weft("--world-size", 2, "--max-batch", 2, "--page-size", 16, *prompts)
-    assert "prompts of 18 tokens, up to 14 at once: gemm_ar, unfused: 14 tokens < " in result.stderr
-    assert "decode: gemm_ar, unfused: 2 tokens < " in result.stderr
+    assert "prompts of 18 tokens, up to 14 at once: replicated, unfused: 14 tokens < " in result.stderr
+    assert "decode: replicated, unfused: 2 tokens < " in result.stderr
 
 
 def test_dtypes_have_the_names_of_torch_and_of_weft_bench(monkeypatch):
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
     ("arguments", "says"),
     [
         (["--model", "/nowhere"], "/nowhere: no such directory"),
-        (["--mode", "fast"], "choose one of torch, ag_rs, gemm_ar, auto"),
+        (["--mode", "fast"], "choose one of reference, sequence_parallel, replicated, auto, torch, ag_rs, gemm_ar"),
         (["--device", "tpu"], "choose one of auto, cuda, sim"),
         (["--dtype", "int8"], "choose one of auto, bf16, fp16, fp32, bfloat16, float16, float32"),
         (["--world-size", "7"], "7"),

@@ -6,7 +6,7 @@ import torch
 import weft
 from weft.engine.params import HOTTEST, Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens, gumbel
-from weft.layers import VocabParallelHead
+from weft.parallel.vocabulary import VocabParallelHead
 
 DRAWS = 100_000
 

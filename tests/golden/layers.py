@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.layers import TPMLP, PagedCache, Step, TPAttention, choose_plan, rotary_angles
+from weft.layers import TPMLP, PagedCache, Step, TPAttention, plan_step, rotary_angles
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE = 64, 8, 4, 16, 16
 ANGLES = rotary_angles(64, HEAD_DIM, 50.0, torch.device("cpu"))
@@ -22,7 +22,7 @@ CONFIG = SimpleNamespace(
     head_dim=HEAD_DIM,
     rms_norm_eps=1e-6,
 )
-# (mode, fused kernels); "gemm_ar" with fused kernels defers the sum over the ranks to the norm that follows.
+# (mode, fused kernels); "gemm_ar" with fused kernels leaves the sum over the ranks to the norm that follows.
 PLANS = (("torch", False), ("gemm_ar", False), ("gemm_ar", True), ("ag_rs", False), ("ag_rs", True))
 
 
@@ -58,7 +58,7 @@ def run(team: Any, mode: str, fused: bool, dtype: torch.dtype) -> list[torch.Ten
     cache = PagedCache(1, 7, tp_attention.num_kv_heads, PAGE, HEAD_DIM, dtype=dtype, device="cpu").layer(0)
 
     def plan(tokens: int) -> Any:
-        return choose_plan(mode, tokens, hidden_size=HIDDEN, dtype=dtype, team=team, fused=fused)
+        return plan_step(tokens, mode=mode, hidden_size=HIDDEN, dtype=dtype, team=team, fused=fused)
 
     def both(x: torch.Tensor, step: Step) -> list[torch.Tensor]:
         mine = share(x, team, mode)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.layers import TPMLP, PagedCache, Plan, Step, TPAttention, rotary_angles
+from weft.layers import TPMLP, PagedCache, Step, TPAttention, plan_layer, rotary_angles
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,7 +87,8 @@ def test_attention_that_is_the_same_gives_the_same(name):
         attention = TPAttention.from_module(module, config, team, "torch")
         pages = torch.ones(1, 1, dtype=torch.int32)
         cache = PagedCache(1, 2, attention.num_kv_heads, 16, 16, dtype=torch.float32, device="cpu").layer(0)
-        step = Step.prefill([(0, length)], pages, 16, angles, Plan(mode="torch"), 2, torch.float32)
+        plan = plan_layer(length, mode="reference", team=team)
+        step = Step.prefill([(0, length)], pages, 16, angles, plan, 2, torch.float32)
         return attention(x[0], step, cache)
 
     for found in weft.simulate(main, 2):

@@ -7,23 +7,15 @@ import torch
 from torch import nn
 
 import weft
-from weft.layers import (
-    TPMLP,
-    PagedCache,
-    Plan,
-    Step,
-    TPAttention,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    choose_plan,
-    rotary_angles,
-)
+from weft.layers import TPMLP, PagedCache, Step, TPAttention, plan_layer, plan_step, rotary_angles
+from weft.parallel.replicated import FusedNorm
+from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from weft.runtime.capabilities import Capabilities
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.qwen3 import modeling_qwen3 as hf  # noqa: E402
 
-MODES = ["torch", "ag_rs", "gemm_ar"]
+MODES = ["reference", "sequence_parallel", "replicated"]
 HEAD_DIM, THETA = 16, 50.0
 ANGLES = rotary_angles(64, HEAD_DIM, THETA, torch.device("cpu"))
 
@@ -51,7 +43,7 @@ def randomised(module, seed=0):
 
 def share(x, team, mode):
     """What rank `team.rank` is given of tokens x[M, hidden] in this mode."""
-    if mode != "ag_rs":
+    if mode != "sequence_parallel":
         return x
     padded = nn.functional.pad(x, (0, 0, 0, -len(x) % team.size))
     return padded.chunk(team.size)[team.rank]
@@ -59,7 +51,7 @@ def share(x, team, mode):
 
 def joined(results, mode, tokens):
     """The whole [M, hidden] from every rank's result; in the replicated modes all ranks must have the same."""
-    if mode == "ag_rs":
+    if mode == "sequence_parallel":
         return torch.cat(results)[:tokens]
     for result in results:
         assert torch.equal(result, results[0])
@@ -78,13 +70,15 @@ def test_an_mlp_over_ranks_is_the_whole_mlp(config, mode, world_size):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_an_mlp_of_many_tokens_takes_them_as_they_arrive(config, fused, world_size, monkeypatch):
-    monkeypatch.setattr("weft.layers.mlp.LIBRARY_ROWS", 0)
-    whole = randomised(hf.Qwen3MLP(config))
-    x, plan = torch.randn(24, 32), Plan(mode="ag_rs", fused=fused)
-    results = weft.simulate(
-        lambda team: TPMLP.from_module(whole, team, "ag_rs")(share(x, team, "ag_rs"), plan), world_size
-    )
-    torch.testing.assert_close(joined(results, "ag_rs", 24), whole(x), rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr("weft.parallel.step_plan.LIBRARY_ROWS", 0)
+    whole, mode = randomised(hf.Qwen3MLP(config)), "sequence_parallel"
+    x = torch.randn(24, 32)
+
+    def main(team):
+        plan = plan_layer(24, mode=mode, team=team, fused=fused)
+        return TPMLP.from_module(whole, team, mode)(share(x, team, mode), plan)
+
+    torch.testing.assert_close(joined(weft.simulate(main, world_size), mode, 24), whole(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -99,15 +93,16 @@ def test_attention_over_ranks_is_the_whole_attention(config, mode, world_size):
 
     def main(team):
         attention = TPAttention.from_module(whole, config, team, mode)
-        step = prefill(attention, [(0, length)] * batch, table(batch, 1), Plan(mode=mode))
+        step = prefill(attention, [(0, length)] * batch, table(batch, 1), mode)
         return attention(share(x.flatten(0, 1), team, mode), step, new_cache(attention, batch))
 
     found = joined(weft.simulate(main, world_size), mode, batch * length)
     torch.testing.assert_close(found, expected.flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
-def prefill(attention, spans, pages, plan):
+def prefill(attention, spans, pages, mode, fused=False):
     group = attention.num_heads // attention.num_kv_heads
+    plan = plan_layer(sum(length for _, length in spans), mode=mode, team=attention.team, fused=fused)
     return Step.prefill(spans, pages, 16, ANGLES, plan, group, torch.float32)
 
 
@@ -130,13 +125,14 @@ def test_a_step_from_the_cache_is_the_last_row_of_the_prompt(config, world_size,
     x, lengths = torch.randn(2, 20, 32), torch.tensor([19, 3])
 
     def main(team):
-        attention = TPAttention.from_module(whole, config, team, "gemm_ar" if fused else "torch")
-        plan = Plan(mode=attention.mode, fused=fused)
+        mode = "replicated" if fused else "reference"
+        attention = TPAttention.from_module(whole, config, team, mode)
         cache = new_cache(attention, 4, fill=100.0)  # what others left there must not be seen
-        step = prefill(attention, [(0, 20)] * 2, table(2, 2), plan)
+        step = prefill(attention, [(0, 20)] * 2, table(2, 2), mode, fused)
         rows = attention(x.flatten(0, 1), step, cache).view(2, 20, 32)
         new = torch.cat((x[torch.arange(2), lengths], torch.zeros(1, 32)))
         padded_table = torch.cat((table(2, 2), torch.zeros(1, 2, dtype=torch.int32)))
+        plan = plan_layer(3, mode=mode, team=team, fused=fused)
         decode = Step.decode(
             torch.cat((lengths, torch.tensor([-1]))), padded_table, 16, ANGLES, plan, attention.num_kv_heads
         )
@@ -151,21 +147,18 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(config, fused):
     whole = randomised(hf.Qwen3Attention(config, layer_idx=0))
     x = torch.randn(2, 40, 32)
 
-    def read(attention, parts, plan):
+    def read(attention, parts):
         cache = new_cache(attention, 6)
         found = []
         for before, length in parts:
-            step = prefill(attention, [(before, length)] * 2, table(2, 3), plan)
+            step = prefill(attention, [(before, length)] * 2, table(2, 3), "replicated", fused)
             found.append(attention(x[:, before : before + length].flatten(0, 1), step, cache).unflatten(0, (2, length)))
         return torch.cat(found, dim=1)
 
     def main(team):
-        attention = TPAttention.from_module(whole, config, team, "gemm_ar")
-        plan = Plan(mode="gemm_ar", fused=fused)
-        whole_prompt = read(attention, [(0, 40)], plan)
-        return whole_prompt, [
-            read(attention, parts, plan) for parts in ([(0, 16), (16, 24)], [(0, 7), (7, 1), (8, 32)])
-        ]
+        attention = TPAttention.from_module(whole, config, team, "replicated")
+        whole_prompt = read(attention, [(0, 40)])
+        return whole_prompt, [read(attention, parts) for parts in ([(0, 16), (16, 24)], [(0, 7), (7, 1), (8, 32)])]
 
     [(expected, in_chunks)] = weft.simulate(main, 1)
     for found in in_chunks:
@@ -173,20 +166,20 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(config, fused):
 
 
 @pytest.mark.parametrize("spans", [[(0, 20)] * 2, [(0, 3), (0, 37)], [(0, 5), (10, 5)]], ids=str)
-def test_prompts_for_the_library_are_what_ours_are(config, spans, monkeypatch):
+def test_prompts_for_cudnn_are_what_ours_are(config, spans, monkeypatch):
     whole = randomised(hf.Qwen3Attention(config, layer_idx=0))
     x = torch.randn(sum(length for _, length in spans), 32)
 
     def main(team):
-        attention = TPAttention.from_module(whole, config, team, "gemm_ar")
+        attention = TPAttention.from_module(whole, config, team, "replicated")
         cache = new_cache(attention, 6)
-        step = prefill(attention, spans, table(2, 3), Plan(mode="gemm_ar", fused=True))
+        step = prefill(attention, spans, table(2, 3), "replicated", fused=True)
         return attention(x, step, cache), *cache
 
     found = weft.simulate(main, 1)[0]
-    monkeypatch.setattr("weft.layers.attention.MANY_ROWS", 1)
-    for by_library, ours in zip(weft.simulate(main, 1)[0], found, strict=True):
-        torch.testing.assert_close(by_library, ours, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr("weft.parallel.step_plan.CUDNN_ROWS", 1)
+    for by_cudnn, ours in zip(weft.simulate(main, 1)[0], found, strict=True):
+        torch.testing.assert_close(by_cudnn, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_sequences_of_unequal_length_do_not_see_each_other(config):
@@ -195,10 +188,10 @@ def test_sequences_of_unequal_length_do_not_see_each_other(config):
     x = [torch.randn(length, 32) for length in lengths]
 
     def main(team):
-        attention = TPAttention.from_module(whole, config, team, "torch")
+        attention = TPAttention.from_module(whole, config, team, "reference")
 
         def read(parts, cache):
-            step = prefill(attention, [(0, len(part)) for part in parts], table(len(parts), 2), Plan(mode="torch"))
+            step = prefill(attention, [(0, len(part)) for part in parts], table(len(parts), 2), "reference")
             return attention(torch.cat(parts), step, cache)
 
         return read(x, new_cache(attention, 8)), [read([part], new_cache(attention, 2)) for part in x]
@@ -210,50 +203,69 @@ def test_sequences_of_unequal_length_do_not_see_each_other(config):
 def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
     def main(team):
         sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
-        return [str(choose_plan("auto", tokens, **sizes, fused=True)) for tokens in (1, 1025, 4096)]
+        return [str(plan_step(tokens, mode="auto", **sizes, fused=True)) for tokens in (1, 1025, 4096)]
 
     decode, medium, prefill = weft.simulate(main, 2)[0]
     assert decode == (
-        "gemm_ar, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks; 1 tokens <= 1024: a "
-        "product is too short to hide an all-reduce, so the norm takes it along"
+        "replicated, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks; 1 tokens <= 1024: "
+        "a GEMM is too short to hide an all-reduce, so the norm takes it along"
     )
-    assert medium == "gemm_ar, fused: 1025 tokens < 2048: too few to split over 2 ranks"
-    assert prefill == "ag_rs, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
-    assert weft.simulate(main, 1)[0][2] == "gemm_ar, fused: one rank: nothing to send"
+    assert medium == "replicated, fused: 1025 tokens < 2048: too few to split over 2 ranks"
+    assert prefill == "sequence_parallel, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
+    assert weft.simulate(main, 1)[0][2] == "replicated, fused: one rank: nothing to send"
 
 
-def test_a_plan_that_was_asked_for_is_followed():
+@pytest.mark.parametrize("names", [("reference", "sequence_parallel", "replicated"), ("torch", "ag_rs", "gemm_ar")])
+def test_a_plan_that_was_asked_for_is_followed(names):
     def main(team):
         sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
-        plans = [choose_plan(mode, 8, **sizes, fused=True) for mode in ("torch", "ag_rs", "gemm_ar")]
-        narrow = choose_plan("gemm_ar", 8, hidden_size=6, dtype=torch.bfloat16, team=team, fused=True)
-        return [(plan.mode, plan.fused, plan.deferred) for plan in [*plans, narrow]]
+        plans = [plan_step(8, mode=mode, **sizes, fused=True) for mode in names]
+        narrow = plan_step(8, mode=names[-1], hidden_size=6, dtype=torch.bfloat16, team=team, fused=True)
+        return [(plan.mode, plan.fused, isinstance(plan.recipe, FusedNorm)) for plan in [*plans, narrow]]
 
-    torch_, ag_rs, gemm_ar, narrow = weft.simulate(main, 2)[0]
-    assert torch_ == ("torch", False, False)
-    assert ag_rs == ("ag_rs", True, False)
-    assert gemm_ar == ("gemm_ar", True, True)
-    assert narrow == ("gemm_ar", True, False)  # rows of 12 bytes: not what all_reduce_rms_norm takes
+    reference, sequence_parallel, replicated, narrow = weft.simulate(main, 2)[0]
+    assert reference == ("reference", False, False)
+    assert sequence_parallel == ("sequence_parallel", True, False)
+    assert replicated == ("replicated", True, True)
+    assert narrow == ("replicated", True, False)  # rows of 12 bytes: not what all_reduce_rms_norm takes
 
 
-def test_norms_are_factored_for_few_tokens_in_bf16_on_sm_90():
-    def plan(tokens=64, dtype=torch.bfloat16, mode="gemm_ar", arch="sm_90", world_size=4, **asked):
+def test_rms_scales_are_deferred_for_few_tokens_in_bf16_on_sm_90(monkeypatch):
+    def plan(tokens=64, dtype=torch.bfloat16, mode="replicated", arch="sm_90", world_size=4):
         caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
         team = SimpleNamespace(size=world_size, is_simulated=False, caps=caps)
-        return choose_plan(mode, tokens, hidden_size=5120, dtype=dtype, team=team, **asked)
+        return plan_step(tokens, mode=mode, hidden_size=5120, dtype=dtype, team=team)
 
-    assert plan().factored and ", factored" in str(plan())
+    def defers(plan):
+        assert isinstance(plan.recipe, FusedNorm) or "deferred" not in str(plan)
+        return isinstance(plan.recipe, FusedNorm) and plan.recipe.deferred_scale
+
+    assert defers(plan()) and ", deferred RMS scale" in str(plan())
     others = [
         {"tokens": 513},
         {"dtype": torch.float32},
         {"dtype": torch.float16},
-        {"mode": "ag_rs"},
+        {"mode": "sequence_parallel"},
         {"arch": "sm_100"},
     ]
-    for asked in [*others, {"factored": False}, {"tokens": 513, "factored": True}]:
-        assert not plan(**asked).factored and "factored" not in str(plan(**asked)), asked
-    assert plan(512).factored and plan(arch="sm_100", factored=True).factored
-    assert plan(1024, world_size=2).factored and not plan(1025, world_size=2).deferred and not plan(1024).deferred
+    for asked in others:
+        assert not defers(plan(**asked)) and "deferred" not in str(plan(**asked)), asked
+    assert defers(plan(512)) and defers(plan(1024, world_size=2))
+    assert not isinstance(plan(1025, world_size=2).recipe, FusedNorm) and not isinstance(plan(1024).recipe, FusedNorm)
+    monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: True)
+    assert defers(plan(arch="sm_100")) and not defers(plan(513))
+    monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: False)
+    assert not defers(plan())
+
+
+def test_a_head_of_many_rows_is_given_normed_rows():
+    """cuBLAS's GEMM leaves a deferred scale to the kernel behind it, and the logits have none."""
+
+    def main(team):
+        plan = plan_step(64, mode="replicated", hidden_size=64, dtype=torch.bfloat16, team=team, fused=True)
+        return [plan.of_head(rows).recipe.deferred_scale for rows in (1, 10_000)]
+
+    assert weft.simulate(main, 2)[0] == [True, False]
 
 
 def test_modules_that_are_not_what_the_layer_computes_are_refused(config):
@@ -266,21 +278,21 @@ def test_modules_that_are_not_what_the_layer_computes_are_refused(config):
     windowed = hf.Qwen3Attention(config, layer_idx=0)
     windowed.sliding_window = 4
     with pytest.raises(ValueError, match="sliding_window=4; TPAttention computes causal attention over all tokens"):
-        weft.simulate(lambda team: TPAttention.from_module(windowed, config, team, "torch"), 1)
+        weft.simulate(lambda team: TPAttention.from_module(windowed, config, team, "reference"), 1)
     with pytest.raises(ValueError, match="act_fn=GELU; TPMLP computes silu"):
-        weft.simulate(lambda team: TPMLP.from_module(gelu, team, "torch"), 1)
+        weft.simulate(lambda team: TPMLP.from_module(gelu, team, "reference"), 1)
     with pytest.raises(ValueError, match=r"lacks nothing and has \['q_proj.bias'\]"):
-        weft.simulate(lambda team: TPAttention.from_module(biased, config, team, "torch"), 1)
+        weft.simulate(lambda team: TPAttention.from_module(biased, config, team, "reference"), 1)
     with pytest.raises(ValueError, match=r"o_proj.weight of the module has shape \(24, 64\).*needs \(32, 64\)"):
-        weft.simulate(lambda team: TPAttention.from_module(narrow, config, team, "torch"), 1)
+        weft.simulate(lambda team: TPAttention.from_module(narrow, config, team, "reference"), 1)
 
 
 def test_sizes_that_the_ranks_do_not_divide_are_refused_with_those_that_do(config):
     with pytest.raises(ValueError, match="intermediate_size=64 is not .* world_size=3; use a world size of 1, 2, 4"):
-        weft.simulate(lambda team: TPMLP.from_module(hf.Qwen3MLP(config), team, "torch"), 3)
+        weft.simulate(lambda team: TPMLP.from_module(hf.Qwen3MLP(config), team, "reference"), 3)
     with pytest.raises(ValueError, match=r"num_attention_heads=4 .* world_size=3; use a world size of 1, 2, 4"):
         weft.simulate(
-            lambda team: TPAttention.from_module(hf.Qwen3Attention(config, layer_idx=0), config, team, "torch"), 3
+            lambda team: TPAttention.from_module(hf.Qwen3Attention(config, layer_idx=0), config, team, "reference"), 3
         )
 
 

@@ -13,7 +13,7 @@ from weft.engine import Runner, SamplingParams
 from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Row
 from weft.errors import ModelTooLarge
-from weft.layers import choose_plan, rotary_angles
+from weft.layers import plan_step, rotary_angles
 from weft.models import Qwen3Config, Qwen3ForCausalLM
 from weft.models.qwen3 import check_memory
 
@@ -87,8 +87,8 @@ def plain_ops(monkeypatch):
         matmul_reduce_scatter=matmul_reduce_scatter,
         matmul_all_reduce=matmul_all_reduce,
     )
-    monkeypatch.setattr("weft.parallel.linear.ops", plain)
-    monkeypatch.setattr("weft.parallel.vocabulary.ops", plain)
+    for module in ("replicated", "sequence_parallel", "vocabulary"):
+        monkeypatch.setattr(f"weft.parallel.{module}.ops", plain)
 
 
 def check_logits_and_tokens(team, directory, mode, tokens, steps, fused=False):
@@ -135,23 +135,17 @@ def test_the_modes_agree_with_transformers_over_simulated_kernels(make_checkpoin
         assert torch.equal(generated.T, expected_tokens)
 
 
-def test_factored_norms_are_as_near_to_fp32_as_the_others(make_checkpoint):
+def test_deferred_rms_scales_are_as_near_to_fp32_as_the_others(make_checkpoint):
     """Logits of a decode step in bf16, against transformers' in fp32."""
     directory, reference = make_checkpoint()
     tokens = prompt(3, 6)
     expected = reference_logits(reference, tokens)[:, -1]
 
-    def main(team, factored):
+    def main(team, deferred):
         model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", dtype=torch.bfloat16, fused=True)
-        plan = choose_plan(
-            "gemm_ar",
-            3,
-            hidden_size=model.config.hidden_size,
-            dtype=torch.bfloat16,
-            team=team,
-            fused=True,
-            factored=factored,
-        )
+        sizes = {"hidden_size": model.config.hidden_size, "dtype": torch.bfloat16}
+        plan = plan_step(3, mode="replicated", **sizes, team=team, fused=True)
+        plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, deferred_scale=deferred))
         cache, table = model.new_cache(4, 16), torch.tensor([[2], [1], [3]], dtype=torch.int32)
         model(tokens[:, :-1].flatten(), model.prefill_step([(0, 5)] * 3, table, 16), cache)
         model.plan = lambda count: plan
@@ -159,8 +153,8 @@ def test_factored_norms_are_as_near_to_fp32_as_the_others(make_checkpoint):
         return model.lm_head.gather(logits)
 
     before, after = (
-        max(relative_rms(logits, expected) for logits in weft.simulate(main, 2, args=(factored,)))
-        for factored in (False, True)
+        max(relative_rms(logits, expected) for logits in weft.simulate(main, 2, args=(deferred,)))
+        for deferred in (False, True)
     )
     assert after < 1.2 * before, (before, after)
 
@@ -289,7 +283,9 @@ def test_a_world_size_that_does_not_divide_the_model_is_refused(make_checkpoint,
 
 def test_an_unknown_mode_and_dtype_are_refused(make_checkpoint):
     directory, _ = make_checkpoint()
-    with pytest.raises(ValueError, match="mode='fast' is unknown; choose one of torch, ag_rs, gemm_ar, auto"):
+    with pytest.raises(
+        ValueError, match="mode='fast' is unknown; choose one of reference, sequence_parallel, replicated, auto"
+    ):
         weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, mode="fast"), 1)
     with pytest.raises(ValueError, match="dtype=torch.int8 is not supported"):
         weft.simulate(lambda team: Qwen3ForCausalLM.from_pretrained(directory, team, dtype=torch.int8), 1)

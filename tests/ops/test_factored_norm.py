@@ -13,9 +13,9 @@ from weft import ops
 from weft.kernels.deferred_norm import FactoredNorm
 from weft.ops.collectives.all_reduce import run_of_parts
 from weft.ops.gemm import small_m, small_m_config
-from weft.parallel.linear import RowParallelLinear
-from weft.parallel.norm import ResidualRMSNorm
-from weft.parallel.step_plan import Plan
+from weft.parallel.fused import matmul_split
+from weft.parallel.replicated import FusedNorm
+from weft.parallel.tensors import NormWeights, PartialSum, SplitK
 
 # The module: the package has the function under its name.
 all_reduce_rms_norm = importlib.import_module("weft.ops.collectives.all_reduce_rms_norm")
@@ -219,19 +219,16 @@ def test_an_all_reduce_adds_up_the_parts_of_a_product(world_size, dtype):
 
 
 def test_a_row_parallel_layer_in_parts_before_its_norm():
-    """What a deferred plan does with a K that is split: against the same in double."""
+    """A GEMM with K split, in the recipe whose norms add up over the ranks: against the same in double."""
     K, N, M = 640, 80, 5
 
     def main(team):
-        linear = RowParallelLinear("o_proj", K * team.size, N, team=team, mode="gemm_ar", dtype=BF16)
-        linear.weight.copy_(matrix(N, K, BF16, team.rank))
-        norm = ResidualRMSNorm(N, EPS, team=team, dtype=BF16)
-        residual, norm.weight.data = rows(M, N, BF16, 50)
+        residual, weight = rows(M, N, BF16, 50)
         x = rows(M, K, BF16, team.rank)[0]
-        plan = Plan(mode="gemm_ar", fused=True, deferred=True)
-        y = linear(x, plan)
-        assert y.shape == (2, M, N)
-        return norm(y, residual, plan)
+        y = PartialSum(matmul_split(x, matrix(N, K, BF16, team.rank)))
+        assert isinstance(y.summand, SplitK) and y.summand.parts.shape == (2, M, N)
+        recipe = FusedNorm(team=team, deferred_scale=False)
+        return recipe.all_reduce_norm(y, residual, NormWeights(weight, EPS))
 
     found = weft.simulate(main, 2)
     residual, weight = rows(M, N, BF16, 50)

@@ -1,27 +1,15 @@
-"""Tensor-parallel layers in three modes: "torch", "ag_rs" (tokens sharded) and "gemm_ar" (tokens replicated)."""
+"""Tensor-parallel MLP and attention as modules: weights that call a recipe of weft.parallel, chosen by `mode`.
+
+mode               tokens between layers     recipe
+reference          replicated [M, H]         torch and torch.distributed
+sequence_parallel  sharded    [M/W, H]       all_gather_matmul, matmul_reduce_scatter
+replicated         replicated [M, H]         matmul_all_reduce, or a fused all-reduce + norm behind the GEMM
+"""
 
 from weft.layers.attention import TPAttention
 from weft.layers.mlp import TPMLP
-from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from weft.parallel.norm import ResidualRMSNorm
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.step import PagedCache, Step
-from weft.parallel.step_plan import MODES, Mode, Plan, choose_plan
-from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from weft.parallel.step_plan import MODES, Mode, plan_layer, plan_step
 
-__all__ = [
-    "MODES",
-    "TPMLP",
-    "ColumnParallelLinear",
-    "Mode",
-    "PagedCache",
-    "Plan",
-    "ResidualRMSNorm",
-    "RowParallelLinear",
-    "Step",
-    "TPAttention",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "choose_plan",
-    "rotary_angles",
-]
+__all__ = ["MODES", "TPMLP", "Mode", "PagedCache", "Step", "TPAttention", "plan_layer", "plan_step", "rotary_angles"]

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft import ops
-from weft.ops.dispatch import LIBRARY_ROWS
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer
 from weft.parallel.sharding import Shard, fill_from_module
-from weft.parallel.step_plan import Mode, Plan, plan_alone
+from weft.parallel.step_plan import Mode, StepPlan, mode_named, plan_layer
+from weft.parallel.tensors import MLPWeights, tensor_of
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -21,21 +20,19 @@ if TYPE_CHECKING:
 class TPMLP(nn.Module):
     """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
-    x, y: [M, hidden] on every rank; in mode "ag_rs" this rank's [M/W, hidden], M a multiple of W.
+    x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
     For inference: its weights carry no gradients. ValueError where W does not divide `intermediate_size`.
     """
 
     def __init__(self, *, hidden_size: int, intermediate_size: int, team: Team, mode: Mode, dtype: torch.dtype) -> None:
         super().__init__()
         check_layer(team, mode, dtype, hidden_size=hidden_size, intermediate_size=intermediate_size)
-        self.team, self.mode = team, mode
+        self.team, self.mode = team, mode_named(mode)
         rows = Rows.even("intermediate_size", intermediate_size, team)
         self.gate_up_proj = ColumnParallelLinear(
-            hidden_size, {"gate_proj": rows, "up_proj": rows}, team=team, mode=mode, dtype=dtype
+            hidden_size, {"gate_proj": rows, "up_proj": rows}, team=team, dtype=dtype
         )
-        self.down_proj = RowParallelLinear(
-            "down_proj", intermediate_size, hidden_size, team=team, mode=mode, dtype=dtype
-        )
+        self.down_proj = RowParallelLinear("down_proj", intermediate_size, hidden_size, team=team, dtype=dtype)
 
     @classmethod
     def from_module(cls, module: nn.Module, team: Team, mode: Mode) -> TPMLP:
@@ -55,22 +52,19 @@ class TPMLP(nn.Module):
         fill_from_module(mlp.shards(), module)
         return mlp
 
+    @property
+    def weights(self) -> MLPWeights:
+        return MLPWeights(self.gate_up_proj.weight, self.down_proj.weight)
+
     def shards(self) -> dict[str, Shard]:
         return self.gate_up_proj.shards() | self.down_proj.shards()
 
-    def forward(self, x: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
-        plan = plan or plan_alone(self.mode, self.team)
-        # Few tokens are gathered before their product, which then needs no kernel of its own for silu.
-        overlaps = plan.mode == "ag_rs" and len(x) * self.team.size > LIBRARY_ROWS
-        if plan.fused and not overlaps:
-            everyone = ops.all_gather(x, self.team) if plan.mode == "ag_rs" else x
-            return self.down_proj(ops.matmul_silu_mul(everyone, self.gate_up_proj.weight), plan)
-        # In between all tokens are treated alike, so where they overlap they may come in the order in which they arrive.
-        gate_up = self.gate_up_proj(x, plan, own_first=overlaps)
-        if plan.fused:
-            return self.down_proj(ops.silu_mul(gate_up), plan, own_first=overlaps)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up, plan, own_first=overlaps)
+    def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
+        """With a plan whose norms add up over the ranks, y is this rank's summand, or fp32 split-K partials of it."""
+        if plan is None:
+            shards = self.team.size if self.mode == "sequence_parallel" else 1
+            plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)
+        return tensor_of(plan.recipe.mlp(plan.recipe.given(x), self.weights))
 
 
 def _check_module(module: nn.Module) -> None:

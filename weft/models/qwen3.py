@@ -5,33 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from weft.errors import ModelTooLarge
-from weft.layers import (
-    TPMLP,
-    Mode,
-    PagedCache,
-    Plan,
-    ResidualRMSNorm,
-    Step,
-    TPAttention,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    choose_plan,
-    rotary_angles,
-)
+from weft.layers import TPMLP, TPAttention
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, Qwen3Config
-from weft.ops.attention.qk_norm_rope import HEAD_DIMS
-from weft.ops.gemm.small_m_config import MAX_ROWS
-from weft.parallel.linear import all_gather, all_reduce
+from weft.parallel.norm import ResidualRMSNorm
+from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under
+from weft.parallel.step import PagedCache, Step
+from weft.parallel.step_plan import Mode, StepPlan, check_head_dim, mode_named, plan_step
+from weft.parallel.tensors import LayerWeights
+from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -41,11 +31,7 @@ logger = logging.getLogger("weft")
 
 
 class Qwen3Layer(nn.Module):
-    """hidden = hidden + x; x = attention(norm(hidden)); hidden = hidden + x; x = mlp(norm(hidden))
-
-    The MLP's result x and the residual `hidden` go on apart, so that the next layer's first norm can add them, and where
-    the plan defers it, the sum over the ranks. Norms and residual see the tokens that this rank holds.
-    """
+    """One rank's share of a decoder layer: weights that a recipe of weft.parallel computes with."""
 
     def __init__(self, config: Qwen3Config, *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,14 +63,14 @@ class Qwen3Layer(nn.Module):
             | under("post_attention_layernorm", self.post_attention_layernorm.shards())
         )
 
-    def forward(
-        self, x: torch.Tensor, hidden: torch.Tensor | None, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, hidden) of the layer before, None where there is none, to those of this one."""
-        normed, hidden = self.input_layernorm(x, hidden, step.plan)
-        x = self.self_attn(normed, step, cache)
-        normed, hidden = self.post_attention_layernorm(x, hidden, step.plan)
-        return self.mlp(normed, step.plan), hidden
+    @property
+    def weights(self) -> LayerWeights:
+        return LayerWeights(
+            self.input_layernorm.weights,
+            self.self_attn.weights,
+            self.post_attention_layernorm.weights,
+            self.mlp.weights,
+        )
 
 
 def check_memory(config: Qwen3Config, team: Team, dtype: torch.dtype) -> None:
@@ -154,12 +140,11 @@ class Qwen3ForCausalLM(nn.Module):
         dtype = dtype or config.dtype
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
-        plan = choose_plan(mode, 1, hidden_size=config.hidden_size, dtype=dtype, team=team, fused=fused)
-        if plan.fused and config.head_dim not in HEAD_DIMS:
-            allowed = ", ".join(map(str, HEAD_DIMS))
-            raise ValueError(f"head_dim={config.head_dim}: fused kernels take one of {allowed}; pass fused=False")
+        sizes = {"hidden_size": config.hidden_size, "dtype": dtype}
+        if plan_step(1, mode=mode, **sizes, team=team, fused=fused).fused:
+            check_head_dim(config.head_dim)
         check_memory(config, team, dtype)
-        self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode, dtype, fused
+        self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
         self.layers = nn.ModuleList(
             Qwen3Layer(config, team=team, mode=mode, dtype=dtype) for _ in range(config.num_hidden_layers)
         )
@@ -229,10 +214,10 @@ class Qwen3ForCausalLM(nn.Module):
             shards |= under("lm_head", self.lm_head.shards())
         return shards
 
-    def plan(self, tokens: int) -> Plan:
+    def plan(self, tokens: int) -> StepPlan:
         """How a forward pass of so many tokens is computed, and why; print it."""
         sizes = {"hidden_size": self.config.hidden_size, "dtype": self.dtype}
-        return choose_plan(self.mode, tokens, **sizes, team=self.team, fused=self.fused)
+        return plan_step(tokens, mode=self.mode, **sizes, team=self.team, fused=self.fused)
 
     def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE) -> PagedCache:
         kv_heads = self.layers[0].self_attn.num_kv_heads
@@ -268,34 +253,20 @@ class Qwen3ForCausalLM(nn.Module):
         Keys and values go into `cache`. Shapes depend on nothing but the step's, and the host reads nothing: it can be captured
         in a CUDA graph, after one call outside.
         """
-        x, hidden = self._run(tokens, step, cache)
-        return self.lm_head(self._final_norm(x, hidden, step, rows), step.plan)
+        x, residual = self._layers(tokens, step, cache)
+        recipe = step.plan.of_head(step.tokens if rows is None else len(rows)).recipe
+        return recipe.logits(x, residual, self.norm.weights, self.lm_head.weights, step, rows)
 
     def fill_cache(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> None:
         """The same, of a prompt's part that no token is chosen after."""
-        self._run(tokens, step, cache)
+        self._layers(tokens, step, cache)
 
-    def _run(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
-        x, hidden = self.embed_tokens(tokens, step.plan), None
+    def _layers(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[Any, Any]:
+        recipe = step.plan.recipe
+        x, residual = recipe.embed(tokens, self.embed_tokens.weights), None
         for index, layer in enumerate(self.layers):
-            x, hidden = layer(x, hidden, step, cache.layer(index))
-        return x, hidden
-
-    def _final_norm(self, x: torch.Tensor, hidden: torch.Tensor, step: Step, rows: torch.Tensor | None) -> torch.Tensor:
-        """Normed hidden states [n, hidden], the same on every rank."""
-        if step.plan.mode != "ag_rs":
-            if rows is not None:
-                x, hidden = x[..., rows, :], hidden[rows]  # x: in parts, perhaps
-            # The library's product of many rows would leave them to be divided, and nobody behind it does.
-            factored = step.plan.factored and len(hidden) <= MAX_ROWS
-            return self.norm(x, hidden, replace(step.plan, factored=factored))[0]
-        if rows is None:
-            return all_gather(self.norm(x, hidden, step.plan)[0], self.team, self.mode)[: step.tokens]
-        # Few rows of many: each comes from one rank and is zero on the others, so their sum is exact.
-        local = rows - self.team.rank * len(x)
-        at = local.clamp(0, len(x) - 1)
-        x = (x[at] + hidden[at]).masked_fill(((local < 0) | (local >= len(x)))[:, None], 0)
-        return self.norm(all_reduce(x, self.team, self.mode), None, step.plan)[0]
+            x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index))
+        return x, residual
 
 
 def _listed(names: list[str]) -> str:

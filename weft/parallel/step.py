@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from weft import ops
-from weft.parallel.step_plan import Plan
+from weft.parallel.step_plan import StepPlan, cudnn_attends
 from weft.runtime.copying import upload
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -74,7 +74,7 @@ class Step:
     slots: torch.Tensor
     pages: torch.Tensor
     angles: torch.Tensor
-    plan: Plan
+    plan: StepPlan
     cells: tuple[torch.Tensor, torch.Tensor] | None = None
     lengths: torch.Tensor | None = None
     tickets: torch.Tensor | None = None
@@ -89,6 +89,10 @@ class Step:
     def is_prefill(self) -> bool:
         return self.lengths is None
 
+    def by_cudnn(self, heads: int) -> bool:
+        """True if a fused pass leaves attention of so many query heads to cuDNN."""
+        return cudnn_attends(self.chunks, heads)
+
     @classmethod
     def decode(
         cls,
@@ -96,7 +100,7 @@ class Step:
         pages: torch.Tensor,
         page_size: int,
         angles: torch.Tensor,
-        plan: Plan,
+        plan: StepPlan,
         kv_heads: int,
     ) -> Step:
         """One new token of each of B sequences at positions[B] int64; -1: padding. `kv_heads`: of this rank.
@@ -130,7 +134,7 @@ class Step:
         pages: torch.Tensor,
         page_size: int,
         angles: torch.Tensor,
-        plan: Plan,
+        plan: StepPlan,
         group: int,
         dtype: torch.dtype,
     ) -> Step:

@@ -1,97 +1,172 @@
-"""How one forward pass is computed: the one place that chooses, by the number of its tokens, and says why."""
+"""Plan of one forward pass: its recipe, chosen once, by the number of its tokens, with the reason.
+
+Every threshold that recipes, layers and models depend on is a question asked here.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from weft.arguments import quoted
+from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.collectives.all_reduce_rms_norm import MAX_ROW_BYTES
-from weft.ops.dispatch import of_world
+from weft.ops.dispatch import LIBRARY_ROWS, of_world
+from weft.ops.gemm.small_m_config import MAX_ROWS
+from weft.parallel import fused as FUSED
+from weft.parallel import plain as PLAIN
+from weft.parallel.reference import Reference
+from weft.parallel.replicated import FusedNorm, Replicated
+from weft.parallel.sequence_parallel import GatheredMLP, SequenceParallel
 
 if TYPE_CHECKING:
+    from weft.parallel.step import Chunk
     from weft.runtime.team import Team
 
-Mode = Literal["torch", "ag_rs", "gemm_ar", "auto"]
-MODES: tuple[str, ...] = get_args(Mode)
+Mode = Literal["reference", "sequence_parallel", "replicated", "auto", "torch", "ag_rs", "gemm_ar"]
+MODES = ("reference", "sequence_parallel", "replicated", "auto")
+OLD_MODES = {"torch": "reference", "ag_rs": "sequence_parallel", "gemm_ar": "replicated"}
+"""Old names of modes, which are accepted too."""
 
-# From so many tokens on "auto" splits them over the ranks (ag_rs): only then are the GEMMs long enough to hide the
-# communication. Decoding stays below. Figures of both limits: docs/decisions.md, "Modes".
+Recipe = FusedNorm | Replicated | SequenceParallel | Reference
+
+# Tokens from which "auto" splits them over the ranks: the GEMMs are long enough to hide the communication. Figures of both
+# limits: docs/experiments.md, "Modes".
 SHARDED_TOKENS = 2048
-# Up to so many tokens the all-reduce waits for the norm behind it (one kernel), by world size: the GEMM before it is too short
-# to hide it. Measured on two.
-DEFERRED_TOKENS = {2: 1024, 4: 512}
+# Tokens up to which the all-reduce waits for the next norm, by world size: the GEMM before it is too short to hide it. Measured
+# on two and four H200s.
+FUSED_NORM_TOKENS = {2: 1024, 4: 512}
+# Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel on an H200
+# (docs/experiments.md, "Attention").
+CUDNN_ROWS = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How the layers of one forward pass work together.
+class StepPlan:
+    """Recipe of one forward pass and the reason for it."""
 
-    mode      "torch", "ag_rs" or "gemm_ar" (weft.parallel.linear)
-    fused     local work between GEMMs in weft.ops' kernels; else in torch operations
-    deferred  of "gemm_ar": a row-parallel layer leaves this rank's partial sums, and the norm after it adds them up over
-              the ranks (all_reduce_rms_norm); else its result is whole (matmul_all_reduce)
-    factored  of deferred: the rows' root mean squares are divided out in or behind the GEMM (weft.kernels.deferred_norm)
-    reason    why, for a person
-    """
-
-    mode: Literal["torch", "ag_rs", "gemm_ar"]
-    fused: bool = False
-    deferred: bool = False
-    factored: bool = False
+    recipe: Recipe
     reason: str = "asked for"
 
+    @property
+    def mode(self) -> str:
+        return self.recipe.name
+
+    @property
+    def fused(self) -> bool:
+        """True if local work between the GEMMs runs in weft's kernels."""
+        return self.recipe.local is FUSED
+
+    def of_single_layers(self) -> StepPlan:
+        """The same for layers used by themselves: no norm follows that could add up a result over the ranks."""
+        if not isinstance(self.recipe, FusedNorm):
+            return self
+        return replace(self, recipe=Replicated(team=self.recipe.team, local=self.recipe.local))
+
+    def of_head(self, rows: int) -> StepPlan:
+        """The same for the last norm and the head, whose result no kernel divides by the rows' root mean squares."""
+        if isinstance(self.recipe, FusedNorm) and not gemm_divides(rows):
+            return replace(self, recipe=replace(self.recipe, deferred_scale=False))
+        return self
+
     def __str__(self) -> str:
-        kernels = "fused" if self.fused else "unfused"
-        norm = ", all-reduce with the next norm" if self.deferred else ""
-        return f"{self.mode}, {kernels}{norm}{', factored' if self.factored else ''}: {self.reason}"
+        return f"{self.recipe}: {self.reason}"
 
 
-def choose_plan(
-    mode: Mode, tokens: int, *, hidden_size: int, dtype: torch.dtype, team: Team, fused: bool | None = None,
-    factored: bool | None = None,
-) -> Plan:  # fmt: skip
-    """The plan for a forward pass of `tokens` tokens, all sequences together.
+def plan_step(
+    tokens: int, *, mode: Mode, hidden_size: int, dtype: torch.dtype, team: Team, fused: bool | None = None
+) -> StepPlan:
+    """Plan for a forward pass of `tokens` tokens, all sequences together.
 
-    mode   what was asked for; "auto" is one of the others
-    fused  None: where the team is on GPUs. Mode "torch" never is
-    factored  None: in bf16 on sm_90, where it was measured. Deferred plans alone are
+    mode   "auto" is one of the others, but not "reference"
+    fused  local work in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
     """
-    check_mode(mode)
-    if mode == "torch":
-        return Plan(mode="torch", reason="asked for: cuBLAS and torch.distributed")
-    fused = not team.is_simulated if fused is None else fused
-    reason = "asked for"
+    mode, reason = mode_named(mode), "asked for"
     if mode == "auto":
-        if team.size > 1 and tokens >= SHARDED_TOKENS:
-            mode, reason = "ag_rs", f"{tokens} tokens >= {SHARDED_TOKENS}: the GEMMs hide gathering and scattering"
-        elif team.size == 1:
-            mode, reason = "gemm_ar", "one rank: nothing to send"
+        if team.size == 1:
+            mode, reason = "replicated", "one rank: nothing to send"
+        elif splits_tokens(tokens):
+            mode = "sequence_parallel"
+            reason = f"{tokens} tokens >= {SHARDED_TOKENS}: the GEMMs hide gathering and scattering"
         else:
-            mode, reason = "gemm_ar", f"{tokens} tokens < {SHARDED_TOKENS}: too few to split over {team.size} ranks"
+            mode, reason = "replicated", f"{tokens} tokens < {SHARDED_TOKENS}: too few to split over {team.size} ranks"
     row_bytes = hidden_size * dtype.itemsize
-    deferred = (
-        mode == "gemm_ar" and fused and team.size > 1 and tokens <= of_world(DEFERRED_TOKENS, team.size)
-        and row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
-    )  # fmt: skip
-    if deferred:
-        limit = of_world(DEFERRED_TOKENS, team.size)
-        reason += (
-            f"; {tokens} tokens <= {limit}: a product is too short to hide an all-reduce, so the norm takes it along"
-        )
-    if factored is None:
-        factored = dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
-    return Plan(mode=mode, fused=fused, deferred=deferred, factored=deferred and factored, reason=reason)
+    if mode == "replicated" and norm_adds_up(tokens, row_bytes, team.size) and _local(team, fused) is FUSED:
+        limit = of_world(FUSED_NORM_TOKENS, team.size)
+        reason += f"; {tokens} tokens <= {limit}: a GEMM is too short to hide an all-reduce, so the norm takes it along"
+        return StepPlan(recipe=FusedNorm(team=team, deferred_scale=defers_scale(dtype, team)), reason=reason)
+    return replace(plan_layer(tokens, mode=mode, team=team, fused=fused), reason=reason)
 
 
-def plan_alone(mode: Mode, team: Team) -> Plan:
-    """For a layer that is used by itself: its input and its result are whole, so "auto" is "gemm_ar"."""
+def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None) -> StepPlan:
+    """Plan for a layer used by itself with `tokens` tokens: "auto" is "replicated". Arguments as of ``plan_step``."""
+    mode = mode_named(mode)
+    if mode == "reference":
+        return StepPlan(recipe=Reference(team=team))
+    local = _local(team, fused)
+    if mode != "sequence_parallel":
+        return StepPlan(recipe=Replicated(team=team, local=local))
+    recipe = GatheredMLP if local is FUSED and not overlaps(tokens, team.size) else SequenceParallel
+    return StepPlan(recipe=recipe(team=team, local=local))
+
+
+def _local(team: Team, fused: bool | None) -> ModuleType:
+    """Local work as asked for; None: in weft's kernels where the team is on GPUs."""
+    return FUSED if fused or (fused is None and not team.is_simulated) else PLAIN
+
+
+def mode_named(mode: str) -> str:
+    """The name of a mode, which may be given by its old one. ValueError for an unknown mode."""
     check_mode(mode)
-    return Plan(mode="gemm_ar" if mode == "auto" else mode, fused=mode != "torch" and not team.is_simulated)
+    return OLD_MODES.get(mode, mode)
 
 
 def check_mode(mode: str) -> None:
-    if not isinstance(mode, str) or mode not in MODES:
+    """ValueError unless `mode` is one of MODES or its old name."""
+    if not isinstance(mode, str) or (mode not in MODES and mode not in OLD_MODES):
         raise ValueError(f"mode={quoted(mode)} is unknown; choose one of {', '.join(MODES)}")
+
+
+# --- questions -----------------------------------------------------------------------------------------------------------
+
+
+def splits_tokens(tokens: int) -> bool:
+    """True if the GEMMs of these tokens are long enough to hide gathering and scattering them."""
+    return tokens >= SHARDED_TOKENS
+
+
+def norm_adds_up(tokens: int, row_bytes: int, world_size: int) -> bool:
+    """True if a fused all-reduce + norm takes rows of this size, and is faster than the all-reduce in the GEMM."""
+    fits = row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
+    return world_size > 1 and fits and tokens <= of_world(FUSED_NORM_TOKENS, world_size)
+
+
+def defers_scale(dtype: torch.dtype, team: Team) -> bool:
+    """True where the deferred RMS scale was measured to be faster. In fp16 it may overflow."""
+    return dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
+
+
+def gemm_divides(rows: int) -> bool:
+    """True if a GEMM of so few rows applies a deferred RMS scale itself; a larger one leaves it to the kernel behind."""
+    return rows <= MAX_ROWS
+
+
+def overlaps(tokens: int, world_size: int) -> bool:
+    """True if there are enough tokens, padded to a multiple of the world size, for an AG-GEMM to pay."""
+    return -(-tokens // world_size) * world_size > LIBRARY_ROWS
+
+
+def cudnn_attends(chunks: Sequence[Chunk], heads: int) -> bool:
+    """True if cuDNN's attention is faster than ``ops.paged_prefill_attention``: new prompts alone, of many rows."""
+    return bool(chunks) and all(c.before == 0 and c.batch * c.length * heads >= CUDNN_ROWS for c in chunks)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """ValueError unless the fused attention kernels take heads of this size."""
+    if head_dim not in HEAD_DIMS:
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"head_dim={head_dim}: fused kernels take one of {allowed}; pass fused=False")

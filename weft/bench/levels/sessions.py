@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from weft.bench.levels.baseline import Baseline, Cache, Functions, traced_all_reduce
 from weft.models.qwen3 import DEFAULT_PAGE_SIZE, Qwen3ForCausalLM
+from weft.parallel.step_plan import mode_named
 
 if TYPE_CHECKING:
     from weft.models.config import Qwen3Config
@@ -127,15 +128,14 @@ class WeftSession:
                 paged[page, :, offset] = part[:, :, :length].transpose(1, 2)
 
     def is_sharded(self, tokens: int) -> bool:
-        return self.model.plan(tokens).mode == "ag_rs"
+        return self.model.plan(tokens).mode == "sequence_parallel"
 
     def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
-        # A single layer returns complete sums, since no layer follows that could add them up.
-        at = replace(at, plan=replace(at.plan, deferred=False))
+        at = replace(at, plan=at.plan.of_single_layers())
         return self.model.layers[index].self_attn(x, at, self.cache.layer(index))
 
     def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        return self.model.layers[index].mlp(x, replace(self.model.plan(tokens), deferred=False))
+        return self.model.layers[index].mlp(x, self.model.plan(tokens).of_single_layers())
 
 
 def build(config: Qwen3Config, team: Team, mode: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
@@ -150,7 +150,7 @@ def in_mode(model: Qwen3ForCausalLM, mode: str) -> Qwen3ForCausalLM:
     made = copy.deepcopy(model, kept | {id(part): part for part in (model.team, model.angles)})
     for module in made.modules():
         if hasattr(module, "mode"):
-            module.mode = mode
+            module.mode = mode_named(mode)
     return made
 
 

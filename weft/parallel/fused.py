@@ -1,0 +1,89 @@
+"""Local work of a recipe in weft's kernels, a launch each but where a function says otherwise.
+
+The functions are those of weft.parallel.plain.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft import ops
+from weft.parallel.plain import attend_to_prompts
+from weft.parallel.tensors import (
+    AttentionWeights,
+    DeferredNorm,
+    MLPWeights,
+    NormWeights,
+    SplitK,
+    VocabWeights,
+    tensor_of,
+)
+
+if TYPE_CHECKING:
+    from weft.parallel.step import Step
+
+NAME = "fused"
+
+
+def embed(tokens: torch.Tensor, table: VocabWeights) -> torch.Tensor:
+    """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
+    return ops.embed_rows(tokens, table.weight, table.start)
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros."""
+    residual = torch.zeros_like(x) if residual is None else residual
+    return ops.add_rms_norm(x, residual, norm.weight, norm.eps)
+
+
+def matmul_split(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor | SplitK | DeferredNorm:
+    """x @ weight.T, or what becomes it in the kernel behind, where that is sooner."""
+    product = ops.matmul_parts(x, weight)
+    return SplitK(product) if isinstance(product, torch.Tensor) and product.dim() == 3 else product
+
+
+def project(x: torch.Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> torch.Tensor | SplitK | DeferredNorm:
+    """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
+    # cuDNN takes the values as they are.
+    return ops.matmul(x, w.qkv) if step.by_cudnn(w.heads) else matmul_split(x, w.qkv)
+
+
+def attend(
+    qkv: torch.Tensor | SplitK | DeferredNorm,
+    w: AttentionWeights,
+    step: Step,
+    cache: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim]. A decode step is one launch, a prefill two."""
+    projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
+    head = w.q_norm, w.k_norm, w.eps, step.angles
+    if not step.is_prefill:
+        attended = ops.decode_attention(projected, *head, *cache, step.pages, step.lengths, tickets=step.tickets)
+    elif step.by_cudnn(w.heads):
+        heads = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, with_keys=True)
+        q, keys = heads.split(w.heads, dim=1)
+        attended = attend_to_prompts(q, keys, projected[:, -w.kv_heads * w.head_dim :], step, cache)
+    else:
+        q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache)
+        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans)
+    return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def gated(x: torch.Tensor | DeferredNorm, w: MLPWeights) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T). With many rows cuBLAS and silu_mul."""
+    return ops.matmul_silu_mul(x, w.gate_up)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up"""
+    return ops.silu_mul(gate_up)
+
+
+def logits(x: torch.Tensor | DeferredNorm, head: VocabWeights) -> torch.Tensor:
+    """This rank's logits in x's dtype, since the kernels that read them widen them; -inf for padding of the vocabulary."""
+    found = ops.matmul(x, head.weight)
+    if head.real < head.weight.shape[0]:
+        found[:, head.real :] = float("-inf")
+    return found

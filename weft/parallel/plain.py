@@ -1,0 +1,134 @@
+"""Local work of a recipe in torch's operations, for the reference and for simulator tests.
+
+The functions are those of weft.parallel.fused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from weft.parallel.rotary import apply_rotary
+from weft.parallel.tensors import AttentionWeights, MLPWeights, NormWeights, VocabWeights
+
+if TYPE_CHECKING:
+    from weft.parallel.step import Chunk, Step
+
+NAME = "unfused"
+
+
+def embed(tokens: torch.Tensor, table: VocabWeights) -> torch.Tensor:
+    """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
+    rows, local = table.weight.shape[0], tokens - table.start
+    mine = (local >= 0) & (local < rows)
+    return F.embedding(local.clamp(0, rows - 1), table.weight).masked_fill(~mine[:, None], 0)
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden)."""
+    hidden = x if residual is None else x + residual
+    return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps), hidden
+
+
+def project(x: torch.Tensor, w: AttentionWeights, step: Step) -> torch.Tensor:
+    """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
+    return F.linear(x, w.qkv)
+
+
+def attend(
+    qkv: torch.Tensor, w: AttentionWeights, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim]. The keys of padding go to page 0."""
+    keys, values = cache
+    heads = qkv.view(step.tokens, -1, w.head_dim)
+    q, k, v = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
+    angles = step.angles[step.positions]
+    page, offset = step.cells
+    keys[page, :, offset] = apply_rotary(F.rms_norm(k, w.k_norm.shape, w.k_norm, w.eps), angles)
+    values[page, :, offset] = v
+    q = apply_rotary(F.rms_norm(q, w.q_norm.shape, w.q_norm, w.eps), angles)
+    if step.is_prefill:
+        attended = attend_to_prompts(q, keys[page, :, offset], qkv[:, -w.kv_heads * w.head_dim :], step, cache)
+    else:
+        attended = attend_to_pages(q, keys, values, step.pages, step.lengths)
+    return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def gated(x: torch.Tensor, w: MLPWeights) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T)"""
+    return silu_mul(F.linear(x, w.gate_up))
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def logits(x: torch.Tensor, head: VocabWeights) -> torch.Tensor:
+    """This rank's logits in fp32, -inf for padding of the vocabulary."""
+    found = F.linear(x, head.weight).float()
+    found[:, head.real :] = float("-inf")
+    return found
+
+
+def gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """[pages, heads, page_size, head_dim] and a table [B, n] → [B, heads, n * page_size, head_dim]: a copy"""
+    _, heads, page_size, head_dim = cache.shape
+    found = cache[pages.long()].transpose(1, 2)
+    return found.reshape(len(pages), heads, pages.shape[1] * page_size, head_dim)
+
+
+def attend_to_pages(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Reference of ``ops.paged_attention``, [B, heads, head_dim]; rows with length 0 are undefined."""
+    batch, heads, head_dim = q.shape
+    keys, values = (gather_pages(cache, pages) for cache in (keys, values))
+    seen = torch.arange(keys.shape[2], device=q.device) < lengths.clamp(min=1)[:, None]
+    # Query heads of one KV head are rows of one attention.
+    q = q.view(batch, keys.shape[1], -1, head_dim)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None]).reshape(
+        batch, heads, head_dim
+    )
+
+
+def attend_to_prompts(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Causal attention of a prefill by torch, [T, heads, head_dim]: one launch for each run of sequences of equal length.
+
+    q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values [T, kv_heads * head_dim]: of all tokens of the pass
+    """
+    found = [attend_to_chunk(q, (keys, values), cache, step.pages, chunk) for chunk in step.chunks]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def attend_to_chunk(
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    pages: torch.Tensor,
+    chunk: Chunk,
+) -> torch.Tensor:
+    """``attend_to_prompts`` of one chunk, [batch * length, heads, head_dim]. ``new``: keys and values, for new prompts."""
+    batch, length, before, token, sequence = chunk
+    whole_length = before + length
+
+    def of_chunk(x: torch.Tensor) -> torch.Tensor:
+        rows = x[token : token + batch * length]
+        return rows.view(batch, length, -1, q.shape[-1]).transpose(1, 2)
+
+    q = of_chunk(q)
+    if before == 0:
+        attended = F.scaled_dot_product_attention(q, *map(of_chunk, new), is_causal=True, enable_gqa=True)
+    else:
+        table = pages[sequence : sequence + batch, : -(-whole_length // cache[0].shape[2])]
+        keys, values = (gather_pages(part, table)[:, :, :whole_length] for part in cache)
+        # torch's lower-right mask does not support grouped heads.
+        keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=causal_lower_right(length, whole_length))
+    return attended.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,150 @@
+"""Recipes in which every rank holds all tokens, [T, H]: decode and batches too small to split.
+
+``FusedNorm`` adds up over the ranks in the kernel of the norm that follows, ``Replicated`` in the GEMM before it. A line with
+the name of an op behind it is a launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from weft import ops
+from weft.parallel import fused
+from weft.parallel.tensors import (
+    AttentionWeights,
+    DeferredNorm,
+    LayerWeights,
+    MLPWeights,
+    NormWeights,
+    PartialSum,
+    VocabWeights,
+    tensor_of,
+)
+
+if TYPE_CHECKING:
+    from weft.parallel.step import Step
+    from weft.runtime.team import Team
+
+Cache = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedNorm:
+    """Fused all-reduce + norm: seven launches a decoder layer.
+
+    deferred_scale  the GEMM behind a norm divides its accumulator by the rows' root mean squares, so that the programs of the
+                    all-reduce need not wait for a whole row (weft.kernels.deferred_norm)
+    """
+
+    team: Team
+    deferred_scale: bool
+    local: ClassVar[ModuleType] = fused
+    name: ClassVar[str] = "replicated"
+
+    def decoder_layer(
+        self, x: PartialSum, residual: torch.Tensor | None, w: LayerWeights, step: Step, cache: Cache
+    ) -> tuple[PartialSum, torch.Tensor]:
+        normed, residual = self.all_reduce_norm(x, residual, w.input_norm)  # all_reduce_rms_norm
+        x = self.attention(normed, w.attention, step, cache)
+        normed, residual = self.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm
+        return self.mlp(normed, w.mlp), residual
+
+    def attention(self, x: torch.Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
+        qkv = fused.project(x, w, step)  # matmul_parts
+        attended = fused.attend(qkv, w, step, cache)  # decode_attention
+        return PartialSum(fused.matmul_split(attended, w.o))  # matmul_parts
+
+    def mlp(self, x: torch.Tensor | DeferredNorm, w: MLPWeights) -> PartialSum:
+        gated = fused.gated(x, w)  # matmul_silu_mul
+        return PartialSum(fused.matmul_split(gated, w.down))  # matmul_parts
+
+    def embed(self, tokens: torch.Tensor, table: VocabWeights) -> PartialSum:
+        return PartialSum(fused.embed(tokens, table))  # embed_rows
+
+    def logits(
+        self,
+        x: PartialSum,
+        residual: torch.Tensor,
+        norm: NormWeights,
+        head: VocabWeights,
+        step: Step,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if rows is not None:
+            x, residual = x.rows(rows), residual[rows]
+        normed, _ = self.all_reduce_norm(x, residual, norm)  # all_reduce_rms_norm
+        return fused.logits(normed, head)  # matmul
+
+    def all_reduce_norm(
+        self, x: PartialSum, residual: torch.Tensor | None, norm: NormWeights
+    ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+        """(normed, hidden): hidden = the sum of x over the ranks + residual."""
+        summand = tensor_of(x)
+        residual = torch.zeros_like(summand) if residual is None else residual
+        return ops.all_reduce_rms_norm(
+            summand, residual, norm.weight, norm.eps, self.team, factored=self.deferred_scale
+        )
+
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def __str__(self) -> str:
+        scale = ", deferred RMS scale" if self.deferred_scale else ""
+        return f"{self.name}, {self.local.NAME}, all-reduce with the next norm{scale}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicated:
+    """GEMM-AR, then the norm: for more tokens, and where a layer's result must be whole.
+
+    local  weft.parallel.fused or weft.parallel.plain
+    """
+
+    team: Team
+    local: ModuleType
+    name: ClassVar[str] = "replicated"
+
+    def decoder_layer(
+        self, x: torch.Tensor, residual: torch.Tensor | None, w: LayerWeights, step: Step, cache: Cache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.local.add_norm(x, residual, w.input_norm)  # add_rms_norm
+        x = self.attention(normed, w.attention, step, cache)
+        normed, residual = self.local.add_norm(x, residual, w.post_norm)  # add_rms_norm
+        return self.mlp(normed, w.mlp), residual
+
+    def attention(self, x: torch.Tensor, w: AttentionWeights, step: Step, cache: Cache) -> torch.Tensor:
+        qkv = self.local.project(x, w, step)  # matmul_parts
+        attended = self.local.attend(qkv, w, step, cache)  # qk_norm_rope, paged_prefill_attention
+        return ops.matmul_all_reduce(attended, w.o, self.team)  # matmul_all_reduce
+
+    def mlp(self, x: torch.Tensor, w: MLPWeights) -> torch.Tensor:
+        gated = self.local.gated(x, w)  # matmul, silu_mul
+        return ops.matmul_all_reduce(gated, w.down, self.team)  # matmul_all_reduce
+
+    def embed(self, tokens: torch.Tensor, table: VocabWeights) -> torch.Tensor:
+        x = self.local.embed(tokens, table)  # embed_rows
+        return ops.all_reduce(x, self.team)  # all_reduce
+
+    def logits(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: NormWeights,
+        head: VocabWeights,
+        step: Step,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+        normed, _ = self.local.add_norm(x, residual, norm)  # add_rms_norm
+        return self.local.logits(normed, head)  # matmul
+
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.local.NAME}"

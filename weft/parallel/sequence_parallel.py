@@ -1,0 +1,113 @@
+"""Recipes in which every rank holds 1/W of the tokens between the halves of a layer: prefill, overlapped.
+
+Column-parallel GEMMs gather the tokens, row-parallel ones scatter the sums. A line with the name of an op behind it is a
+launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from weft import ops
+from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, SequenceShard, VocabWeights
+
+if TYPE_CHECKING:
+    from weft.parallel.step import Step
+    from weft.runtime.team import Team
+
+Cache = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceParallel:
+    """AG-GEMM and GEMM-RS: communication behind the GEMMs of other ranks' tokens.
+
+    local  weft.parallel.fused or weft.parallel.plain
+    """
+
+    team: Team
+    local: ModuleType
+    name: ClassVar[str] = "sequence_parallel"
+
+    def decoder_layer(
+        self, x: SequenceShard, residual: SequenceShard | None, w: LayerWeights, step: Step, cache: Cache
+    ) -> tuple[SequenceShard, SequenceShard]:
+        normed, residual = self.add_norm(x, residual, w.input_norm)  # add_rms_norm
+        x = self.attention(normed, w.attention, step, cache)
+        normed, residual = self.add_norm(x, residual, w.post_norm)  # add_rms_norm
+        return self.mlp(normed, w.mlp), residual
+
+    def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: Cache) -> SequenceShard:
+        qkv = ops.all_gather_matmul(x.rows, w.qkv, self.team)  # all_gather_matmul
+        padding = len(qkv) - step.tokens
+        attended = self.local.attend(qkv[: step.tokens], w, step, cache)  # qk_norm_rope, paged_prefill_attention
+        attended = F.pad(attended, (0, 0, 0, padding)) if padding else attended
+        return SequenceShard(ops.matmul_reduce_scatter(attended, w.o, self.team))  # matmul_reduce_scatter
+
+    def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
+        # All tokens are treated alike between the two GEMMs, so they stay in the order in which they arrive.
+        gate_up = ops.all_gather_matmul(x.rows, w.gate_up, self.team, own_first=True)  # all_gather_matmul
+        gated = self.local.silu_mul(gate_up)  # silu_mul
+        return SequenceShard(
+            ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=True)  # matmul_reduce_scatter
+        )
+
+    def embed(self, tokens: torch.Tensor, table: VocabWeights) -> SequenceShard:
+        x = self.local.embed(tokens, table)  # embed_rows
+        padding = -len(tokens) % self.team.size
+        x = F.pad(x, (0, 0, 0, padding)) if padding else x
+        return SequenceShard(ops.reduce_scatter(x, self.team))  # reduce_scatter
+
+    def logits(
+        self,
+        x: SequenceShard,
+        residual: SequenceShard,
+        norm: NormWeights,
+        head: VocabWeights,
+        step: Step,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if rows is None:
+            normed, _ = self.add_norm(x, residual, norm)  # add_rms_norm
+            whole = ops.all_gather(normed.rows, self.team)[: step.tokens]  # all_gather
+        else:
+            hidden = ops.all_reduce(self.rows_of(x, residual, rows), self.team)  # all_reduce
+            whole, _ = self.local.add_norm(hidden, None, norm)  # add_rms_norm
+        return self.local.logits(whole, head)  # matmul
+
+    def rows_of(self, x: SequenceShard, residual: SequenceShard, rows: torch.Tensor) -> torch.Tensor:
+        """Hidden states of these tokens, zero for those of other ranks, so that the sum over the ranks is exact."""
+        mine = len(x.rows)
+        local = rows - self.team.rank * mine
+        at = local.clamp(0, mine - 1)
+        return (x.rows[at] + residual.rows[at]).masked_fill(((local < 0) | (local >= mine))[:, None], 0)
+
+    def add_norm(
+        self, x: SequenceShard, residual: SequenceShard | None, norm: NormWeights
+    ) -> tuple[SequenceShard, SequenceShard]:
+        normed, hidden = self.local.add_norm(x.rows, None if residual is None else residual.rows, norm)
+        return SequenceShard(normed), SequenceShard(hidden)
+
+    def given(self, x: torch.Tensor) -> SequenceShard:
+        return SequenceShard(x)
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.local.NAME}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredMLP(SequenceParallel):
+    """For tokens too few to overlap: the MLP gathers them first, so that silu needs no launch of its own."""
+
+    def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
+        whole = ops.all_gather(x.rows, self.team)  # all_gather
+        gated = self.local.gated(whole, w)  # matmul_silu_mul
+        return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team))  # matmul_reduce_scatter
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.local.NAME}, gathered before the MLP"

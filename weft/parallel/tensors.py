@@ -1,0 +1,103 @@
+"""Types for what a tensor between two launches means, and for the weights of a decoder layer on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weft.kernels.deferred_norm import FactoredNorm as DeferredNorm
+
+__all__ = [
+    "AttentionWeights",
+    "DeferredNorm",
+    "LayerWeights",
+    "MLPWeights",
+    "NormWeights",
+    "PartialSum",
+    "SequenceShard",
+    "SplitK",
+    "VocabWeights",
+    "tensor_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitK:
+    """Split-K partials of one rank's GEMM, fp32 [parts, M, N]: the kernel that reads them adds them up in this order."""
+
+    parts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """This rank's summand of a sum over all ranks, [M, N], or the split-K partials of it."""
+
+    summand: torch.Tensor | SplitK
+
+    def rows(self, rows: torch.Tensor) -> PartialSum:
+        """The summand of these rows of the sum."""
+        if isinstance(self.summand, SplitK):
+            return PartialSum(SplitK(self.summand.parts[:, rows]))
+        return PartialSum(self.summand[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShard:
+    """This rank's [M/W, N] of M rows, in the order of the ranks. Rows beyond the tokens are padding to a multiple of W."""
+
+    rows: torch.Tensor
+
+
+def tensor_of(x: torch.Tensor | SplitK | PartialSum | SequenceShard) -> torch.Tensor:
+    """The tensor inside, for a kernel or a caller that knows what it means."""
+    if isinstance(x, PartialSum):
+        x = x.summand
+    if isinstance(x, SplitK):
+        return x.parts
+    return x.rows if isinstance(x, SequenceShard) else x
+
+
+class NormWeights(NamedTuple):
+    """RMSNorm: weight [H]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class AttentionWeights(NamedTuple):
+    """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim], q_norm and k_norm [head_dim]."""
+
+    qkv: torch.Tensor
+    o: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    eps: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class MLPWeights(NamedTuple):
+    """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class LayerWeights(NamedTuple):
+    """One rank's share of a decoder layer."""
+
+    input_norm: NormWeights
+    attention: AttentionWeights
+    post_norm: NormWeights
+    mlp: MLPWeights
+
+
+class VocabWeights(NamedTuple):
+    """One rank's rows of an embedding or a head, token ids from ``start`` on; those from row ``real`` on are padding."""
+
+    weight: torch.Tensor
+    start: int
+    real: int

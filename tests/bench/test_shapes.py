@@ -5,7 +5,7 @@ import pytest
 from weft.bench.limits import floor_us, limits_of, rate, wire_bytes
 from weft.bench.problem import DTYPES
 from weft.bench.shapes import DECODE_ROWS, ITEMSIZE, MODELS, NORMED, OPS, ROWS, parse_shapes
-from weft.models.config import Qwen3Config
+from weft.models import Qwen3Config
 
 
 def sizes(op, *words, world_size=4, **more):

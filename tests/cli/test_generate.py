@@ -79,7 +79,9 @@ def test_dtypes_have_the_names_of_torch_and_of_weft_bench(monkeypatch):
 
 
 def test_random_weights_of_a_published_model_answer_in_token_ids(monkeypatch):
-    monkeypatch.setitem(PUBLISHED, "qwen3-tiny", (32, 64, 1, 2, 1, True))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tiny = {**PUBLISHED["qwen3-0.6b"], **sizes, "num_key_value_heads": 1}
+    monkeypatch.setitem(PUBLISHED, "qwen3-tiny", tiny)
     flags = ("--dummy-weights", "--model", "qwen3-tiny", "--prompt-tokens", 5, "--max-new-tokens", 3, "--world-size", 1)
     result = weft(*flags, "--max-seq-len", 32, "--page-size", 16)
     assert result.exit_code == 0, result.output

@@ -15,7 +15,7 @@ from weft.engine.runner import Row
 from weft.errors import ModelTooLarge
 from weft.layers import plan_step, rotary_angles
 from weft.models import Qwen3Config, Qwen3ForCausalLM
-from weft.models.qwen3 import check_memory
+from weft.models.memory import check_memory
 
 TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
 GQA = [(False, 8), (True, 4), (False, 2), (True, 1)]  # (tied head, KV heads of 8 query heads)
@@ -294,7 +294,7 @@ def test_an_unknown_mode_and_dtype_are_refused(make_checkpoint):
 def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(monkeypatch):
     """qwen3-32b has 32.76 billion parameters, 65.5 GB in bf16."""
     config = Qwen3Config.named("qwen3-32b")
-    monkeypatch.setattr("weft.models.qwen3.memory_of_this_machine", lambda: 65_000_000_000)
+    monkeypatch.setattr("weft.models.memory.memory_of_this_machine", lambda: 65_000_000_000)
     with pytest.raises(
         ModelTooLarge, match=r"32.8 GB of weights in bfloat16 on each of 2 ranks .* 65 GB of this machine"
     ):

@@ -42,7 +42,7 @@ from weft.engine.text import TextStream, load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
-from weft.models.qwen3 import check_cache
+from weft.models.memory import check_cache
 from weft.parallel.step_plan import Mode, check_mode
 from weft.runtime.codec import encode
 from weft.runtime.team import Team

@@ -11,7 +11,7 @@ import torch
 
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
-from weft.models.qwen3 import Qwen3ForCausalLM
+from weft.models import Decoder
 from weft.ops import PrefillSpans
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.copying import upload
@@ -65,7 +65,7 @@ class PaddedPrefill:
     padding.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, cache: PagedCache, batch: int, length: int) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, batch: int, length: int) -> None:
         self.model, self.cache, self.batch, self.length = model, cache, batch, length
         device, width = model.team.device, -(-length // cache.page_size)
 

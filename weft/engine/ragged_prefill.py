@@ -14,7 +14,7 @@ import torch
 from weft.engine.params import Kind
 from weft.engine.prefill import PrefillChunk
 from weft.engine.sampling import Choice, choose_tokens
-from weft.models.qwen3 import Qwen3ForCausalLM
+from weft.models import Decoder
 from weft.ops import PrefillSpans
 from weft.parallel.step import PagedCache, Step
 from weft.runtime.arithmetic import cdiv
@@ -93,7 +93,7 @@ class RaggedPrefill:
     max_pages  of a sequence
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, cache: PagedCache, tokens: int, batch: int, max_pages: int) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, tokens: int, batch: int, max_pages: int) -> None:
         self.model, self.cache = model, cache
         self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
         device = model.team.device

@@ -15,7 +15,8 @@ from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
-from weft.models.qwen3 import Qwen3ForCausalLM, check_cache, free_bytes
+from weft.models import Qwen3ForCausalLM
+from weft.models.memory import check_cache, free_bytes
 from weft.parallel.step import check_page_size
 from weft.runtime.copying import upload
 

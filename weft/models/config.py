@@ -1,4 +1,4 @@
-"""The sizes of a dense Qwen3: from a config.json, or those of a published model by its name."""
+"""Configuration of a decoder: from a config.json, or that of a published model by its name."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
+from weft.models.family import AttentionOptions, Family
+from weft.models.qwen3 import QWEN3
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# hidden, intermediate, layers, heads, KV heads, whether head and embedding share their weight: config.json of Qwen/Qwen3-*.
-PUBLISHED = {
-    "qwen3-0.6b": (1024, 3072, 28, 16, 8, True),
-    "qwen3-1.7b": (2048, 6144, 28, 16, 8, True),
-    "qwen3-4b": (2560, 9728, 36, 32, 8, True),
-    "qwen3-8b": (4096, 12288, 36, 32, 8, False),
-    "qwen3-14b": (5120, 17408, 40, 40, 8, False),
-    "qwen3-32b": (5120, 25600, 64, 64, 8, False),
-}
+FAMILIES = {family.model_type: family for family in (QWEN3,)}
+"""model_type -> the tables of its family."""
+PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
+"""Name of a published model -> its config.json, as far as it counts."""
 
-# Keys of config.json that change nothing that weft computes, by the reason. So does each that begins with "_" or is null.
+# Keys of config.json without effect on what weft computes, by the reason. Nor have keys that begin with "_" or are null.
 WITHOUT_EFFECT = {
     "naming": ("finetuning_task", "is_decoder", "name_or_path", "transformers_version"),
     "provenance": ("unsloth_fixed", "unsloth_version"),
@@ -53,12 +50,12 @@ WITHOUT_EFFECT = {
         "unk_token_id",
     ),
     "speed": ("attn_implementation", "pretraining_tp", "use_bfloat16", "use_cache"),
-    "window": ("max_window_layers", "sliding_window"),  # read where use_sliding_window is true, which is refused
+    "window": ("max_window_layers", "sliding_window"),  # only with use_sliding_window, which is refused
     "other frameworks": ("tf_legacy_loss", "transformers.js_config"),
 }
 KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
 
-# Keys that weft reads, eos_token_id in Checkpoint.
+# Keys that weft reads; eos_token_id in Checkpoint.
 READ = {
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
@@ -66,7 +63,7 @@ READ = {
     "architectures",
 }
 
-# Keys that may have the values that a dense Qwen3 has, and no others.
+# Keys that may have these values and no others.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
     "attention_bias": (False, None),
@@ -89,14 +86,15 @@ ROPE_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
 }
 
-# qwen3-0.6b takes a minute for two tokens on two simulated ranks, and qwen3-32b 64 GB.
+# A model of 0.6 billion parameters takes a minute for two tokens on two virtual ranks (2 cores).
 SIMULATED_PARAMETERS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Config:
-    """The sizes of a dense Qwen3, under the names of its config.json."""
+class DecoderConfig:
+    """Sizes and options of a decoder, under the names of config.json."""
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -109,99 +107,99 @@ class Qwen3Config:
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: torch.dtype
+    attention: AttentionOptions = AttentionOptions()
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
     def parameters(self) -> int:
-        """Of its matrices."""
+        """Number of weights in all matrices."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         layer = self.hidden_size * (attention + 3 * self.intermediate_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * layer
 
     @classmethod
-    def named(cls, name: str) -> Qwen3Config:
-        """Of a published model: "qwen3-0.6b", "-1.7b", "-4b", "-8b", "-14b" or "-32b". ValueError for another name."""
-        sizes = PUBLISHED.get(name.lower()) if isinstance(name, str) else None
-        if sizes is None:
+    def named(cls, name: str) -> DecoderConfig:
+        """Configuration of a published model, such as "qwen3-32b". ValueError for another name."""
+        content = PUBLISHED.get(name.lower()) if isinstance(name, str) else None
+        if content is None:
             raise ValueError(
                 f"model {quoted(name)} is not one whose sizes are known; choose one of {', '.join(PUBLISHED)}"
             )
-        hidden_size, intermediate_size, layers, heads, kv_heads, tied = sizes
-        return cls(
-            vocab_size=151936,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=128,
-            rms_norm_eps=1e-6,
-            rope_theta=1e6,
-            max_position_embeddings=40960,
-            tie_word_embeddings=tied,
-            dtype=torch.bfloat16,
-        )
+        return cls.from_dict(content)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Qwen3Config:
-        """Configuration of a checkpoint, with what its weights say where config.json is silent or contradicts them.
+    def of(cls, checkpoint: Checkpoint) -> DecoderConfig:
+        """Configuration of a checkpoint, from its weights where config.json is silent or contradicts them.
 
-        As transformers 5 reads it: without a dtype that of the first weight, and an lm_head.weight that differs from the
-        embedding is a head of its own, whatever tie_word_embeddings says.
+        Follows transformers 5: without a dtype that of the first weight, and a head that differs from the embedding is one of
+        its own, whatever tie_word_embeddings says.
         """
         content = checkpoint.config
         if content.get("dtype") is None and content.get("torch_dtype") is None:
             content = {**content, "dtype": checkpoint.dtype()}
         config = cls.from_dict(content)
-        if config.tie_word_embeddings and checkpoint.differ("model.embed_tokens.weight", "lm_head.weight"):
+        names = config.family.weights
+        if config.tie_word_embeddings and checkpoint.differ(f"{names.embedding}.weight", f"{names.head}.weight"):
             return replace(config, tie_word_embeddings=False)
         return config
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Qwen3Config:
-        """Reads a config.json of transformers 4.x or 5.x. CheckpointError (a ValueError) for any but a dense Qwen3, and for a
-        key or a value that weft does not know. bfloat16 where it names no dtype."""
-        if (model_type := content.get("model_type")) != "qwen3":
-            raise CheckpointError(f"config.json: model_type={quoted(model_type)} is not supported; weft runs 'qwen3'")
+    def from_dict(cls, content: Mapping[str, Any]) -> DecoderConfig:
+        """Reads a config.json of transformers 4.x or 5.x; bfloat16 where it names no dtype.
+
+        CheckpointError (a ValueError) for a model of no family in FAMILIES, and for unknown keys and values.
+        """
+        family = FAMILIES.get(model_type) if isinstance(model_type := content.get("model_type"), str) else None
+        if family is None:
+            raise CheckpointError(
+                f"config.json: model_type={quoted(model_type)} is not supported; weft runs "
+                f"{', '.join(map(repr, FAMILIES))}"
+            )
         if quantization := content.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise CheckpointError(
                 f"config.json: quantization_config with quant_method={quoted(method)} is not supported; weft runs weights of "
                 f"{', '.join(DTYPES)}: take the checkpoint that was not quantized"
             )
-        # Drafters, classifiers and embedders call themselves qwen3 too.
         classes = content.get("architectures")
-        if classes and not (isinstance(classes, list) and "Qwen3ForCausalLM" in classes):
+        if classes and not (isinstance(classes, list) and family.architecture in classes):
             raise CheckpointError(
-                f"config.json: architectures={quoted(classes)} is not supported; weft runs 'Qwen3ForCausalLM'"
+                f"config.json: architectures={quoted(classes)} is not supported; weft runs {family.architecture!r}"
             )
-        _check_values("", content, SUPPORTED)
+        _check_values(family, "", content, SUPPORTED)
         for name, value in content.items():
             known = name in READ or name in KNOWN or name in SUPPORTED or name in generation.KEYS
             if not known and value is not None and not name.startswith("_"):
                 raise CheckpointError(
                     f"config.json: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know; where it changes "
-                    f"nothing of a dense Qwen3, remove it from config.json"
+                    f"nothing of a dense {family.name}, remove it from config.json"
                 )
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         dtype = next((content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None), "bfloat16")
         if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"config.json: dtype={quoted(dtype)} is not supported; weft runs {', '.join(DTYPES)}")
-        # What transformers assumes where the file says nothing: 32 KV heads, but where it says null, one for each head.
-        kv_heads = content.get("num_key_value_heads", 32)
+        filled = {**family.defaults, **content}
+        # transformers takes null for one KV head for each query head.
+        kv_heads = filled["num_key_value_heads"]
         config = cls(
-            **{name: content.get(name) for name in sizes},
-            num_key_value_heads=content.get("num_attention_heads") if kv_heads is None else kv_heads,
-            head_dim=content.get("head_dim", 128),
-            rms_norm_eps=_positive("rms_norm_eps", content.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(content),
-            max_position_embeddings=content.get("max_position_embeddings", 32768),
-            tie_word_embeddings=content.get("tie_word_embeddings", False),
+            model_type=family.model_type,
+            **{name: filled.get(name) for name in sizes},
+            num_key_value_heads=filled.get("num_attention_heads") if kv_heads is None else kv_heads,
+            head_dim=filled["head_dim"],
+            rms_norm_eps=_positive("rms_norm_eps", filled["rms_norm_eps"]),
+            rope_theta=_rope_theta(family, filled),
+            max_position_embeddings=filled["max_position_embeddings"],
+            tie_word_embeddings=filled["tie_word_embeddings"],
             dtype=DTYPES[dtype.removeprefix("torch.")],
+            attention=family.attention,
         )
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             value = getattr(config, name)
-            # Positions may be without end: an Engine's max_seq_len is what it makes room for.
+            # A file may name positions without end: an Engine allocates for its max_seq_len.
             if type(value) is not int or value < 1 or (value >= 1 << 31 and name != "max_position_embeddings"):
                 raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive integer below 2**31")
         if config.head_dim % 2:
@@ -217,30 +215,33 @@ class Qwen3Config:
                 f"config.json: num_attention_heads={config.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={config.num_key_value_heads}"
             )
-        _check_layer_types(content.get("layer_types"), config.num_hidden_layers)
+        _check_layer_types(family, content.get("layer_types"), config.num_hidden_layers)
         return config
 
 
-def _check_values(within: str, content: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_values(
+    family: Family, within: str, content: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]
+) -> None:
     for name, values in supported.items():
         if name in content and content[name] not in values:
             raise CheckpointError(
-                f"config.json: {within}{name}={quoted(content[name])} is not supported; weft runs Qwen3 with {values[0]!r}"
+                f"config.json: {within}{name}={quoted(content[name])} is not supported; weft runs {family.name} with "
+                f"{values[0]!r}"
             )
 
 
-def _rope_theta(content: Mapping[str, Any]) -> float:
+def _rope_theta(family: Family, content: Mapping[str, Any]) -> float:
     """Base of plain rotary embedding; CheckpointError for another kind.
 
-    transformers 5 keeps it in rope_parameters, 4.x beside a rope_scaling that is mostly null. One that is not replaces
-    rope_parameters in transformers 5: Qwen's model cards say to add one.
+    transformers 5 keeps it in rope_parameters, 4.x beside a rope_scaling that is mostly null. In transformers 5 a rope_scaling
+    replaces rope_parameters.
     """
     for name in ("rope_parameters", "rope_scaling"):
         if content.get(name) is not None and not isinstance(content[name], Mapping):
             raise CheckpointError(f"config.json: {name}={quoted(content[name])} is not an object")
     within = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(within) or {}
-    _check_values(f"{within}: ", rope, ROPE_SUPPORTED)
+    _check_values(family, f"{within}: ", rope, ROPE_SUPPORTED)
     for name, value in rope.items():
         if isinstance(value, Mapping):
             raise CheckpointError(
@@ -252,10 +253,10 @@ def _rope_theta(content: Mapping[str, Any]) -> float:
                 f"config.json: {within}: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know of rotary "
                 f"embedding of type 'default'; where it changes nothing, remove it"
             )
-    return _positive("rope_theta", {"rope_theta": content.get("rope_theta", 10000.0), **rope}["rope_theta"])
+    return _positive("rope_theta", {"rope_theta": content["rope_theta"], **rope}["rope_theta"])
 
 
-def _check_layer_types(types: Any, layers: int) -> None:
+def _check_layer_types(family: Family, types: Any, layers: int) -> None:
     if types is None:
         return
     if not isinstance(types, list) or len(types) != layers:
@@ -263,7 +264,8 @@ def _check_layer_types(types: Any, layers: int) -> None:
     for index, found in enumerate(types):
         if found not in ("full_attention", "attention"):  # two names of one type
             raise CheckpointError(
-                f"config.json: layer_types[{index}]={quoted(found)} is not supported; weft runs Qwen3 with 'full_attention'"
+                f"config.json: layer_types[{index}]={quoted(found)} is not supported; weft runs {family.name} with "
+                f"'full_attention'"
             )
 
 
@@ -274,8 +276,8 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_simulable(model: str, config: Qwen3Config, remedy: str) -> None:
-    """ValueError for a model that is too large for simulated ranks. `model`: what the message calls it."""
+def check_simulable(model: str, config: DecoderConfig, remedy: str) -> None:
+    """ValueError for a model too large for virtual ranks. `model`: its name in the message."""
     if config.parameters > SIMULATED_PARAMETERS:
         raise ValueError(
             f"{model} has {config.parameters / 1e9:.2g} billion parameters, and simulated ranks take at most "

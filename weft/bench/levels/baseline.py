@@ -19,8 +19,8 @@ from weft.bench.levels import dense
 from weft.bench.levels.dense import LayerWeights, Sizes, Sum, Tokens
 
 if TYPE_CHECKING:
-    from weft.models.config import Qwen3Config
-    from weft.models.qwen3 import Qwen3ForCausalLM
+    from weft.models import Decoder
+    from weft.models.config import DecoderConfig
     from weft.runtime.team import Team
 
 
@@ -58,9 +58,9 @@ class Widened:
 class Baseline:
     """Model from tokens to this rank's logits. Collective: all ranks call a method with the same tokens."""
 
-    def __init__(self, model: Qwen3ForCausalLM) -> None:
-        """Use ``model``'s weights by reference."""
-        self.config: Qwen3Config = model.config
+    def __init__(self, model: Decoder) -> None:
+        """``model``'s weights, by reference."""
+        self.config: DecoderConfig = model.config
         self.team: Team = model.team
         self.layers: Sequence[LayerWeights] | Widened = [layer_weights(part) for part in model.layers]
         self.embedding, self.final_norm, self.vocabulary = (
@@ -164,7 +164,7 @@ def layer_weights(part: Any) -> LayerWeights:
     )  # fmt: skip
 
 
-def rotary_table(config: Qwen3Config, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin [max_positions, 1, D], computed in fp32."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     angles = torch.arange(config.max_position_embeddings, device=device).float()[:, None] / config.rope_theta**exponents
@@ -172,7 +172,7 @@ def rotary_table(config: Qwen3Config, dtype: torch.dtype, device: torch.device) 
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def sizes_of(config: Qwen3Config, world_size: int) -> Sizes:
+def sizes_of(config: DecoderConfig, world_size: int) -> Sizes:
     kv_heads = max(config.num_key_value_heads // world_size, 1)
     return Sizes(config.num_attention_heads // world_size, kv_heads, config.head_dim, config.rms_norm_eps)
 

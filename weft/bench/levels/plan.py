@@ -17,7 +17,7 @@ from weft.bench.plan import Plan
 from weft.bench.problem import DTYPES
 from weft.bench.providers import Provider
 from weft.bench.shapes import Shape
-from weft.models.config import Qwen3Config
+from weft.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     from weft.bench.measure import Meter
@@ -49,7 +49,7 @@ class LevelPlan(Plan):
     breakdown: bool = False
 
     @property
-    def config(self) -> Qwen3Config:
+    def config(self) -> DecoderConfig:
         return config_of(self.model, self.layers)
 
     @property

@@ -21,7 +21,7 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from weft.bench.levels.plan import LevelPlan
     from weft.bench.shapes import Shape
-    from weft.models.qwen3 import Qwen3ForCausalLM
+    from weft.models import Decoder
     from weft.runtime.team import Team
 
 # Largest RMS of a row's error over the RMS of the eager baseline's row. Both round, at different places: over the 4 layers of a
@@ -130,8 +130,8 @@ class StepProblem:
         nbytes = sum(sizes[name] for name in names) * self.dtype.itemsize
         return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
 
-    def model(self, mode: str) -> Qwen3ForCausalLM:
-        """weft's model on the baseline's weights."""
+    def model(self, mode: str) -> Decoder:
+        """weft's, on the baseline's weights."""
         return in_mode(self._weights, mode)
 
     @property
@@ -140,11 +140,9 @@ class StepProblem:
             self.share(build(self.config, self.team, "torch", self.dtype))
         return self._baseline
 
-    def share(self, model: Qwen3ForCausalLM | None) -> None:
-        """Let the baseline use the weights of ``model``, filled as `build` does.
-
-        None: it frees its own weights, before a model makes the same ones; they are made again unless one is shared.
-        """
+    def share(self, model: Decoder | None) -> None:
+        """Let the baseline have the weights of ``model``, filled as `build` does it. None: it lets go of its own, for a model
+        that makes the same ones; they are made anew where none is shared."""
         self._weights, self._baseline = model, None if model is None else Baseline(model)
 
     # --- the baseline's answer --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from weft.bench.limits import Limits
 from weft.bench.shapes import ITEMSIZE
 
 if TYPE_CHECKING:
-    from weft.models.config import Qwen3Config
+    from weft.models.config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class Roofline:
         return self.gemms + self.head + self.attention + self.latency + self.exposed
 
 
-def weights(config: Qwen3Config, world_size: int) -> dict[str, int]:
-    """Elements of one rank's weights, by GEMM of a layer."""
+def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
+    """Elements of one rank's weights by GEMM of a layer."""
     hidden, heads = config.hidden_size, config.num_attention_heads // world_size
     kv_heads = max(config.num_key_value_heads // world_size, 1)
     return {
@@ -52,7 +52,7 @@ def weights(config: Qwen3Config, world_size: int) -> dict[str, int]:
 
 
 def roofline(
-    level: str, config: Qwen3Config, world_size: int, shape: Sequence[int], dtype: str, limits: Limits | None
+    level: str, config: DecoderConfig, world_size: int, shape: Sequence[int], dtype: str, limits: Limits | None
 ) -> Roofline | None:
     """Roofline of one layer ("mlp" and "attn") or of the whole model. ``shape``: (batch, length, new).
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.bench.levels.baseline import Baseline, Cache, Functions, traced_all_reduce
-from weft.models.qwen3 import DEFAULT_PAGE_SIZE, Qwen3ForCausalLM
+from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
 from weft.parallel.step_plan import mode_named
 
 if TYPE_CHECKING:
-    from weft.models.config import Qwen3Config
+    from weft.models.config import DecoderConfig
     from weft.runtime.team import Team
 
 
@@ -96,7 +96,7 @@ class TorchSession:
 class WeftSession:
     """Session of weft's model in one mode, with its KV cache in arbitrary pages."""
 
-    def __init__(self, model: Qwen3ForCausalLM, batch: int, max_len: int) -> None:
+    def __init__(self, model: Decoder, batch: int, max_len: int) -> None:
         self.model, self.batch = model, batch
         each = -(-max_len // DEFAULT_PAGE_SIZE)
         self.cache = model.new_cache(1 + batch * each)
@@ -138,14 +138,14 @@ class WeftSession:
         return self.model.layers[index].mlp(x, self.model.plan(tokens).of_single_layers())
 
 
-def build(config: Qwen3Config, team: Team, mode: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
-    """weft's model with random weights that do not depend on the mode."""
-    return Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype).fill_dummy()
+def build(config: DecoderConfig, team: Team, mode: str, dtype: torch.dtype) -> Decoder:
+    """weft's model with random weights, which are the same whatever the mode."""
+    return Decoder(config, team, mode=mode, dtype=dtype).fill_dummy()
 
 
-def in_mode(model: Qwen3ForCausalLM, mode: str) -> Qwen3ForCausalLM:
-    """Copy of the model in another mode, with its weights by reference."""
-    # Shared by the copy. Making another model would allocate its weights before they could be freed.
+def in_mode(model: Decoder, mode: str) -> Decoder:
+    """The same model in another mode, its weights by reference."""
+    # What a copy takes instead of copying. Making another model would allocate its weights before it could let them go.
     kept = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
     made = copy.deepcopy(model, kept | {id(part): part for part in (model.team, model.angles)})
     for module in made.modules():

@@ -1,0 +1,247 @@
+"""Decoder over all ranks of a team: embedding, layers of attention and MLP, head. A recipe of weft.parallel computes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from weft.layers import TPMLP, TPAttention
+from weft.models.checkpoint import Checkpoint, Progress
+from weft.models.config import DTYPES, DecoderConfig
+from weft.models.memory import check_memory
+from weft.parallel.norm import ResidualRMSNorm
+from weft.parallel.rotary import rotary_angles
+from weft.parallel.sharding import Shard, under
+from weft.parallel.step import PagedCache, Step
+from weft.parallel.step_plan import Mode, StepPlan, check_head_dim, mode_named, plan_step
+from weft.parallel.tensors import LayerWeights
+from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+DEFAULT_PAGE_SIZE = 64
+logger = logging.getLogger("weft")
+
+
+class DecoderLayer(nn.Module):
+    """One rank's share of a layer: norm, attention, norm, MLP."""
+
+    def __init__(self, config: DecoderConfig, *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.names = config.family.weights
+        self.input_layernorm = _norm(config, team, dtype)
+        self.self_attn = TPAttention(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            team=team,
+            mode=mode,
+            dtype=dtype,
+        )
+        self.post_attention_layernorm = _norm(config, team, dtype)
+        self.mlp = TPMLP(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            team=team,
+            mode=mode,
+            dtype=dtype,
+        )
+
+    def shards(self) -> dict[str, Shard]:
+        return (
+            under(self.names.attention, self.self_attn.shards())
+            | under(self.names.mlp, self.mlp.shards())
+            | under(self.names.input_norm, self.input_layernorm.shards())
+            | under(self.names.post_norm, self.post_attention_layernorm.shards())
+        )
+
+    @property
+    def weights(self) -> LayerWeights:
+        return LayerWeights(
+            input_norm=self.input_layernorm.weights,
+            attention=self.self_attn.weights,
+            post_norm=self.post_attention_layernorm.weights,
+            mlp=self.mlp.weights,
+        )
+
+
+class Decoder(nn.Module):
+    """Token ids → logits, over all ranks of `team`. Collective: all ranks call a method with the same tokens.
+
+    mode   "reference", "sequence_parallel", "replicated", or "auto", which chooses between the last two by the number of
+           tokens
+    fused  local work between the GEMMs in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
+
+    Logits are this rank's [n, V'/W], in fp32, or in a fused pass in the model's dtype; `lm_head.argmax` and `lm_head.gather`
+    bring them together.
+    For inference: its weights carry no gradients. ValueError where W does not divide heads or intermediate size, or no kernel
+    takes such heads; ModelTooLarge where the weights do not fit.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        team: Team,
+        *,
+        mode: Mode = "auto",
+        dtype: torch.dtype | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = dtype or config.dtype
+        if dtype not in DTYPES.values():
+            raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
+        self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
+        if self.plan(1).fused:
+            check_head_dim(config.head_dim)
+        config.attention.check()
+        check_memory(config, team, dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, team=team, mode=mode, dtype=dtype) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = _norm(config, team, dtype)
+        sharded = {"team": team, "mode": mode, "dtype": dtype}
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **sharded)
+        self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, **sharded)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.angles = rotary_angles(config.max_position_embeddings, config.head_dim, config.rope_theta, team.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | PathLike[str] | Checkpoint,
+        team: Team,
+        *,
+        mode: Mode = "auto",
+        dtype: torch.dtype | None = None,
+        fused: bool | None = None,
+        progress: Progress | None = None,
+    ) -> Decoder:
+        """The model of a checkpoint directory, with this rank's slices cast to `dtype` (None: the checkpoint's own).
+
+        Its family is that of the checkpoint's model_type. Warnings as of `load`.
+        """
+        checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
+        model = cls(DecoderConfig.of(checkpoint), team, mode=mode, dtype=dtype, fused=fused)
+        for line in model.load(checkpoint, progress):
+            if team.rank == 0:
+                logger.warning(line)
+        return model
+
+    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> list[str]:
+        """Read this rank's slices and return warnings, a line each, of NaN and of unused tensors. Collective."""
+        shards = self.shards()
+        odd = {name for names in self.team.exchange(checkpoint.load(shards, progress)) for name in names}
+        # A tied head is in some checkpoints twice, with equal values.
+        unused = checkpoint.unused({*shards, f"{self.config.family.weights.head}.weight"})
+        where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
+        lines = []
+        if odd:
+            found = _listed([name for name in shards if name in odd])
+            lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {found}")
+        if unused:
+            lines.append(f"{where}: tensors that this model does not have, and does not use: {_listed(unused)}")
+        return lines
+
+    def fill_dummy(self, seed: int = 0) -> Decoder:
+        """Fill with random weights, made on the device, and return self: matrices N(0, 0.02), norms 1 and 5 % noise.
+
+        A rank has the same weights on every run, and all ranks the same norms. Another world size is another model.
+        """
+        for index, (name, shard) in enumerate(self.shards().items()):
+            generator = torch.Generator(self.team.device)
+            if "norm" in name:
+                generator.manual_seed(seed * 7919 + index)
+                shard.target.normal_(1.0, 0.05, generator=generator)
+            else:
+                generator.manual_seed((seed * 7919 + index) * 1024 + self.team.rank + 1)
+                shard.target.normal_(0.0, 0.02, generator=generator)
+        return self
+
+    def shards(self) -> dict[str, Shard]:
+        """Name of a tensor in a checkpoint → this rank's part of it."""
+        names = self.config.family.weights
+        shards = under(names.embedding, self.embed_tokens.shards())
+        for index, layer in enumerate(self.layers):
+            shards |= under(f"{names.layers}.{index}", layer.shards())
+        shards |= under(names.norm, self.norm.shards())
+        if not self.config.tie_word_embeddings:
+            shards |= under(names.head, self.lm_head.shards())
+        return shards
+
+    def plan(self, tokens: int) -> StepPlan:
+        """Plan of a forward pass of `tokens` tokens; its text says what runs and why."""
+        return plan_step(
+            tokens,
+            mode=self.mode,
+            hidden_size=self.config.hidden_size,
+            dtype=self.dtype,
+            team=self.team,
+            fused=self.fused,
+        )
+
+    def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE) -> PagedCache:
+        kv_heads = self.layers[0].self_attn.num_kv_heads
+        sizes = (len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
+        return PagedCache(*sizes, dtype=self.dtype, device=self.team.device)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        attention = self.layers[0].self_attn
+        return attention.num_heads // attention.num_kv_heads
+
+    def decode_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
+        """One new token of each sequence at positions[B] int64 (-1: padding), with the page table pages[B, max_pages] int32.
+
+        Made on the device from values there, so it may be captured in a CUDA graph.
+        """
+        kv_heads = self.layers[0].self_attn.num_kv_heads
+        return Step.decode(positions, pages, page_size, self.angles, self.plan(len(positions)), kv_heads)
+
+    def prefill_step(
+        self, spans: Sequence[tuple[int, int]], pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE
+    ) -> Step:
+        """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
+        tokens = sum(length for _, length in spans)
+        return Step.prefill(spans, pages, page_size, self.angles, self.plan(tokens), self.group, self.dtype)
+
+    def forward(
+        self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """tokens[T] → logits [n, V'/W] after the tokens `rows` [n] (None: after each of them).
+
+        Keys and values go into `cache`. Shapes depend on the step's alone, and the host reads nothing: it can be captured in a
+        CUDA graph, after one call outside.
+        """
+        x, residual = self._layers(tokens, step, cache)
+        recipe = step.plan.of_head(step.tokens if rows is None else len(rows)).recipe
+        return recipe.logits(x, residual, self.norm.weights, self.lm_head.weights, step, rows)
+
+    def fill_cache(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> None:
+        """Forward pass without logits, for a part of a prompt behind which no token is chosen."""
+        self._layers(tokens, step, cache)
+
+    def _layers(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[Any, Any]:
+        recipe = step.plan.recipe
+        x, residual = recipe.embed(tokens, self.embed_tokens.weights), None
+        for index, layer in enumerate(self.layers):
+            x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index))
+        return x, residual
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> ResidualRMSNorm:
+    return ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, team=team, dtype=dtype)

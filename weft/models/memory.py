@@ -1,0 +1,60 @@
+"""Memory that a model and its KV cache need, compared with what there is before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.errors import ModelTooLarge
+from weft.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+
+def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype) -> None:
+    """ModelTooLarge if a rank's share of the weights alone exceeds its GPU's free memory.
+
+    Virtual ranks share the machine's memory, so there all shares together count.
+    """
+    share = config.parameters * dtype.itemsize // team.size
+    memory: int | None
+    virtual = team.device.type != "cuda"
+    if not virtual:
+        memory, where, shares = free_bytes(team.device), f"{team.device} that are free", 1
+    else:
+        memory, where, shares = memory_of_this_machine(), "this machine, which virtual ranks share", team.size
+    if memory is not None and share * shares > memory:
+        raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."), virtual)
+
+
+def check_cache(config: DecoderConfig, team: Team, dtype: torch.dtype, pages: int, page_size: int) -> None:
+    """ValueError if a KV cache of `pages` pages alone exceeds the memory that `check_memory` compares weights with."""
+    kv_heads = max(config.num_key_value_heads // team.size, 1)
+    page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * dtype.itemsize
+    virtual = team.device.type != "cuda"
+    memory = memory_of_this_machine() if virtual else free_bytes(team.device)
+    if memory is not None and (most := memory // (page_bytes * (team.size if virtual else 1))) < pages:
+        raise ValueError(
+            f"pages={pages} are more than the {most} of {page_size} tokens that rank {team.rank} has memory for "
+            f"({memory / 1e9:.3g} GB{', shared by all virtual ranks' if virtual else ' free'}); lower it, or leave it out"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that a new tensor can have, with what torch caches given back first.
+
+    Memory that torch keeps for CUDA graphs is not counted.
+    """
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def memory_of_this_machine() -> int | None:
+    """Bytes of physical memory; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None

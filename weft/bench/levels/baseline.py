@@ -1,8 +1,8 @@
-"""Dense tensor-parallel Qwen3 in plain torch: reference and baseline of weft's models.
+"""The benchmark's baseline: the reference recipe with a dense KV cache and pluggable all-reduces, eager or compiled.
 
-The recipe of gpt-fast: a static dense KV cache, fused qkv and gate-up GEMMs by F.linear, torch's SDPA and RMSNorm, NCCL for
-all-reduces, everything captured in one CUDA graph by the caller; `compiled` puts torch.compile over the same functions.
-It shares its weights with a model of weft by reference, and no code.
+As gpt-fast does it: a static cache, fused qkv and gate-up GEMMs by F.linear, torch's SDPA and RMSNorm, NCCL for all-reduces,
+everything captured in one CUDA graph by the caller; `compiled` puts torch.compile over the same functions. The weights are
+those of a model of weft, by reference.
 """
 
 from __future__ import annotations
@@ -14,31 +14,50 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
-from weft.bench.levels import dense
-from weft.bench.levels.dense import LayerWeights, Sizes, Sum, Tokens
+from weft.parallel import reference
+from weft.parallel.reference import AllReduce
+from weft.parallel.tensors import AttentionWeights, LayerWeights
+from weft.parallel.vocabulary import best_of, best_pairs
 
 if TYPE_CHECKING:
-    from weft.models import Decoder
-    from weft.models.config import DecoderConfig
+    from weft.models import Decoder, DecoderConfig
     from weft.runtime.team import Team
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """Functions of a step: weft.bench.levels.dense's, or these compiled."""
+    """Functions of the recipe that run: those of weft.parallel.reference, or the same compiled."""
 
-    layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = dense.layer
-    summed_attention: Callable[..., torch.Tensor] = dense.summed_attention
-    summed_mlp: Callable[..., torch.Tensor] = dense.summed_mlp
-    head: Callable[..., torch.Tensor] = dense.head
+    layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference.decoder_layer
+    attention: Callable[..., torch.Tensor] = reference.attention
+    mlp: Callable[..., torch.Tensor] = reference.mlp
+    head: Callable[..., torch.Tensor] = reference.logits
 
 
 class Cache(NamedTuple):
-    """KV cache; keys, values: [layers, batch, Hkv, max_len, D]"""
+    """keys, values: [layers, batch, Hkv, max_len, D]; of one layer without the first dimension"""
 
     keys: torch.Tensor
     values: torch.Tensor
+
+
+class Tokens(NamedTuple):
+    """Tokens that a step computes: `new` of each of `batch` sequences.
+
+    cos, sin   [batch or 1, new, 1, D] of their positions
+    rows       [batch], positions [batch]: where decoding writes the cache; None: whole prompts, at 0 .. new
+    mask       [batch, 1, 1, max_len] bool: what decoding may see; None with whole prompts
+    """
+
+    batch: int
+    new: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rows: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
 
 class Widened:
@@ -51,8 +70,7 @@ class Widened:
         return len(self.layers)
 
     def __iter__(self) -> Iterator[LayerWeights]:
-        for w in self.layers:
-            yield LayerWeights(*(part.float() for part in w))
+        return (mapped(torch.Tensor.float, w) for w in self.layers)
 
 
 class Baseline:
@@ -62,32 +80,32 @@ class Baseline:
         """``model``'s weights, by reference."""
         self.config: DecoderConfig = model.config
         self.team: Team = model.team
-        self.layers: Sequence[LayerWeights] | Widened = [layer_weights(part) for part in model.layers]
-        self.embedding, self.final_norm, self.vocabulary = (
-            part.weight.detach() for part in (model.embed_tokens, model.norm, model.lm_head)
+        self.layers: Sequence[LayerWeights] | Widened = [
+            mapped(torch.Tensor.detach, layer.weights) for layer in model.layers
+        ]
+        self.table, self.norm, self.head = (
+            mapped(torch.Tensor.detach, part.weights) for part in (model.embed_tokens, model.norm, model.lm_head)
         )
-        self.start, self.real = model.lm_head.start, model.lm_head.real_size
-        self.sizes = sizes_of(self.config, self.team.size)
-        self.dtype, self.device = self.vocabulary.dtype, self.team.device
-        self.sum: Sum = all_reduce(self.team)
+        self.start, self.real = self.head.start, self.head.real
+        self.dtype, self.device = self.head.weight.dtype, self.team.device
+        self.sum: AllReduce = all_reduce(self.team)
         self.angles = rotary_table(self.config, self.dtype, self.device)
 
     def in_fp32(self) -> Baseline:
-        """Copy of the model with every operation in fp32, to measure the error of rounding to `dtype`.
-
-        One layer's weights are converted at a time.
-        """
+        """The same with every operation in fp32, which shows the cost of rounding to `dtype`. One layer's weights are widened
+        at a time."""
         wide = copy.copy(self)
         wide.dtype, wide.layers = torch.float32, Widened(self.layers)
         wide.angles = rotary_table(self.config, torch.float32, self.device)
-        wide.embedding, wide.final_norm, wide.vocabulary = (
-            part.float() for part in (self.embedding, self.final_norm, self.vocabulary)
+        wide.table, wide.norm, wide.head = (
+            mapped(torch.Tensor.float, part) for part in (self.table, self.norm, self.head)
         )
         return wide
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
-        size = (len(self.layers), batch, self.sizes.kv_heads, max_len, self.sizes.head_dim)
-        # Zeros, since a masked NaN times the softmax's zero weight is still NaN.
+        kv_heads = max(self.config.num_key_value_heads // self.team.size, 1)
+        size = (len(self.layers), batch, kv_heads, max_len, self.config.head_dim)
+        # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
         return Cache(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
 
     def prefill(
@@ -96,7 +114,7 @@ class Baseline:
         at: Tokens,
         cache: Cache,
         run: Functions,
-        summed: Sum,
+        summed: AllReduce,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows``.
@@ -104,29 +122,24 @@ class Baseline:
         ``at``: from `prompts`.
         """
         batch, length = tokens.shape
-        x, more = self._layers(tokens.flatten(), at, cache, run, summed)
+        x, residual = self._layers(tokens.flatten(), at, cache, run, summed)
         if rows is None:
             rows = torch.arange(1, batch + 1, device=x.device) * length - 1
-        return self._head(x[rows], more[rows], run)
+        return run.head(x[rows], residual[rows], self.norm, self.head)
 
     def decode(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions, summed: Sum
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions, summed: AllReduce
     ) -> torch.Tensor:
         """One more token of each sequence, tokens[batch] at positions[batch] → logits after it.
 
         Can be captured.
         """
         at = self.one_each(positions, cache.keys.shape[3])
-        return self._head(*self._layers(tokens, at, cache, run, summed), run)
+        return run.head(*self._layers(tokens, at, cache, run, summed), self.norm, self.head)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits → the likeliest token id [batch] over all ranks.
-
-        Sends one (value, id) per rank and row.
-        """
-        pairs = gathered(self.team, dense.best_words(logits, self.start)[None])
-        winner = pairs[:, :, 0].argmax(dim=0)
-        return pairs[:, :, 1].gather(0, winner[None])[0].long()
+        """This rank's logits → token id [batch] of the largest of all ranks'; one (value, id) a rank and row travels."""
+        return best_of(self.team.library.all_gather(best_pairs(logits, self.start)[None]))
 
     def prompts(self, batch: int, length: int) -> Tokens:
         cos, sin = (table[None, :length] for table in self.angles)
@@ -141,27 +154,39 @@ class Baseline:
         )
 
     def _layers(
-        self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, summed: Sum
+        self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, summed: AllReduce
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = dense.embed(tokens, self.embedding, self.start, self.sum)
-        more = torch.zeros_like(x)
-        for w, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, more = run.layer(x, more, w, keys, values, at, self.sizes, summed)
-        return x, more
-
-    def _head(self, x: torch.Tensor, more: torch.Tensor, run: Functions) -> torch.Tensor:
-        return run.head(x, more, self.final_norm, self.vocabulary, self.real, self.sizes.eps)
+        x = reference.embed(tokens, self.table, self.sum)
+        residual = torch.zeros_like(x)  # not None, so that a compiled layer is the same for all
+        for w, *layer in zip(self.layers, cache.keys, cache.values, strict=True):
+            x, residual = run.layer(x, residual, w, at, Cache(*layer), attend, summed)
+        return x, residual
 
 
-def layer_weights(part: Any) -> LayerWeights:
-    """Weights of one layer of a model of weft, by reference."""
-    mixing, gated = part.self_attn, part.mlp
-    return LayerWeights(
-        *(module.weight.detach() for module in (
-            part.input_layernorm, mixing.qkv_proj, mixing.q_norm, mixing.k_norm, mixing.o_proj,
-            part.post_attention_layernorm, gated.gate_up_proj, gated.down_proj,
-        ))
-    )  # fmt: skip
+def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> torch.Tensor:
+    """Norm, rotary embedding, cache write and attention over a dense cache of one layer: [batch * new, heads * D]."""
+    keys, values = cache
+    q, k, v = qkv.view(at.batch, at.new, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=2)
+    q = rotate(F.rms_norm(q, (w.head_dim,), w.q_norm, w.eps), at.cos, at.sin)
+    k = rotate(F.rms_norm(k, (w.head_dim,), w.k_norm, w.eps), at.cos, at.sin)
+    if at.rows is None:
+        keys[:, :, : at.new] = k.transpose(1, 2)
+        values[:, :, : at.new] = v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+    else:
+        keys[at.rows, :, at.positions] = k[:, 0]
+        values[at.rows, :, at.positions] = v[:, 0]
+        # The query heads of one KV head are rows of one attention, so that its keys are read once.
+        packed = q.reshape(at.batch, w.kv_heads, w.heads // w.kv_heads, w.head_dim)
+        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=at.mask)
+    return out.reshape(at.batch * at.new, w.heads * w.head_dim)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def rotary_table(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,16 +197,15 @@ def rotary_table(config: DecoderConfig, dtype: torch.dtype, device: torch.device
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def sizes_of(config: DecoderConfig, world_size: int) -> Sizes:
-    kv_heads = max(config.num_key_value_heads // world_size, 1)
-    return Sizes(config.num_attention_heads // world_size, kv_heads, config.head_dim, config.rms_norm_eps)
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], weights: Any) -> Any:
+    """The same NamedTuple with `change` applied to every tensor in it."""
+    if isinstance(weights, tuple):
+        return type(weights)(*(mapped(change, part) for part in weights))
+    return change(weights) if isinstance(weights, torch.Tensor) else weights
 
 
-# --- the ranks ---------------------------------------------------------------------------------------------------------
-
-
-def all_reduce(team: Team) -> Sum:
-    """Sum over the ranks, in place by NCCL if there is a group."""
+def all_reduce(team: Team) -> AllReduce:
+    """The sum over the ranks, in place by NCCL where there is a group."""
     group = team.group
     if team.size == 1:
         return lambda x: x
@@ -195,35 +219,25 @@ def all_reduce(team: Team) -> Sum:
     return in_place
 
 
-def traced_all_reduce(team: Team) -> Sum:
-    """Sum over the ranks as an op in the graph, as torch.compile needs it."""
+def traced_all_reduce(team: Team) -> AllReduce:
+    """The same as an op that torch.compile can trace."""
     if team.size == 1:
         return lambda x: x
     name, ops = team.group.group_name, torch.ops._c10d_functional
     return lambda x: ops.wait_tensor(ops.all_reduce(x, "sum", name))
 
 
-def gathered(team: Team, x: torch.Tensor) -> torch.Tensor:
-    """x[1, …] of every rank: [W, …]."""
-    if team.group is None or team.size == 1:
-        return team.library.all_gather(x)
-    out = x.new_empty((team.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=team.group)
-    return out
-
-
 def compiled(rows: int) -> Functions:
-    """Layers and head by torch.compile, for steps of this many tokens.
+    """Layers and head by torch.compile, for steps of `rows` tokens. A layer is compiled once for all: they differ in tensors.
 
-    Embedding and choice are a few small kernels.
-
-    A layer is compiled once for all layers, which differ in tensors only. Layers of one token use coordinate_descent_tuning, as
-    gpt-fast does: their GEMMs become kernels of their own, which may stream weights faster than cuBLAS. It takes a minute. With
-    more tokens GEMMs are cuBLAS's in any case.
+    Embedding and choice are a few small kernels of a step. Layers of one token take coordinate_descent_tuning, as in gpt-fast:
+    GEMMs become kernels of torch's own, which may stream weights faster than cuBLAS. It takes a minute; with more tokens GEMMs
+    are cuBLAS's in any case.
     """
 
     def one(function: Callable, tuned: bool) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": tuned})
 
-    layers = {name: one(getattr(dense, name), rows == 1) for name in ("layer", "summed_attention", "summed_mlp")}
-    return Functions(**layers, head=one(dense.head, False))
+    layers = (reference.decoder_layer, reference.attention, reference.mlp)
+    layer, attention, mlp = (one(function, rows == 1) for function in layers)
+    return Functions(layer=layer, attention=attention, mlp=mlp, head=one(reference.logits, False))

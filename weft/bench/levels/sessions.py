@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.bench.levels.baseline import Baseline, Cache, Functions, traced_all_reduce
+from weft.bench.levels.baseline import Baseline, Cache, Functions, attend, traced_all_reduce
 from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
 from weft.parallel.step_plan import mode_named
 
@@ -86,11 +86,11 @@ class TorchSession:
         return False
 
     def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
-        keys, values = self.cache.keys[index], self.cache.values[index]
-        return self.run.summed_attention(x, self.model.layers[index], keys, values, at, self.model.sizes, self.sum)
+        cache = Cache(self.cache.keys[index], self.cache.values[index])
+        return self.run.attention(x, self.model.layers[index].attention, at, cache, attend, self.sum)
 
     def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        return self.run.summed_mlp(x, self.model.layers[index], self.sum)
+        return self.run.mlp(x, self.model.layers[index].mlp, self.sum)
 
 
 class WeftSession:
@@ -122,8 +122,8 @@ class WeftSession:
     def recall(self, history: Cache, length: int) -> None:
         at = torch.arange(length, device=self.pages.device)
         page, offset = self.pages[:, at // DEFAULT_PAGE_SIZE].long(), at % DEFAULT_PAGE_SIZE
-        for index, dense in enumerate(zip(*history, strict=True)):
-            for paged, part in zip(self.cache.layer(index), dense, strict=True):
+        for index, layer in enumerate(zip(*history, strict=True)):
+            for paged, part in zip(self.cache.layer(index), layer, strict=True):
                 # [batch, length, Hkv, D] on both sides.
                 paged[page, :, offset] = part[:, :, :length].transpose(1, 2)
 

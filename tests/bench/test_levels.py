@@ -232,6 +232,12 @@ def test_the_protocol_says_what_is_compared_first(level, key, said):
     assert more == ({key: said} if key else {})
 
 
+def test_modes_have_two_names_and_providers_one():
+    for mode in ("replicated", "gemm_ar"):
+        LevelFlags(modes=(mode,)).check_op("model", (), False)
+        assert plan("model", "decode:2x6", modes=(mode,), providers=("weft",)).chosen()[0].name == "weft.gemm_ar"
+
+
 def test_the_protocol_of_answers_says_nothing_of_graphs_and_events():
     made = plan("generate", "2x5+3", quick=True).protocol(False, 1.25)
     assert list(made) == ["timing", "alternation", "rounds", "data", "statistic", "check"]

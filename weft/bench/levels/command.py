@@ -42,7 +42,7 @@ class LevelFlags:
             for flag in self.given():
                 raise ValueError(f"{flag} belongs to {', '.join(levels_of(flag))}; {op} takes --shapes")
             return
-        from weft.bench.levels.providers import WEFT_MODES
+        from weft.bench.levels.providers import OLD_NAMES, WEFT_MODES
         from weft.bench.levels.steps import RUN_TYPES
 
         if shapes and (self.run_type or self.batches or self.contexts):
@@ -58,7 +58,7 @@ class LevelFlags:
         if self.run_type is not None and self.run_type not in RUN_TYPES:
             raise ValueError(f"--run-type {self.run_type} is unknown; choose one of {', '.join(RUN_TYPES)}")
         for mode in self.modes:
-            if mode not in WEFT_MODES:
+            if OLD_NAMES.get(mode, mode) not in WEFT_MODES:
                 raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}")
 
 

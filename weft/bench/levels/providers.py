@@ -14,8 +14,11 @@ from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.sessions import TorchSession, WeftSession
 from weft.bench.providers import Attempt, Provider, Unavailable, named_by
 from weft.bench.shapes import LEVELS
+from weft.parallel.step_plan import OLD_MODES
 
+# Providers have the old names of modes, as in the results that are committed.
 WEFT_MODES = ("auto", "ag_rs", "gemm_ar")
+OLD_NAMES = {new: old for old, new in OLD_MODES.items()}
 
 
 def weft(problem: StepProblem, mode: str) -> Attempt:
@@ -39,8 +42,9 @@ def compile_all(problem: StepProblem) -> Attempt:
 
 
 def providers_for(level: str, modes: Sequence[str] = ()) -> tuple[Provider, ...]:
-    """Providers of a model benchmark; of weft's modes the given ones, all if none are given."""
-    modes = [mode for mode in WEFT_MODES if mode in (modes or WEFT_MODES)]
+    """Of a level; of weft's modes those named, all if none are."""
+    named = {OLD_NAMES.get(mode, mode) for mode in modes or WEFT_MODES}
+    modes = [mode for mode in WEFT_MODES if mode in named]
     if level == "generate":
         return generate.providers(modes)
     return (

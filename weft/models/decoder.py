@@ -14,12 +14,11 @@ from weft.layers import TPMLP, TPAttention
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
-from weft.parallel.norm import ResidualRMSNorm
 from weft.parallel.rotary import rotary_angles
-from weft.parallel.sharding import Shard, under
+from weft.parallel.sharding import Shard, under, whole
 from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import Mode, StepPlan, check_head_dim, mode_named, plan_step
-from weft.parallel.tensors import LayerWeights
+from weft.parallel.tensors import LayerWeights, NormWeights
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 if TYPE_CHECKING:
@@ -59,16 +58,16 @@ class DecoderLayer(nn.Module):
         return (
             under(self.names.attention, self.self_attn.shards())
             | under(self.names.mlp, self.mlp.shards())
-            | under(self.names.input_norm, self.input_layernorm.shards())
-            | under(self.names.post_norm, self.post_attention_layernorm.shards())
+            | under(self.names.input_norm, _norm_shards(self.input_layernorm))
+            | under(self.names.post_norm, _norm_shards(self.post_attention_layernorm))
         )
 
     @property
     def weights(self) -> LayerWeights:
         return LayerWeights(
-            input_norm=self.input_layernorm.weights,
+            input_norm=NormWeights.of(self.input_layernorm),
             attention=self.self_attn.weights,
-            post_norm=self.post_attention_layernorm.weights,
+            post_norm=NormWeights.of(self.post_attention_layernorm),
             mlp=self.mlp.weights,
         )
 
@@ -173,7 +172,7 @@ class Decoder(nn.Module):
         shards = under(names.embedding, self.embed_tokens.shards())
         for index, layer in enumerate(self.layers):
             shards |= under(f"{names.layers}.{index}", layer.shards())
-        shards |= under(names.norm, self.norm.shards())
+        shards |= under(names.norm, _norm_shards(self.norm))
         if not self.config.tie_word_embeddings:
             shards |= under(names.head, self.lm_head.shards())
         return shards
@@ -225,7 +224,7 @@ class Decoder(nn.Module):
         """
         x, residual = self._layers(tokens, step, cache)
         recipe = step.plan.of_head(step.tokens if rows is None else len(rows)).recipe
-        return recipe.logits(x, residual, self.norm.weights, self.lm_head.weights, step, rows)
+        return recipe.logits(x, residual, NormWeights.of(self.norm), self.lm_head.weights, step, rows)
 
     def fill_cache(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> None:
         """Forward pass without logits, for a part of a prompt behind which no token is chosen."""
@@ -243,5 +242,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> ResidualRMSNorm:
-    return ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, team=team, dtype=dtype)
+def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> nn.RMSNorm:
+    norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=team.device, dtype=dtype)
+    return norm.requires_grad_(False)
+
+
+def _norm_shards(norm: nn.RMSNorm) -> dict[str, Shard]:
+    return {"weight": whole(norm.weight)}

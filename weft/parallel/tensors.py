@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from weft.kernels.deferred_norm import FactoredNorm as DeferredNorm
 
@@ -64,6 +65,10 @@ class NormWeights(NamedTuple):
 
     weight: torch.Tensor
     eps: float
+
+    @classmethod
+    def of(cls, norm: nn.RMSNorm) -> NormWeights:
+        return cls(norm.weight, norm.eps)
 
 
 class AttentionWeights(NamedTuple):

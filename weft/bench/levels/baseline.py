@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from weft.parallel import reference
 from weft.parallel.reference import AllReduce
-from weft.parallel.tensors import AttentionWeights, LayerWeights
+from weft.parallel.tensors import AttentionWeights, LayerWeights, NormWeights
 from weft.parallel.vocabulary import best_of, best_pairs
 
 if TYPE_CHECKING:
@@ -83,9 +83,8 @@ class Baseline:
         self.layers: Sequence[LayerWeights] | Widened = [
             mapped(torch.Tensor.detach, layer.weights) for layer in model.layers
         ]
-        self.table, self.norm, self.head = (
-            mapped(torch.Tensor.detach, part.weights) for part in (model.embed_tokens, model.norm, model.lm_head)
-        )
+        parts = model.embed_tokens.weights, NormWeights.of(model.norm), model.lm_head.weights
+        self.table, self.norm, self.head = (mapped(torch.Tensor.detach, part) for part in parts)
         self.start, self.real = self.head.start, self.head.real
         self.dtype, self.device = self.head.weight.dtype, self.team.device
         self.sum: AllReduce = all_reduce(self.team)

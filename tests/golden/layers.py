@@ -1,4 +1,4 @@
-"""TPMLP and TPAttention of random modules: a prefill of ragged prompts, then two decode steps, in each mode."""
+"""TPMLP and TPAttention of random modules in each mode: a prefill of ragged prompts, two decode steps."""
 
 from __future__ import annotations
 

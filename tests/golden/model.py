@@ -1,4 +1,4 @@
-"""The built-in model: logits of given tokens, and greedy and sampled answers of an engine to several prompts at once."""
+"""The built-in model: logits of given tokens, and an engine's greedy and sampled answers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def randomised(module, seed=0):
 
 
 def share(x, team, mode):
-    """What rank `team.rank` is given of tokens x[M, hidden] in this mode."""
+    """Rows of x[M, hidden] that this rank is given in this mode."""
     if mode != "sequence_parallel":
         return x
     padded = nn.functional.pad(x, (0, 0, 0, -len(x) % team.size))
@@ -50,7 +50,7 @@ def share(x, team, mode):
 
 
 def joined(results, mode, tokens):
-    """The whole [M, hidden] from every rank's result; in the replicated modes all ranks must have the same."""
+    """Whole [M, hidden] from every rank's result, which in the replicated modes must be the same."""
     if mode == "sequence_parallel":
         return torch.cat(results)[:tokens]
     for result in results:
@@ -107,7 +107,7 @@ def prefill(attention, spans, pages, mode, fused=False):
 
 
 def table(batch, pages):
-    """Each sequence's pages, in no order: no page but 0 is nobody's."""
+    """Each sequence's pages, in no order; page 0 is padding's."""
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1))
     return (1 + order).to(torch.int32).view(batch, pages)
 
@@ -303,7 +303,7 @@ def fill(layer, weight):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("vocab_size", "world_size"), [(10, 1), (11, 2), (9, 4), (5, 4)])
-def test_a_split_embedding_looks_up_every_word(mode, vocab_size, world_size):
+def test_a_split_embedding_looks_up_every_token_id(mode, vocab_size, world_size):
     weight, tokens = torch.randn(vocab_size, 8), torch.arange(vocab_size)
 
     def main(team):
@@ -314,13 +314,13 @@ def test_a_split_embedding_looks_up_every_word(mode, vocab_size, world_size):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("vocab_size", "world_size"), [(10, 1), (11, 2), (9, 4), (5, 4)])
-def test_a_split_head_finds_the_best_word_and_of_equals_the_first(mode, vocab_size, world_size):
+def test_a_split_head_finds_the_largest_logit_and_of_equals_the_first(mode, vocab_size, world_size):
     weight = torch.eye(vocab_size, 16)
     x = torch.zeros(4, 16)
     x[0, vocab_size - 1] = 1.0
     x[1, 0] = 1.0
     x[2, 2] = x[2, vocab_size - 1] = 1.0
-    x[3] = -1.0  # all real words below the zero that an unmasked padded word would get
+    x[3] = -1.0  # all real ids below the zero that unmasked padding would get
 
     def main(team):
         head = fill(VocabParallelHead(vocab_size, 16, team=team, mode=mode, dtype=torch.float32), weight)

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory):
-    """make_checkpoint(**changes) -> (directory, transformers' model), made so that a wrong model cannot look right.
+    """make_checkpoint(**changes) -> (directory, transformers' model), such that a wrong model looks wrong.
 
     heads * head_dim != hidden, weights large enough for attention to choose, norm weights random (with all ones,
     swapped q- and k-norms go unseen), a vocabulary that no world size divides, several safetensors files.

@@ -1,4 +1,7 @@
-"""The built-in checkpoint is small, complete, and adds. A sample of what `accuracy.json` reports is measured again."""
+"""The built-in checkpoint is small, complete, and adds.
+
+A sample of what `accuracy.json` reports is measured again.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_each_rank_holds_its_slices_and_nothing_else(make_checkpoint):
     assert torch.equal(v, weights[name + "self_attn.v_proj.weight"][16:])
     assert torch.equal(layer.self_attn.o_proj.weight, weights[name + "self_attn.o_proj.weight"][:, 96:])
     assert torch.equal(layer.mlp.down_proj.weight, weights[name + "mlp.down_proj.weight"][:, 72:])
-    # 257 words over 4 ranks: 65 each, and the last has 62 real ones.
+    # 257 token ids over 4 ranks: 65 each, and the last has 62 real ones.
     assert torch.equal(models[3].lm_head.weight[:62], weights["lm_head.weight"][195:])
     assert not models[3].lm_head.weight[62:].any()
 

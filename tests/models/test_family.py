@@ -1,4 +1,4 @@
-"""A family of models is a table: other names of weights need no other code, and what has no kernel is refused by name."""
+"""A family is a table: other names of weights need no code, and options without a kernel are refused."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Qwen3 over 1, 2 and 4 virtual ranks is transformers' Qwen3, in every mode; these tests would notice if not."""
+"""Qwen3 over 1, 2 and 4 virtual ranks is transformers' Qwen3 in every mode, by tests that can fail."""
 
 import dataclasses
 from collections import Counter
@@ -65,7 +65,7 @@ def greedy(model, prompts, steps):
 
 @pytest.fixture
 def plain_ops(monkeypatch):
-    """weft.ops by their definitions, so that the modes' shapes and padding are tested without simulating each tile."""
+    """weft.ops by their definitions, to test the modes' shapes and padding without simulating each tile."""
 
     def matmul_all_reduce(a, b, team):
         return team.library.all_reduce(a @ b.T)

@@ -1,4 +1,4 @@
-"""Qwen3 in bf16 on GPUs against transformers in fp32, teacher-forced, fused and unfused: by prefill, in chunks, by decoding."""
+"""Qwen3 in bf16 on GPUs against transformers in fp32, teacher-forced, fused and unfused."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def prompt(batch, length):
 
 
 def teacher_forced(team, directory, mode, fused, tokens):
-    """All logits [batch, length, V] of a rank, by one prefill, by chunks, and by decoding after a prefill of two tokens."""
+    """All logits [batch, length, V]: by one prefill, by chunks, by decoding after a prefill of two tokens."""
     model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode, dtype=torch.bfloat16, fused=fused)
     tokens = tokens.to(team.device)
     batch, length = tokens.shape

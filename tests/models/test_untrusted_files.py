@@ -1,4 +1,4 @@
-"""What a checkpoint directory may not contain: names that leave it, and files that a read would not return from."""
+"""Checkpoints may not contain names that leave their directory, or files whose reading may block."""
 
 import json
 import os

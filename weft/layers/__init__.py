@@ -1,4 +1,4 @@
-"""Tensor-parallel MLP and attention as modules: weights that call a recipe of weft.parallel, chosen by `mode`.
+"""Tensor-parallel MLP and attention: modules that call a recipe of weft.parallel, chosen by `mode`.
 
 mode               tokens between layers     recipe
 reference          replicated [M, H]         torch and torch.distributed

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TPAttention(nn.Module):
-    """y = softmax(rope(norm(q)) @ rope(norm(k)).T / sqrt(head_dim)) @ v @ o.T          q, k, v = x @ qkv.T, by heads
+    """y = softmax(rope(norm(q)) @ rope(norm(k)).T / sqrt(head_dim)) @ v @ o.T     q, k, v = x @ qkv.T
 
     x, y: [T, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of these rows, padded to W's multiple.
     Rank r has query heads r * heads / W and on; with fewer KV heads than ranks, W / kv_heads neighbours share one.
@@ -81,7 +81,7 @@ class TPAttention(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """`cache`: this layer's keys and values, each [pages, kv_heads_local, page_size, head_dim]; written in place.
+        """cache: this layer's keys and values [pages, kv_heads_local, page_size, head_dim], written in place.
 
         With a plan whose norms add up over the ranks, y is this rank's summand, or fp32 split-K partials of it.
         """
@@ -90,7 +90,7 @@ class TPAttention(nn.Module):
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:
-    """ValueError unless every rank gets the same number of query heads, and these the same number of whole KV heads."""
+    """ValueError unless ranks get equal numbers of query heads, and of whole KV heads for them."""
 
     def fits(w: int) -> bool:
         return num_attention_heads % w == 0 and (num_key_value_heads % w == 0 or w % num_key_value_heads == 0)

@@ -60,7 +60,7 @@ class TPMLP(nn.Module):
         return self.gate_up_proj.shards() | self.down_proj.shards()
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
-        """With a plan whose norms add up over the ranks, y is this rank's summand, or fp32 split-K partials of it."""
+        """If the plan's norms add up over the ranks, y is this rank's summand, or split-K partials of it."""
         if plan is None:
             shards = self.team.size if self.mode == "sequence_parallel" else 1
             plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)

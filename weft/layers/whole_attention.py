@@ -1,4 +1,4 @@
-"""Checks that a module of another library computes the attention that TPAttention computes."""
+"""Checks that a module of another library computes what TPAttention computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_module(module: nn.Module, config: Any) -> dict[str, Any]:
-    """Sizes for TPAttention. ValueError, in one line with all that was found, where `module` computes something else."""
+    """Sizes for TPAttention.
+
+    ValueError where `module` computes something else, with all differences in one line.
+    """
     if found := list(_differences(module, config)):
         raise ValueError(
             f"module={type(module).__name__} has {'; '.join(found)}; TPAttention computes causal attention over all tokens "
@@ -47,7 +50,7 @@ def _differences(module: nn.Module, config: Any) -> Iterator[str]:
     if absent := [name for name in SIZES if getattr(config, name, None) is None]:
         yield f"a config without {', '.join(absent)}"
     for name, neutral in NEUTRAL.items():
-        # What a module does not say of itself, its config says. A window in a config is for some layers only.
+        # The config speaks where the module is silent. A window in a config is for some layers only.
         default = None if name == "sliding_window" else getattr(config, name, None)
         if (value := getattr(module, name, default)) not in neutral:
             yield f"{name}={value!r}"
@@ -78,7 +81,7 @@ def _norm_difference(norm: nn.Module, head_dim: int, eps: float) -> str | None:
     if not isinstance(weight, torch.Tensor) or tuple(weight.shape) != (head_dim,):
         shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else "none"
         return f"with a weight of shape {shape} instead of {(head_dim,)}"
-    # Rows with another mean than zero; the second is so small that eps counts.
+    # Rows whose mean is not zero; the second is small enough for eps to count.
     rows = 0.5 + torch.randn(2, head_dim, generator=torch.Generator().manual_seed(0))
     rows = (rows * torch.tensor([[1.0], [max(eps, 0.0) ** 0.5]])).to(weight)
     with torch.no_grad():
@@ -87,7 +90,10 @@ def _norm_difference(norm: nn.Module, head_dim: int, eps: float) -> str | None:
 
 
 def _rotates_halves(module: nn.Module, head_dim: int) -> bool:
-    """False where the rotary function beside the module's own code gives another result than ours. True without one."""
+    """False if the rotary function in the module's own file gives another result than weft's.
+
+    True without one.
+    """
     rotate = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("apply_rotary_pos_emb")
     if rotate is None or head_dim % 2:
         return head_dim % 2 == 0
@@ -97,7 +103,7 @@ def _rotates_halves(module: nn.Module, head_dim: int) -> bool:
     q = x.transpose(0, 1)[None]  # [batch, heads, tokens, head_dim]
     try:
         found = rotate(q, q, cos, sin)[0]
-    except Exception:  # of another signature
+    except Exception:  # another signature
         return False
     expected = apply_rotary(x, torch.cat((half.cos(), half.sin()), dim=-1)).transpose(0, 1)[None]
     return _close(found, expected, torch.float32)

@@ -1,4 +1,4 @@
-"""A checkpoint directory in Hugging Face format: config.json, and safetensors in one file or sharded."""
+"""Checkpoint directory in Hugging Face format: config.json, and safetensors in one file or sharded."""
 
 from __future__ import annotations
 
@@ -18,32 +18,38 @@ from weft.errors import CheckpointError
 from weft.models.generation import GenerationDefaults
 from weft.parallel.sharding import Shard
 
-# safetensors' names and torch's. Integers and floats of 8 bits mean something only beside scales, which weft does not read.
+# safetensors' names and torch's. 8-bit types need scales beside them, which weft does not read.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 COMPARED_ROWS = 8192
 
 Progress = Callable[[int, int], None]
-"""progress(bytes read so far, bytes to read), of this rank."""
+"""progress(bytes that this rank has read, bytes that it will read)"""
 
 
 def as_directory(name: str | PathLike[str]) -> Path:
-    """CheckpointError for "", which would mean the current one."""
+    """Path of a checkpoint. CheckpointError for "", which would mean the current directory."""
     if name == "":
         raise CheckpointError("model='' names no directory; name one, or leave it out for the built-in model")
     return Path(name)
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file. CheckpointError for a FIFO or a device, from which a read would not return."""
+    """Content of a regular file.
+
+    CheckpointError for a FIFO or a device, from which a read would not return.
+    """
     check_regular(path)
-    # Without blocking, and looked at again: it may have become another since.
+    # Without blocking, and checked again: another file may have taken its place since.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _check_mode(path, os.fstat(file.fileno()).st_mode)
         return file.read()
 
 
 def check_regular(path: Path) -> None:
-    """CheckpointError unless it is a regular file or a link to one. FileNotFoundError where there is nothing."""
+    """CheckpointError unless the path is a regular file or a link to one.
+
+    FileNotFoundError where there is none.
+    """
     _check_mode(path, os.stat(path).st_mode)
 
 
@@ -56,7 +62,7 @@ def _check_mode(path: Path, mode: int) -> None:
 
 
 def is_directory(path: Path) -> bool:
-    """False also for a name that no file can have, such as one of 5,000 characters."""
+    """True for a directory. False also for a name that no file can have, such as one of 5,000 characters."""
     try:
         return path.is_dir()
     except OSError:
@@ -64,7 +70,10 @@ def is_directory(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Of a JSON file. FileNotFoundError where there is none, CheckpointError where it holds no object."""
+    """Object in a JSON file.
+
+    FileNotFoundError where there is no file, CheckpointError where it holds no object.
+    """
     try:
         content = json.loads(read_file(path).decode("utf-8"))
     except (FileNotFoundError, CheckpointError):
@@ -77,9 +86,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """Reads config.json at once. `load` opens each file of weights once, and reads only the shards that are asked for.
+    """Read config.json at once; `load` opens each file of weights once, and reads only the given shards.
 
-    CheckpointError, in one line, for what is missing, damaged or of another shape, from whichever call meets with it.
+    CheckpointError, in one line, from the call that finds something missing, damaged or of another shape.
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
@@ -104,7 +113,7 @@ class Checkpoint:
             ) from None
 
     def eos_token_ids(self) -> frozenset[int]:
-        """From generation_config.json, or else config.json; empty where neither names any."""
+        """End-of-sequence token ids from generation_config.json, or else config.json; empty if there are none."""
         name, found = "generation_config.json", None
         if (self.directory / name).exists():
             found = self.read_json(name).get("eos_token_id")
@@ -118,13 +127,13 @@ class Checkpoint:
         return frozenset(ids)
 
     def generation_defaults(self) -> GenerationDefaults:
-        """Sampling defaults from generation_config.json, or else config.json, where transformers 4.x had them once."""
+        """Sampling defaults from generation_config.json, or else config.json, as in transformers 4.x."""
         name = "generation_config.json"
         there = (self.directory / name).exists()
         return GenerationDefaults.from_dict(self.read_json(name) if there else self.config, legacy=not there)
 
     def dtype(self) -> str:
-        """Data type of the first weight that is not quantized, as torch names it."""
+        """torch's name for the data type of the first weight that is not quantized."""
         for name, file in self._files().items():
             if (dtype := file.get_slice(name).get_dtype()) in DTYPES:
                 return DTYPES[dtype]
@@ -133,7 +142,7 @@ class Checkpoint:
         )
 
     def differ(self, one: str, other: str) -> bool:
-        """True where both tensors are there and are not equal. Reads them, a part at a time."""
+        """True if both tensors exist and are not equal. Reads them, a part at a time."""
         files = self._files()
         if one not in files or other not in files:
             return False
@@ -144,13 +153,13 @@ class Checkpoint:
         return not all(torch.equal(*(part[start : start + COMPARED_ROWS] for part in parts)) for start in starts)
 
     def unused(self, names: Collection[str]) -> list[str]:
-        """Tensors in the checkpoint beside `names`, but for a table that older checkpoints keep."""
+        """Names of tensors in the checkpoint beside `names`, without a table that older checkpoints keep."""
         return [name for name in self._files() if name not in names and not name.endswith("rotary_emb.inv_freq")]
 
     def load(self, shards: Mapping[str, Shard], progress: Progress | None = None) -> list[str]:
-        """Fills every shard from the tensor of the same name. Tensors that no shard asks for are left alone.
+        """Fill every shard from the tensor of its name, and return names of tensors with NaN or infinities.
 
-        Returns the names of those of which this rank has a part that is NaN or infinite.
+        Only parts on this rank count. Tensors without a shard are ignored.
         """
         files = self._files()
         total = sum(shard.target.nbytes for shard in shards.values())
@@ -170,13 +179,13 @@ class Checkpoint:
                     f"{self.directory}: tensor {name} is of {dtype}, so it has been quantized; weft reads {', '.join(DTYPES)}"
                 )
             shard.copy_from(tensor)
-            # NaN or infinite where one of its summands is; the host reads it at the end, so a GPU adds up beside the copies.
+            # NaN or infinite if a summand is. The host reads it at the end, so a GPU sums while it copies.
             sums.append(shard.target.sum(dtype=torch.float32))
             done += shard.target.nbytes
             if progress is not None:
                 progress(done, total)
         odd = torch.stack(sums).isfinite().logical_not().tolist() if sums else []
-        # Finite values may have an infinite sum.
+        # Finite values can have an infinite sum.
         return [name for name, odd in zip(shards, odd, strict=True) if odd and not shards[name].target.isfinite().all()]
 
     def _files(self) -> dict[str, Any]:
@@ -185,8 +194,8 @@ class Checkpoint:
         return self._tensors
 
     def _open_files(self) -> dict[str, Any]:
-        """Tensor name → the open file that holds it."""
-        # Of both transformers takes the one file.
+        """Name of a tensor → the open file with it."""
+        # transformers prefers the single file.
         if (self.directory / "model.safetensors").exists():
             names = ["model.safetensors"]
         elif (self.directory / "model.safetensors.index.json").exists():
@@ -221,6 +230,6 @@ class Checkpoint:
 
 
 def _is_inside(name: str) -> bool:
-    """True for a name that stays in its directory. It may be a link that leaves it: a hub's cache is made of these."""
+    """True for a name that stays in its directory. It may be a link out of it, as in a hub's cache."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

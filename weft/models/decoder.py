@@ -1,4 +1,7 @@
-"""Decoder over all ranks of a team: embedding, layers of attention and MLP, head. A recipe of weft.parallel computes it."""
+"""Decoder over all ranks of a team: embedding, layers of attention and MLP, head.
+
+A recipe of weft.parallel computes it.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids → logits, over all ranks of `team`. Collective: all ranks call a method with the same tokens.
+    """Token ids → logits, over all ranks of `team`.
+
+    Collective: all ranks call a method with the same tokens.
 
     mode   "reference", "sequence_parallel", "replicated", or "auto", which chooses between the last two by the number of
            tokens
@@ -125,7 +130,7 @@ class Decoder(nn.Module):
         fused: bool | None = None,
         progress: Progress | None = None,
     ) -> Decoder:
-        """The model of a checkpoint directory, with this rank's slices cast to `dtype` (None: the checkpoint's own).
+        """Model of a checkpoint directory, this rank's slices cast to `dtype` (None: the checkpoint's own).
 
         Its family is that of the checkpoint's model_type. Warnings as of `load`.
         """
@@ -152,7 +157,7 @@ class Decoder(nn.Module):
         return lines
 
     def fill_dummy(self, seed: int = 0) -> Decoder:
-        """Fill with random weights, made on the device, and return self: matrices N(0, 0.02), norms 1 and 5 % noise.
+        """Fill with random weights on the device, and return self: matrices N(0, 0.02), norms 1 and 5 % noise.
 
         A rank has the same weights on every run, and all ranks the same norms. Another world size is another model.
         """
@@ -200,7 +205,7 @@ class Decoder(nn.Module):
         return attention.num_heads // attention.num_kv_heads
 
     def decode_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
-        """One new token of each sequence at positions[B] int64 (-1: padding), with the page table pages[B, max_pages] int32.
+        """One new token of each sequence at positions[B] int64, -1: padding. pages: [B, max_pages] int32.
 
         Made on the device from values there, so it may be captured in a CUDA graph.
         """

@@ -1,4 +1,4 @@
-"""Tables that make one decoder many models: how a family's config.json reads, and the names of its weights."""
+"""Tables of a family of models: how its config.json reads, and the names of its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What attention computes beside softmax(q @ k.T) @ v with plain rotary embedding.
+    """Options of attention beside softmax(q @ k.T) @ v with plain rotary embedding.
 
     qk_norm       RMSNorm of each head of q and k before the rotary embedding
     bias          of the projections
@@ -31,7 +31,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightNames:
-    """Prefixes of the names that tensors have in a checkpoint: of the model's parts, and of a layer's parts within it.
+    """Prefixes of tensors' names in a checkpoint: the model's parts, and a layer's within it.
 
     Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs.
     """

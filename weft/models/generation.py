@@ -1,4 +1,4 @@
-"""Defaults for generation that a checkpoint names: what weft follows, and what it does not."""
+"""Defaults for generation from a checkpoint: those that weft follows, and those that it does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Values under which a key of generation_config.json changes nothing. None does so under every key.
+# Values with which a key of generation_config.json has no effect; null never has one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_length": (),
     "min_length": (0,),
@@ -34,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0.0,),
     "dola_layers": (),
 }
-# The same, of keys that count only where tokens are drawn (do_sample).
+# The same for keys that count only where tokens are sampled (do_sample).
 NEUTRAL_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_k": (0,),
     "min_p": (0.0,),
@@ -44,7 +44,7 @@ NEUTRAL_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0.0,),
 }
 READ = ("do_sample", "temperature", "top_p", "max_new_tokens", "stop_strings", "eos_token_id")
-# Keys that change no token, by the reason.
+# Keys without effect on any token, by the reason.
 WITHOUT_EFFECT = {
     "naming": ("transformers_version",),
     "tokenizer": ("bos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -82,12 +82,15 @@ WITHOUT_EFFECT = {
 }
 KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
 KEYS = {*READ, *NEUTRAL, *NEUTRAL_OF_SAMPLING, *KNOWN}
-TRANSFORMERS_TOP_K = 50  # its default where tokens are drawn
+TRANSFORMERS_TOP_K = 50  # its default where tokens are sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling parameters of a checkpoint, of a request that names none. `unused`: "key=value" of what weft cannot follow."""
+    """Sampling parameters for requests that name none.
+
+    `unused`: "key=value" of those that weft cannot follow.
+    """
 
     temperature: Any = 0.0
     top_p: Any = 1.0
@@ -97,9 +100,11 @@ class GenerationDefaults:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], *, legacy: bool = False) -> GenerationDefaults:
-        """Reads generation_config.json as transformers does: greedy unless do_sample is true. Values are as they stand.
+        """Read generation_config.json as transformers does: greedy unless do_sample is true.
 
-        legacy  `content` is a config.json, of which only the keys of generation count
+        Values are not checked.
+
+        legacy  `content` is a config.json, in which only the keys of generation count
         """
         given = {
             name: value

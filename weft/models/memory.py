@@ -31,7 +31,7 @@ def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype) -> None:
 
 
 def check_cache(config: DecoderConfig, team: Team, dtype: torch.dtype, pages: int, page_size: int) -> None:
-    """ValueError if a KV cache of `pages` pages alone exceeds the memory that `check_memory` compares weights with."""
+    """ValueError if a KV cache of `pages` pages alone exceeds the memory compared by `check_memory`."""
     kv_heads = max(config.num_key_value_heads // team.size, 1)
     page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * dtype.itemsize
     virtual = team.device.type != "cuda"

@@ -56,7 +56,10 @@ def attend(
     step: Step,
     cache: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim]. A decode step is one launch, a prefill two."""
+    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim].
+
+    A decode step is one launch, a prefill two.
+    """
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     head = w.q_norm, w.k_norm, w.eps, step.angles
     if not step.is_prefill:
@@ -82,7 +85,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def logits(x: torch.Tensor | DeferredNorm, head: VocabWeights) -> torch.Tensor:
-    """This rank's logits in x's dtype, since the kernels that read them widen them; -inf for padding of the vocabulary."""
+    """This rank's logits in x's dtype; -inf for padding of the vocabulary."""
     found = ops.matmul(x, head.weight)
     if head.real < head.weight.shape[0]:
         found[:, head.real :] = float("-inf")

@@ -56,7 +56,7 @@ class Rows:
 
 
 class ColumnParallelLinear(nn.Module):
-    """weight [N_local, K]: this rank's rows of several checkpoint weights, one below another, for one GEMM."""
+    """weight [N_local, K]: this rank's rows of several checkpoint weights, for one GEMM."""
 
     def __init__(self, in_features: int, parts: dict[str, Rows], *, team: Team, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """weight [N, K_local]: this rank's columns of a checkpoint weight, whose GEMM gives a summand over the ranks."""
+    """weight [N, K_local]: this rank's columns of a checkpoint weight; its GEMM gives a partial sum."""
 
     def __init__(self, name: str, in_features: int, out_features: int, *, team: Team, dtype: torch.dtype) -> None:
         super().__init__()

@@ -41,7 +41,10 @@ def project(x: torch.Tensor, w: AttentionWeights, step: Step) -> torch.Tensor:
 def attend(
     qkv: torch.Tensor, w: AttentionWeights, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim]. The keys of padding go to page 0."""
+    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim].
+
+    The keys of padding go to page 0.
+    """
     keys, values = cache
     heads = qkv.view(step.tokens, -1, w.head_dim)
     q, k, v = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
@@ -99,7 +102,7 @@ def attend_to_pages(
 def attend_to_prompts(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Causal attention of a prefill by torch, [T, heads, head_dim]: one launch for each run of sequences of equal length.
+    """Causal attention of a prefill by torch, [T, heads, head_dim]: a launch for each chunk.
 
     q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values [T, kv_heads * head_dim]: of all tokens of the pass
     """
@@ -114,7 +117,10 @@ def attend_to_chunk(
     pages: torch.Tensor,
     chunk: Chunk,
 ) -> torch.Tensor:
-    """``attend_to_prompts`` of one chunk, [batch * length, heads, head_dim]. ``new``: keys and values, for new prompts."""
+    """``attend_to_prompts`` of one chunk, [batch * length, heads, head_dim].
+
+    ``new``: keys and values, for new prompts.
+    """
     batch, length, before, token, sequence = chunk
     whole_length = before + length
 

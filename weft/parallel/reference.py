@@ -1,4 +1,4 @@
-"""Recipe in torch's operations and torch.distributed's all-reduce: what tests and benchmarks compare the others with.
+"""Recipe in torch's operations and torch.distributed: the baseline of tests and benchmarks.
 
 Every rank holds all tokens, [T, H]. The functions take tensors and functions alone, so that torch.compile can take them:
 ``attend`` is attention over some kind of cache, ``all_reduce`` the sum over the ranks.

@@ -21,12 +21,12 @@ PLAIN = {
 def rotary_angles(
     max_positions: int, head_dim: int, theta: float | Mapping[str, Any], device: torch.device
 ) -> torch.Tensor:
-    """[max_positions, head_dim] fp32: of each position the cosines of its head_dim / 2 angles, then their sines.
+    """[max_positions, head_dim] fp32: cosines of each position's head_dim / 2 angles, then their sines.
 
     angle_i = position / theta ** (2i / head_dim)
 
-    theta  a number, or transformers' `config.rope_parameters`: pass these, and ValueError says where they are not plain (yarn,
-           dynamic, partial)
+    theta  a number, or transformers' `config.rope_parameters`, with ValueError where these are not plain (yarn, dynamic,
+           partial)
     """
     theta = plain_theta(theta)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -35,7 +35,10 @@ def rotary_angles(
 
 
 def plain_theta(rope: float | Mapping[str, Any]) -> float:
-    """Base of plain rotary embedding from a number or `rope_parameters`. ValueError for another kind of embedding."""
+    """Base of plain rotary embedding from a number or `rope_parameters`.
+
+    ValueError for another kind of embedding.
+    """
     theta = rope
     if isinstance(rope, Mapping):
         for name, supported in PLAIN.items():
@@ -54,7 +57,7 @@ def plain_theta(rope: float | Mapping[str, Any]) -> float:
 
 
 def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """x * cos + rotate_half(x) * sin          x: [tokens, heads, head_dim]; angles: [tokens, head_dim], see above"""
+    """x * cos + rotate_half(x) * sin          x: [tokens, heads, head_dim]; angles: [tokens, head_dim]"""
     cos, sin = (part[:, None].to(x.dtype) for part in angles.chunk(2, dim=-1))
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,4 +1,4 @@
-"""Recipes in which every rank holds 1/W of the tokens between the halves of a layer: prefill, overlapped.
+"""Recipes in which a rank holds 1/W of the tokens between the halves of a layer: overlapped prefill.
 
 Column-parallel GEMMs gather the tokens, row-parallel ones scatter the sums. A line with the name of an op behind it is a
 launch.
@@ -81,7 +81,7 @@ class SequenceParallel:
         return self.local.logits(whole, head)  # matmul
 
     def rows_of(self, x: SequenceShard, residual: SequenceShard, rows: torch.Tensor) -> torch.Tensor:
-        """Hidden states of these tokens, zero for those of other ranks, so that the sum over the ranks is exact."""
+        """Hidden states of these tokens, zero for those of other ranks: their sum over the ranks is exact."""
         mine = len(x.rows)
         local = rows - self.team.rank * mine
         at = local.clamp(0, mine - 1)

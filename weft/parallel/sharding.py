@@ -1,4 +1,4 @@
-"""Which part of a whole weight one rank holds, and how it gets there from a module or a checkpoint."""
+"""One rank's part of a whole weight, and how it is filled from a module or a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """target = whole[start : start + n] along dimension `dim`, where n is as long as `target` is there.
+    """target = whole[start : start + n] along dimension `dim`, n the size of `target` there.
 
     target: a parameter of this rank or a view of some of its rows
-    shape:  what the whole tensor must have
+    shape:  the whole tensor's
     """
 
     target: torch.Tensor
@@ -24,7 +24,7 @@ class Shard:
     start: int = 0
 
     def copy_from(self, whole: Any) -> None:
-        """`whole` is a tensor or a safetensors slice; of a slice only the bytes of this shard are read."""
+        """Fill from `whole`, a tensor or a safetensors slice. Of a slice only this shard's bytes are read."""
         if self.target.numel() == 0:
             return
         index = (slice(None),) * self.dim + (slice(self.start, self.start + self.target.shape[self.dim]),)
@@ -33,18 +33,19 @@ class Shard:
 
 
 def whole(parameter: torch.Tensor) -> Shard:
-    """Every rank holds all of it."""
+    """Shard of a parameter that every rank holds whole."""
     return Shard(target=parameter.data, shape=tuple(parameter.shape))
 
 
 def under(prefix: str, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    """The same shards, their names behind `prefix` and a dot."""
     return {f"{prefix}.{name}": shard for name, shard in shards.items()}
 
 
 def fill_from_module(shards: Mapping[str, Shard], module: nn.Module) -> None:
-    """Fills every shard from the parameter of the same name in `module`.
+    """Fill every shard from the parameter of the same name in `module`.
 
-    ValueError where names or shapes differ: a weight that we would not use (a bias, say) is as wrong as one we miss.
+    ValueError where names or shapes differ: a weight without use (a bias, say) is as wrong as a missing one.
     """
     tensors = module.state_dict()
     missing, unknown = sorted(shards.keys() - tensors.keys()), sorted(tensors.keys() - shards.keys())

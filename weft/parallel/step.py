@@ -1,4 +1,4 @@
-"""What every layer of one forward pass shares: which tokens, where their keys and values lie, and how it is computed."""
+"""Tokens of one forward pass, the pages of their keys and values, and the plan: shared by all layers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 class PagedCache:
-    """Keys and values of every layer in pages: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
+    """Paged keys and values of all layers: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
 
-    A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is nobody's: unfused layers
-    write the padding of a batch there. ValueError for a page size that is not a power of two from 16 to 256.
+    A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
+    unfused layers write it there. ValueError for a page size that is not a power of two from 16 to 256.
     """
 
     def __init__(
         self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, *, dtype: torch.dtype, device: Any
     ) -> None:
         check_page_size(page_size)
-        # Zeros, not garbage: a masked-out NaN times the zero weight of the softmax would still be NaN.
+        # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
         self.data = torch.zeros(layers, 2, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
         self.page_size = page_size
 
@@ -41,9 +41,9 @@ class PagedCache:
 
 
 class Chunk(NamedTuple):
-    """`batch` sequences that go on by `length` tokens each, after `before` earlier ones that are in the cache.
+    """`batch` sequences of `length` new tokens each, after `before` cached ones.
 
-    Their tokens are rows first_token .. first_token + batch * length of the pass, sequence by sequence; their pages are rows
+    Their tokens are rows first_token .. first_token + batch * length of the pass, sequence by sequence. Their pages are rows
     first_sequence .. first_sequence + batch of the page table.
     """
 
@@ -59,15 +59,15 @@ class Step:
     """The tokens of one forward pass. T tokens, B sequences.
 
     positions  [T] int64
-    slots      [T] int64: page * page_size + offset, where a token's key and value go; -1: nowhere (padding)
-    cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None in a fused pass, which has no use for them
-    pages      [B, max_pages] int32: the page table; a page with nothing in it yet may have any number that exists
+    slots      [T] int64: page * page_size + offset of a token's key and value; -1: not written (padding)
+    cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None in a fused pass, which does not read them
+    pages      [B, max_pages] int32: the page table; any existing page may stand for one not in use yet
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
-    tickets    [B * kv_heads_local] int32 zeros: fused decode, scratch of ops.decode_attention that all layers share
+    tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of ops.decode_attention, shared by all layers
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
-    spans      fused prefill: the same for ops.paged_prefill_attention
-    plan       how it is computed
+    spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
+    plan       the recipe, and why
     """
 
     positions: torch.Tensor
@@ -90,7 +90,7 @@ class Step:
         return self.lengths is None
 
     def by_cudnn(self, heads: int) -> bool:
-        """True if a fused pass leaves attention of so many query heads to cuDNN."""
+        """True if a fused pass leaves attention of `heads` query heads to cuDNN."""
         return cudnn_attends(self.chunks, heads)
 
     @classmethod
@@ -105,7 +105,7 @@ class Step:
     ) -> Step:
         """One new token of each of B sequences at positions[B] int64; -1: padding. `kv_heads`: of this rank.
 
-        All on the device, nothing that depends on values: a decode step can be captured in a CUDA graph.
+        The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
         if plan.fused:
             at, slots, lengths, tickets = ops.decode_places(positions, pages, page_size, len(positions) * kv_heads)
@@ -138,14 +138,16 @@ class Step:
         group: int,
         dtype: torch.dtype,
     ) -> Step:
-        """Sequence b goes on by length tokens after `before` others, (before, length) = spans[b]. pages: [B, max_pages].
-        group: query heads of a KV head. dtype: the model's.
+        """`length` new tokens of sequence b after `before` cached ones, (before, length) = spans[b].
 
-        The host knows the spans, so positions and slots are made from as many small copies to the device as there are
-        tensors, whatever the number of sequences.
+        pages  [B, max_pages]
+        group  query heads of a KV head
+        dtype  the model's
+
+        The number of copies to the device does not depend on the number of sequences.
         """
         device = pages.device
-        # By numpy: torch would start its threads for so little.
+        # numpy, because torch would start its threads for a few integers.
         befores, lengths = (numpy.array(part, numpy.int64) for part in zip(*spans, strict=True))
         starts = lengths.cumsum() - lengths
         on_host = numpy.arange(len(spans)).repeat(lengths)
@@ -165,19 +167,19 @@ class Step:
 
 
 def check_page_size(page_size: int) -> None:
-    """ValueError unless it is one of PAGE_SIZES."""
+    """ValueError unless page_size is one of PAGE_SIZES."""
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size={page_size} is not one of {', '.join(map(str, PAGE_SIZES))}")
 
 
 def cells_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, offset in it) of slots; of -1 the first of page 0, which is nobody's."""
+    """(page, offset in it) of slots. Padding, -1, is the first cell of page 0."""
     slots = slots.clamp(min=0)
     return slots // page_size, slots % page_size
 
 
 def runs(spans: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
-    """Neighbouring sequences with the same (before, length), together: one attention each."""
+    """Runs of neighbouring sequences with equal (before, length): one launch of attention each."""
     found: list[Chunk] = []
     token = 0
     for index, (before, length) in enumerate(spans):

@@ -68,7 +68,7 @@ class StepPlan:
         return replace(self, recipe=Replicated(team=self.recipe.team, local=self.recipe.local))
 
     def of_head(self, rows: int) -> StepPlan:
-        """The same for the last norm and the head, whose result no kernel divides by the rows' root mean squares."""
+        """The same for the last norm and the head: no kernel would divide logits by root mean squares."""
         if isinstance(self.recipe, FusedNorm) and not gemm_divides(rows):
             return replace(self, recipe=replace(self.recipe, deferred_scale=False))
         return self
@@ -103,7 +103,10 @@ def plan_step(
 
 
 def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None) -> StepPlan:
-    """Plan for a layer used by itself with `tokens` tokens: "auto" is "replicated". Arguments as of ``plan_step``."""
+    """Plan for a layer used by itself with `tokens` tokens: "auto" is "replicated".
+
+    Arguments as of ``plan_step``.
+    """
     mode = mode_named(mode)
     if mode == "reference":
         return StepPlan(recipe=Reference(team=team))
@@ -140,7 +143,7 @@ def splits_tokens(tokens: int) -> bool:
 
 
 def norm_adds_up(tokens: int, row_bytes: int, world_size: int) -> bool:
-    """True if a fused all-reduce + norm takes rows of this size, and is faster than the all-reduce in the GEMM."""
+    """True if a fused all-reduce + norm takes such rows, and is faster than the all-reduce in the GEMM."""
     fits = row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
     return world_size > 1 and fits and tokens <= of_world(FUSED_NORM_TOKENS, world_size)
 
@@ -151,7 +154,7 @@ def defers_scale(dtype: torch.dtype, team: Team) -> bool:
 
 
 def gemm_divides(rows: int) -> bool:
-    """True if a GEMM of so few rows applies a deferred RMS scale itself; a larger one leaves it to the kernel behind."""
+    """True if a GEMM of this M applies a deferred RMS scale; a larger one leaves it to the next kernel."""
     return rows <= MAX_ROWS
 
 
@@ -161,7 +164,7 @@ def overlaps(tokens: int, world_size: int) -> bool:
 
 
 def cudnn_attends(chunks: Sequence[Chunk], heads: int) -> bool:
-    """True if cuDNN's attention is faster than ``ops.paged_prefill_attention``: new prompts alone, of many rows."""
+    """True if cuDNN beats ``ops.paged_prefill_attention``: new prompts alone, of many rows."""
     return bool(chunks) and all(c.before == 0 and c.batch * c.length * heads >= CUDNN_ROWS for c in chunks)
 
 

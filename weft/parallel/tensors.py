@@ -1,4 +1,4 @@
-"""Types for what a tensor between two launches means, and for the weights of a decoder layer on one rank."""
+"""Types of tensors between two launches by their meaning, and of a rank's weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SplitK:
-    """Split-K partials of one rank's GEMM, fp32 [parts, M, N]: the kernel that reads them adds them up in this order."""
+    """Split-K partials of one rank's GEMM, fp32 [parts, M, N], for the next kernel to add in this order."""
 
     parts: torch.Tensor
 
@@ -46,7 +46,10 @@ class PartialSum:
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """This rank's [M/W, N] of M rows, in the order of the ranks. Rows beyond the tokens are padding to a multiple of W."""
+    """This rank's [M/W, N] of M rows, in the order of the ranks.
+
+    Rows beyond the tokens are padding to a multiple of W.
+    """
 
     rows: torch.Tensor
 
@@ -72,7 +75,7 @@ class NormWeights(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim], q_norm and k_norm [head_dim]."""
+    """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim]."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -101,7 +104,7 @@ class LayerWeights(NamedTuple):
 
 
 class VocabWeights(NamedTuple):
-    """One rank's rows of an embedding or a head, token ids from ``start`` on; those from row ``real`` on are padding."""
+    """One rank's rows of an embedding or a head: ids from ``start`` on, padding from row ``real`` on."""
 
     weight: torch.Tensor
     start: int

@@ -1,4 +1,4 @@
-"""Embedding and head split by token id: rank r has ids r * V' / W and on, V' = V rounded up to a multiple of W."""
+"""Embedding and head split by token id: rank r has ids from r * V'/W on, V' = V padded to a multiple."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def all_gather(x: torch.Tensor, team: Team, mode: Mode) -> torch.Tensor:
-    """x[n, ...] of every rank, one below another: [W * n, ...]. Mode "reference" takes torch.distributed's."""
+    """x[n, ...] of every rank, one below another: [W * n, ...].
+
+    Mode "reference" takes torch.distributed's.
+    """
     return team.library.all_gather(x) if mode == "reference" else ops.all_gather(x, team)
 
 
@@ -44,7 +47,7 @@ class VocabParallel(nn.Module):
 
 
 class VocabParallelEmbedding(VocabParallel):
-    """x = weight[tokens]          tokens: [n]; x: [n, hidden], in mode sequence_parallel this rank's [n'/W, hidden] of it"""
+    """x = weight[tokens]          tokens: [n]; x: [n, hidden], or this rank's [n'/W, hidden] of it"""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # Every row comes from one rank and is zero on the others, so the sum over ranks is exact.

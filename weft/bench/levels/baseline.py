@@ -1,4 +1,4 @@
-"""The benchmark's baseline: the reference recipe with a dense KV cache and pluggable all-reduces, eager or compiled.
+"""Baseline of benchmarks: the reference recipe over a dense KV cache, eager or compiled.
 
 As gpt-fast does it: a static cache, fused qkv and gate-up GEMMs by F.linear, torch's SDPA and RMSNorm, NCCL for all-reduces,
 everything captured in one CUDA graph by the caller; `compiled` puts torch.compile over the same functions. The weights are
@@ -44,7 +44,7 @@ class Cache(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens that a step computes: `new` of each of `batch` sequences.
+    """Tokens of a step: `new` of each of `batch` sequences.
 
     cos, sin   [batch or 1, new, 1, D] of their positions
     rows       [batch], positions [batch]: where decoding writes the cache; None: whole prompts, at 0 .. new
@@ -91,8 +91,10 @@ class Baseline:
         self.angles = rotary_table(self.config, self.dtype, self.device)
 
     def in_fp32(self) -> Baseline:
-        """The same with every operation in fp32, which shows the cost of rounding to `dtype`. One layer's weights are widened
-        at a time."""
+        """The same with every operation in fp32, which shows the cost of rounding to `dtype`.
+
+        One layer's weights are widened at a time.
+        """
         wide = copy.copy(self)
         wide.dtype, wide.layers = torch.float32, Widened(self.layers)
         wide.angles = rotary_table(self.config, torch.float32, self.device)
@@ -137,7 +139,7 @@ class Baseline:
         return run.head(*self._layers(tokens, at, cache, run, summed), self.norm, self.head)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits → token id [batch] of the largest of all ranks'; one (value, id) a rank and row travels."""
+        """This rank's logits → token id [batch] of the largest of all ranks', from one (value, id) a rank."""
         return best_of(self.team.library.all_gather(best_pairs(logits, self.start)[None]))
 
     def prompts(self, batch: int, length: int) -> Tokens:
@@ -163,7 +165,7 @@ class Baseline:
 
 
 def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> torch.Tensor:
-    """Norm, rotary embedding, cache write and attention over a dense cache of one layer: [batch * new, heads * D]."""
+    """Norm, rotary embedding, cache write and attention over a dense cache: [batch * new, heads * D]."""
     keys, values = cache
     q, k, v = qkv.view(at.batch, at.new, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=2)
     q = rotate(F.rms_norm(q, (w.head_dim,), w.q_norm, w.eps), at.cos, at.sin)
@@ -227,11 +229,11 @@ def traced_all_reduce(team: Team) -> AllReduce:
 
 
 def compiled(rows: int) -> Functions:
-    """Layers and head by torch.compile, for steps of `rows` tokens. A layer is compiled once for all: they differ in tensors.
+    """Layers and head by torch.compile, for steps of `rows` tokens.
 
-    Embedding and choice are a few small kernels of a step. Layers of one token take coordinate_descent_tuning, as in gpt-fast:
-    GEMMs become kernels of torch's own, which may stream weights faster than cuBLAS. It takes a minute; with more tokens GEMMs
-    are cuBLAS's in any case.
+    One compilation serves all layers, which differ in tensors alone. Embedding and choice are a few small kernels of a step.
+    Layers of one token take coordinate_descent_tuning, as in gpt-fast: GEMMs become kernels of torch's own, which may stream
+    weights faster than cuBLAS. It takes a minute; with more tokens GEMMs are cuBLAS's in any case.
     """
 
     def one(function: Callable, tuned: bool) -> Callable:

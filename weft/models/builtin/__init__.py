@@ -1,7 +1,7 @@
-"""The built-in model: a three-layer Qwen3 that adds two numbers of up to three digits, `123+456=` -> `579`.
+"""The built-in model: three layers that add two numbers of up to three digits, `123+456=` -> `579`.
 
-It is what `weft generate` runs when no model is named, because its answers can be checked. `train.py` made it and
-`adder/accuracy.json` says how well it does on sums it has never seen.
+`weft generate` runs it when no model is named, because its answers can be checked. `train.py` made it;
+`adder/accuracy.json` has its accuracy on sums that it was not trained on.
 """
 
 from __future__ import annotations

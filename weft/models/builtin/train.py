@@ -1,4 +1,4 @@
-"""Trains the built-in adder on a CPU, in minutes: `python -m weft.models.builtin.train --out DIR`.
+"""Training of the built-in adder on a CPU: `python -m weft.models.builtin.train --out DIR`.
 
 The model reads `123+456=` and writes `579<eos>`: operands 0..999 without leading zeros, most significant digit first.
 1,000 sums of two three-digit numbers, and 1,000 with a shorter operand, are kept out of training, whichever operand
@@ -34,7 +34,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What a run depends on; the same values on the same machine give the same weights."""
+    """Settings of a run: the same values on the same machine give the same weights."""
 
     steps: int = 3000
     batch_size: int = 512
@@ -58,9 +58,9 @@ class TrainConfig:
 
 
 def model_config() -> Qwen3Config:
-    """Small, and still split evenly over 8 ranks: each keeps 1 head of 16, 32 of the MLP's columns and 16 words.
+    """Small sizes that 8 ranks split evenly: 1 head of 16, 32 of the MLP's columns, 16 token ids each.
 
-    All widths, shards included, are multiples of 16, so that rows start on the 16 bytes that TMA asks for.
+    All widths, shards included, are multiples of 16, so that rows start on the 16 bytes that TMA requires.
     heads * head_dim (128) differs from the hidden size (96), as in the real Qwen3s.
     """
     return Qwen3Config(
@@ -97,7 +97,7 @@ def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def draw_pair(rng: random.Random, three_digit_share: float) -> Pair:
-    """Two numbers of 0..999 to train on."""
+    """Two numbers from 0 to 999 for training."""
     if rng.random() < three_digit_share:
         return rng.randint(100, 999), rng.randint(100, 999)
     low_high = ((0, 9), (10, 99), (100, 999))
@@ -105,9 +105,9 @@ def draw_pair(rng: random.Random, three_digit_share: float) -> Pair:
 
 
 def held_out_sums(count: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """`count` pairs with two three-digit operands, and `count` with an operand below 100, uniformly from all there are.
+    """`count` pairs with two three-digit operands, and `count` with an operand below 100, drawn uniformly.
 
-    No pair is there twice, nor beside its mirror image (b, a).
+    No pair occurs twice, nor beside its mirror image (b, a).
     """
     rng = random.Random(f"held out {seed}")
     three_digit: dict[Pair, Pair] = {}
@@ -126,9 +126,9 @@ def both_orders(*sums: list[Pair]) -> set[Pair]:
 
 
 def make_batch(rng: random.Random, config: TrainConfig, excluded: set[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, T] and labels [B, T] (int64): each label is the next token of the answer, -100 elsewhere.
+    """Token ids [B, T] and labels [B, T] int64: a label is the next token of the answer, -100 elsewhere.
 
-    Sums are padded on the right, where a causal model does not look.
+    Sums are padded on the right, which causal attention does not see.
     """
     rows, labels = [], []
     while len(rows) < config.batch_size:
@@ -144,7 +144,7 @@ def make_batch(rng: random.Random, config: TrainConfig, excluded: set[Pair]) -> 
 
 
 def train(config: TrainConfig, out: Path) -> float:
-    """Trains from scratch, saves to `out` every `save_every` steps and at the end, and returns the seconds taken."""
+    """Train from scratch, save to `out` every `save_every` steps and at the end, and return the seconds."""
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
     rng = random.Random(config.seed)
@@ -177,7 +177,7 @@ def train(config: TrainConfig, out: Path) -> float:
 
 
 def save(model: Qwen3ForCausalLM, out: Path) -> None:
-    """Writes the checkpoint in bfloat16, and the tokenizer beside it; `model` stays as it is."""
+    """Write the checkpoint in bfloat16, and the tokenizer beside it; `model` is not changed."""
     stored = Qwen3ForCausalLM(model_config()).to(torch.bfloat16)
     stored.load_state_dict(model.state_dict())
     stored.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
@@ -192,7 +192,7 @@ def save(model: Qwen3ForCausalLM, out: Path) -> None:
 
 @torch.inference_mode()
 def count_right(model: Qwen3ForCausalLM, tokenizer: transformers.PreTrainedTokenizerFast, pairs: list[Pair]) -> int:
-    """How many of `pairs` the model adds right, greedily: the answer's digits, then EOS."""
+    """Number of `pairs` that the model adds right, greedily: the answer's digits, then EOS."""
     prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], padding=True, return_tensors="pt", return_token_type_ids=False)
     longest = max(len(str(a + b)) for a, b in pairs)
     output = model.generate(**prompts, max_new_tokens=longest + 1, do_sample=False)
@@ -201,7 +201,7 @@ def count_right(model: Qwen3ForCausalLM, tokenizer: transformers.PreTrainedToken
 
 
 def evaluate(out: Path, config: TrainConfig) -> dict[str, dict[str, int]]:
-    """Reads the checkpoint back and counts right answers in fp32 and in bf16 compute: {compute: {sums: right}}."""
+    """Number of right answers of the saved checkpoint in fp32 and in bf16: {compute: {sums: right}}."""
     tokenizer = AutoTokenizer.from_pretrained(out)
     three_digit, shorter = held_out_sums(config.held_out, config.seed)
     sums = {

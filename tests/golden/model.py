@@ -9,14 +9,14 @@ import torch
 
 import weft
 from tests.teacher_forced import all_logits
-from weft.models import Qwen3ForCausalLM, builtin
+from weft.models import builtin, load_model
 
 PROMPTS = ("123+456=", "9+9=", "40+2=", "777+1=")
 PLANS = (("torch", False), ("gemm_ar", False), ("gemm_ar", True), ("ag_rs", False), ("ag_rs", True))
 
 
 def logits(team: Any, mode: str, fused: bool) -> torch.Tensor:
-    model = Qwen3ForCausalLM.from_pretrained(builtin.PATH, team, mode=mode, fused=fused)
+    model = load_model(builtin.PATH, team, mode=mode, fused=fused)
     generator = torch.Generator().manual_seed(1)
     return all_logits(model, torch.randint(model.config.vocab_size, (3, 9), generator=generator))
 

@@ -1,16 +1,11 @@
-"""TPMLP, TPAttention and the split vocabulary against the whole modules, rank by rank."""
-
-from types import SimpleNamespace
+"""TPMLP and TPAttention against the whole modules, rank by rank."""
 
 import pytest
 import torch
 from torch import nn
 
 import weft
-from weft.layers import TPMLP, PagedCache, Step, TPAttention, plan_layer, plan_step, rotary_angles
-from weft.parallel.replicated import FusedNorm
-from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
-from weft.runtime.capabilities import Capabilities
+from weft.layers import TPMLP, PagedCache, Step, TPAttention, plan_layer, rotary_angles
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.qwen3 import modeling_qwen3 as hf  # noqa: E402
@@ -200,74 +195,6 @@ def test_sequences_of_unequal_length_do_not_see_each_other(config):
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
-    def main(team):
-        sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
-        return [str(plan_step(tokens, mode="auto", **sizes, fused=True)) for tokens in (1, 1025, 4096)]
-
-    decode, medium, prefill = weft.simulate(main, 2)[0]
-    assert decode == (
-        "replicated, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks; 1 tokens <= 1024: "
-        "a GEMM is too short to hide an all-reduce, so the norm takes it along"
-    )
-    assert medium == "replicated, fused: 1025 tokens < 2048: too few to split over 2 ranks"
-    assert prefill == "sequence_parallel, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
-    assert weft.simulate(main, 1)[0][2] == "replicated, fused: one rank: nothing to send"
-
-
-@pytest.mark.parametrize("names", [("reference", "sequence_parallel", "replicated"), ("torch", "ag_rs", "gemm_ar")])
-def test_a_plan_that_was_asked_for_is_followed(names):
-    def main(team):
-        sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
-        plans = [plan_step(8, mode=mode, **sizes, fused=True) for mode in names]
-        narrow = plan_step(8, mode=names[-1], hidden_size=6, dtype=torch.bfloat16, team=team, fused=True)
-        return [(plan.mode, plan.fused, isinstance(plan.recipe, FusedNorm)) for plan in [*plans, narrow]]
-
-    reference, sequence_parallel, replicated, narrow = weft.simulate(main, 2)[0]
-    assert reference == ("reference", False, False)
-    assert sequence_parallel == ("sequence_parallel", True, False)
-    assert replicated == ("replicated", True, True)
-    assert narrow == ("replicated", True, False)  # rows of 12 bytes: not what all_reduce_rms_norm takes
-
-
-def test_rms_scales_are_deferred_for_few_tokens_in_bf16_on_sm_90(monkeypatch):
-    def plan(tokens=64, dtype=torch.bfloat16, mode="replicated", arch="sm_90", world_size=4):
-        caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
-        team = SimpleNamespace(size=world_size, is_simulated=False, caps=caps)
-        return plan_step(tokens, mode=mode, hidden_size=5120, dtype=dtype, team=team)
-
-    def defers(plan):
-        assert isinstance(plan.recipe, FusedNorm) or "deferred" not in str(plan)
-        return isinstance(plan.recipe, FusedNorm) and plan.recipe.deferred_scale
-
-    assert defers(plan()) and ", deferred RMS scale" in str(plan())
-    others = [
-        {"tokens": 513},
-        {"dtype": torch.float32},
-        {"dtype": torch.float16},
-        {"mode": "sequence_parallel"},
-        {"arch": "sm_100"},
-    ]
-    for asked in others:
-        assert not defers(plan(**asked)) and "deferred" not in str(plan(**asked)), asked
-    assert defers(plan(512)) and defers(plan(1024, world_size=2))
-    assert not isinstance(plan(1025, world_size=2).recipe, FusedNorm) and not isinstance(plan(1024).recipe, FusedNorm)
-    monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: True)
-    assert defers(plan(arch="sm_100")) and not defers(plan(513))
-    monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: False)
-    assert not defers(plan())
-
-
-def test_a_head_of_many_rows_is_given_normed_rows():
-    """cuBLAS's GEMM leaves a deferred scale to the kernel behind it, and the logits have none."""
-
-    def main(team):
-        plan = plan_step(64, mode="replicated", hidden_size=64, dtype=torch.bfloat16, team=team, fused=True)
-        return [plan.of_head(rows).recipe.deferred_scale for rows in (1, 10_000)]
-
-    assert weft.simulate(main, 2)[0] == [True, False]
-
-
 def test_modules_that_are_not_what_the_layer_computes_are_refused(config):
     gelu = hf.Qwen3MLP(config)
     gelu.act_fn = nn.GELU()
@@ -294,39 +221,3 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused_with_those_that_do(confi
         weft.simulate(
             lambda team: TPAttention.from_module(hf.Qwen3Attention(config, layer_idx=0), config, team, "reference"), 3
         )
-
-
-def fill(layer, weight):
-    layer.shards()["weight"].copy_from(weight)
-    return layer
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("vocab_size", "world_size"), [(10, 1), (11, 2), (9, 4), (5, 4)])
-def test_a_split_embedding_looks_up_every_token_id(mode, vocab_size, world_size):
-    weight, tokens = torch.randn(vocab_size, 8), torch.arange(vocab_size)
-
-    def main(team):
-        return fill(VocabParallelEmbedding(vocab_size, 8, team=team, mode=mode, dtype=torch.float32), weight)(tokens)
-
-    assert torch.equal(joined(weft.simulate(main, world_size), mode, vocab_size), weight)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("vocab_size", "world_size"), [(10, 1), (11, 2), (9, 4), (5, 4)])
-def test_a_split_head_finds_the_largest_logit_and_of_equals_the_first(mode, vocab_size, world_size):
-    weight = torch.eye(vocab_size, 16)
-    x = torch.zeros(4, 16)
-    x[0, vocab_size - 1] = 1.0
-    x[1, 0] = 1.0
-    x[2, 2] = x[2, vocab_size - 1] = 1.0
-    x[3] = -1.0  # all real ids below the zero that unmasked padding would get
-
-    def main(team):
-        head = fill(VocabParallelHead(vocab_size, 16, team=team, mode=mode, dtype=torch.float32), weight)
-        logits = head(x)
-        return head.argmax(logits), head.gather(logits)
-
-    for best, logits in weft.simulate(main, world_size):
-        assert best.tolist() == [vocab_size - 1, 0, 2, 0]
-        assert torch.equal(logits, x @ weight.T)

@@ -1,0 +1,79 @@
+"""The plan of a forward pass: its recipe, by mode and number of tokens, and the reason."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import weft
+from weft.parallel.replicated import FusedNorm
+from weft.parallel.step_plan import plan_step
+from weft.runtime.capabilities import Capabilities
+
+
+def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
+    def main(team):
+        sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
+        return [str(plan_step(tokens, mode="auto", **sizes, fused=True)) for tokens in (1, 1025, 4096)]
+
+    decode, medium, prefill = weft.simulate(main, 2)[0]
+    assert decode == (
+        "replicated, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks; 1 tokens <= 1024: "
+        "a GEMM is too short to hide an all-reduce, so the norm takes it along"
+    )
+    assert medium == "replicated, fused: 1025 tokens < 2048: too few to split over 2 ranks"
+    assert prefill == "sequence_parallel, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
+    assert weft.simulate(main, 1)[0][2] == "replicated, fused: one rank: nothing to send"
+
+
+@pytest.mark.parametrize("names", [("reference", "sequence_parallel", "replicated"), ("torch", "ag_rs", "gemm_ar")])
+def test_a_plan_that_was_asked_for_is_followed(names):
+    def main(team):
+        sizes = {"hidden_size": 64, "dtype": torch.float32, "team": team}
+        plans = [plan_step(8, mode=mode, **sizes, fused=True) for mode in names]
+        narrow = plan_step(8, mode=names[-1], hidden_size=6, dtype=torch.bfloat16, team=team, fused=True)
+        return [(plan.mode, plan.fused, isinstance(plan.recipe, FusedNorm)) for plan in [*plans, narrow]]
+
+    reference, sequence_parallel, replicated, narrow = weft.simulate(main, 2)[0]
+    assert reference == ("reference", False, False)
+    assert sequence_parallel == ("sequence_parallel", True, False)
+    assert replicated == ("replicated", True, True)
+    assert narrow == ("replicated", True, False)  # rows of 12 bytes: not what all_reduce_rms_norm takes
+
+
+def test_rms_scales_are_deferred_for_few_tokens_in_bf16_on_sm_90(monkeypatch):
+    def plan(tokens=64, dtype=torch.bfloat16, mode="replicated", arch="sm_90", world_size=4):
+        caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
+        team = SimpleNamespace(size=world_size, is_simulated=False, caps=caps)
+        return plan_step(tokens, mode=mode, hidden_size=5120, dtype=dtype, team=team)
+
+    def defers(plan):
+        assert isinstance(plan.recipe, FusedNorm) or "deferred" not in str(plan)
+        return isinstance(plan.recipe, FusedNorm) and plan.recipe.deferred_scale
+
+    assert defers(plan()) and ", deferred RMS scale" in str(plan())
+    others = [
+        {"tokens": 513},
+        {"dtype": torch.float32},
+        {"dtype": torch.float16},
+        {"mode": "sequence_parallel"},
+        {"arch": "sm_100"},
+    ]
+    for asked in others:
+        assert not defers(plan(**asked)) and "deferred" not in str(plan(**asked)), asked
+    assert defers(plan(512)) and defers(plan(1024, world_size=2))
+    assert not isinstance(plan(1025, world_size=2).recipe, FusedNorm) and not isinstance(plan(1024).recipe, FusedNorm)
+    monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: True)
+    assert defers(plan(arch="sm_100")) and not defers(plan(513))
+    monkeypatch.setattr("weft.parallel.step_plan.defers_scale", lambda dtype, team: False)
+    assert not defers(plan())
+
+
+def test_a_head_of_many_rows_is_given_normed_rows():
+    """cuBLAS's GEMM leaves a deferred scale to the kernel behind it, and the logits have none."""
+
+    def main(team):
+        plan = plan_step(64, mode="replicated", hidden_size=64, dtype=torch.bfloat16, team=team, fused=True)
+        return [plan.of_head(rows).recipe.deferred_scale for rows in (1, 10_000)]
+
+    assert weft.simulate(main, 2)[0] == [True, False]

@@ -32,7 +32,7 @@ from weft.ops.attention.paged_attention import AttentionConfig
 from weft.runtime.files import put
 
 # The module: an op of the same name hides it.
-decoding = importlib.import_module("weft.ops.attention.decode_attention")
+decoding = importlib.import_module("weft.ops.attention.paged_attention")
 GROUP, D, PAGE, HIDDEN, EPS, LAYERS = 8, 128, 64, 5120, 1e-6, 8
 BLOCKS = (64, 32, 16)
 # KV heads of a rank, sequences, and tokens of each.

@@ -8,10 +8,13 @@ import torch
 
 from tests.compiling import TARGETS, compiled
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
+from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
+from weft.kernels.rotary import HeadNorms
+from weft.kernels.split_kv import Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
-from weft.ops.attention.paged_attention import config_for, constants, paged_attention_kernel
+from weft.ops.attention.paged_attention import config_for, paged_attention_kernel, tile_of
 from weft.ops.attention.paged_prefill_attention import PrefillSpans, paged_prefill_attention_kernel
-from weft.ops.attention.qk_norm_rope import TILE, qk_norm_rope_kernel
+from weft.ops.attention.qk_norm_rope import TILE, Projected, qk_norm_rope_kernel
 from weft.ops.elementwise.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.elementwise.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities, launch_options
@@ -40,35 +43,31 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
         return compiled(add_rms_norm_kernel, x, x, x, x, x, 1e-6, arch=arch, **constexprs, **options)
-    if name == "qk_norm_rope_of_parts":
-        return compiled(
-            qk_norm_rope_kernel, FP32, 20 * D, 64 * D, FP32, 0.0, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16,
-            KV_HEADS=2, PAGE=page, D=D, ROWS=TILE // D, PARTS=3, KEPT=18, SQUARES=0, arch=arch, **options,
-        )  # fmt: skip
-    if name == "qk_norm_rope":
-        return compiled(
-            qk_norm_rope_kernel, x, 20 * D, 0, FP32, 1e-6, x, x, 1e-6, FP32, INTS, LONGS, x, x, x, 640, Q_HEADS=16, KV_HEADS=2,
-            PAGE=page, D=D, ROWS=TILE // D, PARTS=1, KEPT=16, SQUARES=20, arch=arch, **options,
-        )  # fmt: skip
+    in_parts = name.endswith("of_parts")
+    sizes, cache, norms = CacheSizes(2, page, D), PagedCache(x, x), HeadNorms(x, x, 1e-6)
+    if name.startswith("qk_norm_rope"):
+        projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6)
+        constexprs = {"SIZES": sizes, "Q_HEADS": 16, "KEPT": 18 if in_parts else 16, "ROWS": TILE // D}
+        arguments = projected, norms, FP32, INTS, LONGS, x, cache, 640
+        counts = {"PARTS": 3, "SQUARES": 0} if in_parts else {"PARTS": 1, "SQUARES": 20}
+        return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
     if name == "paged_prefill_attention":
         spans = PrefillSpans.make([(0, 128)], group, dtype)
         config = prefill.config_for(2 * len(spans.tiles), D, dtype, caps)
-        constexprs = prefill.constants(config, spans.block_m, heads=2, group=group, page=page, D=D)
-        kernel = paged_prefill_attention_kernel
-        return compiled(kernel, x, x, x, INTS, x, INTS, INTS, 40, 0.1, arch=arch, **constexprs, **options)
-    if name.startswith("decode_attention"):
-        in_parts = name == "decode_attention_of_parts"
-        constexprs = constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=True)
-        return compiled(
-            decode_attention_kernel, FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, x, x, 1e-6, FP32,
-            x, x, INTS, INTS, x, FP32, FP32, INTS, 40, 0.1, PARTS=3 if in_parts else 1, SQUARES=0 if in_parts else 20,
-            arch=arch, **constexprs, **options,
-        )  # fmt: skip
-    return compiled(
-        paged_attention_kernel, x, x, x, INTS, INTS, x, FP32, FP32, INTS, 40, 0.1, arch=arch,
-        **constants(config_for(pairs, D, dtype, caps), heads=2, group=group, page=page, D=D, split=name == "paged_attention"),
-        **options,
-    )  # fmt: skip
+        constexprs = {"SIZES": sizes, "GROUP": group, "BLOCK_M": spans.block_m, "BLOCK_N": config.block_n}
+        constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        arguments = x, cache, INTS, x, INTS, INTS, 40, 0.1
+        return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
+    config = config_for(pairs, D, dtype, caps)
+    tile = tile_of(config, group=group, D=D, split=name != "paged_attention_whole")
+    constexprs = {"SIZES": sizes, "TILE": tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    arguments = cache, Sequences(INTS, INTS), x, Partials(FP32, FP32, INTS), 40, 0.1
+    if name.startswith("paged_attention"):
+        return compiled(paged_attention_kernel, x, *arguments, arch=arch, **constexprs, **options)
+    projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6)
+    counts = {"PARTS": 3, "SQUARES": 0} if in_parts else {"PARTS": 1, "SQUARES": 20}
+    arguments = projected, norms, FP32, *arguments
+    return compiled(decode_attention_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
 
 
 @pytest.mark.triton_internals

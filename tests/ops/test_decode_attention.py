@@ -12,6 +12,8 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, mutated, random, undivided
 from tests.ops.test_layer_kernels import rms_norm, rotate
 from weft import ops
+from weft.kernels.paged_cache import PagedCache, Sequences
+from weft.kernels.rotary import HeadNorms
 from weft.ops.attention.paged_attention import AttentionConfig
 
 decoding = importlib.import_module("weft.ops.attention.decode_attention")
@@ -56,14 +58,9 @@ class Case:
     def run(self, config=None, module=decoding):
         """What comes out, and the cache after it."""
         cache = [x.clone() for x in self.cache]
-        squares, norm_eps = None, 0.0
-        if self.given is not self.qkv:
-            squares, norm_eps = self.given.squares, self.given.eps
-        D = self.heads.D
-        out = module.run(
-            self.qkv, squares, norm_eps, *self.weights, EPS, self.angles, *cache, *self.places, D**-0.5, self.tickets,
-            config,
-        )  # fmt: skip
+        norms, sequences = HeadNorms(*self.weights, EPS), Sequences(*self.places)
+        scale = self.heads.D**-0.5
+        out = module.run(self.given, norms, self.angles, PagedCache(*cache), sequences, scale, self.tickets, config)
         assert not self.tickets.any(), "tickets are left as they were"
         return out, cache
 
@@ -176,7 +173,7 @@ def test_a_replayed_graph_follows_lengths_and_pages():
 # What is changed, and what the simulator must find.
 MUTATIONS = {
     "none": ("", "", None),
-    "written by the first part": ("last // BLOCK_N % count == split", "split == 0", "race"),
+    "written by the first part": ("last // TILE.block_n % count == split", "split == 0", "race"),
 }
 
 

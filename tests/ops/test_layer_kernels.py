@@ -15,6 +15,7 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, everywhere, random, undivided
 from weft import ops
 from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.paged_cache import PagedCache, Sequences
 from weft.runtime.arithmetic import cdiv
 
 attention = importlib.import_module("weft.ops.attention.paged_attention")
@@ -230,7 +231,9 @@ def test_no_races():
         new, attended = arguments()
         for _ in range(2):
             q = ops.qk_norm_rope(*new)
-            out = attention.run(*attended, attention.AttentionConfig(block_n=16, least=16, num_warps=1))
+            x, keys, values, pages, lengths, scale, tickets = attended
+            config = attention.AttentionConfig(block_n=16, least=16, num_warps=1)
+            out = attention.run(x, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets, config)
             normed, hidden = ops.add_rms_norm(out.view(1, -1), out.view(1, -1), torch.ones(out.numel()), EPS)
             ops.silu_mul(normed)
         return q, hidden

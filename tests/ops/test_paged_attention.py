@@ -12,6 +12,8 @@ from tests.ops.cases import FP32
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, mutated, random
 from weft import ops
+from weft.kernels import split_kv
+from weft.kernels.paged_cache import PagedCache, Sequences
 
 attention = importlib.import_module("weft.ops.attention.paged_attention")
 
@@ -86,7 +88,8 @@ def check_paged_attention(device, case, calls=3):
     chosen = attention.AttentionConfig(**dict(case.config)) if case.config else None
     tickets, results = torch.zeros(B * heads.kv_heads + 1, dtype=torch.int32, device=device), []
     for _ in range(calls):
-        results.append(attention.run(q, keys, values, pages.to(device), lengths, D**-0.5, tickets, chosen))
+        sequences = Sequences(pages.to(device), lengths)
+        results.append(attention.run(q, PagedCache(keys, values), sequences, D**-0.5, tickets, chosen))
         assert not tickets.any(), "tickets are left as they were"
     assert_close(results[0].cpu(), expected, max(case.lengths) + D, partials=1, what=str(case))
     for result in results[1:]:
@@ -157,7 +160,7 @@ MUTATIONS = {
     "no release": ('sem="acq_rel"', 'sem="acquire"', "relaxed-order"),
     "no acquire": ('sem="acq_rel"', 'sem="release"', "relaxed-order"),
     "joined by the first": ("== count - 1", "== 0", "race"),
-    "tickets not put back": ("tl.store(tickets + pair, 0)", "pass", "divergence"),
+    "tickets not put back": ("tl.store(partials.arrivals + pair, 0)", "pass", "divergence"),
     "none": ("", "", None),
 }
 
@@ -165,14 +168,17 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_what_orders_the_parts_is_needed(mutation, tmp_path):
     old, new, finding = MUTATIONS[mutation]
-    mutant = mutated(attention, old, new, f"mutant_{list(MUTATIONS).index(mutation)}", tmp_path)
+    name = f"mutant_{list(MUTATIONS).index(mutation)}"
+    kernels = mutated(split_kv, old, new, f"{name}_kernels", tmp_path)
+    mutant = mutated(attention, "from weft.kernels.split_kv", f"from {kernels.__name__}", name, tmp_path)
 
     def main(team):
         keys, values = SMALL.cache(20, "cpu")
         q = random((1, SMALL.q_heads, SMALL.D), FP32, "cpu", 2)
         pages, lengths = torch.arange(20, dtype=torch.int32)[None], torch.full((1,), 300, dtype=torch.int32)
         tickets, config = torch.zeros(1, dtype=torch.int32), mutant.AttentionConfig(block_n=16, least=16, num_warps=1)
-        return [mutant.run(q, keys, values, pages, lengths, 0.125, tickets, config) for _ in range(2)]
+        arguments = q, PagedCache(keys, values), Sequences(pages, lengths), 0.125, tickets, config
+        return [mutant.run(*arguments) for _ in range(2)]
 
     report = weft.check.check(main, 1, schedules=8)
     found = {finding.kind for found in report.findings for finding in (found.finding, *found.also)}

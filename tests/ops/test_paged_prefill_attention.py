@@ -13,6 +13,7 @@ from tests.ops.cases import FP32
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, random
 from weft import ops
+from weft.kernels.paged_cache import PagedCache
 from weft.ops import PrefillSpans
 
 prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
@@ -104,7 +105,7 @@ def check_prompts(device, case, calls=2):
     )
     chosen = prefill.PrefillConfig(**dict(case.config)) if case.config else None
     arguments = pages.to(device), made.spans, made.tiles, made.block_m, D**-0.5, chosen
-    results = [prefill.run(q, keys, values, *arguments) for _ in range(calls)]
+    results = [prefill.run(q, PagedCache(keys, values), *arguments) for _ in range(calls)]
     assert not results[0][real:].any(), "what is nobody's becomes 0"
     at = 0
     for b, (before, length) in enumerate(spans):

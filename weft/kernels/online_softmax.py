@@ -1,28 +1,49 @@
-"""The tile of paged_attention: the query heads of one KV head over some of a sequence's tokens, and parts of it joined.
+"""Online softmax over the keys and values of a paged cache: the attention stage of decoding, and its step.
 
-The method is FlashAttention's online softmax (Dao et al., 2022) with Flash-Decoding's splits (Dao et al., 2023).
+The method is FlashAttention's (Dao et al., 2022).
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from weft.kernels.paged_cache import cells_at, pages_at
+
+
+class DecodeTile(NamedTuple):
+    """One program's part of a decoding attention, a compile-time constant.
+
+    group    query heads of a KV head
+    rows     rows of the tile that tensor cores multiply, at least ``group``; the others only fill it up
+    kept     ``rows``, or half of it where that holds the group: rows of the result
+    block_n  tokens of a step
+    ways     warps, which share out the tokens of a step
+    least    tokens of a split-KV partial at least
+    split    True if a sequence may have more than one partial
+    joined   partials that are in flight at a time when they are joined
+    """
+
+    group: int
+    rows: int
+    kept: int
+    block_n: int
+    ways: int
+    least: int
+    split: bool
+    joined: int
+
 
 @triton.jit
-def pages_at(table, start, bound, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, PAGE: tl.constexpr):
-    """The pages of tokens start .. start + BLOCK_N - 1, 0 where not before ``bound``: one where one page holds them
-    all, else [WAYS, BLOCK_N // WAYS]. ``start`` is a multiple of BLOCK_N."""
-    if BLOCK_N <= PAGE:
-        return tl.load(table + start // PAGE, mask=start < bound, other=0)
-    else:
-        token = start + ways(BLOCK_N, WAYS)
-        return tl.load(table + token // PAGE, mask=token < bound, other=0)
+def accumulate(p, v, new, largest, total, acc):
+    """(total, acc) with one more block of keys, of weights ``p`` [..., ROWS, N] and values ``v`` [..., N, D].
 
-
-@triton.jit
-def ways(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
-    """0 .. BLOCK_N - 1 as [WAYS, BLOCK_N // WAYS]."""
-    PER: tl.constexpr = BLOCK_N // WAYS
-    return tl.arange(0, WAYS)[:, None] * PER + tl.arange(0, PER)[None, :]
+    p is relative to the exponent ``new``; total [..., ROWS] and acc [..., ROWS, D] are relative to ``largest`` before, and to
+    ``new`` after.
+    """
+    rescale = tl.exp2(largest - new)
+    total = total * rescale + tl.sum(p, axis=-1)
+    return total, tl.dot(p.to(v.dtype), v, acc * tl.expand_dims(rescale, -1), input_precision="ieee")
 
 
 @triton.jit
@@ -38,24 +59,30 @@ def sum_ways(x):
 
 
 @triton.jit
-def attend(
-    x, keys, values, table, page, head, first, length, stride, scale,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr,
-    KEPT: tl.constexpr,
-):  # fmt: skip
-    """Rows of ``x`` [ROWS, D] over the tokens of one KV head: (mean of values [KEPT, D], log2 of the sum of weights [ROWS])
+def ways(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
+    """0 .. BLOCK_N - 1 as [WAYS, BLOCK_N // WAYS]."""
+    PER: tl.constexpr = BLOCK_N // WAYS
+    return tl.arange(0, WAYS)[:, None] * PER + tl.arange(0, PER)[None, :]
 
-    A token's weight is 2 ** (score * scale), so ``scale`` holds log2(e). BLOCK_N tokens are taken at a time: from first,
-    first + stride, ... as far as they lie before ``length``. None at all: zeros, and no meaning.
-    table  the sequence's pages; page  those of the first BLOCK_N tokens, already loaded
-    KEPT   ROWS, or half of it where the other half only fills up a tile
 
-    Each of WAYS warps takes its own share of the tokens and keeps its own maximum and sums, which come together at the
-    end: no step waits for more than its loads. Shared out by rows or columns, as a plain dot is, a step has 4 CTA barriers.
+@triton.jit
+def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.constexpr, TILE: tl.constexpr):
+    """Rows ``x`` [rows, D] over the tokens of one KV head: (mean of values [kept, D], log2 of the sum of weights [rows])
+
+    A token's weight is 2 ** (score * scale), so ``scale`` holds log2(e). The program takes block_n tokens a step, from first,
+    first + stride, ... as far as they lie before ``length``. Without any token the mean is 0 and the sum has no meaning.
+    table  the sequence's pages; page: those of the first block, already loaded
+    SIZES  ``CacheSizes``; TILE: ``DecodeTile``
+
+    Each warp takes its own share of the tokens and keeps its own maximum and sums, which are joined at the end: no step
+    waits for more than its loads. Shared out by rows or columns, as a plain dot is, a step has 4 CTA barriers.
     """
     ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = SIZES.dim
+    KEPT: tl.constexpr = TILE.kept
+    WAYS: tl.constexpr = TILE.ways
     column = tl.arange(0, D)[None, None, :]
-    local = ways(BLOCK_N, WAYS)
+    local = ways(TILE.block_n, WAYS)
     x = tl.broadcast_to(x[None, :, :], (WAYS, ROWS, D))
     # Not -inf: a way without a token has a difference of two of them to take.
     largest = tl.full((WAYS, ROWS), -1e30, tl.float32)
@@ -63,20 +90,16 @@ def attend(
     acc = tl.zeros((WAYS, ROWS, D), tl.float32)
     for start in tl.range(first, length, stride):
         there = local < length - start
-        cell = ((page.to(tl.int64) * HEADS + head) * PAGE + (start % PAGE if BLOCK_N <= PAGE else 0)) * D
-        within = local if BLOCK_N <= PAGE else (start + local) % PAGE
+        at = cells_at(page, head, start, local, SIZES)[:, :, None] + column
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
-        page = pages_at(table, start + stride, length, BLOCK_N, WAYS, PAGE)
-        at = (cell + within * D)[:, :, None] + column
-        k = tl.load(keys + at, mask=there[:, :, None], other=0.0)
-        v = tl.load(values + at, mask=there[:, :, None], other=0.0)
+        page = pages_at(table, start + stride, length, local, SIZES.page)
+        k = tl.load(cache.key_pages + at, mask=there[:, :, None], other=0.0)
+        v = tl.load(cache.value_pages + at, mask=there[:, :, None], other=0.0)
         score = tl.dot(x, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
         score = tl.where(there[:, None, :], score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, axis=2))
         p = tl.exp2(score - new[:, :, None])
-        shrink = tl.exp2(largest - new)
-        total = total * shrink + tl.sum(p, axis=2)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, :, None], input_precision="ieee")
+        total, acc = accumulate(p, v, new, largest, total, acc)
         largest = new
     top = tl.max(largest, axis=0)
     share = tl.exp2(largest - top[None, :])
@@ -87,33 +110,3 @@ def attend(
         halves = tl.reshape(acc, (WAYS, 2, KEPT, D))
         acc, _ = tl.split(tl.permute(halves, (0, 2, 3, 1)))
     return sum_ways(acc), top + tl.log2(whole)
-
-
-@triton.jit
-def join_parts(parts, weights, out, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED: tl.constexpr):
-    """out[GROUP, D] = the ``count`` parts of one sequence and KV head together, in order.
-
-    parts [count, GROUP, D], each a softmax of its own; weights [count, GROUP], log2 of the sums it was divided by.
-    JOINED of them are in flight at a time.
-    """
-    ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
-    exists = row < GROUP
-    # Rows beyond GROUP have no weight at all: any finite number keeps them from NaN.
-    largest = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    for start in tl.range(0, count, JOINED, num_stages=1):
-        for i in tl.static_range(JOINED):
-            there = exists & (start + i < count)
-            part = (start + i) * GROUP
-            weight = tl.load(weights + part + row, mask=there, other=float("-inf"))
-            x = tl.load(parts + part * D + at, mask=there[:, None], other=0.0)
-            new = tl.maximum(largest, weight)
-            share, shrink = tl.exp2(weight - new), tl.exp2(largest - new)
-            total = total * shrink + share
-            acc = acc * shrink[:, None] + x * share[:, None]
-            largest = new
-    joined = acc / tl.where(exists, total, 1.0)[:, None]
-    tl.store(out + at, joined.to(out.dtype.element_ty), mask=exists[:, None])

@@ -5,13 +5,20 @@ import triton.language as tl
 
 
 @triton.jit
+def inverse_rms(squares, eps, WIDTH: tl.constexpr):
+    """1 / sqrt(squares / WIDTH + eps): the scale of rows of WIDTH elements whose squares sum to ``squares``."""
+    return tl.rsqrt(squares / WIDTH + eps)
+
+
+@triton.jit
 def norm(hidden, squares, weight, eps, WIDTH: tl.constexpr):
     """``hidden`` [ROWS, BLOCK], columns of rows of WIDTH whose squares sum to ``squares`` [ROWS]: each over its row's root
     mean square, times ``weight``, in fp32."""
-    return hidden.to(tl.float32) * tl.rsqrt(squares / WIDTH + eps)[:, None] * weight.to(tl.float32)[None, :]
+    return hidden.to(tl.float32) * inverse_rms(squares, eps, WIDTH)[:, None] * weight.to(tl.float32)[None, :]
 
 
 @triton.jit
 def squares_of(hidden):
+    """Sum of the squares of each row of ``hidden`` [ROWS, BLOCK], fp32."""
     h = hidden.to(tl.float32)
     return tl.sum(h * h, axis=1)

@@ -13,131 +13,106 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
-from weft.kernels.online_softmax import pages_at
-from weft.kernels.operands import rows_contiguous
+from weft.kernels.online_softmax import attend, ways
+from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
 from weft.kernels.partial_sums import sum_of_parts
-from weft.ops.attention.paged_attention import (
-    LOG2_E,
-    AttentionConfig,
-    attend_and_join,
-    check_heads,
-    check_tickets,
-    config_for,
-    constants,
-    parts_of,
-    scratch_of,
-    splits_for,
-)
-from weft.ops.attention.qk_norm_rope import check_projected
+from weft.kernels.rotary import HeadNorms, load_heads, load_rotation, norm_and_rotate_heads
+from weft.kernels.split_kv import split_count, store_or_join
+from weft.ops.attention.paged_attention import LOG2_E, AttentionConfig, check_heads, check_tickets, launch_of
+from weft.ops.attention.qk_norm_rope import Projected, check_projected
 from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import check_like, check_shape
 from weft.ops.registration import check_scalar
-from weft.runtime.capabilities import launch_options
 
 
 @triton.jit
-def in_halves(columns, HALF: tl.constexpr):
-    """``columns`` [1, 2 HALF], each half of which goes on without a gap: for loads of more than one element."""
-    return tl.max_contiguous(tl.multiple_of(columns, (1, HALF)), (1, HALF))
-
-
-@triton.jit
-def norm_and_rotate(own, other, scale, other_scale, cos, sin, eps, D: tl.constexpr):
-    """Heads ``own`` [n, D], normed and rotated, fp32. ``other``: the same with their halves exchanged, and so other_scale;
-    cos, sin [1, D]: of each column's angle, sin negative in the first half."""
-    shrink = tl.rsqrt(tl.sum(own * own, axis=1) / D + eps)[:, None]
-    return own * shrink * scale * cos + other * shrink * other_scale * sin
-
-
-@triton.jit
-def ask_for(ptr, count):
-    """``count`` elements from ``ptr`` on into the L2; none if it is not positive."""
+def prefetch(ptr, count):
+    """Prefetch ``count`` elements from ``ptr`` on into the L2; none if it is not positive."""
     nbytes = tl.maximum(count, 0) * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     wl.prefetch(ptr + tl.arange(0, 1), nbytes + tl.zeros([1], tl.int32))
 
 
 @triton.jit(do_not_specialize=["max_pages"])
 def decode_attention_kernel(
-    qkv, stride, part_stride, squares, norm_eps, q_weight, k_weight, eps, angles,
-    keys, values, pages, lengths, out, parts, weights, tickets, max_pages, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
-    JOINED: tl.constexpr, PARTS: tl.constexpr, SQUARES: tl.constexpr,
-):  # fmt: skip
-    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * HEADS, splits)
+    projected,
+    norms,
+    angles,
+    cache,
+    sequences,
+    out,
+    partials,
+    max_pages,
+    scale,
+    SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * heads, splits)
 
-    paged_attention_kernel, with q, the last key and the last value of sequence b from its projected token:
+    ``paged_attention_kernel``, with q, the last key and the last value of sequence b from its new token, projected[b]:
 
-    qkv[b]    "stride" elements from token to token: HEADS * GROUP query heads, HEADS keys, HEADS values. Of PARTS summands,
-              fp32 where there are several, part_stride elements apart
-    squares   fp32 [B, SQUARES]: of qkv[b] times 1 / sqrt(sum(squares[b]) + norm_eps). SQUARES 0: as it is
-    its place is lengths[b] - 1: the angles' row, and the cell of the cache that the program of this token's part writes
-              before it attends. lengths[b] = 0: nothing is written
-
-    signals, waits  none: each cell is written and read by one program; parts as of paged_attention_kernel
+    projected      ``Projected``; norms: ``HeadNorms``; the other arguments as of ``paged_attention_kernel``
+    position       lengths[b] - 1: the row of ``angles``, and the cell of the cache that the program of this token's partial
+                   writes before it attends. lengths[b] = 0: nothing is written
+    signals, waits none: each cell is written and read by one program; partials as of ``paged_attention_kernel``
     """
-    HALF: tl.constexpr = D // 2
+    D: tl.constexpr = SIZES.dim
+    PAGE: tl.constexpr = SIZES.page
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    sequence, head = pair // HEADS, pair % HEADS
-    row, column = tl.arange(0, ROWS), tl.arange(0, D)[None, :]
-    # A column's partner is as far into the other half.
-    partner, sign = in_halves((column + HALF) % D, HALF), tl.where(column < HALF, -1.0, 1.0)
-    table = pages + sequence.to(tl.int64) * max_pages
-    first = split * BLOCK_N
+    sequence, head = pair // SIZES.heads, pair % SIZES.heads
+    row, column = tl.arange(0, TILE.rows), tl.arange(0, D)[None, :]
+    table = sequences.pages + sequence.to(tl.int64) * max_pages
+    first = split * TILE.block_n
     wl.follow_previous_kernel()
     # All at once; what the table holds behind the length is not used.
-    length = tl.load(lengths + sequence)
-    page = pages_at(table, first, max_pages * PAGE, BLOCK_N, WAYS, PAGE)
-    token = qkv + sequence.to(tl.int64) * stride
-    theirs = token + ((head * GROUP + row) * D)[:, None]
-    exists = (row < GROUP)[:, None]
-    own = sum_of_parts(theirs + column, exists, part_stride, PARTS)
-    other = sum_of_parts(theirs + partner, exists, part_stride, PARTS)
-    own_scale, other_scale = tl.load(q_weight + column).to(tl.float32), tl.load(q_weight + partner).to(tl.float32)
-    # The new key and value: asked for here, so that who keeps them does not wait for memory once more.
-    mine, every = token + (HEADS * GROUP + head) * D, column >= 0
-    own_key = sum_of_parts(mine + column, every, part_stride, PARTS)
-    other_key = sum_of_parts(mine + partner, every, part_stride, PARTS)
-    own_key_scale = tl.load(k_weight + column).to(tl.float32)
-    other_key_scale = tl.load(k_weight + partner).to(tl.float32)
-    value = sum_of_parts(mine + HEADS * D + column, every, part_stride, PARTS)
+    length = tl.load(sequences.lengths + sequence)
+    page = pages_at(table, first, max_pages * PAGE, ways(TILE.block_n, TILE.ways), PAGE)
+    token = projected.qkv + sequence.to(tl.int64) * projected.stride
+    q_heads = token + ((head * TILE.group + row) * D)[:, None]
+    k_head = token + (SIZES.heads * TILE.group + head) * D
+    stride = projected.part_stride
+    queries = load_heads(q_heads, (row < TILE.group)[:, None], stride, norms.q_weight, D, PARTS)
+    # The new key and value: loaded by all programs here, so that the one that writes them waits for memory once only.
+    new_key = load_heads(k_head, column >= 0, stride, norms.k_weight, D, PARTS)
+    value = sum_of_parts(k_head + SIZES.heads * D + column, column >= 0, stride, PARTS)
     factor = tl.full((1,), 1.0, tl.float32)
     if SQUARES > 0:
-        factor = factors(squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, norm_eps, SQUARES)
+        factor = factors(projected.squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, projected.eps, SQUARES)
     length = tl.minimum(length, max_pages * PAGE)
-    count = parts_of(length, splits, LEAST)
-    if BLOCK_N <= PAGE:
-        # Before the queries are made, which takes as long as the first keys need. Two blocks or four cost more than they save:
-        # 128 x 128 tokens on 2 KV heads 10.3 and 11.4 us, 8.8 with one (of a search that no file keeps).
-        in_page = ((page.to(tl.int64) * HEADS + head) * PAGE + first % PAGE) * D
-        ask_for(keys + in_page, tl.minimum(length - first, BLOCK_N) * D)
-        ask_for(values + in_page, tl.minimum(length - first, BLOCK_N) * D)
+    count = split_count(length, splits, TILE.least)
+    if TILE.block_n <= PAGE:
+        # Before the queries are made, which takes as long as the first keys need. Two blocks or four cost more than they
+        # save: 128 x 128 tokens on 2 KV heads of an H200 take 10.3 and 11.4 us, 8.8 with one.
+        cell = cell_of(page, head, first % PAGE, SIZES)
+        prefetch(cache.key_pages + cell, tl.minimum(length - first, TILE.block_n) * D)
+        prefetch(cache.value_pages + cell, tl.minimum(length - first, TILE.block_n) * D)
     if split < count:
         last = tl.maximum(length - 1, 0)
         page_of_last = tl.load(table + last // PAGE, mask=length > 0, other=0)
-        angle = angles + last.to(tl.int64) * D + in_halves(column % HALF, HALF)
-        cos, sin = tl.load(angle), tl.load(angle + HALF) * sign
+        rotation = load_rotation(angles, last, D)
         by = factor[:, None]
-        x = norm_and_rotate(own * by, other * by, own_scale, other_scale, cos, sin, eps, D).to(out.dtype.element_ty)
-        if (last // BLOCK_N % count == split) & (length > 0):
-            key = norm_and_rotate(
-                own_key * by, other_key * by, own_key_scale, other_key_scale, cos, sin, eps, D
-            )  # fmt: skip
-            cell = ((page_of_last.to(tl.int64) * HEADS + head) * PAGE + last % PAGE) * D + column
-            tl.store(keys + cell, key.to(keys.dtype.element_ty))
-            tl.store(values + cell, (value * by).to(values.dtype.element_ty))
-            tl.debug_barrier()  # other threads of this program read them
-        attend_and_join(
-            x, keys, values, table, page, head, first, length, count, scale, out, parts, weights, tickets,
-            HEADS, GROUP, PAGE, D, BLOCK_N, WAYS, SPLIT, JOINED,
-        )  # fmt: skip
+        x = norm_and_rotate_heads(queries, by, norms.eps, rotation, D).to(out.dtype.element_ty)
+        if (last // TILE.block_n % count == split) & (length > 0):
+            key = norm_and_rotate_heads(new_key, by, norms.eps, rotation, D)
+            write_token(cache, cell_of(page_of_last, head, last % PAGE, SIZES), key, value * by, D)
+        mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
+        store_or_join(mean, log_sum, count, out, partials, TILE)
 
 
 def decode_attention(
-    qkv: torch.Tensor | FactoredNorm, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
-    keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor,
-    scale: float | None = None, tickets: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    qkv: torch.Tensor | FactoredNorm,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    angles: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float | None = None,
+    tickets: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The new token of each sequence attends to all of its tokens, itself included: [B, Hq, D]. Its key and value go into the
     paged cache.
 
@@ -179,39 +154,48 @@ def decode_attention(
 
 
 def run(
-    qkv: torch.Tensor, squares: torch.Tensor | None, norm_eps: float, q_weight: torch.Tensor, k_weight: torch.Tensor,
-    eps: float, angles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor,
-    lengths: torch.Tensor, scale: float, tickets: torch.Tensor | None, config: AttentionConfig | None = None,
-) -> torch.Tensor:  # fmt: skip
+    qkv: torch.Tensor | FactoredNorm,
+    norms: HeadNorms,
+    angles: torch.Tensor,
+    cache: PagedCache,
+    sequences: Sequences,
+    scale: float,
+    tickets: torch.Tensor | None,
+    config: AttentionConfig | None = None,
+) -> torch.Tensor:
     """``decode_attention`` of checked arguments, with a chosen config."""
-    _, heads, page, D = keys.shape
-    in_parts = qkv.dim() == 3
-    B, q_heads = qkv.shape[-2], qkv.shape[-1] // D - 2 * heads
-    out = torch.empty((B, q_heads, D), dtype=keys.dtype, device=qkv.device)
-    if B == 0:
-        return out
-    qkv = qkv.contiguous() if in_parts else rows_contiguous(qkv)
-    caps, pairs, max_pages = capabilities_of(qkv.device), B * heads, pages.shape[1]
-    config = config or config_for(pairs, D, keys.dtype, caps)
-    splits = splits_for(pairs, max_pages * page, config, caps.sms)
-    decode_attention_kernel[(pairs, splits)](
-        qkv, qkv.stride(-2), qkv.stride(0) if in_parts else 0, qkv if squares is None else squares.contiguous(), norm_eps,
-        q_weight.contiguous(), k_weight.contiguous(), eps, angles.contiguous(), keys, values, pages.contiguous(),
-        lengths.contiguous(), out, *scratch_of(out, pairs, splits, tickets), max_pages, scale * LOG2_E,
-        **constants(config, heads=heads, group=q_heads // heads, page=page, D=D, split=splits > 1),
-        PARTS=qkv.shape[0] if in_parts else 1, SQUARES=0 if squares is None else squares.shape[1],
-        **launch_options(caps),
-    )  # fmt: skip
+    projected, constants = Projected.of(qkv)
+    _, heads, _, D = cache.key_pages.shape
+    B, q_heads = projected.qkv.shape[-2], projected.qkv.shape[-1] // D - 2 * heads
+    out = torch.empty((B, q_heads, D), dtype=cache.key_pages.dtype, device=cache.key_pages.device)
+    if B > 0:
+        grid, arguments, options = launch_of(out, cache, sequences, tickets, config)
+        norms = HeadNorms(norms.q_weight.contiguous(), norms.k_weight.contiguous(), norms.eps)
+        decode_attention_kernel[grid](
+            projected, norms, angles.contiguous(), *arguments, scale * LOG2_E, **constants, **options
+        )
     return out
 
 
 @custom_op("decode_attention", mutates_args=("keys", "values", "tickets"), backward=False)
 def _decode_attention(
-    qkv: torch.Tensor, squares: torch.Tensor | None, norm_eps: float, q_weight: torch.Tensor, k_weight: torch.Tensor,
-    eps: float, angles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor,
-    lengths: torch.Tensor, scale: float, tickets: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    return run(qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets)
+    qkv: torch.Tensor,
+    squares: torch.Tensor | None,
+    norm_eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    angles: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    tickets: torch.Tensor | None,
+) -> torch.Tensor:
+    given = qkv if squares is None else FactoredNorm(qkv, squares, norm_eps)
+    norms, cache, sequences = HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values), Sequences(pages, lengths)
+    return run(given, norms, angles, cache, sequences, scale, tickets)
 
 
 @_decode_attention.register_fake

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.online_softmax import attend, join_parts, pages_at
+from weft.kernels.online_softmax import DecodeTile, attend, ways
+from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, pages_at
+from weft.kernels.split_kv import Partials, split_count, store_or_join
 from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
@@ -66,87 +68,49 @@ class AttentionConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive; pass 1 or more")
 
 
-@triton.jit
-def attend_and_join(
-    x, keys, values, table, page, head, first, length, count, scale, out, parts, weights, tickets,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr,
-):  # fmt: skip
-    """Part program_id(1) of ``count`` of pair program_id(0), into ``out``, or where there are several into ``parts``, which
-    the program that comes last joins. Arguments as of ``attend`` and ``paged_attention_kernel``; out: of all pairs."""
-    pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    ROWS: tl.constexpr = x.shape[0]
-    KEPT: tl.constexpr = ROWS // 2 if GROUP * 2 <= ROWS else ROWS
-    row, kept, column = tl.arange(0, ROWS), tl.arange(0, KEPT)[:, None], tl.arange(0, D)[None, :]
-    mine = pair.to(tl.int64) * (GROUP * D)
-    mean, weight = attend(
-        x, keys, values, table, page, head, first, length, count * BLOCK_N, scale, HEADS, PAGE, D, BLOCK_N, WAYS, KEPT
-    )
-    alone = True
-    if SPLIT:
-        alone = count == 1
-        if count > 1:
-            part = (pair.to(tl.int64) * splits + split) * GROUP
-            tl.store(parts + part * D + kept * D + column, mean, mask=kept < GROUP)
-            tl.store(weights + part + row, weight, mask=row < GROUP)
-            wl.gather_stores()
-            if tl.atomic_add(tickets + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
-                tl.store(tickets + pair, 0)
-                first_part = pair.to(tl.int64) * splits * GROUP
-                join_parts(parts + first_part * D, weights + first_part, out + mine, count, GROUP, D, JOINED)
-    if alone:
-        tl.store(out + mine + kept * D + column, mean.to(out.dtype.element_ty), mask=kept < GROUP)
-
-
-@triton.jit
-def parts_of(length, splits, LEAST: tl.constexpr):
-    """Into how many parts a sequence of ``length`` tokens is cut."""
-    return tl.minimum(tl.maximum(tl.cdiv(length, LEAST), 1), splits)
-
-
 @triton.jit(do_not_specialize=["max_pages"])
 def paged_attention_kernel(
-    q, keys, values, pages, lengths, out, parts, weights, tickets, max_pages, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, LEAST: tl.constexpr, SPLIT: tl.constexpr,
-    JOINED: tl.constexpr,
-):  # fmt: skip
-    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * HEADS, splits)
+    q, cache, sequences, out, partials, max_pages, scale, SIZES: tl.constexpr, TILE: tl.constexpr
+):
+    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * heads, splits)
 
-    Program (b * HEADS + g, i) has part i of sequence b for its query heads g * GROUP .. (g + 1) * GROUP - 1. A sequence
-    has as many parts as there are splits, or fewer, so that they have about LEAST tokens; programs beyond them end at
-    once. Its steps of BLOCK_N tokens are dealt out in turn: where a program starts does not wait for the length. Token t of
-    b lies in page pages[b, t // PAGE]. lengths[b] = 0: zeros.
+    Program (b * heads + g, i) computes split-KV partial i of sequence b for its query heads g * group .. (g + 1) * group - 1. A
+    sequence has one partial for each of ``splits``, or fewer, so that each has about TILE.least tokens; programs beyond them
+    end at once. Its steps of TILE.block_n tokens are dealt out in turn: where a program starts does not depend on the length.
+    lengths[b] = 0: zeros.
 
-    signals, waits  none: of the parts of a sequence and head, the program that comes last joins all
-    parts, weights  fp32 [B * HEADS, splits, GROUP, D] and [B * HEADS, splits, GROUP], of this call only
-    tickets         int32 [B * HEADS], 0: how many parts are there. Left as 0 for the next kernel of this stream
-    SPLIT           whether there are splits; where not, parts, weights and tickets are not touched
+    signals, waits  none: of the partials of a sequence and KV head, the program that arrives last joins all
+    cache, SIZES    ``PagedCache`` and its ``CacheSizes``
+    sequences       ``Sequences``: token t of b lies in page pages[b, t // page]
+    partials        ``Partials``, not touched unless TILE.split
     """
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    sequence, head = pair // HEADS, pair % HEADS
-    row, column = tl.arange(0, ROWS), tl.arange(0, D)[None, :]
-    mine = pair.to(tl.int64) * (GROUP * D)
-    table = pages + sequence.to(tl.int64) * max_pages
-    first = split * BLOCK_N
+    sequence, head = pair // SIZES.heads, pair % SIZES.heads
+    row, column = tl.arange(0, TILE.rows), tl.arange(0, SIZES.dim)[None, :]
+    queries = q + pair.to(tl.int64) * (TILE.group * SIZES.dim)
+    table = sequences.pages + sequence.to(tl.int64) * max_pages
+    first = split * TILE.block_n
     wl.follow_previous_kernel()
     # All three at once; what the table holds behind the length is not used.
-    length = tl.load(lengths + sequence)
-    page = pages_at(table, first, max_pages * PAGE, BLOCK_N, WAYS, PAGE)
-    x = tl.load(q + mine + row[:, None] * D + column, mask=(row < GROUP)[:, None], other=0.0)
-    length = tl.minimum(length, max_pages * PAGE)
-    count = parts_of(length, splits, LEAST)
+    length = tl.load(sequences.lengths + sequence)
+    page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
+    x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
+    length = tl.minimum(length, max_pages * SIZES.page)
+    count = split_count(length, splits, TILE.least)
     if split < count:
-        attend_and_join(
-            x, keys, values, table, page, head, first, length, count, scale, out, parts, weights, tickets,
-            HEADS, GROUP, PAGE, D, BLOCK_N, WAYS, SPLIT, JOINED,
-        )  # fmt: skip
+        mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
+        store_or_join(mean, log_sum, count, out, partials, TILE)
 
 
 def paged_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor,
-    scale: float | None = None, tickets: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float | None = None,
+    tickets: torch.Tensor | None = None,
+) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for one token of each sequence, which the cache holds already.
 
     q             [B, Hq, D], fp16, bf16 or fp32
@@ -232,60 +196,86 @@ def splits_for(pairs: int, tokens: int, config: AttentionConfig, sms: int) -> in
 
 
 def run(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, scale: float,
-    tickets: torch.Tensor | None, config: AttentionConfig | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    cache: PagedCache,
+    sequences: Sequences,
+    scale: float,
+    tickets: torch.Tensor | None,
+    config: AttentionConfig | None = None,
+) -> torch.Tensor:
     """``paged_attention`` of checked arguments, with a chosen config."""
-    (B, q_heads, D), (_, heads, page, _) = q.shape, keys.shape
+    B, q_heads, D = q.shape
     out = torch.empty((B, q_heads, D), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    caps = capabilities_of(q.device)
-    pairs, max_pages = B * heads, pages.shape[1]
-    config = config or config_for(pairs, D, q.dtype, caps)
-    splits = splits_for(pairs, max_pages * page, config, caps.sms)
-    paged_attention_kernel[(pairs, splits)](
-        q.contiguous(), keys, values, pages.contiguous(), lengths.contiguous(), out, *scratch_of(out, pairs, splits, tickets),
-        max_pages, scale * LOG2_E,
-        **constants(config, heads=heads, group=q_heads // heads, page=page, D=D, split=splits > 1), **launch_options(caps),
-    )  # fmt: skip
+    grid, arguments, options = launch_of(out, cache, sequences, tickets, config)
+    paged_attention_kernel[grid](q.contiguous(), *arguments, scale * LOG2_E, **options)
     return out
 
 
-def scratch_of(
-    out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """parts, weights and tickets of one call with ``out`` [B, Hq, D]; anything where nothing is split."""
+def launch_of(
+    out: torch.Tensor,
+    cache: PagedCache,
+    sequences: Sequences,
+    tickets: torch.Tensor | None,
+    config: AttentionConfig | None,
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """(grid, arguments from ``cache`` to ``max_pages``, keyword arguments) of a kernel that writes ``out`` [B, Hq, D]."""
+    (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
+    caps, pairs, max_pages = capabilities_of(out.device), B * sizes.heads, sequences.pages.shape[1]
+    config = config or config_for(pairs, D, out.dtype, caps)
+    splits = splits_for(pairs, max_pages * sizes.page, config, caps.sms)
+    sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
+    options = {
+        "SIZES": sizes,
+        "TILE": tile_of(config, group=q_heads // sizes.heads, D=D, split=splits > 1),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **launch_options(caps),
+    }
+    return (pairs, splits), (cache, sequences, out, scratch_of(out, pairs, splits, tickets), max_pages), options
+
+
+def scratch_of(out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None) -> Partials:
+    """Scratch memory of one call that writes ``out`` [B, Hq, D]; any tensors where nothing is split."""
     if splits == 1:
-        return out, out, out
+        return Partials(out, out, out)
     B, q_heads, D = out.shape
     group = q_heads * B // pairs
-    parts = torch.empty((pairs, splits, group, D), dtype=torch.float32, device=out.device)
-    weights = torch.empty((pairs, splits, group), dtype=torch.float32, device=out.device)
-    tickets = torch.zeros(pairs, dtype=torch.int32, device=out.device) if tickets is None else tickets
-    return parts, weights, tickets
+    means = torch.empty((pairs, splits, group, D), dtype=torch.float32, device=out.device)
+    log_sums = torch.empty((pairs, splits, group), dtype=torch.float32, device=out.device)
+    arrivals = torch.zeros(pairs, dtype=torch.int32, device=out.device) if tickets is None else tickets
+    return Partials(means, log_sums, arrivals)
 
 
-def constants(
-    config: AttentionConfig, *, heads: int, group: int, page: int, D: int, split: bool
-) -> dict[str, int | bool]:
-    """The keyword arguments of the kernel."""
+def tile_of(config: AttentionConfig, *, group: int, D: int, split: bool) -> DecodeTile:
+    """Compile-time sizes of a program with ``group`` query heads of ``D`` elements."""
     few = next_power_of_2(group)
-    return {
-        "HEADS": heads, "GROUP": group, "PAGE": page, "D": D, "ROWS": max(MIN_ROWS, few),
-        "BLOCK_N": config.block_n, "WAYS": config.num_warps, "LEAST": config.least, "SPLIT": split,
-        # At most 16 KiB of parts at a time, in 32 registers of 4 warps.
-        "JOINED": max(1, min(4, 4096 // (few * D))),
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
-    }  # fmt: skip
+    rows = max(MIN_ROWS, few)
+    return DecodeTile(
+        group=group,
+        rows=rows,
+        kept=rows // 2 if group * 2 <= rows else rows,
+        block_n=config.block_n,
+        ways=config.num_warps,
+        least=config.least,
+        split=split,
+        # At most 16 KiB of partials at a time, in 32 registers of 4 warps.
+        joined=max(1, min(4, 4096 // (few * D))),
+    )
 
 
 @custom_op("paged_attention", mutates_args=("tickets",), backward=False)
 def _paged_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, scale: float,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
     tickets: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    return run(q, keys, values, pages, lengths, scale, tickets)
+) -> torch.Tensor:
+    return run(q, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets)
 
 
 @_paged_attention.register_fake

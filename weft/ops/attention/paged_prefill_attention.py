@@ -20,6 +20,8 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import quoted
+from weft.kernels.online_softmax import accumulate
+from weft.kernels.paged_cache import CacheSizes, PagedCache, cells_at, pages_at
 from weft.ops.attention.paged_attention import LOG2_E, check_heads
 from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.custom_op import custom_op
@@ -125,100 +127,114 @@ class PrefillSpans:
 
 
 @triton.jit
-def pages_of(table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """The pages of keys start .. start + BLOCK_N - 1, 0 where not before ``end``: one where one page holds them all."""
-    if BLOCK_N <= PAGE:
-        return tl.load(table + start // PAGE, mask=start < end, other=0)
-    else:
-        token = start + tl.arange(0, BLOCK_N)
-        return tl.load(table + token // PAGE, mask=token < end, other=0)
-
-
-@triton.jit
 def over_keys(
-    x, position, keys, values, table, head, start, end, scale, largest, total, acc,
-    MASKED: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One more stretch of the online softmax of rows ``x`` [BLOCK_M, D]: keys start .. end - 1, from a multiple of BLOCK_N on.
+    x,
+    position,
+    cache,
+    table,
+    head,
+    start,
+    end,
+    scale,
+    state,
+    MASKED: tl.constexpr,
+    SIZES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The online softmax of rows ``x`` [BLOCK_M, D] over keys start .. end - 1 more; ``start`` is a multiple of BLOCK_N.
 
     A key's weight is 2 ** (score * scale), so ``scale`` holds log2(e).
-    largest, total, acc  [BLOCK_M], [BLOCK_M] and [BLOCK_M, D]: the largest exponent so far, and sums relative to it
-    MASKED               row i sees keys up to position[i]; else all rows see all, and ``end`` is a multiple of BLOCK_N too
+    state   before and after: (largest exponent [BLOCK_M], sum of weights [BLOCK_M], weighted sum of values [BLOCK_M, D]), the
+            sums relative to the exponent
+    MASKED  row i sees keys up to position[i]; else all rows see all, and ``end`` is a multiple of BLOCK_N too
     """
-    column, local = tl.arange(0, D)[None, :], tl.arange(0, BLOCK_N)
-    page = pages_of(table, start, end, BLOCK_N, PAGE)
+    largest, total, acc = state
+    column, local = tl.arange(0, SIZES.dim)[None, :], tl.arange(0, BLOCK_N)
+    page = pages_at(table, start, end, local, SIZES.page)
     for at in tl.range(start, end, BLOCK_N):
-        cell = ((page.to(tl.int64) * HEADS + head) * PAGE + (at % PAGE if BLOCK_N <= PAGE else 0)) * D
-        within = local if BLOCK_N <= PAGE else (at + local) % PAGE
+        cells = cells_at(page, head, at, local, SIZES)[:, None] + column
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
-        page = pages_of(table, at + BLOCK_N, end, BLOCK_N, PAGE)
-        source = (cell + within * D)[:, None] + column
-        k = tl.load(keys + source)
+        page = pages_at(table, at + BLOCK_N, end, local, SIZES.page)
+        k = tl.load(cache.key_pages + cells)
         if MASKED:
-            v = tl.load(values + source, mask=(local < end - at)[:, None], other=0.0)
+            v = tl.load(cache.value_pages + cells, mask=(local < end - at)[:, None], other=0.0)
         else:
-            v = tl.load(values + source)
+            v = tl.load(cache.value_pages + cells)
         score = tl.dot(x, k.T, input_precision="ieee")
         if MASKED:
             score = tl.where((at + local)[None, :] <= position[:, None], score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, axis=1) * scale)
         p = tl.exp2(score * scale - new[:, None])
-        shrink = tl.exp2(largest - new)
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total, acc = accumulate(p, v, new, largest, total, acc)
         largest = new
     return largest, total, acc
 
 
 @triton.jit(do_not_specialize=["max_pages"])
 def paged_prefill_attention_kernel(
-    q, keys, values, pages, out, spans, tiles, max_pages, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    q,
+    cache,
+    pages,
+    out,
+    ranges,
+    tiles,
+    max_pages,
+    scale,
+    SIZES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values        grid: (N * HEADS,)
+):
+    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values        grid: (N * heads,)
 
-    q, out  [T, HEADS * GROUP, D]. Of a sequence's rows, a token's heads one after the other, tile i has BLOCK_M * i and on
-    spans   [B + 2, 3]: (first_token, length, before) of each sequence; the keys of one with before = -length are none, and its
+    q, out  [T, heads * GROUP, D]. A sequence's rows are its tokens' query heads of one KV head, a token's one after the other;
+            tile i has rows BLOCK_M * i and on
+    cache   ``PagedCache``, of SIZES ``CacheSizes``
+    ranges  [B + 2, 3]: (first_token, length, before) of each sequence; the keys of one with before = -length are none, and its
             rows of out 0
-    tiles   [N, 2]: (sequence, tile) of program i * HEADS + KV head
-    pages   [B, max_pages]: key i of sequence b lies in page pages[b, i // PAGE]; keys behind before + length - 1 are not used
+    tiles   [N, 2]: (sequence, tile) of program i * heads + KV head
+    pages   [B, max_pages]: key i of sequence b lies in page pages[b, i // page]; keys behind before + length - 1 are not used
     """
+    D: tl.constexpr = SIZES.dim
     wl.follow_previous_kernel()
-    head = tl.program_id(0) % HEADS
-    tiles += 2 * (tl.program_id(0) // HEADS)
+    head = tl.program_id(0) % SIZES.heads
+    tiles += 2 * (tl.program_id(0) // SIZES.heads)
     sequence, tile = tl.load(tiles), tl.load(tiles + 1)
-    spans += 3 * sequence
-    first_token, length, before = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
+    ranges += 3 * sequence
+    first_token, length, before = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     exists = (row < length * GROUP)[:, None]
-    first = first_token.to(tl.int64) * (HEADS * GROUP * D)
-    mine = first + ((token.to(tl.int64) * HEADS + head) * GROUP + row % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
+    first = first_token.to(tl.int64) * (SIZES.heads * GROUP * D)
+    at = (
+        first
+        + ((token.to(tl.int64) * SIZES.heads + head) * GROUP + row % GROUP)[:, None] * D
+        + tl.arange(0, D)[None, :]
+    )
     table = pages + sequence.to(tl.int64) * max_pages
     end = before + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length)
-    # What the first row sees, all do.
+    # Keys that the first row sees, all rows see: they need no mask.
     whole = (before + tile * BLOCK_M // GROUP + 1) // BLOCK_N * BLOCK_N
     whole = tl.where(end <= SHORT * BLOCK_N, 0, whole)
     position = before + token
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
-    x = tl.load(q + mine, mask=exists, other=0.0)
-    largest, total, acc = over_keys(
-        x, position, keys, values, table, head, 0, whole, scale, largest, total, acc, False, HEADS, PAGE, D, BLOCK_N
-    )
-    largest, total, acc = over_keys(
-        x, position, keys, values, table, head, whole, end, scale, largest, total, acc, True, HEADS, PAGE, D, BLOCK_N
-    )
+    state = largest, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, D), tl.float32)
+    x = tl.load(q + at, mask=exists, other=0.0)
+    state = over_keys(x, position, cache, table, head, 0, whole, scale, state, False, SIZES, BLOCK_N)
+    state = over_keys(x, position, cache, table, head, whole, end, scale, state, True, SIZES, BLOCK_N)
+    _, total, acc = state
     total = tl.where(total > 0, total, 1.0)  # 0 where there is no key
-    tl.store(out + mine, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists)
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists)
 
 
 def paged_prefill_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor,
-    spans: PrefillSpans | Sequence[tuple[int, int]], scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    spans: PrefillSpans | Sequence[tuple[int, int]],
+    scale: float | None = None,
+) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D]: each of T tokens, and those before it in its sequence.
 
     q             [T, Hq, D], fp16, bf16 or fp32: the new tokens of all sequences, whose keys and values the cache holds already
@@ -282,36 +298,53 @@ def config_for(programs: int, D: int, dtype: torch.dtype, caps: Capabilities) ->
 
 
 def run(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, spans: torch.Tensor, tiles: torch.Tensor,
-    block_m: int, scale: float, config: PrefillConfig | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    cache: PagedCache,
+    pages: torch.Tensor,
+    ranges: torch.Tensor,
+    tiles: torch.Tensor,
+    block_m: int,
+    scale: float,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
     """``paged_prefill_attention`` of checked arguments, with a chosen config."""
-    (_, q_heads, D), (_, heads, page, _) = q.shape, keys.shape
+    (_, q_heads, D), sizes = q.shape, CacheSizes.of(cache.key_pages)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    caps, programs = capabilities_of(q.device), tiles.shape[0] * heads
-    how = config or config_for(programs, D, q.dtype, caps)
+    caps, programs = capabilities_of(q.device), tiles.shape[0] * sizes.heads
     if programs:
+        how = config or config_for(programs, D, q.dtype, caps)
         paged_prefill_attention_kernel[(programs,)](
-            q.contiguous(), keys, values, pages.contiguous(), out, spans, tiles, pages.shape[1], scale * LOG2_E,
-            **constants(how, block_m, heads=heads, group=q_heads // heads, page=page, D=D), **launch_options(caps),
-        )  # fmt: skip
+            q.contiguous(),
+            cache,
+            pages.contiguous(),
+            out,
+            ranges,
+            tiles,
+            pages.shape[1],
+            scale * LOG2_E,
+            SIZES=sizes,
+            GROUP=q_heads // sizes.heads,
+            BLOCK_M=block_m,
+            BLOCK_N=how.block_n,
+            num_warps=how.num_warps,
+            num_stages=how.num_stages,
+            **launch_options(caps),
+        )
     return out
-
-
-def constants(config: PrefillConfig, block_m: int, *, heads: int, group: int, page: int, D: int) -> dict[str, int]:
-    """The keyword arguments of the kernel."""
-    return {
-        "HEADS": heads, "GROUP": group, "PAGE": page, "D": D, "BLOCK_M": block_m, "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
-    }  # fmt: skip
 
 
 @custom_op("paged_prefill_attention", backward=False)
 def _paged_prefill_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, spans: torch.Tensor, tiles: torch.Tensor,
-    block_m: int, scale: float,
-) -> torch.Tensor:  # fmt: skip
-    return run(q, keys, values, pages, spans, tiles, block_m, scale)
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    spans: torch.Tensor,
+    tiles: torch.Tensor,
+    block_m: int,
+    scale: float,
+) -> torch.Tensor:
+    return run(q, PagedCache(keys, values), pages, spans, tiles, block_m, scale)
 
 
 @_paged_prefill_attention.register_fake

@@ -6,6 +6,8 @@ x = round-free fp32 of a head [D];  n = x / sqrt(mean(x^2) + eps) * weight
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,9 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
 from weft.kernels.operands import rows_contiguous
+from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
+from weft.kernels.rms_norm import inverse_rms, squares_of
+from weft.kernels.rotary import HeadNorms, norm_and_rotate
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS, check_flag, check_is_tensor, check_scalar
@@ -24,23 +29,68 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 TILE = 2048
 
 
+class Projected(NamedTuple):
+    """The QKV projection of tokens, as kernels take it.
+
+    qkv          [tokens, q_heads + 2 kv_heads, D]: query heads, key heads, value heads; rows ``stride`` elements apart. Or the
+                 split-K partials of that, fp32, part_stride elements apart
+    squares      fp32 [tokens, SQUARES]: token t of qkv is still to be multiplied by 1 / sqrt(sum(squares[t]) + eps), a deferred
+                 RMS scale. SQUARES 0: any tensor
+    """
+
+    qkv: torch.Tensor
+    stride: int
+    part_stride: int
+    squares: torch.Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, given: torch.Tensor | FactoredNorm) -> tuple[Projected, dict[str, int]]:
+        """The argument of a kernel, and its compile-time constants: PARTS split-K partials and SQUARES."""
+        deferred = isinstance(given, FactoredNorm)
+        qkv, squares, eps = (given.scaled, given.squares.contiguous(), given.eps) if deferred else (given, None, 0.0)
+        in_parts = qkv.dim() == 3
+        qkv = qkv.contiguous() if in_parts else rows_contiguous(qkv)
+        argument = cls(qkv, qkv.stride(-2), qkv.stride(0) if in_parts else 0, squares if deferred else qkv, eps)
+        return argument, {"PARTS": qkv.shape[0] if in_parts else 1, "SQUARES": squares.shape[1] if deferred else 0}
+
+
+@triton.jit
+def store_halves(target, low, high, mask):
+    """Store both halves of heads, rounded to the dtype of ``target``, pointers to the first halves."""
+    HALF: tl.constexpr = low.shape[1]
+    tl.store(target, low.to(target.dtype.element_ty), mask=mask)
+    tl.store(target + HALF, high.to(target.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def qk_norm_rope_kernel(
-    qkv, stride, part_stride, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, q, keys, values, rows,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    KEPT: tl.constexpr, SQUARES: tl.constexpr,
-):  # fmt: skip
-    """Head h of token t is row t * (Q_HEADS + 2 KV_HEADS) + h of the work.        grid: (cdiv(rows, ROWS),)
+    projected,
+    norms,
+    angles,
+    positions,
+    slots,
+    q,
+    cache,
+    rows,
+    SIZES: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    """Head h of token t is row t * (Q_HEADS + 2 kv_heads) + h of the work.        grid: (cdiv(rows, ROWS),)
 
-    qkv[t, h, :]  "stride" elements from token to token; first Q_HEADS query heads, then keys, then values. Of PARTS
-                  summands, fp32 where there are several, part_stride elements apart
-    squares       fp32 [T, SQUARES]: of qkv[t] times 1 / sqrt(sum(squares[t]) + norm_eps). SQUARES 0: as it is
-    queries       q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or the keys behind them too
-    keys          keys[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * PAGE + offset
-    values        values[page, h, offset, :] = as they come, rounded
+    projected  ``Projected``; norms: ``HeadNorms``; cache, SIZES: ``PagedCache`` and its ``CacheSizes``
+    queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or the keys behind them too
+    keys       keys[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * page_size + offset
+    values     values[page, h, offset, :] = as they come, rounded
     slots[t] = -1: neither key nor value is written. No two tokens of a call share a slot.
     """
+    D: tl.constexpr = SIZES.dim
     HALF: tl.constexpr = D // 2
+    KV_HEADS: tl.constexpr = SIZES.heads
     HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < rows
@@ -51,50 +101,49 @@ def qk_norm_rope_kernel(
     wl.follow_previous_kernel()
     position = tl.load(positions + token, mask=turns, other=0).to(tl.int64)
     slot = tl.load(slots + token, mask=exists & (head >= Q_HEADS), other=-1)
-    source = qkv + (token.to(tl.int64) * stride + head * D)[:, None] + column
+    source = projected.qkv + (token.to(tl.int64) * projected.stride + head * D)[:, None] + column
     low = tl.load(source, mask=exists[:, None], other=0.0)
     high = tl.load(source + HALF, mask=exists[:, None], other=0.0)
     for part in tl.static_range(1, PARTS):
-        summand = source + part * tl.cast(part_stride, tl.int64)
+        summand = source + part * tl.cast(projected.part_stride, tl.int64)
         low += tl.load(summand, mask=exists[:, None], other=0.0)
         high += tl.load(summand + HALF, mask=exists[:, None], other=0.0)
-    low_scale = tl.where(is_query[:, None], tl.load(q_weight + column), tl.load(k_weight + column)).to(tl.float32)
-    high_scale = tl.where(
-        is_query[:, None], tl.load(q_weight + HALF + column), tl.load(k_weight + HALF + column)
-    ).to(tl.float32)  # fmt: skip
+    q_weight, k_weight = norms.q_weight + column, norms.k_weight + column
+    low_weight = tl.where(is_query[:, None], tl.load(q_weight), tl.load(k_weight)).to(tl.float32)
+    high_weight = tl.where(is_query[:, None], tl.load(q_weight + HALF), tl.load(k_weight + HALF)).to(tl.float32)
     angle = angles + (position * D)[:, None] + column
     cos = tl.load(angle, mask=turns[:, None], other=0.0)
     sin = tl.load(angle + HALF, mask=turns[:, None], other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if SQUARES > 0:
-        factor = factors(squares, token, exists, norm_eps, SQUARES)[:, None]
+        factor = factors(projected.squares, token, exists, projected.eps, SQUARES)[:, None]
         a, b = a * factor, b * factor
         low, high = a, b
-    scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
-    a, b = a * scale * low_scale, b * scale * high_scale
+    scale = inverse_rms(squares_of(a) + squares_of(b), norms.eps, D)[:, None]
     dtype: tl.constexpr = q.dtype.element_ty
-    turned_low, turned_high = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    turned_low = norm_and_rotate(a, b, scale, low_weight, high_weight, cos, sin * -1.0).to(dtype)
+    turned_high = norm_and_rotate(b, a, scale, high_weight, low_weight, cos, sin).to(dtype)
 
     target = q + ((token * KEPT + head).to(tl.int64) * D)[:, None] + column
-    mask = (exists & (head < KEPT))[:, None]
-    tl.store(target, turned_low, mask=mask)
-    tl.store(target + HALF, turned_high, mask=mask)
+    store_halves(target, turned_low, turned_high, (exists & (head < KEPT))[:, None])
     kv_head = (head - Q_HEADS) % KV_HEADS
-    cell = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * D
-    target = keys + cell[:, None] + column
-    mask = (turns & (head >= Q_HEADS) & (slot >= 0))[:, None]
-    tl.store(target, turned_low, mask=mask)
-    tl.store(target + HALF, turned_high, mask=mask)
-    target = values + cell[:, None] + column
-    mask = (exists & is_value & (slot >= 0))[:, None]
-    tl.store(target, low.to(dtype), mask=mask)
-    tl.store(target + HALF, high.to(dtype), mask=mask)
+    cell = cell_of(slot // SIZES.page, kv_head, slot % SIZES.page, SIZES)[:, None] + column
+    store_halves(cache.key_pages + cell, turned_low, turned_high, (turns & (head >= Q_HEADS) & (slot >= 0))[:, None])
+    store_halves(cache.value_pages + cell, low, high, (exists & is_value & (slot >= 0))[:, None])
 
 
 def qk_norm_rope(
-    qkv: torch.Tensor | FactoredNorm, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, angles: torch.Tensor,
-    positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, with_keys: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    qkv: torch.Tensor | FactoredNorm,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    angles: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    with_keys: bool = False,
+) -> torch.Tensor:
     """q [T, Hq, D]: the queries normed and rotated; the new keys (likewise) and values go into the paged cache.
 
     qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
@@ -132,9 +181,16 @@ def qk_norm_rope(
 
 
 def check_projected(
-    op: str, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, angles: torch.Tensor,
-    keys: torch.Tensor, values: torch.Tensor, *, tokens: str,
-) -> None:  # fmt: skip
+    op: str,
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    angles: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    tokens: str,
+) -> None:
     """ValueError unless qkv [``tokens``, ...] is of the heads of that cache, whole or in parts, and the others fit them."""
     check_is_tensor(op, "qkv", qkv)
     in_parts = qkv.dim() == 3
@@ -175,26 +231,42 @@ def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.T
 
 @custom_op("qk_norm_rope", mutates_args=("keys", "values"), backward=False)
 def _qk_norm_rope(
-    qkv: torch.Tensor, squares: torch.Tensor | None, norm_eps: float, q_weight: torch.Tensor, k_weight: torch.Tensor,
-    eps: float, angles: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor,
-    values: torch.Tensor, with_keys: bool,
-) -> torch.Tensor:  # fmt: skip
-    _, kv_heads, page, D = keys.shape
-    tokens, heads = qkv.shape[-2], qkv.shape[-1] // D
-    kept = heads - (1 if with_keys else 2) * kv_heads
-    q = torch.empty((tokens, kept, D), dtype=keys.dtype, device=qkv.device)
+    qkv: torch.Tensor,
+    squares: torch.Tensor | None,
+    norm_eps: float,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    angles: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    with_keys: bool,
+) -> torch.Tensor:
+    sizes = CacheSizes.of(keys)
+    tokens, heads = qkv.shape[-2], qkv.shape[-1] // sizes.dim
+    kept = heads - (1 if with_keys else 2) * sizes.heads
+    q = torch.empty((tokens, kept, sizes.dim), dtype=keys.dtype, device=qkv.device)
     if tokens > 0:
-        parts = qkv.shape[0] if qkv.dim() == 3 else 1
-        qkv = qkv.contiguous() if qkv.dim() == 3 else rows_contiguous(qkv)
-        rows = TILE // D
+        rows = TILE // sizes.dim
+        projected, constants = Projected.of(qkv if squares is None else FactoredNorm(qkv, squares, norm_eps))
         qk_norm_rope_kernel[(cdiv(tokens * heads, rows),)](
-            qkv, qkv.stride(-2), tokens * heads * D, qkv if squares is None else squares.contiguous(), norm_eps,
-            q_weight.contiguous(), k_weight.contiguous(), eps,
-            angles.contiguous(), positions.contiguous(), slots.contiguous(), q, keys, values, tokens * heads,
-            Q_HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads, PAGE=page, D=D, ROWS=rows, PARTS=parts, KEPT=kept,
-            SQUARES=0 if squares is None else squares.shape[1],
+            projected,
+            HeadNorms(q_weight.contiguous(), k_weight.contiguous(), eps),
+            angles.contiguous(),
+            positions.contiguous(),
+            slots.contiguous(),
+            q,
+            PagedCache(keys, values),
+            tokens * heads,
+            SIZES=sizes,
+            Q_HEADS=heads - 2 * sizes.heads,
+            KEPT=kept,
+            ROWS=rows,
+            **constants,
             **launch_options(capabilities_of(q.device)),
-        )  # fmt: skip
+        )
     return q
 
 

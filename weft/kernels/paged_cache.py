@@ -1,0 +1,73 @@
+"""A paged KV cache: which page holds a token, where its key and value are, and how new ones are written.
+
+Token t of a sequence is at offset t % PAGE of the page that entry t // PAGE of the sequence's row of the page table names.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class PagedCache(NamedTuple):
+    """Keys and values of one layer, each [pages, heads, page, dim] and contiguous; sizes are those of ``CacheSizes``."""
+
+    key_pages: torch.Tensor
+    value_pages: torch.Tensor
+
+
+class CacheSizes(NamedTuple):
+    """The sizes of a ``PagedCache``, a compile-time constant: KV heads, tokens of a page, elements of a head."""
+
+    heads: int
+    page: int
+    dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor) -> "CacheSizes":
+        return cls(*keys.shape[1:])
+
+
+class Sequences(NamedTuple):
+    """Sequences of a batch: the page table, int32 [B, max_pages], and int32 [B] tokens of each."""
+
+    pages: torch.Tensor
+    lengths: torch.Tensor
+
+
+@triton.jit
+def pages_at(table, start, end, local, PAGE: tl.constexpr):
+    """Pages of tokens start + ``local``, 0 where not before ``end``: a scalar where one page holds the whole block.
+
+    local  a block's tokens 0 .. BLOCK - 1, in any shape, which the result has else; ``start`` is a multiple of BLOCK
+    """
+    if local.numel <= PAGE:
+        return tl.load(table + start // PAGE, mask=start < end, other=0)
+    else:
+        token = start + local
+        return tl.load(table + token // PAGE, mask=token < end, other=0)
+
+
+@triton.jit
+def cell_of(page, head, offset, SIZES: tl.constexpr):
+    """Element offset of the key, and of the value, of the token at ``offset`` of ``page``."""
+    return ((page.to(tl.int64) * SIZES.heads + head) * SIZES.page + offset) * SIZES.dim
+
+
+@triton.jit
+def cells_at(page, head, start, local, SIZES: tl.constexpr):
+    """Element offsets of tokens start + ``local``, whose ``page`` ``pages_at`` has given."""
+    if local.numel <= SIZES.page:
+        return cell_of(page, head, start % SIZES.page, SIZES) + local * SIZES.dim
+    else:
+        return cell_of(page, head, 0, SIZES) + (start + local) % SIZES.page * SIZES.dim
+
+
+@triton.jit
+def write_token(cache, cell, key, value, D: tl.constexpr):
+    """Write the key and value [1, D] of one token; all threads of this program see them from here on."""
+    cells = cell + tl.arange(0, D)[None, :]
+    tl.store(cache.key_pages + cells, key.to(cache.key_pages.dtype.element_ty))
+    tl.store(cache.value_pages + cells, value.to(cache.value_pages.dtype.element_ty))
+    tl.debug_barrier()

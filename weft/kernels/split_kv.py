@@ -1,0 +1,89 @@
+"""Split-KV: one sequence's attention cut into partials, one of a program each, and joined by the last program.
+
+The method is Flash-Decoding's (Dao et al., 2023).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+
+
+class Partials(NamedTuple):
+    """Split-KV partials of one call, in scratch memory. A pair is a sequence and one of its KV heads.
+
+    means     fp32 [pairs, splits, GROUP, D]: the softmax of each partial by itself
+    log_sums  fp32 [pairs, splits, GROUP]: log2 of the sum of the weights it was divided by
+    arrivals  int32 [pairs], 0: arrival counters of the partials; left as 0 for the next kernel of this stream
+    """
+
+    means: torch.Tensor
+    log_sums: torch.Tensor
+    arrivals: torch.Tensor
+
+
+@triton.jit
+def split_count(length, splits, LEAST: tl.constexpr):
+    """Number of partials of a sequence of ``length`` tokens: at most ``splits``, of about LEAST tokens or more."""
+    return tl.minimum(tl.maximum(tl.cdiv(length, LEAST), 1), splits)
+
+
+@triton.jit
+def store_or_join(mean, log_sum, count, out, partials, TILE: tl.constexpr):
+    """Finish partial program_id(1) of the ``count`` of pair program_id(0): mean [kept, D] and log_sum [rows], as of ``attend``.
+
+    out    [pairs, group, D]: a pair's only partial, or all of them, joined by the program that arrives last
+    order  all threads store a partial (CTA barrier) before its program arrives (release); the last program acquires
+    TILE   ``DecodeTile``; where it is not split, ``partials`` is not touched
+    """
+    D: tl.constexpr = mean.shape[1]
+    GROUP: tl.constexpr = TILE.group
+    pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    kept, row, column = tl.arange(0, mean.shape[0])[:, None], tl.arange(0, log_sum.shape[0]), tl.arange(0, D)[None, :]
+    out += pair.to(tl.int64) * (GROUP * D)
+    alone = True
+    if TILE.split:
+        alone = count == 1
+        if count > 1:
+            at = (pair.to(tl.int64) * splits + split) * GROUP
+            tl.store(partials.means + at * D + kept * D + column, mean, mask=kept < GROUP)
+            tl.store(partials.log_sums + at + row, log_sum, mask=row < GROUP)
+            wl.gather_stores()
+            if tl.atomic_add(partials.arrivals + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
+                tl.store(partials.arrivals + pair, 0)
+                first = pair.to(tl.int64) * splits * GROUP
+                join(partials.means + first * D, partials.log_sums + first, out, count, GROUP, D, TILE.joined)
+    if alone:
+        tl.store(out + kept * D + column, mean.to(out.dtype.element_ty), mask=kept < GROUP)
+
+
+@triton.jit
+def join(means, log_sums, out, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED: tl.constexpr):
+    """out[GROUP, D] = the ``count`` partials of one sequence and KV head together, in order.
+
+    means [count, GROUP, D], log_sums [count, GROUP] as of ``Partials``. JOINED of them are in flight at a time.
+    """
+    ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    exists = row < GROUP
+    # Rows beyond GROUP have no weight: any finite number keeps them from NaN.
+    largest = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    for start in tl.range(0, count, JOINED, num_stages=1):
+        for i in tl.static_range(JOINED):
+            present = exists & (start + i < count)
+            partial = (start + i) * GROUP
+            log_sum = tl.load(log_sums + partial + row, mask=present, other=float("-inf"))
+            mean = tl.load(means + partial * D + at, mask=present[:, None], other=0.0)
+            new = tl.maximum(largest, log_sum)
+            weight, rescale = tl.exp2(log_sum - new), tl.exp2(largest - new)
+            total = total * rescale + weight
+            acc = acc * rescale[:, None] + mean * weight[:, None]
+            largest = new
+    joined = acc / tl.where(exists, total, 1.0)[:, None]
+    tl.store(out + at, joined.to(out.dtype.element_ty), mask=exists[:, None])

@@ -250,7 +250,7 @@ def test_ops():
         return seen
 
     [seen] = weft.simulate(main, 1)
-    assert seen == set(ops.__all__) - {"Explanation", "FactoredNorm", "PrefillSpans", "explain"}
+    assert seen == set(ops.__all__) - {"Explanation", "DeferredNorm", "PrefillSpans", "explain"}
 
 
 def test_spans():

@@ -27,7 +27,7 @@ import triton
 
 from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
-from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.paged_attention import AttentionConfig
 from weft.runtime.files import put
 
@@ -60,12 +60,12 @@ class Layers:
         self.tickets = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
         self.qkv = bench.weights((GROUP + 2) * kv_heads * D, HIDDEN)
         self.o = bench.weights(HIDDEN, GROUP * kv_heads * D)
-        self.x = FactoredNorm(
+        self.x = DeferredNorm(
             torch.randn(batch, HIDDEN, device=device, dtype=BF16), torch.rand(batch, 20, device=device), EPS
         )
         self.attended = torch.randn(batch, GROUP * kv_heads * D, device=device, dtype=BF16)
 
-    def project(self, layer: int) -> torch.Tensor | FactoredNorm:
+    def project(self, layer: int) -> torch.Tensor | DeferredNorm:
         return ops.matmul_parts(self.x, self.qkv[layer % len(self.qkv)])
 
     def two(self, layer: int) -> torch.Tensor:

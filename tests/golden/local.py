@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft import ops
-from weft.ops import FactoredNorm
+from weft.ops import DeferredNorm
 from weft.ops.vocab.likelihood_above import LOWEST, SHIFTS, narrow
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -33,14 +33,14 @@ class Data:
     def order(self, count: int) -> torch.Tensor:
         return torch.randperm(count, generator=self.generator)
 
-    def deferred(self, x: torch.Tensor, parts: int) -> FactoredNorm:
+    def deferred(self, x: torch.Tensor, parts: int) -> DeferredNorm:
         squares = 10 ** (2 * torch.rand((x.shape[-2], parts), generator=self.generator))
-        return FactoredNorm(x, squares, EPS)
+        return DeferredNorm(x, squares, EPS)
 
 
 def shown(value: Any) -> Any:
     """A result as tensors and tuples of them."""
-    if isinstance(value, FactoredNorm):
+    if isinstance(value, DeferredNorm):
         return value.scaled, value.squares
     return tuple(shown(member) for member in value) if isinstance(value, tuple) else value
 

@@ -12,7 +12,7 @@ import torch
 
 import weft
 from tests.ops.cases import BF16, FP16, FP32
-from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.deferred_norm import DeferredNorm
 
 NORM_EPS = 1e-6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
@@ -34,7 +34,7 @@ def undivided(x, parts):
     """``x`` as a product of a factored norm, in so many parts; and what its rows are to be multiplied by, in fp64."""
     generator = torch.Generator().manual_seed(parts)
     squares = (10 ** (2 * torch.rand((x.shape[0], parts), generator=generator))).to(x.device)
-    return FactoredNorm(x, squares, NORM_EPS), (squares.double().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+    return DeferredNorm(x, squares, NORM_EPS), (squares.double().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

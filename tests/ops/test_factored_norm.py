@@ -10,7 +10,10 @@ import weft
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
 from weft import ops
-from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.deferred_norm import DeferredNorm
+from weft.layers.norm import ResidualRMSNorm
+from weft.layers.parallel import RowParallelLinear
+from weft.layers.plan import Plan
 from weft.ops.collectives.all_reduce import run_of_parts
 from weft.ops.gemm import small_m, small_m_config
 from weft.parallel.fused import matmul_split
@@ -39,7 +42,7 @@ def factored(hidden, weight, parts):
     scaled = (hidden.float() * weight.float()).to(hidden.dtype)
     width = hidden.shape[-1]
     shares = [part.float().square().sum(-1) / width for part in hidden.tensor_split(parts, dim=-1)]
-    return FactoredNorm(scaled, torch.stack(shares, dim=-1), EPS)
+    return DeferredNorm(scaled, torch.stack(shares, dim=-1), EPS)
 
 
 def rows(M, K, dtype, seed=0, device="cpu"):
@@ -81,7 +84,7 @@ def test_what_an_op_is_called_with(op, dtype):
             wide = torch.zeros(M, K + 8, dtype=dtype)
             wide[:, :K] = norm.scaled
             x, by_library = multiplied(norm, hidden, op.__name__, N)
-            for given in (norm, FactoredNorm(wide[:, :K], norm.squares, EPS)):
+            for given in (norm, DeferredNorm(wide[:, :K], norm.squares, EPS)):
                 out = op(given, b)
                 assert out.dtype == dtype and out.is_contiguous()
                 assert_close(out, reference(x, b, gated), K, partials=int(by_library and gated), what=f"{M}x{N}x{K}")
@@ -323,7 +326,7 @@ def test_the_schemas_and_fakes_tell_the_truth():
     ],
 )
 def test_squares_of_other_rows_are_refused(squares, message):
-    norm = FactoredNorm(torch.ones(2, 8), squares, EPS)
+    norm = DeferredNorm(torch.ones(2, 8), squares, EPS)
     for op in (ops.matmul, ops.matmul_silu_mul, ops.matmul_parts):
         with pytest.raises(ValueError, match=f"{op.__name__}: {message}"):
             op(norm, torch.ones(4, 8))
@@ -389,8 +392,8 @@ def test_on_a_gpu(op):
             few = {"factored": True, "in_parts": True}
             caps = capabilities_of("sm_90")
             config, _ = small_m_config.configured("matmul", M, b.shape[0], K, BF16, caps, **few)
-            assert isinstance(parts, FactoredNorm) == (config is None)
-            if isinstance(parts, FactoredNorm):
+            assert isinstance(parts, DeferredNorm) == (config is None)
+            if isinstance(parts, DeferredNorm):
                 exact = norm.scaled.double() * rms_factor(hidden)
                 assert_close(parts.normed(), exact @ b.double().T, K, partials=1, what=what)
             elif not gated and M <= 64 and parts.dim() == 3:

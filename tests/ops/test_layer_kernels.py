@@ -14,7 +14,7 @@ from tests.ops.cases import BF16, FP16, FP32
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, everywhere, random, undivided
 from weft import ops
-from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.paged_cache import PagedCache, Sequences
 from weft.runtime.arithmetic import cdiv
 
@@ -59,7 +59,7 @@ def test_silu_mul_divides_a_product_of_a_factored_norm(dtype, device):
             wide = torch.cat((gate_up, gate_up), dim=1)[:, : 2 * N]
             strided = torch.cat((norm.squares, norm.squares), dim=1)[:, :parts]
             for x, squares in ((gate_up, norm.squares), (wide, strided)):
-                actual = ops.silu_mul(FactoredNorm(x, squares, EPS))
+                actual = ops.silu_mul(DeferredNorm(x, squares, EPS))
                 assert actual.is_contiguous() and actual.dtype == dtype
                 # Factor, product and exponential are rounded one after the other.
                 rtol = max(torch.finfo(dtype).eps, 8 * torch.finfo(FP32).eps)

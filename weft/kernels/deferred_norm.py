@@ -19,7 +19,7 @@ import triton.language as tl
 
 
 @dataclass(frozen=True, slots=True)
-class FactoredNorm:
+class DeferredNorm:
     """What ``matmul``, ``matmul_parts`` and ``matmul_silu_mul`` take in the place of the normed rows, and ``silu_mul`` and
     ``qk_norm_rope`` in the place of a product of them.
 
@@ -37,6 +37,9 @@ class FactoredNorm:
         return normed(self.scaled, self.squares, self.eps)
 
 
+FactoredNorm = DeferredNorm  # the former name, which callers outside the attention ops still import
+
+
 def normed(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
     factor = torch.rsqrt(squares.sum(dim=-1, keepdim=True) + eps)
     return (scaled.float() * factor).to(scaled.dtype)
@@ -51,7 +54,7 @@ def factors(squares, rows, there, eps, SQUARES: tl.constexpr):
     return tl.rsqrt(tl.sum(shares, axis=1) + eps)
 
 
-def check_squares(op: str, x: FactoredNorm, weight: torch.Tensor) -> None:
+def check_squares(op: str, x: DeferredNorm, weight: torch.Tensor) -> None:
     rows, given = x.scaled.shape[0], x.squares
     fits = (
         given.dim() == 2 and given.shape[0] == rows and given.shape[1] > 0

@@ -1,6 +1,6 @@
 """What a model calls: collectives and overlapped matrix products, each a ``torch.library`` custom op."""
 
-from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decode_attention import decode_attention
 from weft.ops.attention.decode_places import decode_places
 from weft.ops.attention.paged_attention import paged_attention
@@ -26,9 +26,12 @@ from weft.ops.vocab.embed_rows import embed_rows
 from weft.ops.vocab.likelihood_above import likelihood_above
 
 __all__ = [
-    "Explanation", "FactoredNorm", "PrefillSpans", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
+    "DeferredNorm", "Explanation", "PrefillSpans", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
     "all_reduce_rms_norm", "all_to_all", "barrier", "best_words", "decode_attention", "decode_places",
     "embed_rows", "explain", "join_words", "likelihood_above", "matmul", "matmul_all_reduce", "matmul_parts",
     "matmul_reduce_scatter", "matmul_silu_mul", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
     "reduce_scatter", "silu_mul",
 ]  # fmt: skip
+
+# Former names, which stay importable: docs/renames.md.
+FactoredNorm = DeferredNorm

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
+from weft.kernels.deferred_norm import DeferredNorm, check_squares, factors
 from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
 from weft.kernels.partial_sums import sum_of_parts
@@ -101,7 +101,7 @@ def decode_attention_kernel(
 
 
 def decode_attention(
-    qkv: torch.Tensor | FactoredNorm,
+    qkv: torch.Tensor | DeferredNorm,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     eps: float,
@@ -131,7 +131,7 @@ def decode_attention(
     devices that do not fit.
     """
     op = "decode_attention"
-    norm = qkv if isinstance(qkv, FactoredNorm) else None
+    norm = qkv if isinstance(qkv, DeferredNorm) else None
     qkv = norm.scaled if norm else qkv
     check_projected(op, qkv, q_weight, k_weight, angles, keys, values, tokens="B")
     B, heads, D = qkv.shape[-2], keys.shape[1], keys.shape[3]
@@ -154,7 +154,7 @@ def decode_attention(
 
 
 def run(
-    qkv: torch.Tensor | FactoredNorm,
+    qkv: torch.Tensor | DeferredNorm,
     norms: HeadNorms,
     angles: torch.Tensor,
     cache: PagedCache,
@@ -193,7 +193,7 @@ def _decode_attention(
     scale: float,
     tickets: torch.Tensor | None,
 ) -> torch.Tensor:
-    given = qkv if squares is None else FactoredNorm(qkv, squares, norm_eps)
+    given = qkv if squares is None else DeferredNorm(qkv, squares, norm_eps)
     norms, cache, sequences = HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values), Sequences(pages, lengths)
     return run(given, norms, angles, cache, sequences, scale, tickets)
 

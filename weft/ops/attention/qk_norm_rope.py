@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
+from weft.kernels.deferred_norm import DeferredNorm, check_squares, factors
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
 from weft.kernels.rms_norm import inverse_rms, squares_of
@@ -45,9 +45,9 @@ class Projected(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, given: torch.Tensor | FactoredNorm) -> tuple[Projected, dict[str, int]]:
+    def of(cls, given: torch.Tensor | DeferredNorm) -> tuple[Projected, dict[str, int]]:
         """The argument of a kernel, and its compile-time constants: PARTS split-K partials and SQUARES."""
-        deferred = isinstance(given, FactoredNorm)
+        deferred = isinstance(given, DeferredNorm)
         qkv, squares, eps = (given.scaled, given.squares.contiguous(), given.eps) if deferred else (given, None, 0.0)
         in_parts = qkv.dim() == 3
         qkv = qkv.contiguous() if in_parts else rows_contiguous(qkv)
@@ -133,7 +133,7 @@ def qk_norm_rope_kernel(
 
 
 def qk_norm_rope(
-    qkv: torch.Tensor | FactoredNorm,
+    qkv: torch.Tensor | DeferredNorm,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     eps: float,
@@ -159,7 +159,7 @@ def qk_norm_rope(
     D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. No host reads a position or slot: those
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    norm = qkv if isinstance(qkv, FactoredNorm) else None
+    norm = qkv if isinstance(qkv, DeferredNorm) else None
     qkv = norm.scaled if norm else qkv
     check_projected("qk_norm_rope", qkv, q_weight, k_weight, angles, keys, values, tokens="T")
     tokens = qkv.shape[-2]
@@ -250,7 +250,7 @@ def _qk_norm_rope(
     q = torch.empty((tokens, kept, sizes.dim), dtype=keys.dtype, device=qkv.device)
     if tokens > 0:
         rows = TILE // sizes.dim
-        projected, constants = Projected.of(qkv if squares is None else FactoredNorm(qkv, squares, norm_eps))
+        projected, constants = Projected.of(qkv if squares is None else DeferredNorm(qkv, squares, norm_eps))
         qk_norm_rope_kernel[(cdiv(tokens * heads, rows),)](
             projected,
             HeadNorms(q_weight.contiguous(), k_weight.contiguous(), eps),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import FactoredNorm, check_squares, factors
+from weft.kernels.deferred_norm import DeferredNorm, check_squares, factors
 from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like
@@ -45,7 +45,7 @@ def silu_mul_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor | FactoredNorm) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor | DeferredNorm) -> torch.Tensor:
     """silu(gate) * up -> [M, N], contiguous, in the dtype of ``gate_up``: computed in fp32 and rounded once.
 
     gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; anything else is copied first. Or a product of
@@ -53,7 +53,7 @@ def silu_mul(gate_up: torch.Tensor | FactoredNorm) -> torch.Tensor:
 
     No backward. ValueError for another shape or dtype.
     """
-    norm = gate_up if isinstance(gate_up, FactoredNorm) else None
+    norm = gate_up if isinstance(gate_up, DeferredNorm) else None
     gate_up = norm.scaled if norm else gate_up
     check_like("silu_mul", "gate_up", gate_up, None, FLOATS)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 != 0:

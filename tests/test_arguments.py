@@ -211,16 +211,20 @@ def operands(team):
     yield ops.barrier, {}, {"team": TEAM}
     yield ops.silu_mul, {}, {"gate_up": TENSOR}
     yield ops.matmul_silu_mul, {"x": x, "weight": x}, {"x": TENSOR, "weight": TENSOR}
-    yield ops.embed_rows, {"tokens": ids, "weight": x, "first": 0}, {"tokens": TENSOR, "weight": TENSOR, "first": INT}
+    yield (
+        ops.vocab_embedding,
+        {"tokens": ids, "weight": x, "first": 0},
+        {"tokens": TENSOR, "weight": TENSOR, "first": INT},
+    )
     logits = {"logits": TENSOR, "first": INT, "temperature": TENSOR[1:], "seed": TENSOR[1:], "floor": TENSOR[1:]}
     drawn = {"temperature": f(4), "seed": ids, "position": ids}
-    yield ops.best_words, {"logits": x, "first": 0, **drawn}, logits
-    yield ops.join_words, {}, {"pairs": TENSOR}
+    yield ops.sample_argmax, {"logits": x, "first": 0, **drawn}, logits
+    yield ops.join_argmax, {}, {"pairs": TENSOR}
     places = {"positions": torch.zeros(2, dtype=torch.int64), "pages": pages, "page_size": 16, "tickets": 4}
-    yield ops.decode_places, places, {"positions": TENSOR, "pages": TENSOR, "page_size": INT, "tickets": INT}
+    yield ops.decode_metadata, places, {"positions": TENSOR, "pages": TENSOR, "page_size": INT, "tickets": INT}
     above = {"logits": x, "best": f(4), "temperature": f(4), "low": torch.zeros(4, dtype=torch.int32), "shift": 24}
     yield (
-        ops.likelihood_above,
+        ops.top_p_mass,
         above,
         {**dict.fromkeys(("logits", "best", "temperature", "low"), TENSOR), "shift": (5, "x", None)},
     )
@@ -250,12 +254,12 @@ def test_ops():
         return seen
 
     [seen] = weft.simulate(main, 1)
-    assert seen == set(ops.__all__) - {"Explanation", "DeferredNorm", "PrefillSpans", "explain"}
+    assert seen == set(ops.__all__) - {"Explanation", "DeferredNorm", "SequenceRanges", "explain"}
 
 
 def test_spans():
     valid = {"sequences": [(0, 2)], "group": 1, "dtype": torch.float32}
-    check_table(ops.PrefillSpans.make, valid, {"sequences": (5, None, [5], ["x"], [(1.5, 2)])})
+    check_table(ops.SequenceRanges.make, valid, {"sequences": (5, None, [5], ["x"], [(1.5, 2)])})
 
 
 def test_explain():

@@ -11,7 +11,7 @@ import torch
 import weft
 from weft import ops
 from weft.ops import DeferredNorm
-from weft.ops.vocab.likelihood_above import LOWEST, SHIFTS, narrow
+from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 EPS = 1e-6
@@ -55,7 +55,7 @@ def rows(data: Data) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"silu_mul-{M}x{N}-deferred", lambda g=norm: ops.silu_mul(g)
         yield f"add_rms_norm-{M}x{N}", lambda a=(x, residual, weight): ops.add_rms_norm(*a, EPS)
         tokens, weight = torch.arange(M) * 7 % 50, data(40, N)
-        yield f"embed_rows-{M}x{N}", lambda a=(tokens, weight): ops.embed_rows(*a, 8)
+        yield f"embed_rows-{M}x{N}", lambda a=(tokens, weight): ops.vocab_embedding(*a, 8)
     for M, N, K in ((1, 96, 256), (7, 64, 512), (40, 96, 136)):
         x, weight = data(M, K), data(N, K) / K**0.5
         for name in ("matmul", "matmul_silu_mul", "matmul_parts"):
@@ -90,7 +90,7 @@ def attention(data: Data) -> Iterator[tuple[str, Callable[[], Any]]]:
 
                 def rotate(given=given, weights=weights, angles=angles, cache=cache, pages=pages, held=held, S=S):
                     mine = [x.clone() for x in cache]
-                    at, slots, *rest = ops.decode_places(held.long() - 1, pages, S, 8)
+                    at, slots, *rest = ops.decode_metadata(held.long() - 1, pages, S, 8)
                     q = ops.qk_norm_rope(given, *weights, EPS, angles, at, slots, *mine)
                     return q, at, slots, *rest, *mine
 
@@ -107,16 +107,16 @@ def sampling(data: Data) -> Iterator[tuple[str, Callable[[], Any]]]:
         logits = 4 * data(B, N)
         temperature = torch.linspace(0, 2, B)
         seed, position = torch.arange(B) * 12_345_678_901, torch.arange(B)
-        yield f"best_words-{B}x{N}", lambda a=(logits, 7): ops.join_words(ops.best_words(*a))
+        yield f"best_words-{B}x{N}", lambda a=(logits, 7): ops.join_argmax(ops.sample_argmax(*a))
         sampled = (logits, 7, temperature, seed, position)
-        yield f"best_words-{B}x{N}-sampled", lambda a=sampled: ops.join_words(ops.best_words(*a))
+        yield f"best_words-{B}x{N}-sampled", lambda a=sampled: ops.join_argmax(ops.sample_argmax(*a))
 
         def nucleus(logits=logits, temperature=temperature, B=B):
             low = torch.full((B,), LOWEST, dtype=torch.int32)
             wanted = torch.zeros(B, dtype=torch.int64)
             best, top_p = logits.float().amax(dim=1), torch.full((B,), 0.8)
             for shift in SHIFTS:
-                narrow(ops.likelihood_above(logits, best, temperature, low, shift), top_p, low, wanted, shift)
+                narrow(ops.top_p_mass(logits, best, temperature, low, shift), top_p, low, wanted, shift)
             return low, wanted
 
         yield f"likelihood_above-{B}x{N}", nucleus

@@ -9,14 +9,16 @@ from tests.golden.__main__ import compare, digest
 from weft import ops as weft_ops
 
 # Without a result of their own: a barrier, a printed choice, and types.
-WITHOUT_RESULT = {"barrier", "explain", "Explanation", "DeferredNorm", "PrefillSpans", "join_words"}
+WITHOUT_RESULT = {"barrier", "explain", "Explanation", "DeferredNorm", "SequenceRanges", "join_argmax"}
 
 
 def test_names_are_unique_and_cover_every_op():
     names = [name for group in (ops, local, model) for name, _ in group.cases()]
     assert len(set(names)) == len(names) > 800
     called = {name.split("/")[1].split("-")[0].split("+")[0] for name in names}
-    assert {name for name in weft_ops.__all__ if name not in called} == WITHOUT_RESULT | {"decode_places"}
+    # Cases keep their names when an op is renamed, so that digests of older trees compare.
+    called = {getattr(getattr(weft_ops, name, None), "__name__", name) for name in called}
+    assert {name for name in weft_ops.__all__ if name not in called} == WITHOUT_RESULT | {"decode_metadata"}
 
 
 def test_a_digest_sees_every_bit_the_dtype_and_the_shape():

@@ -13,7 +13,7 @@ from weft.kernels.rotary import HeadNorms
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
 from weft.ops.attention.paged_attention import config_for, paged_attention_kernel, tile_of
-from weft.ops.attention.paged_prefill_attention import PrefillSpans, paged_prefill_attention_kernel
+from weft.ops.attention.paged_prefill_attention import SequenceRanges, paged_prefill_attention_kernel
 from weft.ops.attention.qk_norm_rope import TILE, Projected, qk_norm_rope_kernel
 from weft.ops.elementwise.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.elementwise.silu_mul import silu_mul_kernel
@@ -52,7 +52,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         counts = {"PARTS": 3, "SQUARES": 0} if in_parts else {"PARTS": 1, "SQUARES": 20}
         return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
     if name == "paged_prefill_attention":
-        spans = PrefillSpans.make([(0, 128)], group, dtype)
+        spans = SequenceRanges.make([(0, 128)], group, dtype)
         config = prefill.config_for(2 * len(spans.tiles), D, dtype, caps)
         constexprs = {"SIZES": sizes, "GROUP": group, "BLOCK_M": spans.block_m, "BLOCK_N": config.block_n}
         constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -1,4 +1,4 @@
-"""decode_places and embed_rows against plain torch, over ragged sizes, and compiled for every target."""
+"""decode_metadata and vocab_embedding against plain torch, over ragged sizes, and compiled for every target."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from tests.ops.layer_cases import DEVICES, everywhere, random
 from tests.ops.test_compile_layer_kernels import INTS, LONGS, caps_of
 from tests.ops.test_compile_matmul import stack_bytes
 from weft import ops
-from weft.ops.attention.decode_places import decode_places_kernel
-from weft.ops.vocab.embed_rows import embed_rows_kernel
+from weft.ops.attention.decode_metadata import decode_metadata_kernel
+from weft.ops.vocab.vocab_embedding import vocab_embedding_kernel
 from weft.runtime.capabilities import launch_options
 
 
@@ -21,7 +21,7 @@ def test_a_token_goes_where_the_page_table_says(batch, kv_heads, page_size, devi
         generator = torch.Generator().manual_seed(batch)
         pages = torch.randperm(batch * 4, generator=generator).view(batch, 4).to(torch.int32)
         positions = torch.randint(-1, 4 * page_size, (batch,), generator=generator)
-        found = ops.decode_places(positions.to(device), pages.to(device), page_size, batch * kv_heads)
+        found = ops.decode_metadata(positions.to(device), pages.to(device), page_size, batch * kv_heads)
         at, slots, lengths, tickets = (one.cpu() for one in found)
         for row, position in enumerate(positions.tolist()):
             real = position >= 0
@@ -41,7 +41,7 @@ def test_a_rank_has_the_rows_of_its_own_words(tokens, rows, width, dtype, device
         weight = random((rows, width), dtype, device)
         words = torch.randint(0, 3 * rows, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
         expected = torch.cat((torch.zeros_like(weight), weight, torch.zeros_like(weight)))[words]
-        assert torch.equal(ops.embed_rows(words, weight, rows), expected)
+        assert torch.equal(ops.vocab_embedding(words, weight, rows), expected)
 
     everywhere(check, device)
 
@@ -49,25 +49,25 @@ def test_a_rank_has_the_rows_of_its_own_words(tokens, rows, width, dtype, device
 def test_wrong_arguments_are_refused():
     longs, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"pages has shape \(2, 3\); it must be \(3, max_pages\)"):
-        ops.decode_places(torch.zeros(3, dtype=torch.int64), table, 16, 2)
+        ops.decode_metadata(torch.zeros(3, dtype=torch.int64), table, 16, 2)
     with pytest.raises(ValueError, match="positions.dtype=torch.int32 is not one of int64"):
-        ops.decode_places(longs.int(), table, 16, 2)
+        ops.decode_metadata(longs.int(), table, 16, 2)
     with pytest.raises(ValueError, match="tokens.dtype=torch.int32 is not one of int64"):
-        ops.embed_rows(longs.int(), torch.zeros(2, 3), 0)
+        ops.vocab_embedding(longs.int(), torch.zeros(2, 3), 0)
 
 
-KERNELS = ("decode_places", "embed_rows")
+KERNELS = ("decode_metadata", "vocab_embedding")
 
 
 def built(name, arch):
     options = launch_options(caps_of(arch))
-    if name == "decode_places":
+    if name == "decode_metadata":
         constants = {"PAGE": 64, "BLOCK": 128}
         return compiled(
-            decode_places_kernel, LONGS, INTS, LONGS, LONGS, INTS, INTS, 2, 40, 4, arch=arch, **constants, **options
+            decode_metadata_kernel, LONGS, INTS, LONGS, LONGS, INTS, INTS, 2, 40, 4, arch=arch, **constants, **options
         )
     x = torch.zeros(16, dtype=torch.bfloat16)
-    return compiled(embed_rows_kernel, LONGS, x, x, 3, 8, WIDTH=5120, BLOCK=1024, arch=arch, **options)
+    return compiled(vocab_embedding_kernel, LONGS, x, x, 3, 8, WIDTH=5120, BLOCK=1024, arch=arch, **options)
 
 
 @pytest.mark.triton_internals

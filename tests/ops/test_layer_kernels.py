@@ -258,8 +258,8 @@ def many_rows(rows):
     cache, pages = torch.empty(1, 1, 64, 16), torch.zeros(1, cdiv(rows, 64), dtype=torch.int32)
     return {
         "silu_mul": lambda: ops.silu_mul(torch.empty(4 * rows, 2)),
-        "best_words": lambda: ops.best_words(logits, 0),
-        "likelihood_above": lambda: ops.likelihood_above(logits, ints.float(), ints.float(), ints, 28),
+        "sample_argmax": lambda: ops.sample_argmax(logits, 0),
+        "top_p_mass": lambda: ops.top_p_mass(logits, ints.float(), ints.float(), ints, 28),
         "paged_prefill_attention": lambda: ops.paged_prefill_attention(
             torch.empty(rows, 16, 16), cache, cache, pages, [(0, rows)]
         ),

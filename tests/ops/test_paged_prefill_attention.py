@@ -14,7 +14,7 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, random
 from weft import ops
 from weft.kernels.paged_cache import PagedCache
-from weft.ops import PrefillSpans
+from weft.ops import SequenceRanges
 
 prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
 
@@ -100,7 +100,7 @@ def check_prompts(device, case, calls=2):
     real = sum(length for _, length in spans)
     q = random((real + case.room[0], heads.q_heads, D), heads.dtype, device, 3)
     sizes = {"tokens": len(q), "batch": len(pages)} if any(case.room) else {}
-    made = PrefillSpans.make(spans, heads.q_heads // heads.kv_heads, heads.dtype, block_m=case.block_m, **sizes).to(
+    made = SequenceRanges.make(spans, heads.q_heads // heads.kv_heads, heads.dtype, block_m=case.block_m, **sizes).to(
         q.device
     )
     chosen = prefill.PrefillConfig(**dict(case.config)) if case.config else None
@@ -154,7 +154,7 @@ def test_paged_prefill_attention_by_its_public_name(device):
         out = ops.paged_prefill_attention(q[:8], keys, values, pages, spans, scale=scale)
         k, v = (cache[pages[1].long(), 0].flatten(0, 1)[:, None] for cache in (keys, values))
         assert_close(out[2:], attended(2 * q[2:8], k, v, 14), 20 + SMALL.D, what="rows 2 to 7")
-        made = PrefillSpans.make(spans, SMALL.q_heads, FP32, tokens=9, batch=2).to(q.device)
+        made = SequenceRanges.make(spans, SMALL.q_heads, FP32, tokens=9, batch=2).to(q.device)
         again = ops.paged_prefill_attention(q, keys, values, pages, made, scale=scale)
         assert torch.equal(again[:8], out) and not again[8].any()
 
@@ -184,7 +184,7 @@ def test_no_races():
         ({"spans": [(0, 3)] * 2 + [(1, 2)]}, r"spans have 3 sequences, and pages room for 2"),
         ({"spans": [(61, 4), (0, 4)]}, r"spans have 65 tokens of a sequence, and pages room for 64"),
         (
-            {"spans": PrefillSpans.make([(0, 8)], 3, FP32)},
+            {"spans": SequenceRanges.make([(0, 8)], 3, FP32)},
             r"spans are of 3 query heads of a KV head, which q must have",
         ),
         ({"scale": 0.0}, r"scale=0.0 is not positive"),
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused(changed, words):
 ])  # fmt: skip
 def test_spans_for_which_there_is_no_room_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
-        PrefillSpans.make([(0, 4)] * 2, 4, FP32, **sizes)
+        SequenceRanges.make([(0, 4)] * 2, 4, FP32, **sizes)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
@@ -223,7 +223,7 @@ def test_spans_have_the_same_sizes_whatever_the_sequences(group):
         ]
         if len(spans) == 8:
             spans[0] = spans[0][0], 800 - sum(length for _, length in spans[1:])  # nothing left over
-        made = PrefillSpans.make(spans, group, torch.bfloat16, tokens=800, batch=8)
+        made = SequenceRanges.make(spans, group, torch.bfloat16, tokens=800, batch=8)
         assert made.spans.shape == (10, 3) and made.tiles.shape == (-(-800 * group // 64) + 8, 2)
         # Rows of all tiles as numbers, sequence * 2**20 + row; those behind a sequence's end are padding.
         sequence, tile = made.tiles.long().unbind(1)
@@ -238,7 +238,7 @@ def test_its_schema_and_fake_tell_the_truth():
     def main(team):
         keys, values = SMALL.cache(9, "cpu")
         args = (torch.ones(8, SMALL.q_heads, SMALL.D), keys, values, torch.zeros(2, 4, dtype=torch.int32))
-        made = PrefillSpans.make([(0, 4)] * 2, SMALL.q_heads, FP32)
+        made = SequenceRanges.make([(0, 4)] * 2, SMALL.q_heads, FP32)
         torch.library.opcheck(
             torch.ops.weft.paged_prefill_attention.default, (*args, made.spans, made.tiles, 16, 0.1),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),

@@ -1,4 +1,4 @@
-"""best_words and likelihood_above against plain torch, over ragged sizes, and compiled for every target."""
+"""sample_argmax and top_p_mass against plain torch, over ragged sizes, and compiled for every target."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from tests.ops.test_compile_layer_kernels import FP32, INTS, LONGS, caps_of
 from tests.ops.test_compile_matmul import stack_bytes
 from weft import ops
 from weft.engine.sampling import gumbel
-from weft.ops.vocab.best_words import best_words_kernel, join_words, join_words_kernel
-from weft.ops.vocab.likelihood_above import LOWEST, SHIFTS, likelihood_above_kernel, narrow, narrow_kernel
+from weft.ops.vocab.sample_argmax import join_argmax, join_argmax_kernel, sample_argmax_kernel
+from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow, narrow_kernel, top_p_mass_kernel
 from weft.runtime.capabilities import launch_options
 
 SHAPES = [(1, 1), (1, 5000), (3, 1024), (5, 1025), (40, 70)]
@@ -32,23 +32,23 @@ def test_the_best_words_are_those_of_the_scores(shape, dtype, device):
     def check(device):
         logits, temperature, seed, position = inputs(*shape, dtype, device)
         padded = torch.cat((logits, logits + 100), dim=1)[:, : shape[1]]  # strided rows
-        assert join_words(ops.best_words(padded, 7)).tolist() == (7 + logits.float().argmax(dim=1)).tolist()
+        assert join_argmax(ops.sample_argmax(padded, 7)).tolist() == (7 + logits.float().argmax(dim=1)).tolist()
         words = torch.arange(7, 7 + shape[1], device=device)
         scores = logits.float() + temperature[:, None] * gumbel(seed, position, words)
         floor = torch.full((shape[0],), LOWEST, dtype=torch.int32, device=device)
         for least in (None, floor):
-            pairs = ops.best_words(logits, 7, temperature, seed, position, least)
-            assert join_words(pairs).tolist() == (7 + scores.argmax(dim=1)).tolist()
+            pairs = ops.sample_argmax(logits, 7, temperature, seed, position, least)
+            assert join_argmax(pairs).tolist() == (7 + scores.argmax(dim=1)).tolist()
             torch.testing.assert_close(pairs[..., 0].amax(dim=0), scores.amax(dim=1), rtol=1e-5, atol=1e-5)
         # The floor is a logit as the integer of its bits, where it is positive.
         best = logits.float().amax(dim=1)
         positive = (best > 0).nonzero()[:, 0]
-        pairs = ops.best_words(logits, 0, temperature, seed, position, best.contiguous().view(torch.int32))
+        pairs = ops.sample_argmax(logits, 0, temperature, seed, position, best.contiguous().view(torch.int32))
         kept = logits.float() == best[:, None]
         words = torch.arange(shape[1], device=device)
         scores = logits.float() + temperature[:, None] * gumbel(seed, position, words)
         expected = scores.masked_fill(~kept, -float("inf")).argmax(dim=1)
-        assert join_words(pairs)[positive].tolist() == expected[positive].tolist()
+        assert join_argmax(pairs)[positive].tolist() == expected[positive].tolist()
 
     everywhere(check, device)
 
@@ -65,7 +65,7 @@ def test_narrowing_ends_at_the_least_logit_that_top_p_keeps(shape, dtype, device
         low = torch.full((batch,), LOWEST, dtype=torch.int32, device=device)
         wanted = torch.zeros(batch, dtype=torch.int64, device=device)
         for shift in SHIFTS:
-            above = ops.likelihood_above(logits, logits.float().amax(dim=1), temperature, low, shift)
+            above = ops.top_p_mass(logits, logits.float().amax(dim=1), temperature, low, shift)
             narrow(above, top_p, low, wanted, shift)
         for row in range(batch):
             if top_p[row] == 1:
@@ -87,7 +87,7 @@ def test_of_equal_scores_the_first_part_of_the_first_rank_has_the_word(ranks, pa
         scores = random((ranks, parts, batch), torch.float32, device).round()
         words = torch.arange(scores.numel(), device=device).view_as(scores).float()
         expected = words.flatten(0, 1).gather(0, scores.flatten(0, 1).argmax(dim=0)[None])[0]
-        found = join_words(torch.stack((scores, words), dim=-1))
+        found = join_argmax(torch.stack((scores, words), dim=-1))
         assert found.dtype == torch.int64 and found.tolist() == expected.tolist()
 
     everywhere(check, device)
@@ -97,20 +97,20 @@ def test_wrong_arguments_are_refused():
     logits, rows = torch.zeros(2, 8), torch.zeros(2)
     longs = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="a temperature draws words, which takes seed"):
-        ops.best_words(logits, 0, rows)
+        ops.sample_argmax(logits, 0, rows)
     with pytest.raises(ValueError, match=r"words 16777210 .. 16777217 are not in 0 .. 2\*\*24 - 1"):
-        ops.best_words(logits, (1 << 24) - 6)
+        ops.sample_argmax(logits, (1 << 24) - 6)
     with pytest.raises(ValueError, match=r"seed has shape \(3,\); it must be \(2,\)"):
-        ops.best_words(logits, 0, rows, torch.zeros(3, dtype=torch.int64), longs)
+        ops.sample_argmax(logits, 0, rows, torch.zeros(3, dtype=torch.int64), longs)
     with pytest.raises(ValueError, match="logits.dtype=torch.int64 is not one of"):
-        ops.best_words(logits.long(), 0)
+        ops.sample_argmax(logits.long(), 0)
     with pytest.raises(ValueError, match=r"pairs has shape \(2, 8\); it must be \(.., B, 2\)"):
-        join_words(logits)
+        join_argmax(logits)
     with pytest.raises(ValueError, match="shift=3 is not one of 28, 24"):
-        ops.likelihood_above(logits, rows, rows, rows.int(), 3)
+        ops.top_p_mass(logits, rows, rows, rows.int(), 3)
 
 
-KERNELS = ("best", "drawn", "drawn with a floor", "join_words", "likelihood_above", "narrow", "narrow first")
+KERNELS = ("best", "drawn", "drawn with a floor", "join_argmax", "top_p_mass", "narrow", "narrow first")
 
 
 def built(name, arch, dtype=torch.bfloat16):
@@ -118,15 +118,15 @@ def built(name, arch, dtype=torch.bfloat16):
     if name in KERNELS[:3]:
         sampled, floored = name != "best", name.endswith("floor")
         return compiled(
-            best_words_kernel, x, 16, FP32, LONGS, LONGS, INTS, FP32, 64, 32, 32, SAMPLED=sampled, FLOORED=floored,
+            sample_argmax_kernel, x, 16, FP32, LONGS, LONGS, INTS, FP32, 64, 32, 32, SAMPLED=sampled, FLOORED=floored,
             BLOCK=1024, arch=arch, **options,
         )  # fmt: skip
-    if name == "join_words":
-        return compiled(join_words_kernel, FP32, LONGS, 256, BLOCK=256, num_warps=1, arch=arch, **options)
-    if name == "likelihood_above":
+    if name == "join_argmax":
+        return compiled(join_argmax_kernel, FP32, LONGS, 256, BLOCK=256, num_warps=1, arch=arch, **options)
+    if name == "top_p_mass":
         constants = {"THRESHOLDS": 16, "BLOCK": 256}
         return compiled(
-            likelihood_above_kernel, x, 16, FP32, FP32, INTS, LONGS, 64, 32, 28, arch=arch, **constants, **options
+            top_p_mass_kernel, x, 16, FP32, FP32, INTS, LONGS, 64, 32, 28, arch=arch, **constants, **options
         )
     constants = {"FIRST": name.endswith("first"), "THRESHOLDS": 16, "num_warps": 1}
     return compiled(narrow_kernel, LONGS, FP32, INTS, LONGS, 8, 28, arch=arch, **constants, **options)

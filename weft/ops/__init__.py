@@ -2,9 +2,9 @@
 
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decode_attention import decode_attention
-from weft.ops.attention.decode_places import decode_places
+from weft.ops.attention.decode_metadata import decode_metadata
 from weft.ops.attention.paged_attention import paged_attention
-from weft.ops.attention.paged_prefill_attention import PrefillSpans, paged_prefill_attention
+from weft.ops.attention.paged_prefill_attention import SequenceRanges, paged_prefill_attention
 from weft.ops.attention.qk_norm_rope import qk_norm_rope
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.all_reduce import all_reduce
@@ -21,17 +21,23 @@ from weft.ops.gemm.matmul_silu_mul import matmul_silu_mul
 from weft.ops.overlap.all_gather_matmul import all_gather_matmul
 from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce
 from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter
-from weft.ops.vocab.best_words import best_words, join_words
-from weft.ops.vocab.embed_rows import embed_rows
-from weft.ops.vocab.likelihood_above import likelihood_above
+from weft.ops.vocab.sample_argmax import join_argmax, sample_argmax
+from weft.ops.vocab.top_p_mass import top_p_mass
+from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
-    "DeferredNorm", "Explanation", "PrefillSpans", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
-    "all_reduce_rms_norm", "all_to_all", "barrier", "best_words", "decode_attention", "decode_places",
-    "embed_rows", "explain", "join_words", "likelihood_above", "matmul", "matmul_all_reduce", "matmul_parts",
-    "matmul_reduce_scatter", "matmul_silu_mul", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
-    "reduce_scatter", "silu_mul",
+    "DeferredNorm", "Explanation", "SequenceRanges", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce",
+    "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention", "decode_metadata", "explain", "join_argmax",
+    "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "paged_attention",
+    "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "sample_argmax", "silu_mul", "top_p_mass",
+    "vocab_embedding",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.
 FactoredNorm = DeferredNorm
+PrefillSpans = SequenceRanges
+best_words = sample_argmax
+decode_places = decode_metadata
+embed_rows = vocab_embedding
+join_words = join_argmax
+likelihood_above = top_p_mass

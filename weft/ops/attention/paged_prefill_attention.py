@@ -1,6 +1,6 @@
 """paged_prefill_attention: each new token of some prompts attends to all before it and to itself, in a cache of pages.
 
-Which tokens are new, ``PrefillSpans`` say, on the device: one launch for sequences of any lengths, after any number of tokens
+Which tokens are new, ``SequenceRanges`` say, on the device: one launch for sequences of any lengths, after any number of tokens
 that the cache holds before them. So a CUDA graph holds for all prompts that have as many tokens. Nothing but the cache holds
 keys: what wrote them there need not give them twice.
 
@@ -52,7 +52,7 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillSpans:
+class SequenceRanges:
     """Which of T tokens are whose, on the device: made once for a pass, for all layers; ``make``.
 
     spans     [B + 2, 3] int32: (first_token, length, before) of each sequence, of what is nobody's, and an empty one
@@ -74,7 +74,7 @@ class PrefillSpans:
     def make(
         cls, sequences: Sequence[tuple[int, int]], group: int, dtype: torch.dtype, *, tokens: int | None = None,
         batch: int | None = None, block_m: int | None = None,
-    ) -> PrefillSpans:  # fmt: skip
+    ) -> SequenceRanges:  # fmt: skip
         """In host memory. Sequence b goes on by ``length`` tokens after ``before`` others, (before, length) = sequences[b];
         tokens lie one sequence after the other.
 
@@ -121,7 +121,7 @@ class PrefillSpans:
             longest=longest,
         )
 
-    def to(self, device: torch.device) -> PrefillSpans:
+    def to(self, device: torch.device) -> SequenceRanges:
         """On ``device``. The host waits for nothing."""
         return replace(self, spans=upload(self.spans, device), tiles=upload(self.tiles, device))
 
@@ -232,7 +232,7 @@ def paged_prefill_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     pages: torch.Tensor,
-    spans: PrefillSpans | Sequence[tuple[int, int]],
+    spans: SequenceRanges | Sequence[tuple[int, int]],
     scale: float | None = None,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D]: each of T tokens, and those before it in its sequence.
@@ -241,7 +241,7 @@ def paged_prefill_attention(
     keys, values  [P, Hkv, S, D], contiguous, of q's dtype; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before`` others; T tokens in all,
-                  one sequence after the other. Or the same as PrefillSpans on q's device, which many calls share
+                  one sequence after the other. Or the same as SequenceRanges on q's device, which many calls share
     scale         positive; D ** -0.5 where None
 
     Hkv divides Hq, D is a power of two from 16 to 256, S one from 16 to 256. Softmax and sums in fp32. The same bits from
@@ -258,8 +258,8 @@ def paged_prefill_attention(
     check_like(op, "pages", pages, q.device, (torch.int32,))
     check_shape(op, "pages", pages, ("B", "max_pages"))
     group = q.shape[1] // keys.shape[1]
-    if not isinstance(spans, PrefillSpans):
-        spans = PrefillSpans.make(spans, group, q.dtype).to(q.device)
+    if not isinstance(spans, SequenceRanges):
+        spans = SequenceRanges.make(spans, group, q.dtype).to(q.device)
     check_like(op, "spans.spans", spans.spans, q.device, (torch.int32,))
     for what, given, limit in (
         ("tokens, which q must have", spans.tokens, q.shape[0]),

@@ -1,4 +1,4 @@
-"""best_words: of each row of logits the best word, or one drawn by its probability: the next token's choice, before ranks meet.
+"""sample_argmax: the next token id of each row of logits, greedy or drawn, before the ranks' results are joined.
 
 score[b, n] = logits[b, n] + temperature[b] * g,   g = -log(-log u),   u uniform in (0, 1) by (seed[b], position[b], first + n)
 
@@ -55,7 +55,7 @@ def ordered(x):
 
 
 @triton.jit(do_not_specialize=["N", "first", "part"])
-def best_words_kernel(
+def sample_argmax_kernel(
     logits, stride, temperature, seed, position, floor, pairs, N, first, part,
     SAMPLED: tl.constexpr, FLOORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -93,11 +93,11 @@ def best_words_kernel(
     tl.store(place + 1, (first + chosen).to(tl.float32))
 
 
-def best_words(
+def sample_argmax(
     logits: torch.Tensor, first: int, temperature: torch.Tensor | None = None, seed: torch.Tensor | None = None,
     position: torch.Tensor | None = None, floor: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """(score, word) [parts, B, 2] fp32: of each part of the words the best one of each row; join them by `join_words`.
+    """(score, word) [parts, B, 2] fp32: of each part of the words the best one of each row; join them by `join_argmax`.
 
     logits          [B, N], fp16, bf16 or fp32, of words first .. first + N - 1 < 2**24; -inf: never. Rows may be strided
     temperature     [B] fp32; None: the best word of each row, whatever the next two are
@@ -106,28 +106,28 @@ def best_words(
 
     Of equal scores the lowest word. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("best_words", "logits", logits, None, FLOATS)
-    check_count("best_words", "first", first)
-    check_shape("best_words", "logits", logits, ("B", "N"))
+    check_like("sample_argmax", "logits", logits, None, FLOATS)
+    check_count("sample_argmax", "first", first)
+    check_shape("sample_argmax", "logits", logits, ("B", "N"))
     batch, words = logits.shape
     if first < 0 or first + words > 1 << 24:
         raise ValueError(
-            f"best_words: words {first} .. {first + words - 1} are not in 0 .. 2**24 - 1: fp32 carries them"
+            f"sample_argmax: words {first} .. {first + words - 1} are not in 0 .. 2**24 - 1: fp32 carries them"
         )
     for name, x, dtype in (
         ("temperature", temperature, torch.float32), ("seed", seed, torch.int64), ("position", position, torch.int64),
         ("floor", floor, torch.int32),
     ):  # fmt: skip
         if x is not None:
-            check_like("best_words", name, x, logits.device, (dtype,))
-            check_shape("best_words", name, x, (batch,))
+            check_like("sample_argmax", name, x, logits.device, (dtype,))
+            check_shape("sample_argmax", name, x, (batch,))
         elif temperature is not None and name in ("seed", "position"):
-            raise ValueError(f"best_words: a temperature draws words, which takes {name}")
-    return torch.ops.weft.best_words.default(logits, first, temperature, seed, position, floor)
+            raise ValueError(f"sample_argmax: a temperature draws words, which takes {name}")
+    return torch.ops.weft.sample_argmax.default(logits, first, temperature, seed, position, floor)
 
 
 @triton.jit(do_not_specialize=["parts"])
-def join_words_kernel(pairs, words, parts, BLOCK: tl.constexpr):
+def join_argmax_kernel(pairs, words, parts, BLOCK: tl.constexpr):
     """words[b] = the word of the greatest score among pairs[:, b], of equal scores the first part's.        grid: (B,)"""
     row, batch = tl.program_id(0), tl.num_programs(0)
     part = tl.arange(0, BLOCK)
@@ -140,12 +140,14 @@ def join_words_kernel(pairs, words, parts, BLOCK: tl.constexpr):
     tl.store(words + row, tl.sum(tl.where(part == first, word, 0.0), axis=0).to(tl.int64))
 
 
-def join_words(pairs: torch.Tensor) -> torch.Tensor:
+def join_argmax(pairs: torch.Tensor) -> torch.Tensor:
     """[.., B, 2] of all parts, and of all ranks in their order → the best word [B] int64; of equal ones the lowest."""
-    check_like("join_words", "pairs", pairs, None, (torch.float32,))
+    check_like("join_argmax", "pairs", pairs, None, (torch.float32,))
     if pairs.dim() < 3 or pairs.shape[-1] != 2 or pairs.numel() == 0:
-        raise ValueError(f"join_words: pairs has shape {tuple(pairs.shape)}; it must be (.., B, 2), as of best_words")
-    return torch.ops.weft.join_words.default(pairs)
+        raise ValueError(
+            f"join_argmax: pairs has shape {tuple(pairs.shape)}; it must be (.., B, 2), as of sample_argmax"
+        )
+    return torch.ops.weft.join_argmax.default(pairs)
 
 
 def parts_of(batch: int, words: int, sms: int) -> tuple[int, int]:
@@ -155,8 +157,8 @@ def parts_of(batch: int, words: int, sms: int) -> tuple[int, int]:
     return cdiv(words, part), part
 
 
-@custom_op("best_words", backward=False)
-def _best_words(
+@custom_op("sample_argmax", backward=False)
+def _sample_argmax(
     logits: torch.Tensor, first: int, temperature: torch.Tensor | None, seed: torch.Tensor | None,
     position: torch.Tensor | None, floor: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
@@ -165,7 +167,7 @@ def _best_words(
     parts, part = parts_of(max(1, batch), max(1, words), caps.sms)
     pairs = torch.empty((parts, batch, 2), dtype=torch.float32, device=logits.device)
     if batch > 0:
-        best_words_kernel[(batch, parts)](
+        sample_argmax_kernel[(batch, parts)](
             logits, logits.stride(0), *(x if x is None else x.contiguous() for x in (temperature, seed, position, floor)),
             pairs, words, first, part,
             SAMPLED=temperature is not None, FLOORED=floor is not None, BLOCK=BLOCK, **launch_options(caps),
@@ -173,24 +175,24 @@ def _best_words(
     return pairs
 
 
-@_best_words.register_fake
+@_sample_argmax.register_fake
 def _(logits, first, temperature, seed, position, floor):
     batch, words = logits.shape
     parts, _ = parts_of(max(1, batch), max(1, words), capabilities_of(logits.device).sms)
     return logits.new_empty((parts, batch, 2), dtype=torch.float32)
 
 
-@custom_op("join_words", backward=False)
-def _join_words(pairs: torch.Tensor) -> torch.Tensor:
+@custom_op("join_argmax", backward=False)
+def _join_argmax(pairs: torch.Tensor) -> torch.Tensor:
     pairs = pairs.contiguous()
     batch = pairs.shape[-2]
     parts = pairs.numel() // (2 * batch)
     words = torch.empty((batch,), dtype=torch.int64, device=pairs.device)
     options = launch_options(capabilities_of(pairs.device))
-    join_words_kernel[(batch,)](pairs, words, parts, BLOCK=next_power_of_2(parts), num_warps=1, **options)
+    join_argmax_kernel[(batch,)](pairs, words, parts, BLOCK=next_power_of_2(parts), num_warps=1, **options)
     return words
 
 
-@_join_words.register_fake
+@_join_argmax.register_fake
 def _(pairs):
     return pairs.new_empty((pairs.shape[-2],), dtype=torch.int64)

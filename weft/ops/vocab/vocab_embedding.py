@@ -1,4 +1,4 @@
-"""embed_rows: one rank's part of a vocabulary-parallel embedding: its own words' rows, zeros for the others'."""
+"""vocab_embedding: one rank's part of a vocabulary-parallel embedding: its own words' rows, zeros for the others'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["first", "rows"])
-def embed_rows_kernel(tokens, weight, x, first, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def vocab_embedding_kernel(tokens, weight, x, first, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """x[t, :] = weight[tokens[t] - first, :] where 0 <= tokens[t] - first < rows, else 0
 
     grid: (tokens, cdiv(WIDTH, BLOCK)). weight [rows, WIDTH] and x [tokens, WIDTH] contiguous
@@ -32,7 +32,7 @@ def embed_rows_kernel(tokens, weight, x, first, rows, WIDTH: tl.constexpr, BLOCK
     tl.store(x + token * WIDTH + column, row, mask=inside)
 
 
-def embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     """x[T, H]: row t is that of word tokens[t] if it is one of `weight`'s, which are first, first + 1, …; else zeros.
 
     tokens  [T] int64
@@ -40,25 +40,25 @@ def embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("embed_rows", "weight", weight, None, FLOATS)
-    check_count("embed_rows", "first", first)
-    check_shape("embed_rows", "weight", weight, ("rows", "H"))
-    check_like("embed_rows", "tokens", tokens, weight.device, (torch.int64,))
-    check_shape("embed_rows", "tokens", tokens, ("T",))
-    return torch.ops.weft.embed_rows.default(tokens, weight, first)
+    check_like("vocab_embedding", "weight", weight, None, FLOATS)
+    check_count("vocab_embedding", "first", first)
+    check_shape("vocab_embedding", "weight", weight, ("rows", "H"))
+    check_like("vocab_embedding", "tokens", tokens, weight.device, (torch.int64,))
+    check_shape("vocab_embedding", "tokens", tokens, ("T",))
+    return torch.ops.weft.vocab_embedding.default(tokens, weight, first)
 
 
-@custom_op("embed_rows", backward=False)
-def _embed_rows(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+@custom_op("vocab_embedding", backward=False)
+def _vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     x = weight.new_empty((tokens.shape[0], weight.shape[1]))
     if x.numel() > 0:
-        embed_rows_kernel[(x.shape[0], cdiv(x.shape[1], BLOCK))](
+        vocab_embedding_kernel[(x.shape[0], cdiv(x.shape[1], BLOCK))](
             tokens.contiguous(), weight.contiguous(), x, first, weight.shape[0],
             WIDTH=x.shape[1], BLOCK=BLOCK, **launch_options(capabilities_of(x.device)),
         )  # fmt: skip
     return x
 
 
-@_embed_rows.register_fake
+@_vocab_embedding.register_fake
 def _(tokens, weight, first):
     return weight.new_empty((tokens.shape[0], weight.shape[1]))

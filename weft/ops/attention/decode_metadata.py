@@ -1,4 +1,4 @@
-"""decode_places: where each sequence's next token goes in a paged cache, and what it attends to. One kernel before the layers.
+"""decode_metadata: slots, lengths and rotary positions of one new token a sequence, in one kernel before the layers.
 
 at = max(position, 0);  slot = page * S + at % S, page = pages[b, at // S];  length = position + 1        position -1: slot -1
 """
@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 @triton.jit(do_not_specialize=["batch", "width", "ticket_count"])
-def decode_places_kernel(
+def decode_metadata_kernel(
     positions, pages, at, slots, lengths, tickets, batch, width, ticket_count, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write at, slots and lengths for each sequence as in the module's formula, and set all tickets to 0.
@@ -40,7 +40,7 @@ def decode_places_kernel(
     tl.store(tickets + row, tl.zeros([BLOCK], tl.int32), mask=row < ticket_count)
 
 
-def decode_places(
+def decode_metadata(
     positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(at, slots, lengths, tickets)`` of one new token a sequence.
@@ -53,30 +53,30 @@ def decode_places(
     at 0, slot -1 and length 0.
     ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("decode_places", "positions", positions, None, (torch.int64,))
-    check_shape("decode_places", "positions", positions, ("B",))
-    check_like("decode_places", "pages", pages, positions.device, (torch.int32,))
-    check_shape("decode_places", "pages", pages, (len(positions), "max_pages"))
-    check_count("decode_places", "page_size", page_size)
-    check_count("decode_places", "tickets", tickets)
-    return torch.ops.weft.decode_places.default(positions, pages, page_size, tickets)
+    check_like("decode_metadata", "positions", positions, None, (torch.int64,))
+    check_shape("decode_metadata", "positions", positions, ("B",))
+    check_like("decode_metadata", "pages", pages, positions.device, (torch.int32,))
+    check_shape("decode_metadata", "pages", pages, (len(positions), "max_pages"))
+    check_count("decode_metadata", "page_size", page_size)
+    check_count("decode_metadata", "tickets", tickets)
+    return torch.ops.weft.decode_metadata.default(positions, pages, page_size, tickets)
 
 
-@custom_op("decode_places", backward=False)
-def _decode_places(
+@custom_op("decode_metadata", backward=False)
+def _decode_metadata(
     positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     at, slots, lengths, zeros = _outputs(positions, tickets)
     grid = cdiv(max(len(positions), tickets), BLOCK)
     if grid > 0:
-        decode_places_kernel[(grid,)](
+        decode_metadata_kernel[(grid,)](
             positions.contiguous(), pages.contiguous(), at, slots, lengths, zeros, len(positions), pages.shape[1], tickets,
             PAGE=page_size, BLOCK=BLOCK, **launch_options(capabilities_of(positions.device)),
         )  # fmt: skip
     return at, slots, lengths, zeros
 
 
-@_decode_places.register_fake
+@_decode_metadata.register_fake
 def _(positions, pages, page_size, tickets):
     return _outputs(positions, tickets)
 

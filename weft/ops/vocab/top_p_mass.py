@@ -1,4 +1,4 @@
-"""likelihood_above: how much probability lies above each of 16 thresholds: one step of finding top-p's least logit.
+"""top_p_mass: how much probability lies above each of 16 thresholds: one step of finding top-p's least logit.
 
 mass[b, n] = int(2**40 * exp((logits[b, n] - best[b]) / temperature[b]))          integers, so that no order of sums matters
 above[p, i, b] = sum of mass[b, n] over part p's n with key(logits[b, n]) >= low[b] + i * 2**shift,        i = 0 .. 15
@@ -19,7 +19,7 @@ from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS
-from weft.ops.vocab.best_words import ordered, parts_of
+from weft.ops.vocab.sample_argmax import ordered, parts_of
 from weft.runtime.capabilities import launch_options
 
 BLOCK = 256
@@ -29,7 +29,7 @@ SHIFTS = tuple(range(28, -1, -4))
 
 
 @triton.jit(do_not_specialize=["N", "part", "shift"])
-def likelihood_above_kernel(
+def top_p_mass_kernel(
     logits, stride, best, temperature, low, above, N, part, shift, THRESHOLDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """above[p, i, b]: the module's, over words p * part .. of row b.        grid: (B, parts)"""
@@ -77,7 +77,7 @@ def narrow_kernel(above, top_p, low, wanted, parts, shift, FIRST: tl.constexpr, 
     tl.store(low + row, (before.to(tl.int64) + (step.to(tl.int64) << shift)).to(tl.int32))
 
 
-def likelihood_above(
+def top_p_mass(
     logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
 ) -> torch.Tensor:
     """`above` [parts, 16, B] int64 of this rank's logits [B, N].
@@ -89,16 +89,16 @@ def likelihood_above(
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    check_like("likelihood_above", "logits", logits, None, FLOATS)
-    check_shape("likelihood_above", "logits", logits, ("B", "N"))
+    check_like("top_p_mass", "logits", logits, None, FLOATS)
+    check_shape("top_p_mass", "logits", logits, ("B", "N"))
     for name, x, dtype in (
         ("best", best, torch.float32), ("temperature", temperature, torch.float32), ("low", low, torch.int32),
     ):  # fmt: skip
-        check_like("likelihood_above", name, x, logits.device, (dtype,))
-        check_shape("likelihood_above", name, x, (logits.shape[0],))
+        check_like("top_p_mass", name, x, logits.device, (dtype,))
+        check_shape("top_p_mass", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
-        raise ValueError(f"likelihood_above: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
-    return torch.ops.weft.likelihood_above.default(logits, best, temperature, low, shift)
+        raise ValueError(f"top_p_mass: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
+    return torch.ops.weft.top_p_mass.default(logits, best, temperature, low, shift)
 
 
 def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
@@ -106,8 +106,8 @@ def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: 
     torch.ops.weft.narrow.default(above, top_p, low, wanted, shift)
 
 
-@custom_op("likelihood_above", backward=False)
-def _likelihood_above(
+@custom_op("top_p_mass", backward=False)
+def _top_p_mass(
     logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
 ) -> torch.Tensor:
     logits, (batch, words) = rows_contiguous(logits), logits.shape
@@ -115,14 +115,14 @@ def _likelihood_above(
     parts, part = parts_of(max(1, batch), max(1, words), caps.sms)
     above = torch.empty((parts, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
     if batch > 0:
-        likelihood_above_kernel[(batch, parts)](
+        top_p_mass_kernel[(batch, parts)](
             logits, logits.stride(0), best.contiguous(), temperature.contiguous(), low, above, words, part, shift,
             THRESHOLDS=THRESHOLDS, BLOCK=BLOCK, **launch_options(caps),
         )  # fmt: skip
     return above
 
 
-@_likelihood_above.register_fake
+@_top_p_mass.register_fake
 def _(logits, best, temperature, low, shift):
     batch, words = logits.shape
     parts, _ = parts_of(max(1, batch), max(1, words), capabilities_of(logits.device).sms)

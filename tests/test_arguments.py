@@ -7,7 +7,7 @@ import torch
 import weft
 from weft import SamplingParams, layers, ops
 from weft.arguments import LONGEST, quoted, shortened
-from weft.engine import Runner
+from weft.engine import EngineConfig, Runner
 from weft.models import Qwen3Config
 
 LONG = "n" * 5000
@@ -158,12 +158,16 @@ def test_engines_and_runners():
         check_table(
             engine.submit, {"prompt": "1", "params": SamplingParams()}, {"prompt": (5, None), "params": (5, None)}
         )
-        runner = {"max_batch": COUNT, "page_size": COUNT, "pages": OPTIONAL_COUNT, "max_seq_len": OPTIONAL_COUNT}
-        runner |= {"memory_fraction": NUMBER, "cuda_graph": OPTIONAL_FLAG, "model": (None, 5, "x", LONG)}
-        check_table(Runner, {"model": engine.model}, runner)
+        runner = {"model": (None, 5, "x", LONG), "config": (None, 5, {"pages": 2}, LONG)}
+        check_table(Runner, {"model": engine.model, "config": engine.config}, runner)
         return True
 
     assert weft.simulate(main, 1) == [True]
+
+
+def test_an_engine_config():
+    options = {name: values for name, values in ENGINE.items() if name not in ("model", "progress")}
+    check_table(EngineConfig, {}, {**options, "dtype": ("float32", 5, np.float32, LONG)})
 
 
 def test_an_llm():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,15 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 import weft
-from weft.arguments import shortened
+from weft.arguments import positive, shortened
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.console import DTYPES, Commands, check_torchrun, one_line_errors, write_any_text
+from weft.console import DTYPES, Commands, check_torchrun, from_flags, one_line_errors, write_any_text
+from weft.engine.config import DEFAULTS
 from weft.tune.command import tune
 
 if TYPE_CHECKING:
-    from weft.engine import Engine, Piece
-    from weft.models import Qwen3Config
+    from weft.engine import Engine, EngineConfig, Piece
+    from weft.models.loading import ModelConfig
     from weft.runtime.doctor import Finding
     from weft.runtime.team import Team
 
@@ -65,135 +66,144 @@ app.command()(tune)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
-    """What every rank is told. ValueError for a value that no model could make right.
+class GenerateFlags:
+    """Flags of `weft generate`."""
 
-    chat  each prompt as the token ids that the chat template makes of it; None: the prompts are continued as they are
-    """
-
-    prompts: tuple[str, ...]
-    chat: tuple[list[int], ...] | None = None
-    model: Path | None = None
-    dummy: Qwen3Config | None = None
-    prompt_tokens: int | None = None
-    mode: str = "auto"
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    dtype: str = "auto"
-    max_batch: int = 64
-    max_seq_len: int | None = None
-    page_size: int = 64
-
-    def __post_init__(self) -> None:
-        from weft.models.checkpoint import is_directory
-        from weft.parallel.step_plan import MODES, OLD_MODES
-
-        _one_of("mode", self.mode, (*MODES, *OLD_MODES))
-        _one_of("dtype", self.dtype, ("auto", *DTYPES))
-        if self.model is not None and not is_directory(self.model):
-            raise ValueError(
-                f"--model {shortened(self.model)}: no such directory; pass one with config.json and *.safetensors in it"
-            )
-        if self.prompt_tokens is not None and self.prompt_tokens < 1:
-            raise ValueError(f"--prompt-tokens {self.prompt_tokens} is not a positive integer")
-
-    @property
-    def inputs(self) -> list[str] | list[list[int]]:
-        """Text, or where there are no real weights, token ids that mean nothing."""
-        if self.dummy is None:
-            return list(self.prompts if self.chat is None else self.chat)
-        ids = random.Random(self.seed).choices(range(self.dummy.vocab_size), k=self.prompt_tokens or 128)
-        return [ids]
-
-
-@app.command()
-def generate(
     model: Annotated[
         str | None,
         typer.Option(help="Checkpoint directory, or with --dummy-weights a name [default: the built-in adder]"),
-    ] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None,
+    ] = None
+    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
-    ] = False,
-    world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None,
-    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = "auto",
-    max_new_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None,
+    ] = False
+    world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None
+    mode: Annotated[str, typer.Option(help="auto, torch, ag_rs or gemm_ar")] = DEFAULTS["mode"]
+    max_new_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None
     temperature: Annotated[
         float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto",
-    dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto",
+    ] = None
+    top_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None
+    seed: Annotated[int, typer.Option()] = 0
+    stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False
+    device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto"
+    dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto"
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
-    ] = False,
+    ] = False
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="With --dummy-weights: a prompt of so many random tokens [default: 128]")
-    ] = None,
-    max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = 64,
-    max_seq_len: Annotated[int | None, typer.Option(help="Prompt and answer together [default: the model's]")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = 64,
+        int | None, typer.Option(help="With --dummy-weights: length of a prompt of random tokens [default: 128]")
+    ] = None
+    max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = DEFAULTS["max_batch"]
+    max_seq_len: Annotated[int | None, typer.Option(help="Prompt and answer together [default: the model's]")] = (
+        DEFAULTS["max_seq_len"]
+    )
+    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = DEFAULTS[
+        "page_size"
+    ]
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
-    ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False,
-) -> None:
-    """Continue prompts with a model that is spread over several ranks."""
-    with one_line_errors(traceback):
+    ] = None
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Work of every rank.
+
+    model     checkpoint directory; a configuration: random weights; None: the built-in model
+    inputs    prompts as text or token ids
+    shown     text to print before each answer; None: token ids are printed
+    sampling  arguments of Engine.stream by name
+    """
+
+    model: Path | ModelConfig | None
+    engine: EngineConfig
+    inputs: list[str] | list[list[int]]
+    shown: list[str] | None
+    sampling: dict[str, Any]
+
+    @classmethod
+    def of(cls, flags: GenerateFlags) -> GenerateOptions:
+        """Options by flags. ValueError for a value that no model can take."""
         import torch
 
-        from weft.models import Checkpoint, Qwen3Config
-        from weft.models.checkpoint import as_directory
-        from weft.models.config import check_simulable
+        from weft.engine import EngineConfig
+        from weft.layers import MODES
+        from weft.models.loading import config_by_name
+
+        inputs = shown = flags.prompt or ["123+456="]
+        if flags.dummy_weights:
+            if flags.prompt or flags.chat or flags.model is None:
+                raise ValueError(
+                    "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
+                )
+            model = config_by_name(flags.model)
+            tokens = 128 if flags.prompt_tokens is None else positive("--prompt-tokens", flags.prompt_tokens)
+            inputs, shown = [random.Random(flags.seed).choices(range(model.vocab_size), k=tokens)], None
+        elif flags.prompt_tokens is not None:
+            raise ValueError(
+                f"--prompt-tokens {flags.prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt"
+            )
+        else:
+            model = _directory(flags.model)
+            if flags.chat:
+                inputs, shown = _as_chat(inputs, model), [f"{prompt}\n" for prompt in inputs]
+        _one_of("mode", flags.mode, MODES)
+        _one_of("dtype", flags.dtype, ("auto", *DTYPES))
+        engine = EngineConfig(
+            dtype=None if flags.dtype == "auto" else getattr(torch, DTYPES[flags.dtype]),
+            **{name: getattr(flags, name) for name in ("mode", "max_batch", "max_seq_len", "page_size")},
+        )
+        names = ("max_new_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")
+        sampling = {name: getattr(flags, name) for name in names}
+        return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling)
+
+
+def generate(flags: GenerateFlags) -> None:
+    """Continue prompts with a model that is spread over several ranks."""
+    with one_line_errors(flags.traceback):
         from weft.runtime.launch import DEVICES, is_simulated, launch
 
-        _one_of("device", device, DEVICES)
-        check_torchrun(device)
-        if dummy_weights and (prompt or chat or model is None):
-            raise ValueError(
-                "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
-            )
-        if prompt_tokens is not None and not dummy_weights:
-            raise ValueError(f"--prompt-tokens {prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt")
-        prompts = tuple(prompt or ["123+456="])
-        directory = as_directory(model) if model is not None and not dummy_weights else None
-        options = GenerateOptions(
-            prompts=prompts,
-            chat=_as_chat(prompts, directory) if chat else None,
-            model=directory,
-            dummy=Qwen3Config.named(model) if dummy_weights else None,
-            prompt_tokens=prompt_tokens,
-            mode=mode,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=tuple(stop or ()),
-            ignore_eos=ignore_eos,
-            dtype=dtype,
-            max_batch=max_batch,
-            max_seq_len=max_seq_len,
-            page_size=page_size,
+        _one_of("device", flags.device, DEVICES)
+        check_torchrun(flags.device)
+        options = GenerateOptions.of(flags)
+        if flags.model is not None and is_simulated(flags.world_size, flags.device):
+            _check_simulable(flags, options)
+        launch(generate_on_rank, flags.world_size, flags.device, args=(options,), heap_bytes=flags.heap_bytes)
+
+
+app.command()(from_flags(GenerateFlags, generate))
+
+
+def _directory(model: str | None) -> Path | None:
+    from weft.models.checkpoint import as_directory, is_directory
+
+    directory = None if model is None else as_directory(model)
+    if directory is not None and not is_directory(directory):
+        raise ValueError(
+            f"--model {shortened(directory)}: no such directory; pass one with config.json and *.safetensors in it"
         )
-        if model is not None and is_simulated(world_size, device):
-            config = options.dummy or Qwen3Config.from_dict(Checkpoint(model).config)
-            flags = "--model and --dummy-weights" if dummy_weights else "--model"
-            remedy = f"run it on a machine with GPUs, or run the built-in model, without {flags}"
-            if device == "auto" and (gpus := torch.cuda.device_count()):
-                remedy = f"--world-size {world_size} needs {world_size} GPUs and this machine has {gpus}"
-            check_simulable(f"--model {model}", config, remedy)
-        launch(generate_on_rank, world_size=world_size, device=device, args=(options,), heap_bytes=heap_bytes)
+    return directory
 
 
-def _as_chat(prompts: tuple[str, ...], model: Path | None) -> tuple[list[int], ...]:
+def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:
+    import torch
+
+    from weft.models import Checkpoint
+    from weft.models.config import check_simulable
+    from weft.models.loading import config_by_file
+
+    config = options.model if flags.dummy_weights else config_by_file(Checkpoint(options.model))
+    names = "--model and --dummy-weights" if flags.dummy_weights else "--model"
+    remedy = f"run it on a machine with GPUs, or run the built-in model, without {names}"
+    if flags.device == "auto" and (gpus := torch.cuda.device_count()):
+        remedy = f"--world-size {flags.world_size} needs {flags.world_size} GPUs and this machine has {gpus}"
+    check_simulable(f"--model {flags.model}", config, remedy)
+
+
+def _as_chat(prompts: list[str], model: Path | None) -> list[list[int]]:
     from weft.engine.chat import ChatTemplate, prompt_of
     from weft.engine.text import load_tokenizer
     from weft.models import Checkpoint
@@ -201,51 +211,30 @@ def _as_chat(prompts: tuple[str, ...], model: Path | None) -> tuple[list[int], .
 
     directory = Checkpoint(model or PATH).directory
     template, tokenizer = ChatTemplate(directory), load_tokenizer(directory)
-    return tuple(prompt_of(template, tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts)
+    return [prompt_of(template, tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def generate_on_rank(team: Team, options: GenerateOptions) -> None:
-    """What each rank runs. Rank 0 prints; the others only take part."""
-    import torch
-
+    """Generate on one rank of `team`. Rank 0 prints."""
     from weft.engine import Engine
 
     talks = team.rank == 0
     write_any_text()  # on GPUs this is a process of its own
-    dtype = None if options.dtype == "auto" else getattr(torch, DTYPES[options.dtype])
     with _loading(talks) as progress:
-        engine = Engine(
-            options.dummy or options.model,
-            team,
-            mode=options.mode,
-            dtype=dtype,
-            max_batch=options.max_batch,
-            max_seq_len=options.max_seq_len,
-            page_size=options.page_size,
-            progress=progress,
-        )
-    pieces = engine.stream(
-        options.inputs,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=list(options.stop) or None,
-        ignore_eos=options.ignore_eos,
-    )
-    if talks and options.dummy is not None:
-        typer.echo(" ".join(str(piece.token_id) for piece in pieces))
-        _print_speed(engine, team, options)
-    elif talks:
-        shown = options.prompts if options.chat is None else tuple(f"{prompt}\n" for prompt in options.prompts)
-        _print_answers(shown, pieces)
-        _print_speed(engine, team, options)
-    else:
+        engine = Engine(options.model, team, config=options.engine, progress=progress)
+    pieces = engine.stream(options.inputs, **options.sampling)
+    if not talks:
         for _ in pieces:
             pass
+        return
+    if options.shown is None:
+        typer.echo(" ".join(str(piece.token_id) for piece in pieces))
+    else:
+        _print_answers(options.shown, pieces)
+    _print_speed(engine, team)
 
 
-def _print_answers(prompts: tuple[str, ...], pieces: Iterator[Piece]) -> None:
+def _print_answers(prompts: list[str], pieces: Iterator[Piece]) -> None:
     """One prompt: its text as it comes. Several grow at once: a line each on a terminal, at the end elsewhere."""
     if len(prompts) == 1:
         typer.echo(prompts[0], nl=False)
@@ -264,7 +253,7 @@ def _print_answers(prompts: tuple[str, ...], pieces: Iterator[Piece]) -> None:
         typer.echo(answer)
 
 
-def _print_speed(engine: Engine, team: Team, options: GenerateOptions) -> None:
+def _print_speed(engine: Engine, team: Team) -> None:
     stats, runner = engine.stats, engine.batch.runner
     ranks = f"{team.size} rank{'s' if team.size > 1 else ''}"
     where = f"{ranks}, simulated" if team.is_simulated else f"{ranks} on {team.caps.device_name}"
@@ -274,7 +263,7 @@ def _print_speed(engine: Engine, team: Team, options: GenerateOptions) -> None:
     later = f"{stats.tokens_per_second:.1f} tokens/s after it" if stats.tokens_per_second else "none came after it"
     typer.echo(
         f"first token after {stats.time_to_first_token:.3f} s, {later}{note}\n"
-        f"mode {options.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
+        f"mode {engine.config.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
         f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}",
         err=True,
     )

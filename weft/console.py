@@ -11,8 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -23,11 +25,12 @@ from weft.errors import CannotWrite, WeftError
 from weft.runtime.files import check_target
 
 if TYPE_CHECKING:
-    from weft.models import Qwen3Config
+    from weft.models.loading import ModelConfig
 
 # What a flag may say → torch's name.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
+T = TypeVar("T")
 
 
 def talks() -> bool:
@@ -69,7 +72,7 @@ def words(flag: str, text: str | None) -> tuple[str, ...]:
     return found
 
 
-def check_simulable(model: str, config: Qwen3Config, small: str) -> None:
+def check_simulable(model: str, config: ModelConfig, small: str) -> None:
     """ValueError for a model that is too large for simulated ranks. ``small``: the flags of one that is not."""
     from weft.models.config import check_simulable
 
@@ -168,6 +171,21 @@ def _drop_output() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
+
+
+def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
+    """Command `run`, with a flag for each field of the dataclass `flags`, of which it gets an instance."""
+
+    def command(**given: Any) -> None:
+        run(flags(**given))
+
+    hints = get_type_hints(flags, include_extras=True)
+    command.__name__, command.__doc__, command.__annotations__ = run.__name__, run.__doc__, hints
+    command.__signature__ = Signature(  # type: ignore[attr-defined]
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(flags)
+    )
+    return command
 
 
 class Commands(TyperGroup):

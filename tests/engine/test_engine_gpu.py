@@ -10,7 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import weft
-from weft.engine import Engine, Runner, SamplingParams
+from weft.engine import Engine, EngineConfig, Runner, SamplingParams
 from weft.engine.params import Kind
 from weft.engine.runner import Row
 from weft.models import Qwen3ForCausalLM
@@ -76,7 +76,7 @@ def replayed(team, directory, replays, dtype):
     """Tokens of the same step again and again, and keys and values after it: in the bucket of 4, in that of 8, eager, and eager
     without programmatic launch. In bf16 they are other kernels: of few rows, with factored norms."""
     model = Qwen3ForCausalLM.from_pretrained(directory, team, mode="gemm_ar", dtype=dtype)
-    runner = Runner(model, max_batch=8, page_size=16, max_seq_len=96)
+    runner = Runner(model, EngineConfig(max_batch=8, page_size=16, max_seq_len=96))
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
     generator = torch.Generator(team.device).manual_seed(1)
     context = torch.randn(runner.cache.data.shape, generator=generator, device=team.device)

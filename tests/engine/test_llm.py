@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import weft
 from weft import SamplingParams
-from weft.engine import Completion, workers
+from weft.engine import Completion, EngineConfig, workers
 from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
 from weft.engine.text import load_tokenizer
@@ -387,7 +387,9 @@ def as_processes(monkeypatch):
     monkeypatch.setattr(workers, "launch", launch)
 
     def make(directory, progress=None):
-        return workers.ProcessWorkers(1, workers.EngineOptions(model=directory, mode="torch"), progress)
+        return workers.ProcessWorkers(
+            1, workers.EngineOptions(model=directory, config=EngineConfig(mode="torch")), progress
+        )
 
     return make
 

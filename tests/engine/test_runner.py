@@ -8,6 +8,7 @@ import torch
 
 import weft
 import weft.engine.runner as runner_module
+from weft.engine.config import EngineConfig
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
@@ -45,7 +46,7 @@ def reads_of(*lengths, params=SAMPLE):
 
 
 def new_runner(model, max_batch=8):
-    return Runner(model, max_batch=max_batch, page_size=16, max_seq_len=96, pages=49)
+    return Runner(model, EngineConfig(max_batch=max_batch, page_size=16, max_seq_len=96, pages=49))
 
 
 def test_shapes_pad_little():
@@ -307,22 +308,35 @@ def test_the_cache_is_no_larger_than_memory_or_all_seats_can_fill(byte_model, mo
         found = []
         for memory in (10 * page - 1, 10 * page, 1000 * page):
             monkeypatch.setattr(runner_module, "VIRTUAL_CACHE_BYTES", memory)
-            found.append(Runner(model, max_batch=3, page_size=16, max_seq_len=90).cache.pages)
+            found.append(Runner(model, EngineConfig(max_batch=3, page_size=16, max_seq_len=90)).cache.pages)
         return found
 
     assert on_one_rank(main, byte_model) == [9, 10, 1 + 3 * 6]  # 90 tokens take six pages
 
 
-def test_what_does_not_fit_is_refused(byte_model):
-    def main(model):
-        with pytest.raises(ValueError, match="max_batch=0 is not a positive integer"):
-            Runner(model, max_batch=0)
-        with pytest.raises(ValueError, match="pages=1 is less than 2"):
-            Runner(model, pages=1)
-        with pytest.raises(ValueError, match=r"memory_fraction=1.5 is not in \(0, 1\]"):
-            Runner(model, memory_fraction=1.5)
-        for page_size in (24, 0, -16):
-            with pytest.raises(ValueError, match=f"page_size={page_size} is not one of 16, 32, 64, 128, 256"):
-                Runner(model, page_size=page_size)
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="max_batch=0 is not a positive integer"):
+        EngineConfig(max_batch=0)
+    with pytest.raises(ValueError, match="pages=1 is less than 2"):
+        EngineConfig(pages=1)
+    with pytest.raises(ValueError, match=r"memory_fraction=1.5 is not in \(0, 1\]"):
+        EngineConfig(memory_fraction=1.5)
+    for page_size in (24, 0, -16):
+        with pytest.raises(ValueError, match=f"page_size={page_size} is not one of 16, 32, 64, 128, 256"):
+            EngineConfig(page_size=page_size)
 
-    on_one_rank(main, byte_model)
+
+def test_options_are_the_config_s_and_unknown_ones_are_named(byte_model):
+    config = EngineConfig(mode="torch", max_batch=3, page_size=16)
+
+    def main(team):
+        engine = weft.Engine(byte_model, team, config=config, max_batch=2)
+        assert engine.config == replace(config, max_batch=2, max_seq_len=96)  # the model's
+        with pytest.raises(TypeError, match="max_bacth= is not an option of an engine; the options are mode, dtype, "):
+            weft.Engine(byte_model, team, max_bacth=2)
+
+    weft.simulate(main, 1)
+    with pytest.raises(TypeError, match="max_bacth= is not an option"):
+        weft.LLM(byte_model, 1, device="sim", max_bacth=2)
+    with pytest.raises(ValueError, match="config='fast' is not an EngineConfig"):
+        weft.LLM(byte_model, 1, device="sim", config="fast")

@@ -10,6 +10,7 @@ import torch
 import weft
 from tests.teacher_forced import all_logits
 from weft.engine import Runner, SamplingParams
+from weft.engine.config import EngineConfig
 from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Row
 from weft.errors import ModelTooLarge
@@ -41,7 +42,7 @@ def reference_greedy(model, tokens, steps):
 
 def greedy(model, prompts, steps):
     """[steps, batch] greedy tokens of our model, by prefill and then decode."""
-    runner = Runner(model, max_batch=len(prompts), page_size=16, max_seq_len=128)
+    runner = Runner(model, EngineConfig(max_batch=len(prompts), page_size=16, max_seq_len=128))
     params = SamplingParams()
     pages = [list(range(1 + 8 * seat, 9 + 8 * seat)) for seat in range(len(prompts))]
     runner.prefill(

@@ -1,9 +1,25 @@
 """Text in, text out, over all ranks of a team."""
 
-from weft.engine.answers import Completion, Piece, Stats
-from weft.engine.engine import Engine
-from weft.engine.llm import LLM
-from weft.engine.params import SamplingParams
-from weft.engine.runner import Runner
+from __future__ import annotations
 
-__all__ = ["LLM", "Completion", "Engine", "Piece", "Runner", "SamplingParams", "Stats"]
+import importlib
+from typing import Any
+
+# Loaded on first use: the command line needs the defaults of EngineConfig before it needs torch and Triton.
+_MODULES = {
+    "Completion": "answers",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "LLM": "llm",
+    "Piece": "answers",
+    "Runner": "runner",
+    "SamplingParams": "params",
+    "Stats": "answers",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'weft.engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"weft.engine.{_MODULES[name]}"), name)

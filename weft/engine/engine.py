@@ -12,7 +12,6 @@ from itertools import zip_longest
 from os import PathLike
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from weft.arguments import (
@@ -34,92 +33,69 @@ from weft.engine.answers import (
     join_pieces,
 )
 from weft.engine.batch import Batch
+from weft.engine.config import EngineConfig
+from weft.engine.decoder import Decoder
 from weft.engine.defaults import sampling_defaults, unused_defaults
 from weft.engine.params import SamplingParams, one_each
-from weft.engine.runner import Runner, checked_sizes
+from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.text import TextStream, load_tokenizer
 from weft.errors import CheckpointError
-from weft.models import Checkpoint, Progress, Qwen3Config, Qwen3ForCausalLM
 from weft.models.builtin import PATH as BUILTIN
-from weft.models.memory import check_cache
-from weft.parallel.step_plan import Mode, check_mode
+from weft.models.checkpoint import Checkpoint, Progress
+from weft.models.loading import ModelConfig, build, check_cache, config_of
 from weft.runtime.codec import encode
 from weft.runtime.team import Team
 
-MOST_POSITIONS = 1 << 24
+MAX_POSITIONS = 1 << 24
 logger = logging.getLogger("weft")
 
 
 class Engine:
     """A model on all ranks of `team`. Collective: all ranks pass the same arguments and get the same tokens.
 
-    model           a Qwen3 checkpoint in Hugging Face format with tokenizer.json; None: the built-in one, which adds; a
-                    Qwen3Config: random weights and no tokenizer, so prompts are lists of token ids, for benchmarks
-    dtype           None: the checkpoint's
-    fused           local work between the GEMMs in weft.ops' kernels; None: where the team is on GPUs
-    max_seq_len     prompt and answer together; None: the model's max_position_embeddings
-    max_batch       sequences that run at once; further ones wait
-    page_size       tokens in a page of the KV cache: 16, 32, 64, 128 or 256
-    pages           of the KV cache; None: as many as `memory_fraction` of the GPU's free memory holds
-    chunk_tokens    prompt tokens read in a step, at most, before everyone goes on by a token
-    cuda_graph      decode steps as CUDA graphs, where the team is on GPUs
-    progress        called with (bytes read, bytes to read) while this rank's weights load
-    warn            rank 0 logs a line (logger "weft") for each thing of the checkpoint that is not as it should be: settings of
-                    generation_config.json that weft does not follow, weights that are NaN or infinite, tensors without a use
+    model     checkpoint directory in Hugging Face format with tokenizer.json; None: the built-in model, which adds; a
+              configuration of weft.models: random weights and no tokenizer, so prompts are token ids, for benchmarks
+    progress  called with (bytes read, bytes to read) while this rank's weights load
+    warn      rank 0 logs a line (logger "weft") for settings of generation_config.json that weft does not follow, for NaN or
+              infinite weights, and for tensors that the model does not have
+    config    an EngineConfig; the default one if None
+    options   fields of EngineConfig by name, in place of those of `config`
 
-    `defaults` are the checkpoint's SamplingParams, by generation_config.json. CheckpointError (a ValueError) where the
-    directory cannot be loaded, ValueError where W cannot split the model.
+    `defaults` are the SamplingParams of the checkpoint's generation_config.json. CheckpointError (a ValueError) where the
+    directory cannot be loaded, ValueError where W does not divide the model.
     """
 
     def __init__(
         self,
-        model: str | PathLike[str] | Qwen3Config | None,
+        model: str | PathLike[str] | ModelConfig | None,
         team: Team,
         *,
-        mode: Mode = "auto",
-        dtype: torch.dtype | None = None,
-        fused: bool | None = None,
-        max_seq_len: int | None = None,
-        max_batch: int = 64,
-        page_size: int = 64,
-        pages: int | None = None,
-        memory_fraction: float = 0.8,
-        chunk_tokens: int = 4096,
-        cuda_graph: bool = True,
+        config: EngineConfig | None = None,
         progress: Progress | None = None,
         warn: bool = True,
+        **options: Any,
     ) -> None:
         begin = time.perf_counter()
-        # Whatever can be wrong is said before the weights are read.
-        check_model(model)
+        # All arguments are checked before the weights are read.
+        check_model(model, progress)
         check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
-        check_options(mode, dtype, fused, cuda_graph, progress)
         check_bool("warn", warn)
-        chunk_tokens = positive("chunk_tokens", chunk_tokens)
-        max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
-        checkpoint = None if isinstance(model, Qwen3Config) else Checkpoint(BUILTIN if model is None else model)
-        config = model if checkpoint is None else Qwen3Config.of(checkpoint)
-        limit = config.max_position_embeddings
-        self.max_seq_len = limit if max_seq_len is None else positive("max_seq_len", max_seq_len)
-        if not 2 <= self.max_seq_len <= limit:
-            raise ValueError(f"max_seq_len={quoted(max_seq_len)} is not in 2 .. max_position_embeddings={limit}")
-        if self.max_seq_len > MOST_POSITIONS:
-            raise ValueError(
-                f"max_seq_len={self.max_seq_len} is more than {MOST_POSITIONS}, up to which fp32 counts positions exactly; "
-                f"pass a smaller one"
-            )
-        if pages is not None:
-            check_cache(config, team, dtype or config.dtype, pages, page_size)
-        self.team, self.mode, self.tokenizer, self.eos_token_ids = team, mode, None, frozenset()
+        config = EngineConfig.of(config, options)
+        checkpoint = None if isinstance(model, ModelConfig) else Checkpoint(BUILTIN if model is None else model)
+        sizes = model if checkpoint is None else config_of(checkpoint)
+        config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
+        if config.pages is not None:
+            check_cache(sizes, team, config.dtype or sizes.dtype, config.pages, config.page_size)
+        self.team, self.config, self.tokenizer, self.eos_token_ids = team, config, None, frozenset()
         self.defaults, warnings = SamplingParams(), []
         if checkpoint is not None:
             self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
             self.tokenizer, self.eos_token_ids = load_tokenizer(checkpoint.directory), checkpoint.eos_token_ids()
-            _check_tokenizer(self.tokenizer, checkpoint, config.vocab_size)
-        # Its table of angles is as long as it is said to be: no longer than anything here can be.
-        config = replace(config, max_position_embeddings=self.max_seq_len)
-        self.model = Qwen3ForCausalLM(config, team, mode=mode, dtype=dtype, fused=fused)
+            _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
+        # The table of rotary angles has max_position_embeddings rows: no more than a sequence can have here.
+        sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
+        self.model: Decoder = build(sizes, team, mode=config.mode, dtype=config.dtype, fused=config.fused)
         if checkpoint is None:
             self.model.fill_dummy()
         else:
@@ -127,16 +103,7 @@ class Engine:
         if warn and team.rank == 0:
             for line in warnings:
                 logger.warning(line)
-        runner = Runner(
-            self.model,
-            max_batch=max_batch,
-            page_size=page_size,
-            pages=pages,
-            max_seq_len=self.max_seq_len,
-            memory_fraction=memory_fraction,
-            cuda_graph=cuda_graph,
-        )
-        self.batch = Batch(runner, chunk_tokens)
+        self.batch = Batch(Runner(self.model, config), config.chunk_tokens)
         self._texts: dict[int, TextStream | None] = {}
         self._entered = 0
         self._held: list[Piece] = []  # arrived, and not yet asked for
@@ -317,10 +284,10 @@ class Engine:
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
             raise ValueError(f"{name}[{index}]={quoted(ids[index])} is a token id outside 0 .. {vocab_size - 1}")
-        if len(ids) >= self.max_seq_len:
+        if len(ids) >= self.config.max_seq_len:
             raise ValueError(
-                f"{name} has {len(ids)} tokens and leaves no room for an answer in max_seq_len={self.max_seq_len}; "
-                f"shorten it to {self.max_seq_len - 1} tokens"
+                f"{name} has {len(ids)} tokens and leaves no room for an answer in max_seq_len={self.config.max_seq_len}; "
+                f"shorten it to {self.config.max_seq_len - 1} tokens"
             )
         return ids
 
@@ -332,7 +299,7 @@ class Engine:
         vocab_size = self.model.config.vocab_size
         if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
             raise ValueError(f"stop_token_ids holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
-        budget = min(params.max_tokens, self.max_seq_len - len(prompt))
+        budget = min(params.max_tokens, self.config.max_seq_len - len(prompt))
         return Running(prompt=prompt, params=params, budget=budget)
 
     def _enter(self, sequence: Running) -> None:
@@ -368,19 +335,22 @@ class Engine:
         return new, "stop" if stopped else "length" if last else None
 
 
-def check_model(model: Any) -> None:
-    """ValueError unless it is of a type that names or describes a model."""
-    rule = "a checkpoint directory, a Qwen3Config, or None for the built-in model"
-    check_optional(check_instance, "model", model, (str, PathLike, Qwen3Config), rule)
-
-
-def check_options(mode: Any, dtype: Any, fused: Any, cuda_graph: Any, progress: Any) -> None:
-    """ValueError for an option of Engine and LLM of another type than theirs."""
-    check_mode(mode)
-    check_optional(check_instance, "dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
-    check_optional(check_bool, "fused", fused)
-    check_bool("cuda_graph", cuda_graph)
+def check_model(model: Any, progress: Any) -> None:
+    """ValueError unless `model` is of a type that names or describes a model, and `progress` a function or None."""
+    rule = "a checkpoint directory, a configuration of weft.models, or None for the built-in model"
+    check_optional(check_instance, "model", model, (str, PathLike, ModelConfig), rule)
     check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
+
+
+def _longest(max_seq_len: int | None, limit: int) -> int:
+    """Tokens of the longest sequence: max_seq_len, or the model's limit."""
+    if max_seq_len is not None and not 2 <= max_seq_len <= limit:
+        raise ValueError(f"max_seq_len={quoted(max_seq_len)} is not in 2 .. max_position_embeddings={limit}")
+    if (longest := max_seq_len or limit) > MAX_POSITIONS:
+        raise ValueError(
+            f"max_seq_len={longest} is more than {MAX_POSITIONS}, up to which fp32 counts positions exactly; pass a smaller one"
+        )
+    return longest
 
 
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: Checkpoint, vocab_size: int) -> None:

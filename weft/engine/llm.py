@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from weft.arguments import check_choice, check_heap_bytes, check_virtual_ranks, positive, quoted, shortened
 from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
 from weft.engine.chat import ChatTemplate, Message, prompt_of
+from weft.engine.config import EngineConfig
 from weft.engine.defaults import sampling_defaults
-from weft.engine.engine import check_model, check_options
+from weft.engine.engine import check_model
 from weft.engine.params import SamplingParams, one_each
 from weft.engine.text import load_tokenizer
 from weft.engine.workers import (
@@ -26,11 +27,10 @@ from weft.engine.workers import (
     VirtualWorkers,
 )
 from weft.errors import NotEnoughGPUs, WeftError
-from weft.models import Checkpoint, Progress, Qwen3Config
 from weft.models.builtin import PATH as BUILTIN
-from weft.models.checkpoint import as_directory
+from weft.models.checkpoint import Checkpoint, Progress, as_directory
 from weft.models.config import check_simulable
-from weft.parallel.step_plan import Mode
+from weft.models.loading import ModelConfig, config_by_file
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
 from weft.runtime.simulate import on_virtual_rank
 
@@ -41,17 +41,20 @@ class LLM:
         with weft.LLM("path/of/Qwen3-32B", world_size=4) as llm:
             [answer] = llm.generate("The weft is", weft.SamplingParams(temperature=0.7, max_tokens=100))
 
-    model       a Qwen3 checkpoint directory; None: the built-in one, which adds; a Qwen3Config: random weights, no tokenizer
+    model       checkpoint directory; None: the built-in model, which adds; a configuration of weft.models: random weights, no
+                tokenizer
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
-                one, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs where there are enough
+                process, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs if there are enough
     heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted, where `chunk_tokens`
                 of a wide model need more, says how much
     progress    called with (bytes read, bytes to read) while rank 0's weights load
+    config      an EngineConfig; the default one if None
+    options     fields of EngineConfig by name, in place of those of `config`
 
-    The others are as of weft.Engine. `defaults` are the SamplingParams of a call that is given none: those of the checkpoint's
-    generation_config.json, else SamplingParams(). Settings in it that weft does not follow, and weights that are NaN, are
-    logged once, in a line each (logger "weft").
+    `defaults` are the SamplingParams of a call that is given none: those of the checkpoint's generation_config.json, else
+    SamplingParams(). Settings in it that weft does not follow, and weights that are NaN, are logged once, in a line each
+    (logger "weft").
 
     On GPUs a script must be importable: guard its top level with `if __name__ == "__main__"`, since processes are spawned. An
     error of a rank is raised here once, and ends all. Under torchrun, which has started the ranks already, every one of them
@@ -61,22 +64,14 @@ class LLM:
 
     def __init__(
         self,
-        model: str | PathLike[str] | Qwen3Config | None = None,
+        model: str | PathLike[str] | ModelConfig | None = None,
         world_size: int | None = None,
         *,
         device: str = "auto",
-        mode: Mode = "auto",
-        dtype: torch.dtype | None = None,
-        fused: bool | None = None,
-        max_seq_len: int | None = None,
-        max_batch: int = 64,
-        page_size: int = 64,
-        pages: int | None = None,
-        memory_fraction: float = 0.8,
-        chunk_tokens: int = 4096,
-        cuda_graph: bool = True,
         heap_bytes: int | None = None,
         progress: Progress | None = None,
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> None:
         check_choice("device", device, DEVICES)
         if world_size is not None:
@@ -86,23 +81,10 @@ class LLM:
             raise ValueError(
                 f"world_size={world_size}, but torchrun has started {started.world_size} ranks; leave it out"
             )
-        check_model(model)
-        self.directory = None if isinstance(model, Qwen3Config) else BUILTIN if model is None else as_directory(model)
-        options = EngineOptions(
-            model=model if isinstance(model, Qwen3Config) else self.directory,
-            mode=mode,
-            dtype=dtype,
-            fused=fused,
-            max_seq_len=max_seq_len,
-            max_batch=max_batch,
-            page_size=page_size,
-            pages=pages,
-            memory_fraction=memory_fraction,
-            chunk_tokens=chunk_tokens,
-            cuda_graph=cuda_graph,
-            heap_bytes=check_heap_bytes(heap_bytes),
-        )
-        check_options(mode, dtype, fused, cuda_graph, progress)
+        check_model(model, progress)
+        config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
+        self.directory = None if isinstance(model, ModelConfig) else BUILTIN if model is None else as_directory(model)
+        made_of = EngineOptions(model=self.directory or model, config=config, heap_bytes=heap_bytes)
         gpus = torch.cuda.device_count()
         if started is not None:
             if gpus <= started.local_rank and not on_virtual_rank():
@@ -117,7 +99,7 @@ class LLM:
             if simulated:
                 check_virtual_ranks("world_size", world_size)
                 too_few = f"world_size={world_size} needs {world_size} GPUs and this machine has {gpus}"
-                _check_virtual(options.model, too_few if device == "auto" and gpus else "run it on GPUs")
+                _check_virtual(made_of.model, too_few if device == "auto" and gpus else "run it on GPUs")
             elif not 0 < world_size <= gpus:
                 raise NotEnoughGPUs(world_size or 1, gpus)
             device = "sim" if simulated else "cuda"
@@ -127,9 +109,9 @@ class LLM:
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
         self._workers: ProcessWorkers | VirtualWorkers | RankWorkers | None
         if started is not None:
-            self._workers = RankWorkers(options, progress)
+            self._workers = RankWorkers(made_of, progress)
         else:
-            self._workers = (ProcessWorkers if device == "cuda" else VirtualWorkers)(world_size, options, progress)
+            self._workers = (ProcessWorkers if device == "cuda" else VirtualWorkers)(world_size, made_of, progress)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -222,13 +204,13 @@ class LLM:
         self.stats = stats
 
 
-def _check_virtual(model: Path | Qwen3Config, remedy: str) -> None:
+def _check_virtual(model: Path | ModelConfig, remedy: str) -> None:
     """ValueError for a model that is too large for virtual ranks, WeftError for any where one of them asks for more."""
     if on_virtual_rank():
         raise WeftError(
             "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"
         )
-    if isinstance(model, Qwen3Config):
+    if isinstance(model, ModelConfig):
         check_simulable("this model", model, remedy)
     else:
-        check_simulable(f"model={shortened(repr(str(model)))}", Qwen3Config.from_dict(Checkpoint(model).config), remedy)
+        check_simulable(f"model={shortened(repr(str(model)))}", config_by_file(Checkpoint(model)), remedy)

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.arguments import check_bool, check_instance, check_number, check_optional, is_integer, positive, quoted
+from weft.arguments import check_instance
+from weft.engine.config import EngineConfig
+from weft.engine.decoder import Decoder
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
-from weft.models import Qwen3ForCausalLM
-from weft.models.memory import check_cache, free_bytes
-from weft.parallel.step import check_page_size
+from weft.models.loading import check_cache, free_bytes
 from weft.runtime.copying import upload
 
 # Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
-MOST_SEATS = 1 << 16
 # Passes of a shape that are launched kernel by kernel before it is captured, which takes as long as several of them. Of shapes
 # of new prompts there are few; of ragged ones many, and some may never come again.
 LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
@@ -42,43 +41,24 @@ class Row:
 class Runner:
     """tokens[seat] at positions[seat] → the next tokens[seat], in place. Collective: all ranks make the same calls.
 
-    max_batch    seats
-    max_seq_len  prompt and answer together, at most; None: the model's max_position_embeddings
-    pages        of the KV cache, page 0 among them, which is nobody's; None: as many as `memory_fraction` of the GPU's free
-                 memory holds (virtual ranks: 256 MiB), and no more than all seats can fill
-    cuda_graph   decode steps as CUDA graphs, one a batch bucket, captured when first needed, and prompts, one for so many
-                 tokens, captured when as many come again (LAUNCHED_FIRST) and kept for a while (MOST_SHAPES); None: where the
-                 team is on GPUs
-
     A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
-    graph per batch bucket (powers of two, and max_batch) and kind of choice. Unused seats have position -1.
+    graph per batch bucket (powers of two, and max_batch) and kind of choice, captured when first needed. Prompts have one for
+    each shape, captured when the shape comes again (LAUNCHED_FIRST) and kept for a while (MOST_SHAPES). Unused seats have
+    position -1.
     """
 
-    def __init__(
-        self,
-        model: Qwen3ForCausalLM,
-        *,
-        max_batch: int = 32,
-        page_size: int = 64,
-        pages: int | None = None,
-        max_seq_len: int | None = None,
-        memory_fraction: float = 0.8,
-        cuda_graph: bool | None = None,
-    ) -> None:
-        max_batch, page_size, pages = checked_sizes(max_batch, page_size, pages, memory_fraction)
-        check_instance("model", model, Qwen3ForCausalLM, "a Qwen3ForCausalLM")
-        check_optional(check_bool, "cuda_graph", cuda_graph)
-        max_seq_len = check_optional(positive, "max_seq_len", max_seq_len)
-        self.model, self.team, self.max_batch, self.page_size = model, model.team, max_batch, page_size
-        self.max_seq_len = max_seq_len or model.config.max_position_embeddings
-        on_gpu = self.team.device.type == "cuda"
-        self.cuda_graph = on_gpu if cuda_graph is None else cuda_graph and on_gpu
-        max_pages = -(-self.max_seq_len // page_size)
+    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+        check_instance("model", model, Decoder, "a decoder of weft.models")
+        check_instance("config", config, EngineConfig, "an EngineConfig")
+        self.model, self.team, self.max_batch, self.page_size = model, model.team, config.max_batch, config.page_size
+        self.max_seq_len = config.max_seq_len or model.config.max_position_embeddings
+        self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
+        max_batch, max_pages, pages = self.max_batch, -(-self.max_seq_len // self.page_size), config.pages
         if pages is None:
-            pages = min(1 + max_batch * max_pages, self._affordable_pages(memory_fraction))
+            pages = min(1 + max_batch * max_pages, self._affordable_pages(config.memory_fraction))
         else:
-            check_cache(model.config, self.team, model.dtype, pages, page_size)
-        self.cache = model.new_cache(pages, page_size)
+            check_cache(model.config, self.team, model.dtype, pages, self.page_size)
+        self.cache = model.new_cache(pages, self.page_size)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.positions = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
@@ -293,25 +273,6 @@ class Runner:
         else:
             budget = VIRTUAL_CACHE_BYTES
         return max(2, min(self.team.exchange(budget // page_bytes)))
-
-
-def checked_sizes(
-    max_batch: int, page_size: int, pages: int | None, memory_fraction: float
-) -> tuple[int, int, int | None]:
-    """max_batch, page_size and pages as Python's integers. ValueError for what no Runner can have, whatever the model."""
-    max_batch = positive("max_batch", max_batch)
-    if max_batch > MOST_SEATS:
-        raise ValueError(
-            f"max_batch={quoted(max_batch)} is more than {MOST_SEATS}; lower it, and further requests wait"
-        )
-    if not is_integer(page_size):  # 16.0 == 16
-        raise ValueError(f"page_size={quoted(page_size)} is not an integer")
-    page_size = int(page_size)
-    check_page_size(page_size)
-    if pages is not None and (pages := positive("pages", pages)) < 2:
-        raise ValueError(f"pages={pages} is less than 2: page 0 is nobody's")
-    check_number("memory_fraction", memory_fraction, 1e-9, 1, "in (0, 1]")
-    return max_batch, page_size, pages
 
 
 def _padded(rows: list[list[int]], width: int) -> torch.Tensor:

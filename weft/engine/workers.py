@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import queue
 import secrets
 import socket
@@ -18,15 +17,14 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from weft.engine.answers import Piece, Prompt, Stats
+from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
 from weft.engine.serve import Allowance, send_at_once, serve
 from weft.errors import WeftError
-from weft.models import Progress, Qwen3Config
-from weft.parallel.step_plan import Mode
+from weft.models.checkpoint import Progress
+from weft.models.loading import ModelConfig
 from weft.runtime.launch import launch
 from weft.runtime.team import init
 
@@ -47,23 +45,12 @@ GENERATE_AHEAD = 1024
 class EngineOptions:
     """What each rank's Engine is made of, see there, and its team."""
 
-    model: Path | Qwen3Config | None
-    mode: Mode = "auto"
-    dtype: torch.dtype | None = None
-    fused: bool | None = None
-    max_seq_len: int | None = None
-    max_batch: int = 64
-    page_size: int = 64
-    pages: int | None = None
-    memory_fraction: float = 0.8
-    chunk_tokens: int = 4096
-    cuda_graph: bool = True
+    model: Path | ModelConfig | None
+    config: EngineConfig = EngineConfig()
     heap_bytes: int | None = None
 
     def build(self, team: Team, progress: Progress | None = None, warn: bool = True) -> Engine:
-        words = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del words["heap_bytes"]
-        return Engine(words.pop("model"), team, **words, progress=progress, warn=warn)
+        return Engine(self.model, team, config=self.config, progress=progress, warn=warn)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

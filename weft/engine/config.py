@@ -1,0 +1,85 @@
+"""Options of an engine: how a forward pass is computed, how much runs at once, and how large the KV cache is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from weft.arguments import check_bool, check_instance, check_number, check_optional, is_integer, positive, quoted
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.layers.plan import Mode
+
+MAX_BATCH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of `Engine`, `LLM` and `Runner`, equal on all ranks. ValueError for a value that no model can take.
+
+    mode             parallel strategy: "torch", "ag_rs", "gemm_ar", or "auto", which chooses by the tokens of a forward pass
+    dtype            of weights, activations and KV cache; None: the checkpoint's
+    fused            True: weft.ops' kernels between the GEMMs; False: torch operations; None: kernels on GPUs only
+    max_seq_len      tokens of a prompt and its answer together; None: the model's max_position_embeddings
+    max_batch        sequences that run at once; further requests wait
+    page_size        tokens in a page of the KV cache: 16, 32, 64, 128 or 256
+    pages            pages of the KV cache, page 0 included, which is reserved for padding; None: what `memory_fraction` allows,
+                     but no more than a full batch can use
+    memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
+    chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
+    cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
+    """
+
+    mode: Mode = "auto"
+    dtype: torch.dtype | None = None
+    fused: bool | None = None
+    max_seq_len: int | None = None
+    max_batch: int = 64
+    page_size: int = 64
+    pages: int | None = None
+    memory_fraction: float = 0.8
+    chunk_tokens: int = 4096
+    cuda_graph: bool = True
+
+    def __post_init__(self) -> None:
+        # Not at the top: the command line reads the defaults before it needs torch and Triton.
+        import torch
+
+        from weft.layers.plan import check_mode
+        from weft.layers.step import check_page_size
+
+        check_mode(self.mode)
+        check_optional(check_instance, "dtype", self.dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
+        check_optional(check_bool, "fused", self.fused)
+        check_bool("cuda_graph", self.cuda_graph)
+        for name in ("chunk_tokens", "max_batch"):
+            object.__setattr__(self, name, positive(name, getattr(self, name)))
+        for name in ("max_seq_len", "pages"):
+            object.__setattr__(self, name, check_optional(positive, name, getattr(self, name)))
+        if self.max_batch > MAX_BATCH:
+            raise ValueError(
+                f"max_batch={quoted(self.max_batch)} is more than {MAX_BATCH}; lower it, and further requests wait"
+            )
+        if not is_integer(self.page_size):  # 16.0 == 16
+            raise ValueError(f"page_size={quoted(self.page_size)} is not an integer")
+        object.__setattr__(self, "page_size", int(self.page_size))
+        check_page_size(self.page_size)
+        if self.pages is not None and self.pages < 2:
+            raise ValueError(f"pages={self.pages} is less than 2: page 0 is reserved for padding")
+        check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
+
+    @classmethod
+    def of(cls, config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+        """`config`, or the defaults, with `options` in place of its fields. TypeError for another name."""
+        check_optional(check_instance, "config", config, cls, "an EngineConfig")
+        known = [field.name for field in fields(cls)]
+        if unknown := next((name for name in options if name not in known), None):
+            raise TypeError(f"{unknown}= is not an option of an engine; the options are {', '.join(known)}")
+        return replace(config or cls(), **options)
+
+
+# Defaults by name, for the command line's flags.
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}

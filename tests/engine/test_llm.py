@@ -4,20 +4,21 @@ import json
 import math
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import weft
+from tests.runtime.sockets import listening
 from weft import SamplingParams
-from weft.engine import Completion, EngineConfig, workers
+from weft.engine import Completion, workers
 from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
 from weft.engine.text import load_tokenizer
@@ -108,7 +109,8 @@ def test_a_stream_that_is_left_ends_with_the_step_that_runs_on_all_virtual_ranks
         stream.close()
     del stream
     steps.go_on.set()
-    workers.VirtualWorkers.wait()
+    with workers.VirtualWorkers._turn:  # it has ended
+        pass
     assert steps.ran == {0: 3, 1: 3}
     assert len(llm.generate("x", SamplingParams(max_tokens=5))[0].token_ids) == 5
 
@@ -153,10 +155,10 @@ def test_a_closed_llm_computes_no_further_step_of_a_stream_that_is_held(byte_mod
     llm = weft.LLM(byte_model, 2, device="sim", mode="torch")
     stream = llm.stream(PROMPTS, SamplingParams(max_tokens=80, ignore_eos=True))
     assert next(stream).prompt == 0 and steps.reached.wait(timeout=30)
-    closed = llm._workers._own.closed
+    left = llm._workers._own.left
     closing = threading.Thread(target=llm.close)
     closing.start()
-    assert closed.wait(timeout=30)
+    assert left.wait(timeout=30)
     steps.go_on.set()
     closing.join(timeout=30)
     assert steps.ran == {0: 3, 1: 3}
@@ -342,14 +344,15 @@ def test_the_heap_is_as_large_as_was_asked_for(byte_model, as_processes, monkeyp
         with weft.LLM(byte_model, 1, heap_bytes=3 << 20) as llm:
             llm.generate("x", SamplingParams(max_tokens=1))
 
-    sizes, build = [], workers.EngineOptions.build
-    monkeypatch.setattr(
-        workers.EngineOptions,
-        "build",
-        lambda *given: sizes.append(given[1].largest_free_bytes() >> 20) or build(*given),
-    )
+    sizes = []
+
+    def engine(model, team, **options):
+        sizes.append(team.largest_free_bytes() >> 20)
+        return weft.Engine(model, team, **options)
+
+    monkeypatch.setattr(llm_module, "Engine", engine)
     asks()
-    workers.ProcessWorkers(1, workers.EngineOptions(model=byte_model, heap_bytes=3 << 20), None).close()
+    workers.ProcessWorkers(1, partial(engine, byte_model), 3 << 20, None).close()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     weft.simulate(lambda team: asks(), 1)
@@ -381,17 +384,15 @@ def as_processes(monkeypatch):
     """What talks to processes that stay, talking to a virtual rank that stays: only where it runs differs. One, because a
     virtual rank that waits for its parent keeps the others from running."""
 
-    def launch(main, world_size, device, args=(), heap_bytes=None):
-        return weft.simulate(main, world_size, args=args, heap_bytes=heap_bytes)
+    def launch_on_pipes(main, pipes, args, heap_bytes):
+        return weft.simulate(lambda team: main(team, pipes[team.rank], *args), len(pipes), heap_bytes=heap_bytes)
 
-    monkeypatch.setattr(workers, "launch", launch)
+    monkeypatch.setattr(workers, "launch_on_pipes", launch_on_pipes)
 
-    def make(directory, progress=None):
-        return workers.ProcessWorkers(
-            1, workers.EngineOptions(model=directory, config=EngineConfig(mode="torch")), progress
-        )
+    def start(directory, progress=None, engine=weft.Engine):
+        return workers.ProcessWorkers(1, partial(engine, directory, mode="torch"), None, progress)
 
-    return make
+    return start
 
 
 def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_processes):
@@ -416,17 +417,18 @@ def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_process
     assert ask(PROMPTS, params) == expected
     assert [one.new_tokens for one in stats] == [10, 10]
     ranks.close()
-    assert not ranks._thread.is_alive()
+    assert not ranks._processes.is_alive() and not ranks._talker.is_alive()
 
 
 def test_a_rank_stops_when_its_lead_is_used_up_and_has_its_pages_back(byte_model, as_processes, monkeypatch):
     steps, engines = [], []
-    step, build = Batch.step, workers.EngineOptions.build
+    step = Batch.step
     monkeypatch.setattr(Batch, "step", lambda self: steps.append(self) or step(self))
-    monkeypatch.setattr(workers.EngineOptions, "build", lambda *given: engines.append(build(*given)) or engines[-1])
     params = [SamplingParams(max_tokens=80, ignore_eos=True)] * 2
-    ranks = as_processes(byte_model)
-    stream = ranks.ask((PROMPTS, params), pytest.fail, ahead=8)
+    ranks = as_processes(
+        byte_model, engine=lambda *given, **named: engines.append(weft.Engine(*given, **named)) or engines[-1]
+    )
+    stream = ranks.ask((PROMPTS, params), pytest.fail, workers.Pace(4, True))
     for _ in range(3):
         next(stream)
     stream.close()
@@ -455,11 +457,9 @@ def test_an_answer_never_gets_the_pieces_of_another(byte_model, as_processes, mo
     assert (tokens_of(other), tokens_of(one)) == (second, first)
 
     # Nobody waited for the first piece: Ctrl-C, or a time limit, while the prompt was read.
-    receive = workers.ProcessWorkers._receive
-    monkeypatch.setattr(workers.ProcessWorkers, "_receive", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(workers, "_pieces", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         ask(PROMPTS[0])
-    monkeypatch.setattr(workers.ProcessWorkers, "_receive", receive)
     assert tokens_of(ask(PROMPTS[1])) == second
 
     found = {}
@@ -485,21 +485,12 @@ def test_progress_comes_while_a_rank_loads(byte_model, as_processes):
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
 
 
-@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n"])
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_stranger_at_the_port_keeps_nobody_out(byte_model, as_processes, monkeypatch, words, stays):
-    launch, connections = workers.launch, []
-
-    def after_a_stranger(main, world_size, device, args, **options):
-        connections.append(socket.create_connection(args[0]))
-        connections[0].sendall(words)
-        if not stays:
-            connections[0].close()
-        return launch(main, world_size, device, args, **options)
-
-    monkeypatch.setattr(workers, "launch", after_a_stranger)
-    as_processes(byte_model).close()
-    connections[0].close()
+def test_ranks_are_reached_by_no_socket_that_listens(byte_model, as_processes):
+    """The kernel knows no address of the pipes' ends, so no stranger can connect to one."""
+    before = listening()
+    ranks = as_processes(byte_model)
+    assert listening() == before
+    ranks.close()
 
 
 def test_ranks_that_cannot_load_raise_one_error(as_processes):

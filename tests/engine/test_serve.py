@@ -6,14 +6,17 @@ import pickle
 import signal
 import socket
 import threading
-from multiprocessing.connection import Listener
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from weft.engine import SamplingParams, serve, workers
 from weft.engine.answers import Piece, Stats
-from weft.errors import WeftError
+from weft.errors import NotExchangeable, PeerFailed, WeftError
+from weft.runtime import launch
+from weft.runtime.codec import encode
+from weft.runtime.store import Given, private_folder
 
 LONG = 1000
 
@@ -55,17 +58,17 @@ class Ranks:
         self.engines = [CountedEngine(together) for _ in range(3)]
         self.stats, errors = [], []
 
-        def launch(main, world_size, device, args, heap_bytes):
+        def launch_on_pipes(main, pipes, args, heap_bytes):
             def run(rank):
                 try:
-                    main(SimpleNamespace(rank=rank), *args)
+                    main(SimpleNamespace(rank=rank), pipes[rank], *args)
                 except BaseException as error:
                     errors.append(error)
                     together.abort()
 
             threads = [
                 threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-                for rank in range(world_size)
+                for rank in range(len(pipes))
             ]
             for thread in threads:
                 thread.start()
@@ -74,31 +77,37 @@ class Ranks:
             if errors:
                 raise errors[0]
 
-        monkeypatch.setattr(workers, "launch", launch)
-        options = SimpleNamespace(
-            build=lambda team, told: load(team.rank, told) or self.engines[team.rank], heap_bytes=None
-        )
-        self.workers = workers.ProcessWorkers(3, options, progress)
+        def make(team, progress):
+            return load(team.rank, progress) or self.engines[team.rank]
 
-    def ask(self, steps, ahead, prompt="x"):
-        return self.workers.ask(([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append, ahead)
+        monkeypatch.setattr(workers, "launch_on_pipes", launch_on_pipes)
+        self.workers = workers.ProcessWorkers(3, make, None, progress)
+
+    def ask(self, steps, every, prompt="x", waits=True):
+        return self.workers.ask(
+            ([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append, workers.Pace(every, waits)
+        )
 
     def gate(self, step):
         self.engines[0].gates[step] = gate = threading.Event(), threading.Event()
         return gate
 
-    def allowed(self, steps):
-        """An event: the ranks have been told that they may run so many of an answer."""
-        told, outbox = threading.Event(), self.workers._outbox
+    def verdicts(self, count):
+        """An event: the ranks have been told so many from now on."""
+        told, tell, found = threading.Event(), self.workers._tell, []
 
-        def put(message):
-            outbox.put(message)
-            what = message and pickle.loads(message)
-            if isinstance(what, serve.Allowance) and what.steps >= steps:
+        def telling(message):
+            tell(message)
+            found.extend({message} & {serve.GO, serve.STOP})
+            if len(found) >= count:
                 told.set()
 
-        self.workers._outbox = SimpleNamespace(get=outbox.get, put=put)
+        self.workers._tell = telling
         return told
+
+    def ended_well(self):
+        threads = self.workers._processes, self.workers._talker
+        return not any(thread.is_alive() for thread in threads) and self.workers._error is None
 
     def ran(self, answer):
         """Steps of it, which are the same on all ranks."""
@@ -111,7 +120,7 @@ def ranks(monkeypatch):
     ranks = Ranks(monkeypatch)
     yield ranks
     ranks.workers.close()
-    assert not ranks.workers._thread.is_alive() and ranks.workers._error is None
+    assert ranks.ended_well()
 
 
 def tokens(steps):
@@ -125,48 +134,47 @@ def numbers(pieces):
 @pytest.fixture
 def ends(monkeypatch):
     """The ranks' ends of the pipes."""
-    ends, client = [], serve.Client
-    monkeypatch.setattr(serve, "Client", lambda *given, **named: ends.append(client(*given, **named)) or ends[-1])
+    ends, pipe = [], workers.Pipe
+
+    def made():
+        ours, theirs = pipe()
+        ends.append(theirs)
+        return ours, theirs
+
+    monkeypatch.setattr(workers, "Pipe", made)
     return ends
 
 
-def rank_of_a_process(address, key):
-    options = SimpleNamespace(build=lambda team, progress: CountedEngine(threading.Barrier(1)))
-    serve.serve(SimpleNamespace(rank=0), address, key, options)
+def rank_of_a_process(parent, end):
+    parent.close()  # a fork's copy
+    serve.serve(SimpleNamespace(rank=0), end, lambda team, progress: CountedEngine(threading.Barrier(1)))
 
 
 def test_an_interrupt_does_not_end_a_rank():
     """Ctrl-C goes to all processes of a terminal."""
-    with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
-        process = multiprocessing.get_context("fork").Process(
-            target=rank_of_a_process, args=(listener.address, b"key"), daemon=True
-        )
-        process.start()
-        parent = listener.accept()
-    assert [parent.recv(), parent.recv()] == [0, ("loaded", None)]
+    parent, end = workers.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=rank_of_a_process, args=(parent, end), daemon=True)
+    process.start()
+    end.close()
+    assert serve.receive(parent) == ("loaded", None)
     os.kill(process.pid, signal.SIGINT)
-    parent.send(((["x"], [SamplingParams(max_tokens=2)]), serve.Allowance(steps=8, last=True)))
-    assert [parent.recv()[0] for _ in range(3)] == ["pieces", "pieces", "stats"]
+    parent.send_bytes(encode(("request", (["x"], [SamplingParams(max_tokens=2)], 8))))
+    assert [serve.receive(parent)[0] for _ in range(3)] == ["pieces", "pieces", "stats"]
     parent.close()
     process.join(timeout=30)
     assert process.exitcode == 0
 
 
 def test_progress_is_rank_0_s_whoever_comes_first(monkeypatch):
-    client, others, seen = serve.Client, threading.Semaphore(0), threading.Event()
-
-    def connected(*given, **named):
-        if threading.current_thread().name == "rank 0":
-            assert all(others.acquire(timeout=30) for _ in range(2))
-        pipe = client(*given, **named)
-        others.release()
-        return pipe
+    others, seen = threading.Semaphore(0), threading.Event()
 
     def load(rank, progress):
+        if rank == 0:
+            assert all(others.acquire(timeout=30) for _ in range(2))
         progress(rank, 9)
+        others.release()
         assert rank == 0 or seen.wait(timeout=30)
 
-    monkeypatch.setattr(serve, "Client", connected)
     found = []
     ranks = Ranks(monkeypatch, load, lambda *given: (found.append(given), seen.set()))
     ranks.workers.close()
@@ -183,7 +191,7 @@ def test_ranks_that_load_end_when_their_parent_is_interrupted(monkeypatch):
         while True:
             try:
                 progress(rank, 9)
-            except (serve._ParentClosed, OSError):
+            except (serve.ParentClosed, OSError):
                 failed.append(rank)
                 raise
 
@@ -193,17 +201,18 @@ def test_ranks_that_load_end_when_their_parent_is_interrupted(monkeypatch):
 
 
 def test_no_message_waits_for_the_acknowledgement_of_another(ends, ranks):
-    for pipe in [*ends, *ranks.workers._ranks.values()]:
+    """And no other process can connect: pairs of sockets without a name, not TCP."""
+    for pipe in [*ends, *ranks.workers._pipes]:
         with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert end.family == socket.AF_UNIX and not end.getsockname()
     assert len(ends) == 3
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 7, 64, 1024])
+@pytest.mark.parametrize("every", [1, 2, 7, 64, 1024])
 @pytest.mark.parametrize("steps", [1, 2, 64, 200])
-def test_an_answer_that_is_drawn_comes_to_its_end_however_short_the_lead(ranks, ahead, steps):
+def test_an_answer_that_is_drawn_comes_to_its_end_however_short_the_lead(ranks, every, steps):
     for _ in range(2):  # what is left in the pipes of the first is not in the way
-        assert numbers(ranks.ask(steps, ahead)) == tokens(steps)
+        assert numbers(ranks.ask(steps, every)) == tokens(steps)
     assert ranks.ran(0) == ranks.ran(1) == steps
     assert [one.new_tokens for one in ranks.stats] == [steps, steps]
 
@@ -221,17 +230,17 @@ def drop(stream):
     pass  # nobody else has it
 
 
-# Of a lead of 8, ranks hear of the next 4 when they have 4.
+# A verdict every 4 steps, which the ranks read 4 steps later: behind the 8th whether to go on behind the 4th.
 @pytest.mark.parametrize(("drawn", "steps"), [(0, 8), (1, 8), (2, 8), (3, 12), (4, 12), (5, 16), (40, 68)])
 @pytest.mark.parametrize("leave", [close, fail_in, drop])
 def test_an_answer_that_nobody_draws_any_more_stops_on_all_ranks_at_the_step_they_were_told(ranks, leave, drawn, steps):
-    stream = ranks.ask(LONG, 8)
+    stream = ranks.ask(LONG, 4)
     assert [next(stream).token_id for _ in range(drawn)] == tokens(LONG)[:drawn]
     last = tokens(LONG)[drawn - 1] if drawn else 0
     assert last + 1 < steps <= last + 1 + 8
     leave(stream)
     del stream
-    assert numbers(ranks.ask(30, 8)) == tokens(30)
+    assert numbers(ranks.ask(30, 4)) == tokens(30)
     assert (ranks.ran(0), ranks.ran(1)) == (steps, 30)
     assert [one.new_tokens for one in ranks.stats] == [30]
 
@@ -243,21 +252,21 @@ def test_closed_answers_one_after_another_and_a_refusal_between(ranks):
             next(stream)
         stream.close()
         with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
-            ranks.ask(LONG, 4, prompt="")
+            ranks.ask(LONG, 2, prompt="")
     assert numbers(ranks.ask(LONG, 4)) == tokens(LONG)
     assert max(ranks.ran(answer) for answer in range(5)) <= 12
 
 
 def test_an_answer_shorter_than_the_lead_is_there_already_when_it_is_closed(ranks):
-    ranks.ask(5, 64).close()
-    assert numbers(ranks.ask(7, 64)) == tokens(7)
+    ranks.ask(5, 32).close()
+    assert numbers(ranks.ask(7, 32)) == tokens(7)
     assert ranks.ran(0) == 5
 
 
 def test_an_answer_that_is_kept_is_computed_to_its_end_by_the_next_call(ranks):
-    first = ranks.ask(LONG, 8)
+    first = ranks.ask(LONG, 4)
     begun = [next(first).token_id for _ in range(3)]
-    second = ranks.ask(100, 8)
+    second = ranks.ask(100, 4)
     assert ranks.ran(0) == LONG
     assert begun + numbers(first) == tokens(LONG)
     assert numbers(second) == tokens(100)
@@ -265,12 +274,12 @@ def test_an_answer_that_is_kept_is_computed_to_its_end_by_the_next_call(ranks):
 
 
 def test_an_answer_that_is_closed_while_the_next_call_waits_for_it_stops(ranks):
-    (reached, go_on), allowed = ranks.gate(103), ranks.allowed(108)
-    first, found = ranks.ask(LONG, 8), []
-    other = threading.Thread(target=lambda: found.extend(numbers(ranks.ask(10, 8))), daemon=True)
+    (reached, go_on), told = ranks.gate(103), ranks.verdicts(25)
+    first, found = ranks.ask(LONG, 4), []
+    other = threading.Thread(target=lambda: found.extend(numbers(ranks.ask(10, 4))), daemon=True)
     other.start()
     # As soon as 100 have come.
-    assert reached.wait(timeout=30) and allowed.wait(timeout=30)
+    assert reached.wait(timeout=30) and told.wait(timeout=30)
     first.close()
     go_on.set()
     other.join(timeout=30)
@@ -280,76 +289,76 @@ def test_an_answer_that_is_closed_while_the_next_call_waits_for_it_stops(ranks):
 
 def test_the_ranks_run_ahead_of_a_caller_who_does_not_draw(ranks):
     reached, go_on = ranks.gate(900)
-    stream = ranks.ask(LONG, 1024)
+    stream = ranks.ask(LONG, 4, waits=False)
     assert reached.wait(timeout=30)
     go_on.set()
     assert numbers(stream) == tokens(LONG)
 
 
-def interrupt(ranks, kind, number):
-    """Behind the so many-th message of a kind from now on, for which an interrupt waits that has come in the meantime."""
-    outbox, told = ranks.workers._outbox, []
+def interrupt(ranks, name):
+    """Behind the next event that the caller puts into this queue comes an interrupt."""
+    events, put = getattr(ranks.workers, name), []
 
-    def put(message):
-        outbox.put(message)
-        if message is not None and isinstance(pickle.loads(message), serve.Allowance) == (kind == "allowance"):
-            told.append(message)
-            if len(told) == number:
-                raise KeyboardInterrupt
+    def interrupted(event):
+        events.put(event)
+        put.append(event)
+        if len(put) == 1:
+            raise KeyboardInterrupt
 
-    ranks.workers._outbox = SimpleNamespace(get=outbox.get, put=put)
+    setattr(ranks.workers, name, SimpleNamespace(get=events.get, put=interrupted, empty=events.empty))
 
 
 def test_an_interrupt_as_the_ranks_are_told_does_not_part_them(ranks):
-    stream = ranks.ask(LONG, 8)
-    interrupt(ranks, "allowance", 1)
+    stream = ranks.ask(LONG, 4)
+    interrupt(ranks, "_changed")
     with pytest.raises(KeyboardInterrupt):
         list(stream)
-    assert numbers(ranks.ask(30, 8)) == tokens(30)
+    assert numbers(ranks.ask(30, 4)) == tokens(30)
     assert ranks.ran(0) == 12  # as they were told
 
 
 def test_ranks_end_without_an_error_when_their_parent_closes_after_an_interrupt(ranks):
-    stream = ranks.ask(LONG, 8)
-    interrupt(ranks, "allowance", 1)
+    stream = ranks.ask(LONG, 4)
+    interrupt(ranks, "_changed")
     with pytest.raises(KeyboardInterrupt):
         list(stream)
     ranks.workers.close()
-    assert not ranks.workers._thread.is_alive() and ranks.workers._error is None
-    assert ranks.ran(0) == 12
+    assert ranks.ended_well()
+    assert ranks.ran(0) in (8, 12)  # all at one step, whether they have been told to go on by then or not
 
 
 def test_an_interrupted_request_is_as_one_that_was_closed_at_once(ranks):
-    interrupt(ranks, "request", 1)
+    interrupt(ranks, "_asked")
     with pytest.raises(KeyboardInterrupt):
-        ranks.ask(LONG, 8)
-    assert numbers(ranks.ask(30, 8)) == tokens(30)
+        ranks.ask(LONG, 4)
+    assert numbers(ranks.ask(30, 4)) == tokens(30)
     assert (ranks.ran(0), ranks.ran(1)) == (8, 30)
 
 
-@pytest.mark.parametrize(("closed", "message"), [(False, 1), (False, 2), (False, 5), (True, 1)])
-def test_a_call_that_is_interrupted_as_it_ends_the_answer_before_leaves_that_to_the_next(ranks, closed, message):
-    stream = ranks.ask(LONG, 7)
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("queue", ["_asked", "_changed"])
+def test_a_call_that_is_interrupted_as_it_ends_the_answer_before_leaves_that_to_the_next(ranks, closed, queue):
+    stream = ranks.ask(LONG, 4)
     if closed:
         stream.close()
-    interrupt(ranks, "allowance", message)
+    interrupt(ranks, queue)
     with pytest.raises(KeyboardInterrupt):
-        ranks.ask(30, 7)
-    assert numbers(ranks.ask(30, 7)) == tokens(30)
-    assert ranks.ran(0) == (7 if closed else LONG)
+        ranks.ask(30, 4)
+    assert numbers(ranks.ask(30, 4)) == tokens(30)
+    assert ranks.ran(0) == (8 if closed else LONG)
     if not closed:
         assert numbers(stream) == tokens(LONG)
 
 
 def test_a_message_that_cannot_be_sent_is_said_at_once_and_leaves_nothing_behind(ranks):
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-        ranks.ask(30, 8, prompt=lambda: "x")
-    assert numbers(ranks.ask(30, 8)) == tokens(30)
+    with pytest.raises(NotExchangeable, match="is of type function"):
+        ranks.ask(30, 4, prompt=lambda: "x")
+    assert numbers(ranks.ask(30, 4)) == tokens(30)
 
 
 def test_ranks_whose_parent_closes_in_an_answer_end_at_one_step_without_an_error(ranks):
     reached, go_on = ranks.gate(7)
-    stream = ranks.ask(LONG, 8)
+    stream = ranks.ask(LONG, 4)
     while next(stream).token_id < 4:
         pass
     assert reached.wait(timeout=30)  # 12 steps are allowed by now, and nobody has read so
@@ -359,7 +368,7 @@ def test_ranks_whose_parent_closes_in_an_answer_end_at_one_step_without_an_error
         closing.join(timeout=0.01)
     go_on.set()
     closing.join(timeout=30)
-    assert not ranks.workers._thread.is_alive() and ranks.workers._error is None
+    assert ranks.ended_well()
     assert ranks.ran(0) == 12
     with pytest.raises(WeftError, match="this LLM is closed"):
         list(stream)
@@ -372,15 +381,72 @@ def test_ranks_that_wait_to_go_on_end_without_an_error_when_their_parent_closes(
         waiting.wait(timeout=30)
         return recv()
 
-    assert numbers(ranks.ask(5, 8)) == tokens(5)
+    assert numbers(ranks.ask(5, 4)) == tokens(5)
     reached, go_on = ranks.gate(6)
-    stream = ranks.ask(LONG, 8)  # of its eight messages one is read
+    stream = ranks.ask(LONG, 4)  # of its eight messages one is read
     assert reached.wait(timeout=30)
     for pipe in ends:
-        pipe.recv = lambda recv=pipe.recv: after_the_others(recv)
+        pipe.recv_bytes = lambda recv=pipe.recv_bytes: after_the_others(recv)
     go_on.set()
     waiting.wait(timeout=30)
     ranks.workers.close()
-    assert not ranks.workers._thread.is_alive() and ranks.workers._error is None
+    assert ranks.ended_well()
     assert ranks.ran(1) == 8
     stream.close()
+
+
+class Alone:
+    """What `launch._worker` needs of a team, without a GPU."""
+
+    def __init__(self, seat, rank):
+        self.rank = rank
+
+    def fail(self, message):
+        pass
+
+    def close(self):
+        pass
+
+
+class CountingSteps:
+    """Keeps the steps of each answer in a file; prompt "fall" ends rank 1, which the others hear of."""
+
+    def __init__(self, folder, team, progress):
+        progress(1, 2)
+        self.file, self.rank, self.stats = folder / f"{team.rank}", team.rank, Stats(load_seconds=0.0)
+
+    def answer_in_steps(self, prompts, params):
+        if prompts == ["fall"]:
+            raise RuntimeError("a GPU fell off") if self.rank == 1 else PeerFailed(self.rank, 1, "a GPU fell off")
+        return self._steps(params[0].max_tokens)
+
+    def _steps(self, budget):
+        done = 0
+        try:
+            for done in range(1, budget + 1):
+                yield [Piece(0, "x", done)]
+        finally:
+            with self.file.open("a") as file:
+                file.write(f"{done}\n")
+
+
+def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, monkeypatch):
+    def launch_on_pipes(main, pipes, args, heap_bytes):
+        with private_folder() as folder:
+            seat = launch._Seat(Given(folder, b""), 2, 0, heap_bytes, False)
+            launch._run(2, (Alone, seat, pickle.dumps((main, args))), pipes)
+
+    monkeypatch.setattr(workers, "launch_on_pipes", launch_on_pipes)
+    stats, loaded, params = [], [], [SamplingParams(max_tokens=LONG)]
+    ranks = workers.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, lambda *read: loaded.append(read))
+    assert numbers(ranks.ask((["x"], params), stats.append)) == list(range(1, LONG + 1))
+    stream = ranks.ask((["x"], params), stats.append)
+    assert next(stream).token_id == 1
+    stream.close()
+    with pytest.raises(RuntimeError, match="a GPU fell off") as caught:
+        list(ranks.ask((["fall"], params), stats.append))
+    assert loaded == [(1, 2)] and len(stats) == 1
+    ranks.close()
+    assert [(tmp_path / f"{rank}").read_text().split()[:2] for rank in range(2)] == [[str(LONG), "64"]] * 2
+    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
+        assert "in rank 1:" in caught.value.__notes__[0]

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Literal, NamedTuple
 
 from weft.arguments import is_integer, quoted
+from weft.runtime.codec import exchangeable
 
 FinishReason = Literal["eos", "stop", "length"]
 Prompt = str | Sequence[int]
@@ -27,6 +28,7 @@ class Completion:
     finish_reason: FinishReason
 
 
+@exchangeable
 class Piece(NamedTuple):
     """One generated token of one prompt. `text` may be empty while a character or a stop string is undecided."""
 
@@ -36,6 +38,7 @@ class Piece(NamedTuple):
     finish_reason: FinishReason | None = None
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Seconds: load_seconds of the engine, the rest of its latest generation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,10 @@ from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, jo
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
 from weft.engine.defaults import sampling_defaults
-from weft.engine.engine import check_model
+from weft.engine.engine import Engine, check_model
 from weft.engine.params import SamplingParams, one_each
 from weft.engine.text import load_tokenizer
-from weft.engine.workers import (
-    GENERATE_AHEAD,
-    STREAM_AHEAD,
-    EngineOptions,
-    ProcessWorkers,
-    RankWorkers,
-    VirtualWorkers,
-)
+from weft.engine.workers import GENERATE, STREAM, Pace, ProcessWorkers, RankWorkers, VirtualWorkers
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress, as_directory
@@ -84,7 +78,7 @@ class LLM:
         check_model(model, progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
         self.directory = None if isinstance(model, ModelConfig) else BUILTIN if model is None else as_directory(model)
-        made_of = EngineOptions(model=self.directory or model, config=config, heap_bytes=heap_bytes)
+        source = self.directory or model
         gpus = torch.cuda.device_count()
         if started is not None:
             if gpus <= started.local_rank and not on_virtual_rank():
@@ -99,7 +93,7 @@ class LLM:
             if simulated:
                 check_virtual_ranks("world_size", world_size)
                 too_few = f"world_size={world_size} needs {world_size} GPUs and this machine has {gpus}"
-                _check_virtual(made_of.model, too_few if device == "auto" and gpus else "run it on GPUs")
+                _check_virtual(source, too_few if device == "auto" and gpus else "run it on GPUs")
             elif not 0 < world_size <= gpus:
                 raise NotEnoughGPUs(world_size or 1, gpus)
             device = "sim" if simulated else "cuda"
@@ -108,10 +102,12 @@ class LLM:
         self.stats: Stats | None = None
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
         self._workers: ProcessWorkers | VirtualWorkers | RankWorkers | None
+        make = partial(Engine, source, config=config)
         if started is not None:
-            self._workers = RankWorkers(made_of, progress)
+            self._workers = RankWorkers(make, heap_bytes, progress)
         else:
-            self._workers = (ProcessWorkers if device == "cuda" else VirtualWorkers)(world_size, made_of, progress)
+            kind = ProcessWorkers if device == "cuda" else VirtualWorkers
+            self._workers = kind(world_size, make, heap_bytes, progress)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -123,7 +119,7 @@ class LLM:
         list to choose every seed. ValueError for a prompt without an answer.
         """
         prompts = as_prompts(prompts)
-        return join_pieces(self._ask(prompts, params, GENERATE_AHEAD), len(prompts))
+        return join_pieces(self._ask(prompts, params, GENERATE), len(prompts))
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -135,7 +131,7 @@ class LLM:
         has a name; the next call then first computes its rest (under torchrun, beside its own). Use `contextlib.closing`.
         On GPUs the ranks wait for a caller who falls 64 steps behind, and `stats` count that time.
         """
-        return self._ask(as_prompts(prompts), params, STREAM_AHEAD)
+        return self._ask(as_prompts(prompts), params, STREAM)
 
     def chat(
         self,
@@ -162,7 +158,7 @@ class LLM:
         return self.stream(self._rendered(messages, variables), params)
 
     def _ask(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, ahead: int
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, pace: Pace
     ) -> Generator[Piece, None, None]:
         if self._workers is None:
             raise WeftError("this LLM is closed; make a new one")
@@ -170,7 +166,7 @@ class LLM:
             params = one_each(params or self.defaults, len(prompts))
         elif not isinstance(params, Sequence):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams or a list of them")
-        return self._workers.ask((prompts, list(params)), self._keep, ahead)
+        return self._workers.ask((prompts, list(params)), self._keep, pace)
 
     def _rendered(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], variables: Mapping[str, Any] | None

@@ -1,100 +1,88 @@
-"""What a rank's process does for the LLM that has started it: it answers, as far as it is allowed to run ahead."""
+"""Loop of a rank's process behind an LLM: requests come in through a pipe, and rank 0 sends back what it generates."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import socket
-import threading
+from collections.abc import Callable
 from contextlib import closing, suppress
-from multiprocessing.connection import Client, Connection, wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from weft.engine.answers import Piece
+from weft.runtime.codec import decode, encode
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
-    from weft.engine.workers import EngineOptions
     from weft.runtime.team import Team
 
+GO, STOP = encode(("go", None)), encode(("stop", None))
 
-class Allowance(NamedTuple):
-    """From the parent to all ranks alike: how many steps of this answer they may run in all, and whether it ends there.
 
-    A rank reads the next one when it has run them, so all read it at the same step, and agree. One that ends the answer may
-    name fewer than they have run: it ends where they are.
+class ParentClosed(Exception):
+    """The parent has closed its end of the pipe."""
+
+
+def serve(team: Team, parent: Connection, make: Callable[..., Engine]) -> None:
+    """Answer requests by the engine that `make` builds, until the parent closes its end.
+
+    to all ranks  ("request", (prompts, params, every)), then verdicts: "go" or "stop"
+    from rank 0   for a request ("pieces", columns of Piece) after each step, then ("stats", Stats); or ("refused", why)
+    from each     ("progress", (bytes read, bytes to read)) by rank 0, then ("loaded", None)
+
+    After 2 * `every` steps, 3 * `every` and so on a rank waits for the next verdict. All ranks read the same messages, or the
+    end of the pipe, at the same steps, so they stop at one step without a collective. Verdicts that an answer has left unread
+    are skipped.
     """
-
-    steps: int
-    last: bool
-
-
-def serve(team: Team, address: tuple[str, int], key: bytes, options: EngineOptions) -> None:
-    """What each rank's process runs: it answers what the parent sends to all ranks alike. Rank 0 sends the pieces.
-
-    That the parent has closed, all ranks learn where they read from it, at the same step; rank 0 goes on with them until then.
-    """
-    if (process := multiprocessing.parent_process()) is not None:
+    if multiprocessing.parent_process() is not None:
         # Ctrl-C reaches every process of a terminal, and the parent decides when ranks end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=_end_with, args=(process.sentinel,), name="weft parent watch", daemon=True).start()
-    with Client(address, authkey=key) as parent:
 
-        def loading(*bytes_read: int) -> None:
-            if parent.poll():  # nothing is asked of ranks that load: this is the end of the pipe
-                raise _ParentClosed
-            if team.rank == 0:
-                parent.send(("progress", bytes_read))
+    def progress(*read: int) -> None:
+        if parent.poll():  # no request comes before "loaded": this is the end of the pipe
+            raise ParentClosed
+        if team.rank == 0:
+            parent.send_bytes(encode(("progress", read)))
 
-        send_at_once(parent)
-        parent.send(team.rank)
-        engine = options.build(team, loading)
-        parent.send(("loaded", None))
-        with suppress(_ParentClosed):
+    with parent:
+        engine = make(team, progress=progress)
+        parent.send_bytes(encode(("loaded", None)))
+        with suppress(ParentClosed):
             while True:
                 _answer_next(team.rank, engine, parent)
 
 
-class _ParentClosed(Exception):
-    pass
+def receive(pipe: Connection) -> tuple[str, Any]:
+    """Next message of a rank, in the parent. EOFError or OSError where there is none any more."""
+    kind, value = decode(pipe.recv_bytes())
+    if kind == "pieces":
+        return kind, [Piece(*fields) for fields in zip(*value, strict=True)]
+    return ("error", ValueError(value)) if kind == "refused" else (kind, value)
 
 
 def _answer_next(rank: int, engine: Engine, parent: Connection) -> None:
-    def hear() -> Any:
+    def hear() -> bytes:
         try:
-            return parent.recv()
+            return parent.recv_bytes()
         except (EOFError, OSError):  # the latter where pieces were left unread
-            raise _ParentClosed from None
+            raise ParentClosed from None
 
-    def tell(*message: Any) -> None:
+    def tell(kind: str, value: Any) -> None:
         if rank == 0:
-            with suppress(OSError):
-                parent.send(message)
+            with suppress(OSError):  # the parent has closed: all ranks find out at the same step
+                parent.send_bytes(encode((kind, value)))
 
-    while isinstance(message := hear(), Allowance):
-        pass  # of an answer that has ended meanwhile
-    requests, allowance = message
+    while (message := hear()) in (GO, STOP):
+        pass
+    prompts, params, every = decode(message)[1]
     try:
-        steps = engine.answer_in_steps(*requests)
+        steps = engine.answer_in_steps(prompts, params)
     except ValueError as error:  # the same on every rank, and the next request may be right
-        tell("error", error)
+        tell("refused", str(error))
         return
     with closing(steps):
         for done, pieces in enumerate(steps, 1):
-            tell("pieces", pieces)
-            while done == allowance.steps and not allowance.last:
-                allowance = hear()
-            if done >= allowance.steps:
+            tell("pieces", [list(column) for column in zip(*pieces, strict=True)])
+            if done > every and done % every == 0 and hear() == STOP:
                 break
     tell("stats", engine.stats)
-
-
-def send_at_once(pipe: Connection) -> None:
-    """A message does not wait until the one before has been acknowledged (Nagle's algorithm), which may take 40 ms."""
-    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _end_with(sentinel: int) -> None:
-    """A rank whose parent was killed may be waiting on the GPU for another that has noticed already: nobody else ends it."""
-    wait([sentinel])
-    os._exit(1)

@@ -1,73 +1,76 @@
-"""The ranks behind an LLM: processes that stay, one a GPU, or virtual ranks that are made anew for every call."""
+"""Ranks behind an LLM: a process per GPU, virtual ranks made anew for every call, or the ranks that torchrun has started."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import queue
-import secrets
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from multiprocessing import Pipe
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.engine.answers import Piece, Prompt, Stats
-from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.params import SamplingParams
-from weft.engine.serve import Allowance, send_at_once, serve
+from weft.engine.serve import GO, STOP, receive, serve
 from weft.errors import WeftError
 from weft.models.checkpoint import Progress
-from weft.models.loading import ModelConfig
-from weft.runtime.launch import launch
+from weft.runtime.codec import encode
+from weft.runtime.launch import launch, launch_on_pipes
 from weft.runtime.team import init
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 Requests = tuple[list[Prompt], list[SamplingParams]]
-
-# Steps that processes on GPUs may be ahead of their caller: after half as many they hear that they may go on. A decoding step
-# of Qwen3-32B takes 5 to 12 ms on H200s, so a stream that is left stops within 0.3 to 0.8 s, later where long prompts are
-# being read, and a caller may be late by half of that before the GPUs wait for it. `generate` draws all the time, and whatever
-# else its process does is not to hold it up.
-STREAM_AHEAD = 64
-GENERATE_AHEAD = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What each rank's Engine is made of, see there, and its team."""
-
-    model: Path | ModelConfig | None
-    config: EngineConfig = EngineConfig()
-    heap_bytes: int | None = None
-
-    def build(self, team: Team, progress: Progress | None = None, warn: bool = True) -> Engine:
-        return Engine(self.model, team, config=self.config, progress=progress, warn=warn)
+Pieces = Generator[Piece, None, None]
+Message = tuple[str, Any]
+# Called as make(team, progress=…, warn=…) on every rank; travels to processes, so a partial of Engine.
+Make = Callable[..., Engine]
+# Takes the statistics of an answer that has been drawn to its end.
+Keep = Callable[[Stats], None]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+class Pace(NamedTuple):
+    """How far ranks in processes may be ahead of their caller.
+
+    every  steps between two verdicts on whether they go on: an answer that is left runs for at most twice as many
+    waits  they wait for a caller who falls as far behind
+    """
+
+    every: int
+    waits: bool
+
+
+# A decode step of Qwen3-32B takes 5 to 12 ms on H200s, so a stream that is left stops within 0.3 to 0.8 s. `generate` is rarely
+# left, and draws all the time: what else its process does must not hold up the GPUs.
+STREAM, GENERATE = Pace(32, True), Pace(512, False)
+
+
+def _llm_closed() -> WeftError:
+    return WeftError("this LLM is closed; make a new one")
+
+
+@dataclass(slots=True, eq=False)
 class _Run:
-    """One answer that virtual ranks compute, in a thread of its own.
+    """Thread of an answer by virtual ranks.
 
-    closed  no more pieces will be drawn
-    ended   its simulation has ended
+    left   no more pieces are drawn
+    ended  its simulation has ended
     """
 
     thread: threading.Thread
-    closed: threading.Event
-    ended: threading.Event
+    left: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def end(self) -> None:
         """Let it end with the step that runs, and wait for that. (Python forgets a thread whose `join` was interrupted.)"""
-        self.closed.set()
+        self.left.set()
         while self.thread.is_alive() and not self.ended.wait(timeout=0.1):
             pass
 
@@ -82,91 +85,72 @@ class VirtualWorkers:
     _turn = threading.Lock()
     _latest: _Run | None = None  # of this process
 
-    def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
-        self._world_size, self._options, self._progress = world_size, options, progress
+    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
+        self._world_size, self._make, self._heap_bytes, self._progress = world_size, make, heap_bytes, progress
         self._own: _Run | None = None
 
         def build(team: Team) -> None:
-            options.build(team)
+            make(team)
 
         with self._turn:
-            self._launch(build)  # says at once what is wrong
+            self._launch(build)  # errors and warnings come now
 
-    def ask(
-        self, requests: Requests, keep: Callable[[Stats], None], ahead: int = STREAM_AHEAD
-    ) -> Generator[Piece, None, None]:
-        """The pieces of an answer as they come; `keep` gets the statistics at its end. `ahead` is for ranks that stay.
+    def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
+        """Yield the pieces of an answer; `keep` gets its statistics. `pace` is for processes.
 
         An answer that was not drawn to its end is computed to its end before the next begins. One that was closed ends with the
         step that runs.
         """
-        found: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        closed, ended = threading.Event(), threading.Event()
+        messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         decisions: list[bool] = []
 
         def goes_on(done: int) -> bool:
-            """After so many steps. The rank that asks first decides for all; they take turns, so it needs no lock."""
+            """Decision after `done` steps. The first rank to ask decides for all; ranks take turns, so it needs no lock."""
             if len(decisions) < done:
-                decisions.append(not closed.is_set())
+                decisions.append(not run.left.is_set())
             return decisions[done - 1]
 
-        def rank(team: Team) -> None:
-            engine = self._options.build(
-                team, self._progress if team.rank == 0 else None, False
-            )  # the first has warned
+        def rank(team: Team) -> Stats | None:
+            engine = self._make(team, progress=self._progress if team.rank == 0 else None, warn=False)
             for done, pieces in enumerate(engine.answer_in_steps(*requests), 1):
                 if team.rank == 0:
-                    found.put(("pieces", pieces))
+                    messages.put(("pieces", pieces))
                 if not goes_on(done):
-                    return
-            if team.rank == 0:
-                found.put(("stats", engine.stats))
+                    return None
+            return engine.stats
 
-        def run() -> None:
+        def compute() -> None:
             try:
                 with VirtualWorkers._turn:
-                    if not closed.is_set():
-                        self._launch(rank)
+                    stats = None if run.left.is_set() else self._launch(rank)[0]
+                last = ("error", _llm_closed()) if stats is None else ("stats", stats)
             except BaseException as error:
-                found.put(("error", error))
-            ended.set()
-            # Only a caller that draws on after `close` reads this.
-            found.put(("error", WeftError("this LLM is closed; make a new one")))
+                last = ("error", error)
+            run.ended.set()  # before the caller goes on: its next simulation may not find this one
+            messages.put(last)
 
-        def receive() -> tuple[str, Any]:
-            message = found.get()
-            if message[0] != "pieces":
-                ended.wait()  # the caller's next simulation may not find this one
-            return message
-
-        thread = threading.Thread(target=run, name="weft virtual ranks", daemon=True)
-        self._own = VirtualWorkers._latest = _Run(thread=thread, closed=closed, ended=ended)
+        run = _Run(threading.Thread(target=compute, name="weft virtual ranks", daemon=True))
+        self._own = VirtualWorkers._latest = run
         try:
-            thread.start()
-            return _unpacked(receive, keep, closed)
+            run.thread.start()
+            return _pieces(messages.get, run.left.set, keep)
         except BaseException:
-            closed.set()  # the caller has no generator
+            run.left.set()  # the caller has no generator
             raise
 
-    def _launch(self, main: Callable[..., Any]) -> None:
-        launch(main, self._world_size, "sim", heap_bytes=self._options.heap_bytes)
+    def _launch(self, main: Callable[[Team], Any]) -> list[Any]:
+        return launch(main, self._world_size, "sim", heap_bytes=self._heap_bytes)
 
     def close(self) -> None:
-        """They end with every call. The last may not have been drawn to its end: it ends with the step that runs."""
+        """End the last call, if it was not drawn to its end, with the step that runs."""
         if self._own is not None:
             self._own.end()
 
     @classmethod
     def end(cls) -> None:
-        """The same for the latest call of any LLM of this process."""
+        """End the latest call of any LLM of this process."""
         if cls._latest is not None:
             cls._latest.end()
-
-    @classmethod
-    def wait(cls) -> None:
-        """Wait for the simulation that runs, if one does."""
-        with cls._turn:
-            pass
 
 
 # The end of the process would cut off a thread in the middle of torch, which aborts.
@@ -175,189 +159,164 @@ atexit.register(VirtualWorkers.end)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Answer:
-    """What the parent knows of one that the ranks compute.
+    """Answer that processes compute.
 
-    ahead     steps that they may be ahead of those received
-    allowed   steps that they may run in all
-    received  steps whose pieces have come
-    found     what has come and nobody has drawn
-    closed    nobody will draw more
+    request   message that asks for it
+    messages  those of rank 0 that have arrived
+    drawn     messages that the caller has taken
+    left      the caller takes no more
     """
 
-    ahead: int
-    allowed: int
-    received: int = 0
-    found: deque[tuple[str, Any]] = field(default_factory=deque)
-    closed: threading.Event = field(default_factory=threading.Event)
+    request: bytes
+    pace: Pace
+    messages: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
+    drawn: int = 0
+    left: bool = False
 
 
 class ProcessWorkers:
-    """A process per GPU (weft.launch), each with its engine, that answers until `close` or the end of this process.
+    """A process per GPU, each with its engine, that answers until `close` or the end of this process.
 
-    The ranks run a limited number of steps ahead of what has been drawn. So closing an answer takes no message, which a
-    garbage collector could not send in the right order: they come to a stand by themselves, and the next call tells them.
+    Only the thread `_talk` reads from the ranks and writes to them. No interrupt reaches it, so a message is read whole, and
+    goes to all ranks or to none. Callers only put into queues, as does a garbage collector that drops a stream at any line.
     """
 
-    def __init__(self, world_size: int, options: EngineOptions, progress: Progress | None) -> None:
-        self._key = secrets.token_bytes(32)
-        self._error: BaseException | None = None
-        self._ranks: dict[int, Connection] = {}
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._latest: _Answer | None = None  # of which more is to come
+    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
+        self._asked: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
+        self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes `_goes_on`
+        self._error: BaseException | None = None  # of the processes
+        self._failure: BaseException | None = None  # for every further call
         self._closed = False
-        self._lock = threading.Lock()
-        server = socket.create_server(("127.0.0.1", 0), backlog=world_size)
-        arguments = (server.getsockname(), self._key, options)
-        self._thread = threading.Thread(
-            target=self._run, args=(world_size, arguments, options.heap_bytes), name="weft workers", daemon=True
-        )
-        self._thread.start()
-        self._sender = threading.Thread(target=self._send, name="weft sender", daemon=True)
-        self._sender.start()
+        self._pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
+
+        def run() -> None:
+            try:
+                launch_on_pipes(serve, theirs, args=(make,), heap_bytes=heap_bytes)
+            except BaseException as error:
+                self._error = error
+            for pipe in theirs:
+                pipe.close()
+
+        self._processes = threading.Thread(target=run, name="weft processes", daemon=True)
+        self._talker = threading.Thread(target=self._talk, name="weft talker", daemon=True)
+        self._processes.start()
         try:
-            with server:
-                self._accept(server, world_size)
             self._wait_until_loaded(progress)
+            self._talker.start()
         except BaseException:
             self.close()
             raise
 
-    def ask(
-        self, requests: Requests, keep: Callable[[Stats], None], ahead: int = STREAM_AHEAD
-    ) -> Generator[Piece, None, None]:
-        """As of VirtualWorkers, but the ranks run at most `ahead` steps more than have been drawn, and then wait.
+    def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
+        """Yield the pieces of an answer; `keep` gets its statistics.
 
-        What is left of the last answer is read now, and stays its own; one that was closed ends where the ranks may go by now.
+        An answer that was not drawn to its end is computed to its end before the next begins, and can still be drawn. One that
+        was closed ends with the next verdict.
         """
-        answer = _Answer(ahead=ahead, allowed=ahead)
-        message = _pickled((requests, Allowance(steps=ahead, last=False)))
+        answer = _Answer(request=encode(("request", (*requests, pace.every))), pace=pace)
 
-        def receive() -> tuple[str, Any]:
-            with self._lock:
-                if not answer.found:
-                    self._receive()
-                return answer.found.popleft()
+        def take() -> Message:
+            if self._closed:
+                raise _llm_closed()
+            message = answer.messages.get()
+            answer.drawn += 1
+            if answer.drawn % pace.every == 0:
+                self._changed.put(None)
+            return message
+
+        def leave() -> None:
+            answer.left = True
+            self._changed.put(None)
 
         try:
-            with self._lock:
-                self._end_latest()
-                if not self._thread.is_alive():
-                    raise self._failure()
-                # No call between these two, behind which an interrupt might come: what is asked is known, and the reverse.
-                self._latest = answer
-                self._outbox.put(message)
-            return _unpacked(receive, keep, answer.closed)
+            self._asked.put(answer)
+            self._changed.put(None)
+            if self._failure is not None:  # else the talker has still to look what is asked
+                raise self._failure
+            return _pieces(take, leave, keep)
         except BaseException:
-            answer.closed.set()  # nobody has it
+            leave()
             raise
 
     def close(self) -> None:
+        """End the ranks, in the middle of an answer with its next verdict."""
         self._closed = True
-        self._outbox.put(None)
-        self._sender.join(timeout=30)  # what one rank has been told, all have
-        for pipe in list(self._ranks.values()):
-            pipe.close()  # a rank that reads from it ends
-        self._ranks = {}
-        self._thread.join(timeout=30)
-
-    def _run(self, world_size: int, arguments: tuple, heap_bytes: int | None) -> None:
-        try:
-            launch(serve, world_size, "cuda", args=arguments, heap_bytes=heap_bytes)
-        except BaseException as error:
-            self._error = error
-
-    def _accept(self, server: socket.socket, world_size: int) -> None:
-        server.settimeout(0.05)
-        while len(self._ranks) < world_size:
-            if not self._thread.is_alive():
-                raise self._failure()
-            with suppress(TimeoutError):
-                pipe = Connection(server.accept()[0].detach())
-                threading.Thread(target=self._meet, args=(pipe,), name="weft caller", daemon=True).start()
-
-    def _meet(self, pipe: Connection) -> None:
-        """A rank, or a stranger who tries ports and may say nothing for ever: nobody waits for one."""
-        try:
-            deliver_challenge(pipe, self._key)
-            answer_challenge(pipe, self._key)
-            send_at_once(pipe)
-            self._ranks[pipe.recv()] = pipe
-        except (EOFError, OSError, AuthenticationError):
-            pipe.close()
-        if self._closed:  # meanwhile, perhaps without this one
-            pipe.close()
+        self._asked.put(None)
+        self._changed.put(None)
+        if self._talker.ident is not None:
+            self._talker.join(timeout=30)  # what one rank has been told, all have
+        for pipe in self._pipes:
+            with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # unlike close(), even while the talker reads
+        self._processes.join(timeout=30)
 
     def _wait_until_loaded(self, progress: Progress | None) -> None:
-        for rank in range(len(self._ranks)):  # rank 0 first: it alone says how far it is
-            while (message := self._receive_from(self._ranks[rank])) != ("loaded", None):
-                if progress is not None:
-                    progress(*message[1])
-
-    def _send(self) -> None:
-        """What a thread of its own does, which no interrupt reaches: every message goes to all ranks, or to none."""
-        while (message := self._outbox.get()) is not None:
-            for pipe in self._ranks.values():
-                with suppress(OSError):  # a rank that has ended: who reads from rank 0 hears of it
-                    pipe.send_bytes(message)
-
-    def _end_latest(self) -> None:
-        """Reads it to its end, which is near if it is closed."""
-        told = False
-        while (answer := self._latest) is not None:
-            if answer.closed.is_set() and not told:
-                self._outbox.put(_pickled(Allowance(steps=answer.allowed, last=True)))
-                told = True
-            self._receive()
-
-    def _receive(self) -> None:
-        """The next message of the latest answer."""
-        if not self._ranks:
-            raise WeftError("this LLM is closed; make a new one")
-        answer = self._latest
-        message = self._receive_from(self._ranks[0])
-        answer.found.append(message)
-        if message[0] != "pieces":
-            self._latest = None
-            return
-        answer.received += 1
-        if answer.allowed - answer.received <= answer.ahead // 2 and not answer.closed.is_set():
-            allowance = Allowance(steps=answer.received + answer.ahead, last=False)
-            self._outbox.put(_pickled(allowance))
-            answer.allowed = allowance.steps
-
-    def _receive_from(self, pipe: Connection) -> tuple[str, Any]:
         try:
-            return pipe.recv()
+            for pipe in self._pipes:  # rank 0 first, which alone reports progress
+                while (message := receive(pipe)) != ("loaded", None):
+                    if progress is not None:
+                        progress(*message[1])
         except (EOFError, OSError):
-            raise self._failure() from None
-        except TypeError:  # `close`, called by another thread, has taken the pipe away
-            if not self._closed:
-                raise
-            raise self._failure() from None
+            raise self._reason() from None
 
-    def _failure(self) -> BaseException:
-        """What ended the workers."""
-        self._thread.join(timeout=30)
+    def _talk(self) -> None:
+        answer = None
+        with suppress(EOFError, OSError):
+            while (answer := self._asked.get()) is not None:
+                self._exchange(answer)
+        self._failure = self._reason()
+        self._asked.put(None)
+        for unanswered in (answer, *iter(self._asked.get, None)):
+            if unanswered is not None:
+                unanswered.messages.put(("error", self._failure))
+
+    def _exchange(self, answer: _Answer) -> None:
+        self._tell(answer.request)
+        for received in count(1):
+            message = receive(self._pipes[0])
+            answer.messages.put(message)
+            if message[0] != "pieces":
+                return
+            verdict = self._verdict(answer, received) if received % answer.pace.every == 0 else None
+            if self._closed:
+                raise EOFError
+            if verdict is not None:
+                self._tell(verdict)
+
+    def _verdict(self, answer: _Answer, received: int) -> bytes:
+        """Verdict on an answer of which so many steps have arrived. Waits for its caller, unless another request waits."""
+        while answer.pace.waits and not answer.left and answer.drawn < received and self._asked.empty():
+            self._changed.get()
+        return STOP if answer.left and answer.drawn < received else GO
+
+    def _tell(self, message: bytes) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):  # a rank that has ended, which ends the others
+                pipe.send_bytes(message)
+
+    def _reason(self) -> BaseException:
+        """Why there are no ranks any more."""
+        if self._closed:
+            return _llm_closed()
+        self._processes.join(timeout=30)
         return self._error or WeftError("the workers have ended; make a new LLM")
 
 
 class RankWorkers:
     """This process, one of the ranks that torchrun has started. All of them make the same calls."""
 
-    def __init__(self, options: EngineOptions, progress: Progress | None) -> None:
-        self._team = init(heap_bytes=options.heap_bytes)
-        self._engine = options.build(self._team, progress if self._team.rank == 0 else None)
+    def __init__(self, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
+        self._team = init(heap_bytes=heap_bytes)
+        self._engine = make(self._team, progress=progress if self._team.rank == 0 else None)
 
-    def ask(
-        self, requests: Requests, keep: Callable[[Stats], None], ahead: int = STREAM_AHEAD
-    ) -> Generator[Piece, None, None]:
-        """The pieces of an answer as they come, on every rank; `keep` gets the statistics at its end.
+    def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
+        """Yield the pieces of an answer, on every rank; `keep` gets its statistics. `pace` is for processes.
 
-        No step runs before its pieces are drawn, whatever `ahead` is, so closing an answer frees its seats and pages at once.
+        No step runs before its pieces are drawn, so closing an answer frees its slots and pages at once.
         """
         pieces = self._engine.answer(*requests)
 
-        def kept() -> Generator[Piece, None, None]:
+        def kept() -> Pieces:
             yield from pieces
             keep(self._engine.stats)
 
@@ -368,32 +327,25 @@ class RankWorkers:
         self._team.close()
 
 
-def _pickled(message: Any) -> bytes:
-    """As `Connection.recv` reads it."""
-    return bytes(ForkingPickler.dumps(message))
+def _pieces(take: Callable[[], Message], leave: Callable[[], None], keep: Keep) -> Pieces:
+    """Yield pieces until the statistics or an error come. Takes the first message at once, so that the call raises a refusal.
 
-
-def _unpacked(
-    receive: Callable[[], tuple[str, Any]], keep: Callable[[Stats], None], closed: threading.Event
-) -> Generator[Piece, None, None]:
-    """Pieces until the statistics or an error come. Reads the first at once, so that a refusal is raised by the call.
-
-    `closed` is set when no more will be drawn; nothing else is done then, since a garbage collector may do it anywhere.
+    `leave` is called when no more will be drawn, by a garbage collector at any line of the program.
     """
 
     def drawn() -> Generator[Piece | None, None, None]:
         try:
-            kind, value = receive()
+            kind, value = take()
             if kind != "error":
                 yield None  # drawn below: a generator that has not begun would not notice that it is closed
             while kind == "pieces":
                 yield from value
-                kind, value = receive()
+                kind, value = take()
             if kind == "error":
                 raise value
             keep(value)
         finally:
-            closed.set()
+            leave()
 
     pieces = drawn()
     next(pieces)

@@ -130,6 +130,16 @@ def launch(
     return _spawn(main, world_size, gpus, args, heap_bytes, debug)
 
 
+def launch_on_pipes(
+    main: Callable[..., Any], pipes: Sequence[Connection], *, args: Sequence[Any] = (), heap_bytes: int | None = None
+) -> list[Any]:
+    """Run ``main(team, pipe, *args)`` on a process per GPU, otherwise as ``launch``; rank r gets ``pipes[r]``.
+
+    Only the caller and its ranks hold such a pipe. The caller closes its copies of ``pipes`` when this returns.
+    """
+    return _spawn(main, len(pipes), torch.cuda.device_count(), args, heap_bytes, False, pipes)
+
+
 def is_simulated(world_size: int | None, device: str) -> bool:
     """Whether `launch` makes virtual ranks of these arguments."""
     if device != "auto" or coordinates() is not None:
@@ -163,6 +173,7 @@ def _spawn(
     args: Sequence[Any],
     heap_bytes: int | None,
     debug: bool | float,
+    pipes: Sequence[Connection] = (),
 ) -> list[Any]:
     try:
         work = pickle.dumps((main, tuple(args)))
@@ -173,10 +184,10 @@ def _spawn(
         ) from error
     with private_folder() as folder:
         seat = _Seat(Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug)
-        return _run(world_size, (_on_gpu, seat, work))
+        return _run(world_size, (_on_gpu, seat, work), pipes)
 
 
-def _run(world_size: int, arguments: tuple) -> list[Any]:
+def _run(world_size: int, arguments: tuple, pipes_for_main: Sequence[Connection] = ()) -> list[Any]:
     """The results of `_worker` in processes of their own, which end with this call. They get what is theirs to know by a pipe
     that no other process can read: nothing of it is among their arguments or in their environment."""
     context = multiprocessing.get_context("spawn")
@@ -184,7 +195,9 @@ def _run(world_size: int, arguments: tuple) -> list[Any]:
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_worker, args=(theirs, rank, *arguments), daemon=True)
+            process = context.Process(
+                target=_worker, args=(theirs, rank, *arguments, *pipes_for_main[rank : rank + 1]), daemon=True
+            )
             process.start()
             theirs.close()
             processes.append(process)
@@ -237,8 +250,10 @@ class _Seat:
     debug: bool | float
 
 
-def _worker(pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat: _Seat, work: bytes) -> None:
-    """One rank: a process of its own. ``join`` makes its team."""
+def _worker(
+    pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat: _Seat, work: bytes, *given: Connection
+) -> None:
+    """One rank: a process of its own. ``join`` makes its team, and ``main`` gets what is ``given``."""
     error: BaseException | None = None
     value = team = None
     threading.Thread(target=_end_with_parent, args=(seat.given.folder,), name="weft parent watch", daemon=True).start()
@@ -247,7 +262,7 @@ def _worker(pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat
         torch.set_num_threads(1)
         team = join(seat, rank)
         main, args = pickle.loads(work)
-        value = checked_result(main, main(team, *args))
+        value = checked_result(main, main(team, *given, *args))
         team.close()
     except BaseException as caught:
         error = caught

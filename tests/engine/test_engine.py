@@ -11,11 +11,11 @@ import torch
 
 import weft
 from weft.engine import Engine, SamplingParams
-from weft.engine.answers import as_prompts, join_pieces
+from weft.engine.outputs import as_prompts, join_pieces
 from weft.engine.prefill import Shape
 from weft.engine.ragged_prefill import RaggedShape
 from weft.engine.runner import Runner
-from weft.engine.text import load_tokenizer
+from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config
 

@@ -21,7 +21,7 @@ from weft import SamplingParams
 from weft.engine import Completion, workers
 from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
-from weft.engine.text import load_tokenizer
+from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, NotEnoughGPUs, WeftError
 from weft.models import Qwen3Config
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.pages import PagePool
+from weft.engine.kv_cache import PagePool
 from weft.engine.params import SamplingParams
 from weft.engine.scheduler import Scheduler, Sequence
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from weft.engine import SamplingParams, serve, workers
-from weft.engine.answers import Piece, Stats
+from weft.engine.outputs import Piece, Stats
 from weft.errors import NotExchangeable, PeerFailed, WeftError
 from weft.runtime import launch
 from weft.runtime.codec import encode

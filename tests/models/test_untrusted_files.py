@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.engine.chat import ChatTemplate
-from weft.engine.text import load_tokenizer
+from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint
 from weft.parallel.sharding import Shard

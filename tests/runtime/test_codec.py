@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.engine.answers import as_prompts
+from weft.engine.outputs import as_prompts
 from weft.engine.params import SamplingParams
 from weft.errors import NotExchangeable
 from weft.ops.gemm.config import GemmConfig

@@ -7,14 +7,14 @@ from typing import Any
 
 # Loaded on first use: the command line needs the defaults of EngineConfig before it needs torch and Triton.
 _MODULES = {
-    "Completion": "answers",
+    "Completion": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
     "LLM": "llm",
-    "Piece": "answers",
+    "Piece": "outputs",
     "Runner": "runner",
     "SamplingParams": "params",
-    "Stats": "answers",
+    "Stats": "outputs",
 }
 __all__ = list(_MODULES)
 

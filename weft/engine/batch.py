@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.engine.pages import PagePool
+from weft.engine.kv_cache import PagePool
 from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Row, Runner
 from weft.engine.scheduler import Scheduler, Sequence, Span

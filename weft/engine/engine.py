@@ -22,7 +22,11 @@ from weft.arguments import (
     positive,
     quoted,
 )
-from weft.engine.answers import (
+from weft.engine.batch import Batch
+from weft.engine.config import EngineConfig
+from weft.engine.decoder import Decoder
+from weft.engine.defaults import sampling_defaults, unused_defaults
+from weft.engine.outputs import (
     Completion,
     FinishReason,
     Piece,
@@ -32,14 +36,10 @@ from weft.engine.answers import (
     check_prompt,
     join_pieces,
 )
-from weft.engine.batch import Batch
-from weft.engine.config import EngineConfig
-from weft.engine.decoder import Decoder
-from weft.engine.defaults import sampling_defaults, unused_defaults
 from weft.engine.params import SamplingParams, one_each
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
-from weft.engine.text import TextStream, load_tokenizer
+from weft.engine.tokenizer import TextStream, load_tokenizer
 from weft.errors import CheckpointError
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress

@@ -12,13 +12,13 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.arguments import check_choice, check_heap_bytes, check_virtual_ranks, positive, quoted, shortened
-from weft.engine.answers import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
 from weft.engine.defaults import sampling_defaults
 from weft.engine.engine import Engine, check_model
+from weft.engine.outputs import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
 from weft.engine.params import SamplingParams, one_each
-from weft.engine.text import load_tokenizer
+from weft.engine.tokenizer import load_tokenizer
 from weft.engine.workers import GENERATE, STREAM, Pace, ProcessWorkers, RankWorkers, VirtualWorkers
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.models.builtin import PATH as BUILTIN

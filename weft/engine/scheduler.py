@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from weft.engine.pages import PagePool
+from weft.engine.kv_cache import PagePool
 from weft.engine.params import SamplingParams
 
 

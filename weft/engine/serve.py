@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.answers import Piece
+from weft.engine.outputs import Piece
 from weft.runtime.codec import decode, encode
 
 if TYPE_CHECKING:

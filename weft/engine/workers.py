@@ -14,8 +14,8 @@ from itertools import count
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.engine.answers import Piece, Prompt, Stats
 from weft.engine.engine import Engine
+from weft.engine.outputs import Piece, Prompt, Stats
 from weft.engine.params import SamplingParams
 from weft.engine.serve import GO, STOP, receive, serve
 from weft.errors import WeftError

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from weft.engine.text import TextStream, load_tokenizer
+from weft.engine.tokenizer import TextStream, load_tokenizer
 from weft.errors import CheckpointError
 
 

@@ -48,11 +48,11 @@ PROMPTS = {
 
 def chunks_of(spans: list[tuple[int, int]]) -> list[PrefillChunk]:
     generator, chunks, page = torch.Generator().manual_seed(0), [], 1
-    for seat, (before, length) in enumerate(spans):
+    for slot, (before, length) in enumerate(spans):
         count = -(-(before + length) // PAGE_SIZE)
         tokens = torch.randint(100_000, (length,), generator=generator).tolist()
         pages, params = list(range(page, page + count)), SamplingParams(max_tokens=1)
-        chunks.append(PrefillChunk(seat=seat, tokens=tokens, before=before, pages=pages, params=params, choose=True))
+        chunks.append(PrefillChunk(slot=slot, tokens=tokens, before=before, pages=pages, params=params, choose=True))
         page += count
     return chunks
 

@@ -65,7 +65,7 @@ SMALL = [
 
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("engine", SMALL, ids=str)
-def test_seats_chunks_and_preemption_do_not_change_an_answer(byte_model, engine, sampling):
+def test_slots_chunks_and_preemption_do_not_change_an_answer(byte_model, engine, sampling):
     prompts = [*PROMPTS, "a prompt", "the last of them, and not the shortest one"]
     [plenty] = generate(byte_model, prompts, max_new_tokens=16, **sampling)
 
@@ -119,11 +119,11 @@ def eight_tokens(byte_model):
 def assert_nothing_is_left(engine):
     scheduler = engine.batch.scheduler
     assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
-    assert sorted(scheduler._free_seats) == list(range(scheduler.max_batch))
+    assert sorted(scheduler._free_slots) == list(range(scheduler.max_batch))
     assert not engine._texts and not engine._held and not engine._streamed
 
 
-# Behind one piece of a step and behind its last, while prompts are read, while they wait for seats or for pages.
+# Behind one piece of a step and behind its last, while prompts are read, while they wait for slots or for pages.
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("drawn", [0, 1, 2, 3, 7, 40])
 @pytest.mark.parametrize("made", [{}, *SMALL], ids=str)
@@ -260,13 +260,13 @@ def test_first_tokens_are_awaited_in_their_step_unless_prompts_wait(byte_model):
     # A step reads a prompt and decodes. What was launched last comes with the next step.
     assert found(0, 2)[0] == [[0, 1, 0, 1], [0, 1], [0, 1]]
     assert found(1, 2)[0] == [[0, 1], [0, 1], [0, 1], [0, 1]]
-    # With one seat the second prompt waits, and is read before the host looks.
+    # With one slot the second prompt waits, and is read before the host looks.
     assert found(1, 1)[0] == [[], [0, 0], [0], [0], [1], [1], [1], [1]]
     assert found(0, 2)[1] == found(1, 2)[1] == found(1, 1)[1]
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("where", ["prefill", "set_seats", "decode"])
+@pytest.mark.parametrize("where", ["prefill", "assign_slots", "decode"])
 def test_after_a_step_that_fails_all_requests_go_on_without_a_gap(byte_model, where, late):
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
 

@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 import weft
 from weft.engine import Engine, EngineConfig, Runner, SamplingParams
 from weft.engine.params import Kind
-from weft.engine.runner import Row
+from weft.engine.runner import SlotState
 from weft.models import Qwen3ForCausalLM
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
@@ -33,7 +33,7 @@ def answers(team, directory, mode, cuda_graph):
         engine.generate(PROMPTS, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1),
         engine.generate(PROMPTS, max_new_tokens=12),
         engine.generate(PROMPTS[1:], max_new_tokens=4),
-        engine.generate(PROMPTS * 3, max_new_tokens=8, stop="q"),  # some end early and leave their seats
+        engine.generate(PROMPTS * 3, max_new_tokens=8, stop="q"),  # some end early and leave their slots
         [engine.generate([prompt], max_new_tokens=12)[0] for prompt in PROMPTS],
         [*engine.generate(LONG, max_new_tokens=12), *by_16.generate(LONG, max_new_tokens=12)],
         by_16.generate(PROMPTS + LONG, max_new_tokens=12),  # the end of one prompt with the begin of another
@@ -82,7 +82,8 @@ def replayed(team, directory, replays, dtype):
     context = torch.randn(runner.cache.data.shape, generator=generator, device=team.device)
     start = torch.arange(8, device=team.device) * 5
     rows = {
-        seat: Row(position=40 + seat, pages=list(range(1 + 4 * seat, 5 + 4 * seat)), params=params) for seat in range(4)
+        slot: SlotState(position=40 + slot, pages=list(range(1 + 4 * slot, 5 + 4 * slot)), params=params)
+        for slot in range(4)
     }
     found = []
     for bucket, count, graph, pdl in (
@@ -95,8 +96,8 @@ def replayed(team, directory, replays, dtype):
         states = []
         with nullcontext() if pdl else one_kernel_after_the_other():
             for _ in range(count):
-                runner.set_seats({})
-                runner.set_seats(rows)
+                runner.assign_slots({})
+                runner.assign_slots(rows)
                 runner.cache.data.copy_(context)
                 runner.tokens.copy_(start)
                 runner.step(bucket, Kind.NUCLEUS)

@@ -1,4 +1,4 @@
-"""The runner: prompts padded or as they are, buckets with empty seats, rows that the device already knows."""
+"""The runner: prompts padded or as they are, buckets with empty slots, rows that the device already knows."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
-from weft.engine.runner import Row, Runner
+from weft.engine.runner import Runner, SlotState
 from weft.models import Qwen3ForCausalLM
 
 SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
@@ -31,17 +31,17 @@ def prompt(length, seed=0):
 
 
 def reads_of(*lengths, params=SAMPLE):
-    """Prompts of these lengths at seats 0, 1, …, each with pages of its own, in falling order."""
+    """Prompts of these lengths at slots 0, 1, …, each with pages of its own, in falling order."""
     return [
         PrefillChunk(
-            seat=seat,
-            tokens=prompt(length, seat),
+            slot=slot,
+            tokens=prompt(length, slot),
             before=0,
-            pages=list(range(6 * (seat + 1), 6 * seat, -1)),
+            pages=list(range(6 * (slot + 1), 6 * slot, -1)),
             params=params,
             choose=True,
         )
-        for seat, length in enumerate(lengths)
+        for slot, length in enumerate(lengths)
     ]
 
 
@@ -200,7 +200,7 @@ def test_graphs_of_prompts_are_kept_for_the_shapes_that_came_last(byte_model, mo
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_empty_seats_of_a_bucket_change_nothing(byte_model, fused):
+def test_empty_slots_of_a_bucket_change_nothing(byte_model, fused):
     reads = reads_of(5, 16, 9)
 
     def main(model):
@@ -208,8 +208,11 @@ def test_empty_seats_of_a_bucket_change_nothing(byte_model, fused):
         for bucket in (3, 4, 8):
             runner = new_runner(model)
             runner.prefill(reads)
-            runner.set_seats(
-                {read.seat: Row(position=len(read.tokens), pages=read.pages, params=read.params) for read in reads}
+            runner.assign_slots(
+                {
+                    read.slot: SlotState(position=len(read.tokens), pages=read.pages, params=read.params)
+                    for read in reads
+                }
             )
             tokens = []
             for _ in range(4):
@@ -233,11 +236,11 @@ def test_a_page_table_in_another_order_gives_the_same_tokens(byte_model):
             [read] = reads_of(40)
             pages = order(read.pages)
             runner.prefill(
-                [PrefillChunk(seat=0, tokens=read.tokens, before=0, pages=pages, params=SAMPLE, choose=True)]
+                [PrefillChunk(slot=0, tokens=read.tokens, before=0, pages=pages, params=SAMPLE, choose=True)]
             )
             tokens = []
             for step in range(20):
-                runner.set_seats({0: Row(position=40 + step, pages=pages, params=SAMPLE)})
+                runner.assign_slots({0: SlotState(position=40 + step, pages=pages, params=SAMPLE)})
                 runner.decode()
                 tokens.append(runner.tokens[0].item())
             found.append(tokens)
@@ -253,20 +256,22 @@ def test_only_what_the_device_does_not_know_is_sent(byte_model):
         sent = []
         send = runner._send
         runner._send = lambda changed, gone: (sent.append((sorted(changed), gone)), send(changed, gone))
-        rows = {seat: Row(position=3, pages=[1 + seat], params=SAMPLE) for seat in range(3)}
-        runner.set_seats(rows)
+        rows = {slot: SlotState(position=3, pages=[1 + slot], params=SAMPLE) for slot in range(3)}
+        runner.assign_slots(rows)
         for step in range(1, 4):
             runner.decode()
-            runner.set_seats(
+            runner.assign_slots(
                 {
-                    seat: Row(position=3 + step, pages=[1 + seat] + [9] * (seat == 1 and step == 2), params=SAMPLE)
-                    for seat in range(3)
-                    if not (seat == 2 and step == 3)
+                    slot: SlotState(
+                        position=3 + step, pages=[1 + slot] + [9] * (slot == 1 and step == 2), params=SAMPLE
+                    )
+                    for slot in range(3)
+                    if not (slot == 2 and step == 3)
                 }
             )
         return sent
 
-    # Seat 1 has another page in step 2 (and not in step 3, which is another change), seat 2 leaves in step 3.
+    # Slot 1 has another page in step 2 (and not in step 3, which is another change), slot 2 leaves in step 3.
     assert on_one_rank(main, byte_model) == [([0, 1, 2], []), ([1], []), ([1], [2])]
 
 
@@ -302,7 +307,7 @@ def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
     assert weft.simulate(main, 3, args=(0.4,)) == [30] * 3
 
 
-def test_the_cache_is_no_larger_than_memory_or_all_seats_can_fill(byte_model, monkeypatch):
+def test_the_cache_is_no_larger_than_memory_or_all_slots_can_fill(byte_model, monkeypatch):
     def main(model):
         page = model.new_cache(1, 16).data.nbytes
         found = []

@@ -27,7 +27,7 @@ def run(scheduler, sequences, late=0):
     """Steps until all have ended, the host `late` steps behind; what each step read and who went on."""
     history = []
     while not all(one.done for one in sequences):
-        spans = [(span.sequence.number, span.start, span.length) for span in scheduler.next_chunk()]
+        ranges = [(part.sequence.number, part.start, part.length) for part in scheduler.next_chunk()]
         decoding = scheduler.next_decode()
         if decoding is None:
             land(scheduler, sequences)
@@ -35,11 +35,11 @@ def run(scheduler, sequences, late=0):
             assert decoding is not None
         for one in decoding:
             assert len(one.pages) * PAGE >= one.cached  # room for what this step writes
-        taken = [page for one in scheduler.seated for page in one.pages]
+        taken = [page for one in scheduler.active for page in one.pages]
         assert len(taken) == len(set(taken)) and 0 not in taken
         assert scheduler.pool.free + len(taken) == scheduler.pool.capacity
-        history.append((spans, [one.number for one in decoding]))
-        if late == 0 or len(history) % 2 == 0 or not (spans or decoding):
+        history.append((ranges, [one.number for one in decoding]))
+        if late == 0 or len(history) % 2 == 0 or not (ranges or decoding):
             land(scheduler, sequences)
         assert len(history) < 10_000
     assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
@@ -74,7 +74,7 @@ def test_a_prompt_longer_than_a_chunk_does_not_hold_up_the_others():
     ]
 
 
-def test_seats_are_waited_for():
+def test_slots_are_waited_for():
     scheduler = Scheduler(PagePool(100, PAGE), max_batch=2, chunk_tokens=64)
     sequences = submitted(scheduler, (4, 2), (4, 3), (4, 2))
     history = run(scheduler, sequences)
@@ -87,20 +87,20 @@ def test_the_youngest_gives_its_pages_back_and_is_read_again_with_its_answer():
     sequences = submitted(scheduler, (15, 30), (15, 20))
     history = run(scheduler, sequences)
     assert scheduler.preemptions >= 1
-    again = [span for spans, _ in history for span in spans if span[0] == 1 and span[1] == 0]
+    again = [part for ranges, _ in history for part in ranges if part[0] == 1 and part[1] == 0]
     assert [length for _, _, length in again][0] == 15
     assert all(length > 15 for _, _, length in again[1:]) and len(again) == 1 + scheduler.preemptions
 
 
 def test_only_sequences_that_may_grow_have_a_page_kept_for_them():
-    def seated(*sizes):
+    def active(*sizes):
         scheduler = Scheduler(PagePool(1 + 2, PAGE), max_batch=2, chunk_tokens=64)
         sequences = submitted(scheduler, *sizes)
         scheduler.next_chunk()
-        return [one.number for one in sequences if one.seat is not None]
+        return [one.number for one in sequences if one.slot is not None]
 
-    assert seated((10, 7), (10, 7)) == [0, 1]  # of 17 tokens 16 are cached
-    assert seated((10, 8), (10, 7)) == [0]
+    assert active((10, 7), (10, 7)) == [0, 1]  # of 17 tokens 16 are cached
+    assert active((10, 8), (10, 7)) == [0]
 
 
 def test_a_request_that_could_not_run_even_alone_is_refused_by_the_caller_s_name():
@@ -112,15 +112,15 @@ def test_a_request_that_could_not_run_even_alone_is_refused_by_the_caller_s_name
         scheduler.check("prompts[7]", sequence(0, 40, 26))
 
 
-def test_seats_are_filled_up_from_below():
+def test_slots_are_filled_up_from_below():
     scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=64)
     sequences = submitted(scheduler, *[(4, 9)] * 5)
     scheduler.next_chunk()
     for one in sequences[:3]:
         scheduler.finish(one)
-    assert [one.seat for one in sequences[3:]] == [3, 4]
+    assert [one.slot for one in sequences[3:]] == [3, 4]
     assert scheduler.compact() == [(4, 0), (3, 1)]
-    assert [one.seat for one in sequences[3:]] == [1, 0]
+    assert [one.slot for one in sequences[3:]] == [1, 0]
     assert scheduler.compact() == []
 
 
@@ -136,6 +136,6 @@ def test_everyone_comes_to_the_end_whatever_the_sizes(sizes, pages, max_batch, c
     scheduler = Scheduler(PagePool(1 + pages, PAGE), max_batch, chunk_tokens)
     sequences = submitted(scheduler, *sizes)
     history = run(scheduler, sequences, late)
-    first_reads = [span[0] for spans, _ in history for span in spans if span[1] == 0]
+    first_reads = [part[0] for ranges, _ in history for part in ranges if part[1] == 0]
     assert list(dict.fromkeys(first_reads)) == list(range(len(sizes)))  # admitted in order
-    assert all(sum(length for _, _, length in spans) <= chunk_tokens for spans, _ in history)
+    assert all(sum(length for _, _, length in ranges) <= chunk_tokens for ranges, _ in history)

@@ -398,7 +398,7 @@ def test_ranks_that_wait_to_go_on_end_without_an_error_when_their_parent_closes(
 class Alone:
     """What `launch._worker` needs of a team, without a GPU."""
 
-    def __init__(self, seat, rank):
+    def __init__(self, slot, rank):
         self.rank = rank
 
     def fail(self, message):

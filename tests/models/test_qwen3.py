@@ -12,7 +12,7 @@ from tests.teacher_forced import all_logits
 from weft.engine import Runner, SamplingParams
 from weft.engine.config import EngineConfig
 from weft.engine.prefill import PrefillChunk
-from weft.engine.runner import Row
+from weft.engine.runner import SlotState
 from weft.errors import ModelTooLarge
 from weft.layers import plan_step, rotary_angles
 from weft.models import Qwen3Config, Qwen3ForCausalLM
@@ -44,19 +44,19 @@ def greedy(model, prompts, steps):
     """[steps, batch] greedy tokens of our model, by prefill and then decode."""
     runner = Runner(model, EngineConfig(max_batch=len(prompts), page_size=16, max_seq_len=128))
     params = SamplingParams()
-    pages = [list(range(1 + 8 * seat, 9 + 8 * seat)) for seat in range(len(prompts))]
+    pages = [list(range(1 + 8 * slot, 9 + 8 * slot)) for slot in range(len(prompts))]
     runner.prefill(
         [
-            PrefillChunk(seat=seat, tokens=prompt, before=0, pages=pages[seat], params=params, choose=True)
-            for seat, prompt in enumerate(prompts)
+            PrefillChunk(slot=slot, tokens=prompt, before=0, pages=pages[slot], params=params, choose=True)
+            for slot, prompt in enumerate(prompts)
         ]
     )
     tokens = [runner.tokens.clone()]
     for step in range(steps - 1):
-        runner.set_seats(
+        runner.assign_slots(
             {
-                seat: Row(position=len(prompt) + step, pages=pages[seat], params=params)
-                for seat, prompt in enumerate(prompts)
+                slot: SlotState(position=len(prompt) + step, pages=pages[slot], params=params)
+                for slot, prompt in enumerate(prompts)
             }
         )
         runner.decode()

@@ -9,16 +9,16 @@ import torch
 
 from weft.engine.kv_cache import PagePool
 from weft.engine.prefill import PrefillChunk
-from weft.engine.runner import Row, Runner
-from weft.engine.scheduler import Scheduler, Sequence, Span
+from weft.engine.runner import Runner, SlotState
+from weft.engine.scheduler import Scheduler, Sequence, SequenceRange
 
 
 class PendingTokens(NamedTuple):
-    """The tokens that a step has chosen, on their way to the host: of these sequences, at these seats."""
+    """The tokens that a step has chosen, on their way to the host: of these sequences, at these slots."""
 
     tokens: torch.Tensor
     copied: torch.cuda.Event | None
-    seated: list[tuple[int, Sequence]]
+    slots: list[tuple[int, Sequence]]
 
 
 class Batch:
@@ -48,17 +48,17 @@ class Batch:
         has ended may get one more token, which the caller drops. After an error, call `restart`.
         """
         first: list[PendingTokens] = []
-        spans = self.scheduler.next_chunk()
-        if spans:
-            self.runner.prefill([_chunk(span) for span in spans])
-            first = self._copy_to_host([span.sequence for span in spans if span.last])
+        ranges = self.scheduler.next_chunk()
+        if ranges:
+            self.runner.prefill([_chunk(part) for part in ranges])
+            first = self._copy_to_host([part.sequence for part in ranges if part.last])
         decoding = self.scheduler.next_decode()
         if decoding is None:  # pages have run out, and who gives way depends on what is in flight
             self._pending.append(first)
             return self._collect(0)
         next_ones: list[PendingTokens] = []
         if decoding:
-            self._seat(decoding)
+            self._assign_slots(decoding)
             self.runner.decode()
             next_ones = self._copy_to_host(decoding)
         at_once = first and next_ones and not self.scheduler.has_prompts
@@ -70,27 +70,29 @@ class Batch:
         """After a step that failed: what the device was told and the host has not heard of is forgotten, and told again."""
         self._pending.clear()
         self.scheduler.restart()
-        self.runner.invalidate_seats()
+        self.runner.forget_slots()
 
-    def _seat(self, sequences: list[Sequence]) -> None:
-        highest = max(sequence.seat for sequence in sequences) + 1
-        if self.runner.bucket(len(self.scheduler.seated)) < self.runner.bucket(highest):
+    def _assign_slots(self, sequences: list[Sequence]) -> None:
+        highest = max(sequence.slot for sequence in sequences) + 1
+        if self.runner.bucket(len(self.scheduler.active)) < self.runner.bucket(highest):
             self.runner.move(self.scheduler.compact())
-        self.runner.set_seats({s.seat: Row(position=s.cached - 1, pages=s.pages, params=s.params) for s in sequences})
+        self.runner.assign_slots(
+            {s.slot: SlotState(position=s.cached - 1, pages=s.pages, params=s.params) for s in sequences}
+        )
 
     def _copy_to_host(self, sequences: list[Sequence]) -> list[PendingTokens]:
         """Begins to copy the tokens that were chosen last, of these sequences."""
         if not sequences:
             return []
         on_gpu = self.team.device.type == "cuda"
-        count = max(sequence.seat for sequence in sequences) + 1
+        count = max(sequence.slot for sequence in sequences) + 1
         tokens = torch.empty(count, dtype=torch.int64, pin_memory=on_gpu)
         tokens.copy_(self.runner.tokens[:count], non_blocking=True)
         copied = None
         if on_gpu:
             copied = torch.cuda.Event()
             copied.record()
-        return [PendingTokens(tokens, copied, [(sequence.seat, sequence) for sequence in sequences])]
+        return [PendingTokens(tokens, copied, [(sequence.slot, sequence) for sequence in sequences])]
 
     def _collect(self, later: int) -> list[tuple[Sequence, int]]:
         """The tokens of all steps in flight but the `later` last ones."""
@@ -108,17 +110,17 @@ class Batch:
                 self.team.synchronize()  # names the wait that gave up, where that is why
                 raise
         tokens = pending.tokens.tolist()
-        return [(sequence, tokens[seat]) for seat, sequence in pending.seated]
+        return [(sequence, tokens[slot]) for slot, sequence in pending.slots]
 
 
-def _chunk(span: Span) -> PrefillChunk:
-    sequence = span.sequence
+def _chunk(part: SequenceRange) -> PrefillChunk:
+    sequence = part.sequence
     tokens = sequence.prompt + sequence.tokens
     return PrefillChunk(
-        seat=sequence.seat,
-        tokens=tokens[span.start : span.start + span.length],
-        before=span.start,
+        slot=sequence.slot,
+        tokens=tokens[part.start : part.start + part.length],
+        before=part.start,
         pages=sequence.pages,
         params=sequence.params,
-        choose=span.last,
+        choose=part.last,
     )

@@ -28,7 +28,7 @@ SLACK = 1.25
 class PrefillChunk:
     """`tokens` of one sequence, after `before` that are cached. choose: its next token is chosen behind them."""
 
-    seat: int
+    slot: int
     tokens: list[int]
     before: int
     pages: list[int]
@@ -73,7 +73,7 @@ class PaddedPrefill:
         def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens, self.slots = whole(batch * length), whole(batch * length)
+        self.tokens, self.cache_slots = whole(batch * length), whole(batch * length)
         self.table = whole(batch, width, dtype=torch.int32)
         self.lengths, self.seed, self.chosen = whole(batch), whole(batch), whole(batch)
         self.temperature, self.top_p = whole(batch, dtype=torch.float32), whole(batch, dtype=torch.float32)
@@ -83,7 +83,7 @@ class PaddedPrefill:
         plan, spans = model.plan(batch * length), [(0, length)] * batch
         self.step = Step(
             positions=positions.repeat(batch),
-            slots=self.slots,
+            slots=self.cache_slots,
             pages=self.table,
             angles=model.angles,
             plan=plan,
@@ -99,12 +99,12 @@ class PaddedPrefill:
         pages = torch.tensor([(chunk.pages + [0] * width)[:width] for chunk in chunks])
         lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
         places = torch.arange(self.length).expand(len(chunks), -1)
-        slots = pages.gather(1, places // size) * size + places % size
-        slots = torch.where(places < lengths[:, None], slots, -1)
+        cache_slots = pages.gather(1, places // size) * size + places % size
+        cache_slots = torch.where(places < lengths[:, None], cache_slots, -1)
         params = [chunk.params for chunk in chunks]
         for target, source, padding in (
             (self.tokens, tokens.flatten(), 0),
-            (self.slots, slots.flatten(), -1),
+            (self.cache_slots, cache_slots.flatten(), -1),
             (self.table, pages.to(torch.int32), 0),
             (self.lengths, lengths, 1),
             (self.seed, torch.tensor([p.seed for p in params]), 0),
@@ -116,7 +116,7 @@ class PaddedPrefill:
 
     def run(self, kind: Kind) -> None:
         """Keys and values into the cache, the token after each prompt into `chosen`."""
-        cells = None if self.step.plan.fused else cells_of(self.slots, self.cache.page_size)
+        cells = None if self.step.plan.fused else cells_of(self.cache_slots, self.cache.page_size)
         step = replace(self.step, cells=cells)
         logits = self.model(self.tokens, step, self.cache, self.first + self.lengths - 1)
         choice = Choice(temperature=self.temperature, top_p=self.top_p, seed=self.seed, position=self.lengths)

@@ -53,7 +53,7 @@ class Inputs:
     """What the host says of a pass, T tokens of S sequences. Padding: token 0 of nobody, which goes nowhere and attends to
     nothing; sequences without a token, of whose choice nobody reads.
 
-    tokens, positions, slots              [T] int64
+    tokens, positions, cache_slots        [T] int64
     table                                 [S, max_pages] int32
     spans, tiles                          of PrefillSpans
     rows                                  [S] int64: of each sequence's last token
@@ -62,7 +62,7 @@ class Inputs:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    cache_slots: torch.Tensor
     table: torch.Tensor
     spans: torch.Tensor
     tiles: torch.Tensor
@@ -119,7 +119,7 @@ class RaggedPrefill:
         now = self._static
         step = Step(
             positions=now.positions,
-            slots=now.slots,
+            slots=now.cache_slots,
             pages=now.table,
             angles=self.model.angles,
             plan=self.model.plan(self._tokens),
@@ -136,12 +136,14 @@ class RaggedPrefill:
             row[: len(chunk.pages)] = chunk.pages
         ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
         places = [range(chunk.before, chunk.before + len(chunk.tokens)) for chunk in chunks]
-        slots = [c.pages[at // size] * size + at % size for c, mine in zip(chunks, places, strict=True) for at in mine]
+        cache_slots = [
+            c.pages[at // size] * size + at % size for c, mine in zip(chunks, places, strict=True) for at in mine
+        ]
         params, spans = [chunk.params for chunk in chunks], self._spans_of(chunks)
         return Inputs(
             tokens=_padded([token for chunk in chunks for token in chunk.tokens], self._tokens, 0),
             positions=_padded([at for mine in places for at in mine], self._tokens, 0),
-            slots=_padded(slots, self._tokens, -1),
+            cache_slots=_padded(cache_slots, self._tokens, -1),
             table=torch.from_numpy(table),
             spans=spans.spans,
             tiles=spans.tiles,

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,8 +30,8 @@ MOST_SHAPES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What the host knows of a seat: the position of the token that goes into the next decode step, and its pages."""
+class SlotState:
+    """What the host knows of a slot: the position of the token that goes into the next decode step, and its pages."""
 
     position: int
     pages: list[int]
@@ -39,11 +39,11 @@ class Row:
 
 
 class Runner:
-    """tokens[seat] at positions[seat] → the next tokens[seat], in place. Collective: all ranks make the same calls.
+    """tokens[slot] at positions[slot] → the next tokens[slot], in place. Collective: all ranks make the same calls.
 
     A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
     graph per batch bucket (powers of two, and max_batch) and kind of choice, captured when first needed. Prompts have one for
-    each shape, captured when the shape comes again (LAUNCHED_FIRST) and kept for a while (MOST_SHAPES). Unused seats have
+    each shape, captured when the shape comes again (LAUNCHED_FIRST) and kept for a while (MOST_SHAPES). Unused slots have
     position -1.
     """
 
@@ -74,10 +74,10 @@ class Runner:
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._pool = None
-        self._rows: dict[int, Row | None] = {}
+        self._states: dict[int, SlotState | None] = {}
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Writes prompts, or parts of them, into the cache; `tokens[seat]` is then the next token, of those with `choose`."""
+        """Writes prompts, or parts of them, into the cache; `tokens[slot]` is then the next token, of those with `choose`."""
         with self._without_autograd():
             self._prefill(chunks)
 
@@ -93,10 +93,10 @@ class Runner:
             chosen = self._prefill_as_they_are(chunks)
         ends = [index for index, chunk in enumerate(chunks) if chunk.choose]
         if ends:
-            seats = upload(torch.tensor([chunks[index].seat for index in ends]), self.team.device)
+            slots = upload(torch.tensor([chunks[index].slot for index in ends]), self.team.device)
             if len(ends) < len(chosen):
                 chosen = chosen[upload(torch.tensor(ends), self.team.device)]
-            self.tokens.index_copy_(0, seats, chosen)
+            self.tokens.index_copy_(0, slots, chosen)
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """None where no graph reads such prompts."""
@@ -150,54 +150,52 @@ class Runner:
         kind = max(p.kind for p in params)
         return choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
 
-    def set_seats(self, rows: dict[int, Row]) -> None:
-        """Says who sits where in the next decode step; all other seats are empty. Sends only what the device does not know."""
-        changed = {seat: row for seat, row in rows.items() if self._rows.get(seat) != row}
-        gone = [seat for seat in self._rows if seat not in rows]
+    def assign_slots(self, states: dict[int, SlotState]) -> None:
+        """Says who sits where in the next decode step; all other slots are empty. Sends only what the device does not know."""
+        changed = {slot: state for slot, state in states.items() if self._states.get(slot) != state}
+        gone = [slot for slot in self._states if slot not in states]
         if changed or gone:
             self._send(changed, gone)
-        self._rows = rows
+        self._states = states
 
-    def invalidate_seats(self) -> None:
-        """After an error, what the device knows of its seats is uncertain: the next `set_seats` sends all."""
-        self._rows = dict.fromkeys(range(self.max_batch))
+    def forget_slots(self) -> None:
+        """After an error, what the device knows of its slots is uncertain: the next `assign_slots` sends all."""
+        self._states = dict.fromkeys(range(self.max_batch))
 
     def move(self, moves: list[tuple[int, int]]) -> None:
-        """Moves the tokens of seats, (from, to); `set_seats` comes before the next decode step."""
-        sources, targets = (upload(torch.tensor(seats), self.team.device) for seats in zip(*moves, strict=True))
+        """Moves the tokens of slots, (from, to); `assign_slots` comes before the next decode step."""
+        sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
 
-    def _send(self, changed: dict[int, Row], gone: list[int]) -> None:
+    def _send(self, changed: dict[int, SlotState], gone: list[int]) -> None:
         device = self.team.device
-        seats = upload(torch.tensor([*changed, *gone]), device)
-        positions = [row.position for row in changed.values()] + [-1] * len(gone)
-        self.positions.index_copy_(0, seats, upload(torch.tensor(positions), device))
+        slots = upload(torch.tensor([*changed, *gone]), device)
+        positions = [state.position for state in changed.values()] + [-1] * len(gone)
+        self.positions.index_copy_(0, slots, upload(torch.tensor(positions), device))
         if changed:
-            seats = seats[: len(changed)]
-            pages = _padded([row.pages for row in changed.values()], self.table.shape[1]).to(torch.int32)
-            self.table.index_copy_(0, seats, upload(pages, device))
-            for name, values in _of_params([row.params for row in changed.values()], device).items():
-                getattr(self, name).index_copy_(0, seats, values)
+            slots = slots[: len(changed)]
+            pages = _padded([state.pages for state in changed.values()], self.table.shape[1]).to(torch.int32)
+            self.table.index_copy_(0, slots, upload(pages, device))
+            for name, values in _of_params([state.params for state in changed.values()], device).items():
+                getattr(self, name).index_copy_(0, slots, values)
 
     def decode(self) -> None:
-        """One more token for everyone who has a seat, and the positions after it, as of `step`."""
-        batch = self.bucket(max(self._rows) + 1)
+        """One more token for everyone who has a slot, and the positions after it, as of `step`."""
+        batch = self.bucket(max(self._states) + 1)
         self.largest_decode = max(self.largest_decode, batch)
-        self.step(batch, max(row.params.kind for row in self._rows.values()))
-        # As the device counts on.
-        self._rows = {
-            seat: Row(position=row.position + 1, pages=row.pages, params=row.params) for seat, row in self._rows.items()
-        }
+        self.step(batch, max(state.params.kind for state in self._states.values()))
+        # The device counts on by itself.
+        self._states = {slot: replace(state, position=state.position + 1) for slot, state in self._states.items()}
 
     def bucket(self, batch: int) -> int:
-        """The smallest bucket that holds so many seats."""
+        """The smallest bucket that holds so many slots."""
         return next(size for size in self.buckets if size >= batch)
 
     def step(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
-        """One decode step of seats 0 .. batch - 1: their `tokens` become the next ones, their `positions` count on (-1 stays).
+        """One decode step of slots 0 .. batch - 1: their `tokens` become the next ones, their `positions` count on (-1 stays).
 
         batch  a bucket
-        kind   the greatest of the seats' `params.kind`; a lesser one would choose wrong
+        kind   the greatest of the slots' `params.kind`; a lesser one would choose wrong
 
         Captures the bucket's graph first where there is none. Returns before the GPU has ended.
         """
@@ -211,7 +209,7 @@ class Runner:
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
         """Makes the graph that `step` replays, unless it is there. Collective, and it waits for the GPU.
 
-        `tokens`, `positions` and the cache stay as they are: all seats are empty while it warms up.
+        `tokens`, `positions` and the cache stay as they are: all slots are empty while it warms up.
         """
         if (batch, kind) in self._graphs:
             return

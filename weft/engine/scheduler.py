@@ -1,6 +1,6 @@
 """Who runs next: the whole policy. A function of the requests alone, so that every rank decides the same.
 
-Requests are admitted in order, as seats and pages allow. Prompts are read in chunks of at most `chunk_tokens` tokens a step,
+Requests are admitted in order, as slots and pages allow. Prompts are read in chunks of at most `chunk_tokens` tokens a step,
 all sequences together; after each chunk all sequences that have been read go on by one token. Pages are taken when they are
 needed. When there is none left, the youngest sequence gives its pages back and waits; it is read again later, its answer so
 far included (recomputation, as in vLLM). So the oldest always goes on, and a request that would not fit even alone has been
@@ -25,7 +25,7 @@ class Sequence:
     tokens    of the answer, as far as the host knows them
     launched  of the answer, as far as the device was told to make them
     cached    tokens, of the prompt or of the answer, whose keys are in the cache or will be when the device gets there
-    seat      its row in the batch; None while it waits
+    slot      its row in the batch; None while it waits
     running   all but the token chosen last is cached: decode steps take it from here
     """
 
@@ -37,7 +37,7 @@ class Sequence:
     launched: int = 0
     cached: int = 0
     pages: list[int] = field(default_factory=list)
-    seat: int | None = None
+    slot: int | None = None
     running: bool = False
     done: bool = False
 
@@ -52,7 +52,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SequenceRange:
     """Tokens start .. start + length of a sequence are to be read; `last`: its next token is then chosen."""
 
     sequence: Sequence
@@ -65,9 +65,9 @@ class Scheduler:
     def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int) -> None:
         self.pool, self.max_batch, self.chunk_tokens = pool, max_batch, chunk_tokens
         self.waiting: deque[Sequence] = deque()
-        self.seated: list[Sequence] = []  # by age
+        self.active: list[Sequence] = []  # by age
         self.preemptions = 0
-        self._free_seats = list(range(max_batch - 1, -1, -1))
+        self._free_slots = list(range(max_batch - 1, -1, -1))
 
     def check(self, name: str, sequence: Sequence) -> None:
         """ValueError for one that could not run even alone. `name`: what the caller calls its prompt."""
@@ -87,47 +87,47 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.seated
+        return not self.waiting and not self.active
 
     @property
     def has_prompts(self) -> bool:
         """Some are still to be read, or read on."""
-        return bool(self.waiting) or not all(sequence.running for sequence in self.seated)
+        return bool(self.waiting) or not all(sequence.running for sequence in self.active)
 
     def finish(self, sequence: Sequence) -> None:
         """Its answer has ended; it may be waiting, after a preemption."""
         sequence.done = True
-        if sequence.seat is None:
+        if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
-            self._unseat(sequence)
+            self._vacate(sequence)
 
-    def next_chunk(self) -> list[Span]:
+    def next_chunk(self) -> list[SequenceRange]:
         """What of which prompts to read in this step, oldest first."""
-        spans: list[Span] = []
+        ranges: list[SequenceRange] = []
         left = self.chunk_tokens
-        for sequence in self.seated:
+        for sequence in self.active:
             if left and not sequence.running:
-                left -= self._read(sequence, left, spans)
-        while left and self.waiting and self._free_seats:
+                left -= self._read(sequence, left, ranges)
+        while left and self.waiting and self._free_slots:
             sequence = self.waiting[0]
             # All its pages, and one for each of the others that may grow, lest it be preempted as soon as it has been read.
-            growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.seated)
+            growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.active)
             if self.pool.needed(sequence.to_read) + growing > self.pool.free:
                 break
             self.waiting.popleft()
-            sequence.seat = self._free_seats.pop()
+            sequence.slot = self._free_slots.pop()
             sequence.pages = self.pool.take(self.pool.needed(sequence.to_read))
-            self.seated.append(sequence)
-            left -= self._read(sequence, left, spans)
-        return spans
+            self.active.append(sequence)
+            left -= self._read(sequence, left, ranges)
+        return ranges
 
-    def _read(self, sequence: Sequence, limit: int, spans: list[Span]) -> int:
+    def _read(self, sequence: Sequence, limit: int, ranges: list[SequenceRange]) -> int:
         start = sequence.cached
         length = min(limit, sequence.to_read - start)
         sequence.cached += length
         last = sequence.cached == sequence.to_read
-        spans.append(Span(sequence, start, length, last))
+        ranges.append(SequenceRange(sequence, start, length, last))
         if last:
             sequence.launched += 1
             sequence.running = True
@@ -138,22 +138,22 @@ class Scheduler:
 
         None: no page is free, and the youngest has tokens in flight. Collect them, then call again.
         """
-        running = [s for s in self.seated if s.running and s.launched < s.budget]
+        running = [s for s in self.active if s.running and s.launched < s.budget]
         ready: list[Sequence] = []
         for sequence in running:
-            if sequence.seat is None:  # preempted by an older one
+            if sequence.slot is None:  # preempted by an older one
                 continue
             while len(sequence.pages) < self.pool.needed(sequence.cached + 1):
                 if self.pool.free:
                     sequence.pages = sequence.pages + self.pool.take(1)  # anew: the runner compares
                     continue
-                youngest = self.seated[-1]
+                youngest = self.active[-1]
                 if youngest.in_flight:
                     return None
                 self._preempt(youngest)
                 if youngest is sequence:
                     break
-            if sequence.seat is not None:
+            if sequence.slot is not None:
                 ready.append(sequence)
         for sequence in ready:
             sequence.cached += 1
@@ -162,36 +162,36 @@ class Scheduler:
 
     def restart(self) -> None:
         """All wait again, and go on behind the tokens that the host knows."""
-        for sequence in reversed(self.seated.copy()):
+        for sequence in reversed(self.active.copy()):
             sequence.launched = len(sequence.tokens)
             self._preempt(sequence)
 
     def compact(self) -> list[tuple[int, int]]:
-        """Sequences move from the highest seats to free lower ones, (from, to), so that a smaller bucket holds them."""
+        """Sequences move from the highest slots to free lower ones, (from, to), so that a smaller bucket holds them."""
         moves = []
-        for sequence in sorted(self.seated, key=lambda s: -s.seat):
-            lowest = self._free_seats[-1] if self._free_seats else sequence.seat
-            if lowest >= sequence.seat:
+        for sequence in sorted(self.active, key=lambda s: -s.slot):
+            lowest = self._free_slots[-1] if self._free_slots else sequence.slot
+            if lowest >= sequence.slot:
                 break
-            moves.append((sequence.seat, lowest))
-            self._free_seats.pop()
-            self._release_seat(sequence.seat)
-            sequence.seat = lowest
+            moves.append((sequence.slot, lowest))
+            self._free_slots.pop()
+            self._release_slot(sequence.slot)
+            sequence.slot = lowest
         return moves
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
-        self._unseat(sequence)
+        self._vacate(sequence)
         sequence.cached, sequence.running = 0, False
         self.waiting.appendleft(sequence)
 
-    def _unseat(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.pages)
         sequence.pages = []
-        self.seated.remove(sequence)
-        self._release_seat(sequence.seat)
-        sequence.seat = None
+        self.active.remove(sequence)
+        self._release_slot(sequence.slot)
+        sequence.slot = None
 
-    def _release_seat(self, seat: int) -> None:
-        self._free_seats.append(seat)
-        self._free_seats.sort(reverse=True)
+    def _release_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self._free_slots.sort(reverse=True)

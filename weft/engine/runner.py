@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -184,8 +184,11 @@ class Runner:
         batch = self.bucket(max(self._states) + 1)
         self.largest_decode = max(self.largest_decode, batch)
         self.step(batch, max(state.params.kind for state in self._states.values()))
-        # The device counts on by itself.
-        self._states = {slot: replace(state, position=state.position + 1) for slot, state in self._states.items()}
+        # The device counts on by itself. (`replace` would take three times as long.)
+        self._states = {
+            slot: SlotState(position=state.position + 1, pages=state.pages, params=state.params)
+            for slot, state in self._states.items()
+        }
 
     def bucket(self, batch: int) -> int:
         """The smallest bucket that holds so many slots."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import weft
 from tests.runtime.sockets import listening
 from weft import SamplingParams
-from weft.engine import Completion, workers
+from weft.engine import Completion, processes, workers
 from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
 from weft.engine.tokenizer import load_tokenizer
@@ -352,7 +352,7 @@ def test_the_heap_is_as_large_as_was_asked_for(byte_model, as_processes, monkeyp
 
     monkeypatch.setattr(llm_module, "Engine", engine)
     asks()
-    workers.ProcessWorkers(1, partial(engine, byte_model), 3 << 20, None).close()
+    processes.ProcessWorkers(1, partial(engine, byte_model), 3 << 20, None).close()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     weft.simulate(lambda team: asks(), 1)
@@ -387,10 +387,10 @@ def as_processes(monkeypatch):
     def launch_on_pipes(main, pipes, args, heap_bytes):
         return weft.simulate(lambda team: main(team, pipes[team.rank], *args), len(pipes), heap_bytes=heap_bytes)
 
-    monkeypatch.setattr(workers, "launch_on_pipes", launch_on_pipes)
+    monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
 
     def start(directory, progress=None, engine=weft.Engine):
-        return workers.ProcessWorkers(1, partial(engine, directory, mode="torch"), None, progress)
+        return processes.ProcessWorkers(1, partial(engine, directory, mode="torch"), None, progress)
 
     return start
 
@@ -458,7 +458,7 @@ def test_an_answer_never_gets_the_pieces_of_another(byte_model, as_processes, mo
 
     # Nobody waited for the first piece: Ctrl-C, or a time limit, while the prompt was read.
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(workers, "_pieces", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(processes, "pieces_of", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         ask(PROMPTS[0])
     assert tokens_of(ask(PROMPTS[1])) == second
 

@@ -18,8 +18,9 @@ from weft.engine.defaults import sampling_defaults
 from weft.engine.engine import Engine, check_model
 from weft.engine.outputs import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
 from weft.engine.params import SamplingParams, one_each
+from weft.engine.processes import ProcessWorkers
 from weft.engine.tokenizer import load_tokenizer
-from weft.engine.workers import GENERATE, STREAM, Pace, ProcessWorkers, RankWorkers, VirtualWorkers
+from weft.engine.workers import GENERATE, STREAM, Pace, RankWorkers, VirtualWorkers
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress, as_directory

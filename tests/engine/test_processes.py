@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from weft.engine import SamplingParams, serve, workers
+from weft.engine import SamplingParams, processes
 from weft.engine.outputs import Piece, Stats
 from weft.errors import NotExchangeable, PeerFailed, WeftError
 from weft.runtime import launch
@@ -80,12 +80,12 @@ class Ranks:
         def make(team, progress):
             return load(team.rank, progress) or self.engines[team.rank]
 
-        monkeypatch.setattr(workers, "launch_on_pipes", launch_on_pipes)
-        self.workers = workers.ProcessWorkers(3, make, None, progress)
+        monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
+        self.workers = processes.ProcessWorkers(3, make, None, progress)
 
     def ask(self, steps, every, prompt="x", waits=True):
         return self.workers.ask(
-            ([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append, workers.Pace(every, waits)
+            ([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append, processes.Pace(every, waits)
         )
 
     def gate(self, step):
@@ -98,7 +98,7 @@ class Ranks:
 
         def telling(message):
             tell(message)
-            found.extend({message} & {serve.GO, serve.STOP})
+            found.extend({message} & {processes.GO, processes.STOP})
             if len(found) >= count:
                 told.set()
 
@@ -134,32 +134,32 @@ def numbers(pieces):
 @pytest.fixture
 def ends(monkeypatch):
     """The ranks' ends of the pipes."""
-    ends, pipe = [], workers.Pipe
+    ends, pipe = [], processes.Pipe
 
     def made():
         ours, theirs = pipe()
         ends.append(theirs)
         return ours, theirs
 
-    monkeypatch.setattr(workers, "Pipe", made)
+    monkeypatch.setattr(processes, "Pipe", made)
     return ends
 
 
 def rank_of_a_process(parent, end):
     parent.close()  # a fork's copy
-    serve.serve(SimpleNamespace(rank=0), end, lambda team, progress: CountedEngine(threading.Barrier(1)))
+    processes.serve(SimpleNamespace(rank=0), end, lambda team, progress: CountedEngine(threading.Barrier(1)))
 
 
 def test_an_interrupt_does_not_end_a_rank():
     """Ctrl-C goes to all processes of a terminal."""
-    parent, end = workers.Pipe()
+    parent, end = processes.Pipe()
     process = multiprocessing.get_context("fork").Process(target=rank_of_a_process, args=(parent, end), daemon=True)
     process.start()
     end.close()
-    assert serve.receive(parent) == ("loaded", None)
+    assert processes.receive(parent) == ("loaded", None)
     os.kill(process.pid, signal.SIGINT)
     parent.send_bytes(encode(("request", (["x"], [SamplingParams(max_tokens=2)], 8))))
-    assert [serve.receive(parent)[0] for _ in range(3)] == ["pieces", "pieces", "stats"]
+    assert [processes.receive(parent)[0] for _ in range(3)] == ["pieces", "pieces", "stats"]
     parent.close()
     process.join(timeout=30)
     assert process.exitcode == 0
@@ -191,7 +191,7 @@ def test_ranks_that_load_end_when_their_parent_is_interrupted(monkeypatch):
         while True:
             try:
                 progress(rank, 9)
-            except (serve.ParentClosed, OSError):
+            except (processes.ParentClosed, OSError):
                 failed.append(rank)
                 raise
 
@@ -436,9 +436,9 @@ def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, m
             seat = launch._Seat(Given(folder, b""), 2, 0, heap_bytes, False)
             launch._run(2, (Alone, seat, pickle.dumps((main, args))), pipes)
 
-    monkeypatch.setattr(workers, "launch_on_pipes", launch_on_pipes)
+    monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
     stats, loaded, params = [], [], [SamplingParams(max_tokens=LONG)]
-    ranks = workers.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, lambda *read: loaded.append(read))
+    ranks = processes.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, lambda *read: loaded.append(read))
     assert numbers(ranks.ask((["x"], params), stats.append)) == list(range(1, LONG + 1))
     stream = ranks.ask((["x"], params), stats.append)
     assert next(stream).token_id == 1

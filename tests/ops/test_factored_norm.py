@@ -11,9 +11,6 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.layers.norm import ResidualRMSNorm
-from weft.layers.parallel import RowParallelLinear
-from weft.layers.plan import Plan
 from weft.ops.collectives.all_reduce import run_of_parts
 from weft.ops.gemm import small_m, small_m_config
 from weft.parallel.fused import matmul_split

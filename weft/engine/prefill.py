@@ -12,7 +12,6 @@ import torch
 from weft.engine.decoder import Decoder
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
-from weft.layers.step import PagedCache, Step, cells_of, runs
 from weft.ops import PrefillSpans
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.copying import upload

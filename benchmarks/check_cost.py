@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from weft.ops.gemm.config import GemmConfig
 
 import weft
 from weft import ops
-from weft.ops.gemm.config import GemmConfig
 from weft.ops.overlap.all_gather_matmul import run as run_all_gather_matmul
 from weft.runtime.files import put
 from weft.simulator.observer import Observer

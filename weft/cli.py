@@ -28,7 +28,7 @@ from weft.tune.command import tune
 
 if TYPE_CHECKING:
     from weft.engine import Engine, EngineConfig, Piece
-    from weft.models.loading import ModelConfig
+    from weft.models import DecoderConfig
     from weft.runtime.doctor import Finding
     from weft.runtime.team import Team
 
@@ -118,7 +118,7 @@ class GenerateOptions:
     sampling  arguments of Engine.stream by name
     """
 
-    model: Path | ModelConfig | None
+    model: Path | DecoderConfig | None
     engine: EngineConfig
     inputs: list[str] | list[list[int]]
     shown: list[str] | None
@@ -131,7 +131,7 @@ class GenerateOptions:
 
         from weft.engine import EngineConfig
         from weft.layers import MODES
-        from weft.models.loading import config_by_name
+        from weft.models import DecoderConfig
 
         inputs = shown = flags.prompt or ["123+456="]
         if flags.dummy_weights:
@@ -139,7 +139,7 @@ class GenerateOptions:
                 raise ValueError(
                     "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
                 )
-            model = config_by_name(flags.model)
+            model = DecoderConfig.named(flags.model)
             tokens = 128 if flags.prompt_tokens is None else positive("--prompt-tokens", flags.prompt_tokens)
             inputs, shown = [random.Random(flags.seed).choices(range(model.vocab_size), k=tokens)], None
         elif flags.prompt_tokens is not None:
@@ -191,11 +191,10 @@ def _directory(model: str | None) -> Path | None:
 def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:
     import torch
 
-    from weft.models import Checkpoint
+    from weft.models import Checkpoint, DecoderConfig
     from weft.models.config import check_simulable
-    from weft.models.loading import config_by_file
 
-    config = options.model if flags.dummy_weights else config_by_file(Checkpoint(options.model))
+    config = options.model if flags.dummy_weights else DecoderConfig.from_dict(Checkpoint(options.model).config)
     names = "--model and --dummy-weights" if flags.dummy_weights else "--model"
     remedy = f"run it on a machine with GPUs, or run the built-in model, without {names}"
     if flags.device == "auto" and (gpus := torch.cuda.device_count()):

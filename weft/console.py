@@ -25,7 +25,7 @@ from weft.errors import CannotWrite, WeftError
 from weft.runtime.files import check_target
 
 if TYPE_CHECKING:
-    from weft.models.loading import ModelConfig
+    from weft.models import DecoderConfig
 
 # What a flag may say → torch's name.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -72,7 +72,7 @@ def words(flag: str, text: str | None) -> tuple[str, ...]:
     return found
 
 
-def check_simulable(model: str, config: ModelConfig, small: str) -> None:
+def check_simulable(model: str, config: DecoderConfig, small: str) -> None:
     """ValueError for a model that is too large for simulated ranks. ``small``: the flags of one that is not."""
     from weft.models.config import check_simulable
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy
 import torch
 import triton
+from weft.ops.gemm.config import GemmConfig
 
 import weft
 import weft.check
@@ -32,7 +33,6 @@ from tests.ops import cases, matmul_cases
 from weft import ops
 from weft.bench.machine import revision
 from weft.ops.collectives.all_reduce import run_of_parts
-from weft.ops.gemm.config import GemmConfig
 
 # Lamport stages are reused in the eighth call.
 CALLS = 10

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.designs import collective_design
 from weft import ops
-from weft.transport.plans import CopyPlan, Plan
+from weft.ops.collectives.all_reduce import ALL_REDUCE
+from weft.ops.op import find_op
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -141,40 +143,10 @@ def part_of(x: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return x[rank * rows : (rank + 1) * rows]
 
 
-def plan_of(case: Case) -> Plan | CopyPlan:
-    return (CopyPlan if case.algorithm == "copy_engine" else Plan)(**dict(case.config))
-
-
-def run_all_reduce(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
+def run_collective(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
     if case.config:
-        from weft.ops.collectives.all_reduce import run
-
-        return run(x, team, case.algorithm, plan_of(case))
-    return ops.all_reduce(x, team, case.algorithm)
-
-
-def run_reduce_scatter(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
-    if case.config:
-        from weft.ops.collectives.reduce_scatter import run
-
-        return run(x, team, plan_of(case))
-    return ops.reduce_scatter(x, team, case.algorithm)
-
-
-def run_all_gather(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
-    if case.config:
-        from weft.ops.collectives.all_gather import run
-
-        return run(x, team, plan_of(case))
-    return ops.all_gather(x, team, case.algorithm)
-
-
-def run_all_to_all(case: Case, team: Any, x: torch.Tensor) -> torch.Tensor:
-    if case.config:
-        from weft.ops.collectives.all_to_all import run
-
-        return run(x, team, plan_of(case))
-    return ops.all_to_all(x, team, case.algorithm)
+        return find_op(case.op).run(collective_design(case.op, case.algorithm, dict(case.config)), team, x)
+    return getattr(ops, case.op)(x, team, case.algorithm)
 
 
 def inputs_of_norm(case: Case, rank: int, generator: torch.Generator) -> Inputs:
@@ -215,9 +187,7 @@ def whole_of_parts(case: Case, parts: torch.Tensor) -> torch.Tensor:
 
 
 def run_all_reduce_of_parts(case: Case, team: Any, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    from weft.ops.collectives.all_reduce import run_of_parts
-
-    return run_of_parts(x, case.dtype, team)
+    return ALL_REDUCE.run_of_partials(x, case.dtype, team)
 
 
 def run_norm_of_parts(
@@ -238,14 +208,14 @@ def reference_of_norm_of_parts(case: Case, rank: int, everyone: Sequence[Inputs]
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": Operation(
         inputs=one_tensor,
-        run=run_all_reduce,
+        run=run_collective,
         reference=lambda case, rank, everyone: sum_of([x for (x,) in everyone]),
         length=lambda case: case.world_size,
         replicated=True,
     ),
     "reduce_scatter": Operation(
         inputs=one_tensor,
-        run=run_reduce_scatter,
+        run=run_collective,
         reference=lambda case, rank, everyone: sum_of([part_of(x, rank, case.world_size) for (x,) in everyone]),
         length=lambda case: case.world_size,
     ),
@@ -282,7 +252,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "all_gather": Operation(
         inputs=one_tensor,
-        run=run_all_gather,
+        run=run_collective,
         reference=lambda case, rank, everyone: torch.cat([x for (x,) in everyone]),
         length=lambda case: 1,
         exact=True,
@@ -290,7 +260,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "all_to_all": Operation(
         inputs=one_tensor,
-        run=run_all_to_all,
+        run=run_collective,
         reference=lambda case, rank, everyone: torch.cat([part_of(x, rank, case.world_size) for (x,) in everyone]),
         length=lambda case: 1,
         exact=True,

@@ -5,16 +5,16 @@ A case's shape is (M, N, K): M rows of the whole product, N and K of the GEMM of
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-import weft.ops
 from tests.ops.cases import BF16, FP16, FP32, OPERATIONS, Case, Inputs, Operation, part_of, values
+from tests.ops.designs import gemm_design
 from weft import ops
-from weft.ops.gemm.config import GemmConfig
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.op import find_op
 
 MATMUL_OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 # Of the ops whose ranks' rows may come in this order: an own Operation for each.
@@ -29,13 +29,22 @@ def operands(case: Case, rank: int, generator: torch.Generator) -> Inputs:
 
 def run(case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     name, _, order = case.op.partition("+")
-    of_team = () if name == "matmul" else (team,)
-    more = {order: True} if order else {}
     if case.config:
-        # The package's attribute of this name is the function.
-        module = importlib.import_module(getattr(weft.ops, name).__module__)
-        return module.run(a, b, *of_team, config=GemmConfig(**dict(case.config)), **more)
-    return getattr(ops, name)(a, b, *of_team, **more)
+        world_size = 1 if name == "matmul" else team.size
+        design = gemm_design(name, dict(case.config), case.shape, case.dtype, world_size)
+        return run_design(name, design, team, a, b, bool(order))
+    of_team = () if name == "matmul" else (team,)
+    return getattr(ops, name)(a, b, *of_team, **({order: True} if order else {}))
+
+
+def run_design(
+    name: str, design: Any, team: Any, a: torch.Tensor, b: torch.Tensor, local_first: bool = False
+) -> torch.Tensor:
+    """GEMM op ``name`` by ``design``; on one rank it is that of ``matmul``."""
+    if name == "matmul" or team.size == 1:
+        return MATMUL.run(design, None, a, b)
+    op = find_op(name)
+    return op.run(design, team, a, b, local_first) if op.rows_sharded else op.run(design, team, a, b)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

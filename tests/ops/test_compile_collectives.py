@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, of_world
+from weft.ops.gemm.small_m_config import MAX_PARTS_LEFT
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.ops.collectives.all_gather import all_gather_kernel
@@ -18,8 +20,6 @@ from weft.ops.collectives.all_to_all import all_to_all_kernel
 from weft.ops.collectives.barrier import barrier_kernel
 from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
 from weft.ops.collectives.reduce_scatter import reduce_scatter_kernel
-from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, of_world
-from weft.ops.gemm.small_m_config import MAX_PARTS_LEFT
 from weft.plan import table as tuned
 from weft.runtime.cuda import resident_programs
 from weft.transport.plans import Plan

@@ -14,80 +14,78 @@ import triton
 import triton.language as tl
 
 from tests.compiling import TARGETS, a_view, compiled
+from weft.kernels.gemm_tile import SplitK
 from weft.kernels.operands import operand
 from weft.kernels.tile_schedule import as_argument, make_tiles
-from weft.ops.gemm import persistent
-from weft.ops.gemm.config import GemmConfig, configured
 from weft.ops.gemm.matmul import matmul_kernel
+from weft.ops.op import find_op
 from weft.ops.overlap.all_gather_matmul import all_gather_matmul_kernel
-from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce_kernel
-from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter_kernel
-from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, share_kernel, sum_kernel
-from weft.plan import table as tuned
+from weft.ops.overlap.fused_reduce import Buffers, matmul_reduce_kernel
+from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, Shares, share_kernel, sum_kernel
+from weft.plan import table
+from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.channel import ChannelView
 from weft.transport.copy_channel import MAX_CHUNKS, begin_kernel, wait_kernel
 
-KERNELS = {
-    "matmul": matmul_kernel,
-    "all_gather_matmul": all_gather_matmul_kernel,
-    "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
-    "matmul_all_reduce": matmul_all_reduce_kernel,
+# The design with a kernel of its own.
+FUSED = {
+    "matmul": "persistent",
+    "all_gather_matmul": "fused",
+    "matmul_reduce_scatter": "fused",
+    "matmul_all_reduce": "fused",
 }
+KERNELS = tuple(FUSED)
 # Bytes of shared memory that one program may have.
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 N, WORDS = 12800, torch.zeros(4, dtype=torch.int32)
 
 
-def config(arch, rows, dtype=torch.bfloat16, op="matmul_reduce_scatter", world_size=4):
+def design_for(arch, rows, dtype=torch.bfloat16, op="matmul_reduce_scatter", world_size=4):
+    """The fused design for panels of ``rows`` rows: of a row, or by default."""
     caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,) * world_size)
-    return configured(op, world_size * rows if op != "matmul" else rows, N, 5120, dtype, world_size, caps)
+    here, found = machine(caps, world_size), find_op(op)
+    return found.plan(
+        found.call_of((rows if op == "matmul" else world_size * rows, N, 5120), dtype, here, FUSED[op]), here
+    ).design
 
 
-def tuned_tiles(op):
-    """(world size, config) of every kernel of ``op`` that a shipped row asks for."""
+def tuned_designs(op):
+    """(world size, design) of every kernel of ``op`` that a shipped row asks for."""
     found = {}
     for world_size in (2, 4):
-        for row in tuned.read(tuned.file_for("NVIDIA H200", world_size)).rows:
-            chosen = row.as_config(GemmConfig) if row.op == op else None
-            if chosen and chosen.design == "fused":
-                # Once for each that differs to a compiler.
-                constants = (*persistent.constants(chosen, True, "sm_90").values(), chosen.flatten)
-                found[world_size, constants] = world_size, chosen
+        for row in table.read(table.file_for("NVIDIA H200", world_size)).rows:
+            if row.op == op and row.design == "fused":
+                chosen = row.as_design(find_op(op).designs)
+                found[world_size, chosen] = world_size, chosen
     return list(found.values())
 
 
 def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, own_first=False, chosen=None):
     """The kernel of ``op`` with what its host function would give it for panels of ``rows`` rows."""
-    chosen = chosen or config(arch, rows, dtype, op, world_size)
-    K, x = 5120 if descriptors else 5001, torch.zeros((64, 64), dtype=dtype)
-    a = operand(x, chosen.block_m, chosen.block_k, descriptors)
-    b = operand(x, chosen.block_n, chosen.block_k, descriptors)
-    tiles = make_tiles(
-        rows, N, panels=world_size, block_m=chosen.block_m, block_n=chosen.block_n, group=chosen.group, chunks=4
-    )
-    whole, parts = tiles.count - 5, (torch.zeros(8), WORDS)
-    sizes = (N, K, tiles if op == "matmul" else as_argument(tiles))
-    slots = (x, x, WORDS)
-    end = (whole, a_view(world_size))
-    args = {
-        "matmul": (a, K, b, K, x, *parts, rows, *sizes, whole),
-        "all_gather_matmul": (a, K, a, 4 * rows, b, K, x, WORDS, WORDS, *parts, rows, *sizes, *end),
-        "matmul_reduce_scatter": (
-            a, K, b, K, x, *slots, WORDS, 1 << 20, 1 << 12, *parts, 4 * rows, rows, *sizes, 7, *end,
-        ),
-        "matmul_all_reduce": (
-            a, K, b, K, x, *slots, x, WORDS, WORDS, 1 << 20, 1 << 12, *parts, rows, *sizes, *end,
-        ),
-    }[op]  # fmt: skip
-    options = persistent.constants(chosen, descriptors, arch)
-    if op not in ("matmul_reduce_scatter", "matmul_all_reduce"):
-        del options["PIECE"]
+    chosen = chosen or design_for(arch, rows, dtype, op, world_size)
+    tile, x = chosen.tile, torch.zeros((64, 64), dtype=dtype)
+    K = 5120 if descriptors else 5001
+    a = operand(x, tile.block_m, tile.block_k, descriptors)
+    b = operand(x, tile.block_n, tile.block_k, descriptors)
+    panels = 1 if op in ("matmul", "matmul_all_reduce") else world_size
+    tiles = make_tiles(rows, N, panels=panels, block_m=tile.block_m, block_n=tile.block_n, group=tile.group, chunks=4)
+    tiles = as_argument(tiles._replace(whole=tiles.count - 5))
+    split, team = SplitK(torch.zeros(8), WORDS), a_view(world_size)
+    block = tile.block(descriptors, getattr(chosen, "piece", 1))
+    options = tile.options(descriptors, arch)
+    if op == "matmul":
+        return compiled(matmul_kernel, a, K, b, K, x, split, rows, N, K, tiles, block, arch=arch, **options)
     if op == "all_gather_matmul":
-        options |= {"MAX_CHUNKS": MAX_CHUNKS, "FLATTEN": chosen.flatten}
-    if op in ("all_gather_matmul", "matmul_reduce_scatter"):
-        options["OWN_FIRST"] = own_first
-    return compiled(KERNELS[op], *args, arch=arch, launch_cooperative_grid=op != "matmul", **options)
+        return compiled(
+            all_gather_matmul_kernel, a, K, a, b, K, x, WORDS, WORDS, split, rows, N, K, tiles, block, team, arch=arch,
+            MAX_CHUNKS=MAX_CHUNKS, FLATTEN=chosen.flatten, LOCAL_FIRST=own_first, **options,
+        )  # fmt: skip
+    buffers = Buffers(x, WORDS, WORDS, x, WORDS, 1 << 20, 1 << 12)
+    return compiled(
+        matmul_reduce_kernel, a, K, b, K, x, x, buffers, split, world_size * rows, N, K, tiles, block, team, arch=arch,
+        LOCAL_FIRST=own_first, REPLICATE=op == "matmul_all_reduce", launch_cooperative_grid=True, **options,
+    )  # fmt: skip
 
 
 def stack_bytes(kernel, directory):
@@ -134,7 +132,7 @@ def test_pointer_loads_on_sm_90_keep_the_accumulator_in_registers(op, tmp_path):
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_nothing_is_spilled_where_rows_were_tuned(op, tmp_path):
-    for world_size, chosen in tuned_tiles(op):
+    for world_size, chosen in tuned_designs(op):
         for descriptors in (True, False):
             kernel = built(op, "sm_90", 2048, descriptors, world_size=world_size, chosen=chosen)
             assert stack_bytes(kernel, tmp_path) == 0, (world_size, chosen, descriptors)
@@ -148,7 +146,7 @@ def test_other_dtypes_and_world_sizes_compile(dtype, world_size, op, tmp_path):
         assert stack_bytes(kernel, tmp_path) == 0, rows
 
 
-def test_kernels_between_segments_compile():
+def test_kernels_between_pieces_compile():
     signals, x = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.bfloat16)
     for arch in TARGETS:
         summed = compiled(
@@ -162,7 +160,7 @@ def test_kernels_between_segments_compile():
         compiled(begin_kernel, landed, WORDS, signals, a_view(), arch=arch, num_warps=1)
         compiled(wait_kernel, landed, 1, 0, a_view(), arch=arch, num_warps=1)
         shared = compiled(
-            share_kernel, x, x, x, 1 << 20, x, WORDS, 1 << 9, WORDS, 4096, 5120, a_view(), BLOCK=SUM_BLOCK,
+            share_kernel, x, x, Shares(x, x, 1 << 20, WORDS, 1 << 9, WORDS), 4096, 5120, a_view(), BLOCK=SUM_BLOCK,
             num_warps=SUM_WARPS, arch=arch,
         )  # fmt: skip
         if arch == "sm_90":
@@ -181,7 +179,7 @@ def test_a_tile_is_stored_before_its_signal(op):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_configs_cover_all_sizes(arch):
+def test_tiles_cover_all_sizes(arch):
     for dtype in (torch.float16, torch.float32):
         for rows in (1, 16, 17, 64, 100, 128, 4096):
-            assert config(arch, rows, dtype).block_m < max(32, 2 * rows)
+            assert design_for(arch, rows, dtype).tile.block_m < max(32, 2 * rows)

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from weft.ops.gemm.config import configured, default_config
 
 from tests.ops.closeness import assert_close, assert_identical
 from weft import ops
 from weft.bench.shapes import Shape
 from weft.ops.gemm import cublas
-from weft.ops.gemm.config import configured, default_config
 from weft.plan import table as tuned
 from weft.runtime import capabilities, cublaslt
 from weft.runtime.cublaslt import Algorithm

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from weft.ops.gemm.config import GemmConfig, configured
 
 import weft
 from tests.ops.cases import BF16, FP32, Case
@@ -15,7 +16,6 @@ from tests.ops.test_collectives import check_replicated, run_cases
 from weft import ops
 from weft.errors import HeapExhausted
 from weft.ops.gemm import cublas
-from weft.ops.gemm.config import GemmConfig, configured
 from weft.plan import table as tuned
 from weft.runtime import capabilities
 

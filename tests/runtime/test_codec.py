@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft.ops.gemm.config import GemmConfig
 
 import weft
 from weft.engine.outputs import as_prompts
 from weft.engine.params import SamplingParams
 from weft.errors import NotExchangeable
-from weft.ops.gemm.config import GemmConfig
 from weft.runtime import codec
 
 

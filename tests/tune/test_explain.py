@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-
-from weft import ops
 from weft.ops.dispatch import choose
 from weft.ops.gemm.config import configured, default_config
+
+from weft import ops
 from weft.plan import table as tuned
 from weft.plan.memo import forget
 from weft.runtime import capabilities

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from weft.ops.gemm.config import GemmConfig, configured, default_config
+
 from weft.plan import table as tuned
 from weft.runtime import capabilities
 from weft.runtime.cublaslt import Algorithm

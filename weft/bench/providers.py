@@ -1,39 +1,38 @@
-"""Registry of the providers of each op: weft's algorithms and designs, then the baselines."""
+"""Every way to do an op, in one registry: weft's algorithms and designs as its modules list them, then the baselines."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import weft.ops
 from weft import ops
 from weft.bench.shapes import COLLECTIVES, NORMED, OPS
-from weft.ops.gemm import config
-from weft.ops.gemm.config import GemmConfig
+from weft.ops.gemm.gemm_op import GemmOp
+from weft.ops.op import find_op
+from weft.plan.planned import Planned, machine_of
 
 if TYPE_CHECKING:
     from weft.bench.problem import Problem
 
 
 class Unavailable(Exception):
-    """Error: a provider cannot run a problem here. Its message is the reason in the table."""
+    """This provider cannot run this problem here; the message is the reason in the table."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """Provider set up for one problem.
+    """A provider set up for one problem.
 
-    run      (number of the set) -> the result; submits to the current stream, and is captured if the provider allows it
+    run      (number of the set) -> the result; given to the current stream, captured if the provider can be
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
-    local    the result is that of this rank's GEMM alone; for a layer, this rank's rows of it
-    in_place the result replaces the input: correct once after each ``prepare``
-    close    frees resources that are not freed automatically
-    chosen   for a model's step: memory to which ``run`` writes the chosen tokens
-    first    for a model benchmark: comparisons made before ``run`` is called, as (name, distance on this rank)
+    local    the result is that of this rank's GEMM alone; of a layer, this rank's rows of it
+    in_place the result is where the input was: right once after each ``prepare``
+    close    gives back what does not go by itself
+    chosen   of a model's step: where ``run`` leaves the tokens that it chooses
+    first    of a level: answers that are compared before ``run`` is called, as (where, distance on this rank)
     """
 
     run: Callable[[int], torch.Tensor]
@@ -47,9 +46,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """Way to do an op. All ranks call ``make``, which may be collective and may raise Unavailable.
+    """``make`` may raise Unavailable; it is called by all ranks, and may take part in collective calls.
 
-    on_request  on GPUs it runs only if its name or family is given
+    on_request  on GPUs it runs only where its name or family is given
     """
 
     name: str
@@ -60,21 +59,6 @@ class Provider:
 
 
 NORM_EPS = 1e-6
-# Command-line name of an op -> its function and module in weft.ops. A module with several algorithms lists them in ALGORITHMS,
-# and its function takes one as ``algorithm``.
-WEFT = {
-    "all-reduce": "all_reduce",
-    NORMED: "all_reduce_rms_norm",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "gemm": "matmul",
-    "ag-gemm": "all_gather_matmul",
-    "gemm-rs": "matmul_reduce_scatter",
-    "gemm-ar": "matmul_all_reduce",
-}
-# Ops whose module takes a GemmConfig; each design is a provider.
-DESIGNED = ("ag-gemm", "gemm-rs", "gemm-ar")
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
@@ -84,10 +68,10 @@ def providers_for(op: str) -> tuple[Provider, ...]:
 
 
 def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:
-    """Providers of ``op`` that ``words`` name. "torch" also names every "torch.…".
+    """The providers of ``op`` that ``words`` name. "torch" also names every "torch.…". Without words all of them; on GPUs
+    all but those on request.
 
-    Without words these are all providers; on GPUs all but those on request. ValueError for a word that names no provider of any
-    op, or if none is left for this one.
+    ValueError for a word that names none of any op, or where none is left for this one.
     """
     available = providers_for(op)
     if not words:
@@ -104,7 +88,7 @@ def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Prov
 
 
 def lacking(op: str, words: Sequence[str]) -> list[str]:
-    """Members of ``words`` that name providers of other ops only."""
+    """Those of ``words`` that name providers of other ops only."""
     names = [provider.name for provider in providers_for(op)]
     return [word for word in words if not any(named_by(word, name) for name in names)]
 
@@ -113,35 +97,30 @@ def named_by(word: str, name: str) -> bool:
     return name == word or name.startswith(f"{word}.")
 
 
-def _of_weft(op: str) -> list[Provider]:
-    module = importlib.import_module(getattr(weft.ops, WEFT[op]).__module__)
-    named = [algorithm for algorithm in getattr(module, "ALGORITHMS", ()) if algorithm != "auto"]
-    designs = [
-        Provider(
-            name=f"weft.{design}",
-            ops=(op,),
-            role="weft",
-            make=lambda problem, design=design: _designed(problem, design),
-            on_request=True,
-        )
-        for design in (config.DESIGNS if op in DESIGNED else ())
+def _of_weft(name: str) -> list[Provider]:
+    """weft's plan ("weft.auto"), and each design: a collective's by its argument ``algorithm``, a GEMM's by its plan."""
+    op = find_op(name)
+    is_gemm = isinstance(op, GemmOp)
+    designs = [design for design in op.algorithms if design != "auto"] if op.name != "matmul" else []
+    return [
+        Provider(name="weft.auto", ops=(name,), role="weft", make=lambda problem: _weft(problem, {})),
+        *(
+            Provider(
+                name=f"weft.{design}",
+                ops=(name,),
+                role="weft",
+                make=lambda problem, design=design: (
+                    _designed(problem, design) if is_gemm else _weft(problem, {"algorithm": design})
+                ),
+                on_request=is_gemm,
+            )
+            for design in designs
+        ),
     ]
-    algorithms = [
-        Provider(
-            name=f"weft.{algorithm}",
-            ops=(op,),
-            role="weft",
-            make=lambda problem, algorithm=algorithm: _weft(
-                problem, {} if algorithm == "auto" else {"algorithm": algorithm}
-            ),
-        )
-        for algorithm in ("auto", *named)
-    ]
-    return algorithms + designs
 
 
 def _weft(problem: Problem, options: dict[str, Any]) -> Attempt:
-    function, team = getattr(ops, WEFT[problem.op]), problem.team
+    function, team = getattr(ops, find_op(problem.op).name), problem.team
     if problem.op in COLLECTIVES:
         buffers = [x.clone() for (x,) in problem.sets]
         return Attempt(
@@ -160,26 +139,15 @@ def _weft(problem: Problem, options: dict[str, Any]) -> Attempt:
 
 
 def _designed(problem: Problem, design: str) -> Attempt:
-    run, team = importlib.import_module(getattr(weft.ops, WEFT[problem.op]).__module__).run, problem.team
-    config = config_of(problem, design)
-    return Attempt(run=lambda number: run(*problem.sets[number], team, config))
+    op, team = find_op(problem.op), problem.team
+    chosen = plan_of(problem, design).design
+    return Attempt(run=lambda number: op.run(chosen, team, *problem.sets[number]))
 
 
-def config_of(problem: Problem, design: str) -> GemmConfig:
-    """Config of ``weft.auto`` if it has this design, else the default with the rules' fields for it."""
-    op, team = WEFT[problem.op], problem.team
-    call = (op, *problem.shape.size, problem.dtype, team.size, team.caps)
-    found = config.configured(*call)
-    if found.design == design:
-        return found
-    default = config.default_config(*call)
-    if default.design == design:
-        return default
-    if team.size == 1 and design == "segments":
-        design = "library"  # all rows are this rank's: one cuBLAS GEMM
-    unset = {field.name: field.default for field in fields(GemmConfig) if field.name in config.OF_SEGMENTS}
-    cut = config.segments_for(op, *problem.shape.size, team.size) if design == "segments" else {}
-    return replace(default, **{**unset, **cut, "design": design})
+def plan_of(problem: Problem, design: str = "auto") -> Planned:
+    """The plan of the problem's call, or of ``design`` for it."""
+    op, here = find_op(problem.op), machine_of(problem.team)
+    return op.plan(op.call_of(problem.shape.size, problem.dtype, here, design), here)
 
 
 def copy_into(buffer: torch.Tensor, x: torch.Tensor) -> None:

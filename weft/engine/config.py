@@ -11,7 +11,7 @@ from weft.arguments import check_bool, check_instance, check_number, check_optio
 if TYPE_CHECKING:
     import torch
 
-    from weft.layers.plan import Mode
+    from weft.parallel.step_plan import Mode
 
 MAX_BATCH = 1 << 16
 
@@ -48,8 +48,8 @@ class EngineConfig:
         # Not at the top: the command line reads the defaults before it needs torch and Triton.
         import torch
 
-        from weft.layers.plan import check_mode
-        from weft.layers.step import check_page_size
+        from weft.parallel.step import check_page_size
+        from weft.parallel.step_plan import check_mode
 
         check_mode(self.mode)
         check_optional(check_instance, "dtype", self.dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")

@@ -24,7 +24,6 @@ from weft.arguments import (
 )
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig
-from weft.engine.decoder import Decoder
 from weft.engine.defaults import sampling_defaults, unused_defaults
 from weft.engine.outputs import (
     Completion,
@@ -41,9 +40,10 @@ from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.tokenizer import TextStream, load_tokenizer
 from weft.errors import CheckpointError
+from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress
-from weft.models.loading import ModelConfig, build, check_cache, config_of
+from weft.models.memory import check_cache
 from weft.runtime.codec import encode
 from weft.runtime.team import Team
 
@@ -68,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | PathLike[str] | ModelConfig | None,
+        model: str | PathLike[str] | DecoderConfig | None,
         team: Team,
         *,
         config: EngineConfig | None = None,
@@ -82,8 +82,8 @@ class Engine:
         check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
         check_bool("warn", warn)
         config = EngineConfig.of(config, options)
-        checkpoint = None if isinstance(model, ModelConfig) else Checkpoint(BUILTIN if model is None else model)
-        sizes = model if checkpoint is None else config_of(checkpoint)
+        checkpoint = None if isinstance(model, DecoderConfig) else Checkpoint(BUILTIN if model is None else model)
+        sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
         if config.pages is not None:
             check_cache(sizes, team, config.dtype or sizes.dtype, config.pages, config.page_size)
@@ -95,7 +95,7 @@ class Engine:
             _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
         # The table of rotary angles has max_position_embeddings rows: no more than a sequence can have here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
-        self.model: Decoder = build(sizes, team, mode=config.mode, dtype=config.dtype, fused=config.fused)
+        self.model: Decoder = Decoder(sizes, team, mode=config.mode, dtype=config.dtype, fused=config.fused)
         if checkpoint is None:
             self.model.fill_dummy()
         else:
@@ -338,7 +338,7 @@ class Engine:
 def check_model(model: Any, progress: Any) -> None:
     """ValueError unless `model` is of a type that names or describes a model, and `progress` a function or None."""
     rule = "a checkpoint directory, a configuration of weft.models, or None for the built-in model"
-    check_optional(check_instance, "model", model, (str, PathLike, ModelConfig), rule)
+    check_optional(check_instance, "model", model, (str, PathLike, DecoderConfig), rule)
     check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
 
 

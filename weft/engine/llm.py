@@ -22,10 +22,10 @@ from weft.engine.processes import ProcessWorkers
 from weft.engine.tokenizer import load_tokenizer
 from weft.engine.workers import GENERATE, STREAM, Pace, RankWorkers, VirtualWorkers
 from weft.errors import NotEnoughGPUs, WeftError
+from weft.models import DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress, as_directory
 from weft.models.config import check_simulable
-from weft.models.loading import ModelConfig, config_by_file
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
 from weft.runtime.simulate import on_virtual_rank
 
@@ -59,7 +59,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | PathLike[str] | ModelConfig | None = None,
+        model: str | PathLike[str] | DecoderConfig | None = None,
         world_size: int | None = None,
         *,
         device: str = "auto",
@@ -78,7 +78,7 @@ class LLM:
             )
         check_model(model, progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
-        self.directory = None if isinstance(model, ModelConfig) else BUILTIN if model is None else as_directory(model)
+        self.directory = None if isinstance(model, DecoderConfig) else BUILTIN if model is None else as_directory(model)
         source = self.directory or model
         gpus = torch.cuda.device_count()
         if started is not None:
@@ -201,13 +201,15 @@ class LLM:
         self.stats = stats
 
 
-def _check_virtual(model: Path | ModelConfig, remedy: str) -> None:
+def _check_virtual(model: Path | DecoderConfig, remedy: str) -> None:
     """ValueError for a model that is too large for virtual ranks, WeftError for any where one of them asks for more."""
     if on_virtual_rank():
         raise WeftError(
             "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"
         )
-    if isinstance(model, ModelConfig):
+    if isinstance(model, DecoderConfig):
         check_simulable("this model", model, remedy)
     else:
-        check_simulable(f"model={shortened(repr(str(model)))}", config_by_file(Checkpoint(model)), remedy)
+        check_simulable(
+            f"model={shortened(repr(str(model)))}", DecoderConfig.from_dict(Checkpoint(model).config), remedy
+        )

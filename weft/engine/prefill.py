@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.engine.decoder import Decoder
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
+from weft.models import Decoder
 from weft.ops import PrefillSpans
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.copying import upload

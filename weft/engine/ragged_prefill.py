@@ -11,11 +11,10 @@ from itertools import accumulate
 import numpy
 import torch
 
-from weft.engine.decoder import Decoder
 from weft.engine.params import Kind
 from weft.engine.prefill import PrefillChunk
 from weft.engine.sampling import Choice, choose_tokens
-from weft.layers.step import PagedCache, Step
+from weft.models import Decoder
 from weft.ops import PrefillSpans
 from weft.parallel.step import PagedCache, Step
 from weft.runtime.arithmetic import cdiv

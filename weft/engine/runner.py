@@ -12,12 +12,12 @@ import torch
 
 from weft.arguments import check_instance
 from weft.engine.config import EngineConfig
-from weft.engine.decoder import Decoder
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
-from weft.models.loading import check_cache, free_bytes
+from weft.models import Decoder
+from weft.models.memory import check_cache, free_bytes
 from weft.runtime.copying import upload
 
 # Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.

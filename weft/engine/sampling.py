@@ -18,9 +18,8 @@ import torch
 
 from weft import ops
 from weft.engine.params import Kind
-from weft.layers.parallel import all_gather
-from weft.layers.vocabulary import VocabParallelHead
 from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow
+from weft.parallel.vocabulary import VocabParallelHead, all_gather
 
 # Steps of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -1,14 +1,16 @@
 """The one GEMM body: an output tile, its split-K partial sums, and how it is stored.
 
 ``C[M, N] = A[M, K] @ B[N, K].T``, accumulated in fp32. Operands are read through tensor descriptors (TMA on NVIDIA from
-sm_90 on, ordinary loads elsewhere); where a row does not start on 16 bytes, through masked pointer loads, chosen by a
+sm_90 on, ordinary loads elsewhere) or, where a row does not start on 16 bytes, through masked pointer loads, chosen by a
 constexpr.
 
-Along K the accumulator has half of all registers, and what is computed before it for use behind it would be spilled. So
+Along K the accumulator has half of all registers, and a value computed before that loop for use behind it would be spilled. So
 addresses are computed where they are used (``wl.zero_here``), and a large tile is finished in ``halves``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,111 +19,148 @@ import weft.language as wl
 from weft.kernels.tile_schedule import contributors
 
 
-@triton.jit
-def gemm_tile(
-    a, a_stride, a_rows, b, b_stride, b_rows, row, column, K, first, last, source, target, left,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PIECE: tl.constexpr,
-):  # fmt: skip
-    """acc[BLOCK_M, BLOCK_N] (fp32) = a[row : row + BLOCK_M, k] @ b[column : column + BLOCK_N, k].T over the steps
-    first .. last - 1 of BLOCK_K along k
+class Block(NamedTuple):
+    """Compile-time sizes of an output tile, passed to kernels as the argument ``block``.
 
-    a, b: tensor descriptors over [a_rows, K] and [b_rows, K] if DESCRIPTORS, else pointers to rows that are a_stride
-    and b_stride elements apart. Rows outside count as zeros. The order of additions depends on BLOCK_K and ``first``.
-
-    Along the way it copies target[0:left] = source[0:left], PIECE elements a step and the rest at the end, so that a
-    link takes them evenly. ``source`` is memory of this program, which a CTA barrier has made readable. 0: no copy.
+    m, n, k      rows and columns of the tile, and the step along K
+    descriptors  operands are tensor descriptors, else pointers
+    join_rows    rows of a split-K tile that are summed at a time
+    piece        elements of a finished tile that leave in each step along K of the next one
     """
+
+    m: tl.constexpr
+    n: tl.constexpr
+    k: tl.constexpr
+    descriptors: tl.constexpr
+    join_rows: tl.constexpr
+    piece: tl.constexpr
+
+
+class Operand(NamedTuple):
+    """A GEMM operand inside a kernel: a tensor descriptor over [rows, K], or a pointer to rows ``stride`` elements apart."""
+
+    data: tl.tensor
+    stride: tl.tensor
+    rows: tl.tensor
+
+
+class Outgoing(NamedTuple):
+    """A copy that a GEMM makes along K: target[0 : count] = source[0 : count]; count 0 for none."""
+
+    source: tl.tensor
+    target: tl.tensor
+    count: tl.tensor
+
+
+class SplitK(NamedTuple):
+    """Where split-K partial tiles meet, passed to kernels as the argument ``split``.
+
+    partials  fp32 [programs, tile]: each program's partial tile
+    arrivals  int32 [split tiles]: counts the partial tiles that are there; 0 between kernels
+    """
+
+    partials: tl.tensor
+    arrivals: tl.tensor
+
+
+@triton.jit
+def gemm_tile(a, b, row, column, K, first, last, outgoing, block, COPIES: tl.constexpr):
+    """acc[block.m, block.n] (fp32) = a[row : row + block.m, k] @ b[column : column + block.n, k].T over the steps
+    first .. last - 1 of block.k along K
+
+    a, b  ``Operand``. Rows outside count as zeros. The order of additions depends on block.k and ``first``.
+
+    COPIES: along the way it copies ``outgoing``, block.piece elements a step and the rest at the end, so that a link takes them
+    evenly. The source is memory of this program that a CTA barrier has made readable.
+    """
+    BLOCK_M: tl.constexpr = block.m
+    BLOCK_N: tl.constexpr = block.n
+    BLOCK_K: tl.constexpr = block.k
+    PIECE: tl.constexpr = block.piece
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     moved = 0
-    if PIECE > 0:
+    if COPIES:
         lanes = tl.arange(0, PIECE)
-        piece = tl.load(source + lanes, mask=lanes < left, other=0.0)
-    if DESCRIPTORS:
+        piece = tl.load(outgoing.source + lanes, mask=lanes < outgoing.count, other=0.0)
+    if block.descriptors:
         for k in range(first * BLOCK_K, last * BLOCK_K, BLOCK_K):
-            acc = tl.dot(a.load([row, k]), b.load([column, k]).T, acc, input_precision="ieee")
-            if PIECE > 0:
+            acc = tl.dot(a.data.load([row, k]), b.data.load([column, k]).T, acc, input_precision="ieee")
+            if COPIES:
                 # Loaded a step ago: the tensor cores do not wait for it.
-                tl.store(target + moved + lanes, piece, mask=lanes < left - moved)
+                tl.store(outgoing.target + moved + lanes, piece, mask=lanes < outgoing.count - moved)
                 moved += PIECE
-                piece = tl.load(source + moved + lanes, mask=lanes < left - moved, other=0.0)
+                piece = tl.load(outgoing.source + moved + lanes, mask=lanes < outgoing.count - moved, other=0.0)
     else:
         m, n, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        a_stride += 16 * wl.zero_here()
-        b_stride += 16 * wl.zero_here()
+        a_stride = a.stride + 16 * wl.zero_here()
+        b_stride = b.stride + 16 * wl.zero_here()
         # 64-bit to the tile, 32-bit in it: half the registers of a pointer for each element.
-        a_tile = a + tl.cast(row, tl.int64) * a_stride
-        b_tile = b + tl.cast(column, tl.int64) * b_stride
+        a_tile = a.data + tl.cast(row, tl.int64) * a_stride
+        b_tile = b.data + tl.cast(column, tl.int64) * b_stride
         for k in range(first * BLOCK_K, last * BLOCK_K, BLOCK_K):
             deep = k + depth < K
-            x_mask = (m < a_rows - row)[:, None] & deep[None, :]
-            y_mask = (n < b_rows - column)[None, :] & deep[:, None]
+            x_mask = (m < a.rows - row)[:, None] & deep[None, :]
+            y_mask = (n < b.rows - column)[None, :] & deep[:, None]
             x = tl.load(a_tile + (m[:, None] * a_stride + (k + depth)[None, :]), mask=x_mask, other=0.0)
             y = tl.load(b_tile + (n[None, :] * b_stride + (k + depth)[:, None]), mask=y_mask, other=0.0)
             acc = tl.dot(x, y, acc, input_precision="ieee")
-    if PIECE > 0:
-        # All at once as far as registers go: each round is a trip to the L2 and back.
+    if COPIES:
+        # As much at once as the registers hold: each round is a trip to the L2 and back.
         REST: tl.constexpr = min(BLOCK_M * BLOCK_N, 8192)
-        source += 16 * wl.zero_here()
-        while moved < left:
+        source = outgoing.source + 16 * wl.zero_here()
+        while moved < outgoing.count:
             at = moved + tl.arange(0, REST)
-            tl.store(target + at, tl.load(source + at, mask=at < left, other=0.0), mask=at < left)
+            left = at < outgoing.count
+            tl.store(outgoing.target + at, tl.load(source + at, mask=left, other=0.0), mask=left)
             moved += REST
     return acc
 
 
 @triton.jit
-def leave_part(
-    acc, scratch, tickets, place, tiles, whole, depth,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Leaves this program's part of a split tile in ``scratch``; whether it was the last, who puts them together.
+def leave_partial(acc, split, place, tiles, depth, block):
+    """Store this program's partial sum of a split-K tile; True for the last program to do so, which joins them.
 
-    scratch  fp32 [programs, tile]: every program's part
-    tickets  [split tiles], 0: how many parts are there. Left as 0 for the next kernel of this stream
+    The arrival counter is left at 0 for the next kernel of this stream.
     """
-    low, end = contributors(place, tiles, whole, depth)
-    scratch += 16 * wl.zero_here()
-    mine = scratch + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N)
-    tl.store(mine + packed(BLOCK_M, BLOCK_N, BLOCK_N), acc)
+    low, end = contributors(place, tiles, depth)
+    partials = split.partials + 16 * wl.zero_here()
+    mine = partials + tl.program_id(0).to(tl.int64) * (block.m * block.n)
+    tl.store(mine + packed(block.m, block.n, block.n), acc)
     wl.gather_stores()
-    ticket = tl.atomic_add(tickets + (place - whole), 1, sem="acq_rel", scope="gpu")
-    is_last = ticket == end - low - 1
+    arrival = tl.atomic_add(split.arrivals + (place - tiles.whole), 1, sem="acq_rel", scope="gpu")
+    is_last = arrival == end - low - 1
     if is_last:
-        tl.store(tickets + (place - whole), 0)
+        tl.store(split.arrivals + (place - tiles.whole), 0)
     return is_last
 
 
 @triton.jit
-def join_parts(
-    scratch, place, row, tiles, whole, depth,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Rows row .. row + ROWS - 1 of the split tile, fp32: its parts added up by program, for the last program only."""
-    low, end = contributors(place, tiles, whole, depth)
-    scratch += row * BLOCK_N
-    x = tl.load(scratch + low.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N, BLOCK_N))
+def join_partials(split, place, row, tiles, depth, block):
+    """Rows row .. row + block.join_rows - 1 of a split-K tile, fp32: its partial sums in the order of the programs."""
+    low, end = contributors(place, tiles, depth)
+    partials = split.partials + row * block.n
+    x = tl.load(partials + low.to(tl.int64) * (block.m * block.n) + packed(block.join_rows, block.n, block.n))
     for other in tl.range(low + 1, end, num_stages=1):
-        x += tl.load(scratch + other.to(tl.int64) * (BLOCK_M * BLOCK_N) + packed(ROWS, BLOCK_N, BLOCK_N))
+        x += tl.load(partials + other.to(tl.int64) * (block.m * block.n) + packed(block.join_rows, block.n, block.n))
     return x
 
 
 @triton.jit
-def store_tile(out, x, row, column, first_row, rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_tile(out, x, row, column, first_row, rows, N):
     """out[first_row + row :, column :] = x, cut off at ``rows`` rows (counted from ``first_row``) and N columns.
 
-    ``out``: rows of N elements, one after the other.
+    ``out`` has rows of N elements, one after the other.
     """
     N += 16 * wl.zero_here()
-    m = row + tl.arange(0, BLOCK_M)
-    n = column + tl.arange(0, BLOCK_N)
+    m = row + tl.arange(0, x.shape[0])
+    n = column + tl.arange(0, x.shape[1])
     at = out + (first_row + m).to(tl.int64)[:, None] * N + n[None, :]
     tl.store(at, x.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
 def packed(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets of the first ROWS rows and COLUMNS columns of a tile of BLOCK_N columns where tiles lie whole, one behind the
+    """Offsets of the first ROWS rows and COLUMNS columns of a tile of BLOCK_N columns in memory of whole tiles, one after the
     other: no masks, every row on 16 bytes."""
     return tl.arange(0, ROWS)[:, None] * BLOCK_N + tl.arange(0, COLUMNS)[None, :]
 

@@ -1,4 +1,4 @@
-"""The one tile schedule of the GEMM kernels: which tile comes when, which chunk and signal it depends on or feeds.
+"""The one tile schedule of the GEMM kernels: the order of the output tiles, and the chunk and signal of each.
 
 Each tile of the output has a number, the same on every rank. They are numbered panel by panel, in a panel chunk by
 chunk, in a chunk in groups of tile rows: what the L2 holds of A and B is used before the next is touched, and no group
@@ -8,8 +8,8 @@ straddles a chunk, so that no tile waits for rows it does not need.
     chunk    tile rows of a panel that arrive under one signal
     owner    rank o owns the tiles o*T//W .. (o+1)*T//W - 1 of all T: its panel where panels are W, else an even share
 
-A rank's order is a rotation of the numbers: from its own first tile on (all_gather_matmul: what is here already comes
-first), or from the next rank's first tile on (matmul_reduce_scatter, matmul_all_reduce: what a peer waits for comes
+A rank's order is a rotation of the numbers: from its own first tile on (all_gather_matmul: the local shard comes
+first), or from the next rank's first tile on (matmul_reduce_scatter, matmul_all_reduce: the peers' tiles come
 first, its own last). Program p of P takes places p, p + P, p + 2 P … of the order. So no two ranks send to one peer at
 once, and no two wait for one.
 
@@ -17,9 +17,9 @@ once, and no two wait for one.
       order of rank 1 of 4, own last    | 2 2 | 3 3 | 0 0 | 1 1 |
 
 Tiles that do not fill the last round of programs would leave most of them idle for as long as a whole tile takes: 400
-tiles on 132 SMs are 3.03 rounds and cost 4. So the places from ``whole`` on are *split* along K into parts, one for
-each of several programs. Each leaves its part in scratch memory; who comes last to a tile adds up all of them, in an
-order that does not depend on who is last.
+tiles on 132 SMs are 3.03 rounds and cost 4. So the places from ``whole`` on are *split* along K, each over several programs
+that leave partial sums in scratch memory. The last program to arrive at a tile adds up all of them, in an
+order that does not depend on which one is last.
 
       programs   | whole | whole | whole | 1/4 |       16 of 132 in the last round, 400 tiles, whole = 396
 
@@ -36,9 +36,9 @@ import triton.language as tl
 
 from weft.runtime.arithmetic import cdiv
 
-# Parts of a split tile. Adding one up costs one program about 1.5 µs on H200 (128 x 256), and 33 parts cost more than
-# the idle round that they save.
-MAX_PARTS = tl.constexpr(4)
+# Programs that share a split tile, at most. Adding a partial sum costs one program about 1.5 µs on H200 (128 x 256), and 33 of
+# them cost more than the idle round that they save.
+MAX_PARTIALS = tl.constexpr(4)
 
 
 class Tiles(NamedTuple):
@@ -49,6 +49,7 @@ class Tiles(NamedTuple):
     columns  of tiles
     chunk    rows of tiles in a chunk; the last chunk of a panel may have fewer
     group    rows of tiles in a group; the last group of a chunk may have fewer
+    whole    places whose tiles are not split along K, the first ones of the order
     """
 
     count: int
@@ -56,6 +57,7 @@ class Tiles(NamedTuple):
     columns: int
     chunk: int
     group: int
+    whole: int
 
 
 class Place(NamedTuple):
@@ -78,24 +80,26 @@ def make_tiles(
         columns=tile_columns,
         chunk=cdiv(tile_rows, chunks),
         group=group,
+        whole=panels * tile_rows * tile_columns,
     )
 
 
 def as_argument(tiles: Tiles) -> Tiles:
-    """What a kernel is given for ``tiles``: odd numbers above 1, since Triton compiles another kernel for an integer that is
-    1 or a multiple of 16, and one kernel should do for all shapes."""
+    """Kernel argument for ``tiles``: odd numbers above 1. Triton compiles another kernel for an integer that is 1 or a
+    multiple of 16, and one kernel should do for all shapes."""
     return Tiles(*(2 * field + 3 for field in tiles))
 
 
 @triton.jit
 def from_argument(tiles):
-    """``tiles``, of the argument that ``as_argument`` has made of it."""
+    """The inverse of ``as_argument``."""
     return Tiles(
         (tiles.count - 3) // 2,
         (tiles.rows - 3) // 2,
         (tiles.columns - 3) // 2,
         (tiles.chunk - 3) // 2,
         (tiles.group - 3) // 2,
+        (tiles.whole - 3) // 2,
     )
 
 
@@ -130,27 +134,26 @@ def owner_of(tile, tiles, world):
 
 @triton.jit
 def at_place(place, start, tiles):
-    """The number of the tile that comes at ``place`` (0 .. count - 1) of the order that begins at number ``start``."""
+    """The number of the tile at ``place`` (0 .. count - 1) of the order that begins at number ``start``."""
     return (start + place) % tiles.count
 
 
 @triton.jit
 def slot_of(source, owner, world):
-    """Which of its ``world - 1`` slots ``owner`` keeps for ``source``: slot d is for rank owner + 1 + d (mod W)."""
+    """Index of ``source``'s buffer among ``owner``'s ``world - 1`` receive buffers; buffer d is for rank owner + 1 + d."""
     return (source + world - owner - 1) % world
 
 
 @triton.jit
-def place_of(owner, rank, world, own_first: tl.constexpr):
-    """Where the rows of ``owner`` come among those of all ranks at ``rank``: as the ranks do, or those of rank, rank + 1, …
-    (mod W) in this order."""
-    return (owner + world - rank) % world if own_first else owner
+def place_of(owner, rank, world, local_first: tl.constexpr):
+    """Index of ``owner``'s row block in the buffers of ``rank``: rank order, or rotated so that the local block is first."""
+    return (owner + world - rank) % world if local_first else owner
 
 
 def whole_places(count: int, programs: int, least: int = 0) -> int:
-    """How many of ``count`` places are computed whole, at least ``least`` of them; the rest is split.
+    """Number of ``count`` places whose tiles are not split along K, at least ``least``.
 
-    Every program has at most one part, so a round that is more than half full is left as it is: programs with two would
+    Every program has at most one partial tile, so a round that is more than half full is not split: programs with two would
     keep each other waiting (H200, 56 tiles of 128 x 256 x 6400 on 132 programs: 15 µs slower than not splitting).
     """
     whole = max(count - count % programs, least)
@@ -158,44 +161,44 @@ def whole_places(count: int, programs: int, least: int = 0) -> int:
 
 
 @triton.jit
-def parts_of(tiles, whole, depth):
-    """Into how many parts a split tile is cut. ``depth``: steps along K of a tile."""
-    split = tl.maximum(tiles.count - whole, 1)
-    return tl.minimum(tl.minimum(tl.num_programs(0) // split, depth), MAX_PARTS)
+def partials_of(tiles, depth):
+    """Number of programs that share each split tile. ``depth``: steps along K of a tile."""
+    split = tl.maximum(tiles.count - tiles.whole, 1)
+    return tl.minimum(tl.minimum(tl.num_programs(0) // split, depth), MAX_PARTIALS)
 
 
 @triton.jit
 def wholes_of(whole):
-    """How many whole tiles this program has."""
+    """Number of whole tiles of this program."""
     programs = tl.num_programs(0)
     return (tl.maximum(whole - tl.program_id(0), 0) + programs - 1) // programs
 
 
 @triton.jit
-def work_steps(tiles, whole, depth):
-    """How many pieces of work this program has: its whole tiles, then perhaps a part of a split one."""
-    parts = parts_of(tiles, whole, depth)
-    return wholes_of(whole) + tl.where(tl.program_id(0) < (tiles.count - whole) * parts, 1, 0)
+def work_steps(tiles, depth):
+    """Number of pieces of work of this program: its whole tiles, then perhaps its share of a split one."""
+    partials = partials_of(tiles, depth)
+    return wholes_of(tiles.whole) + tl.where(tl.program_id(0) < (tiles.count - tiles.whole) * partials, 1, 0)
 
 
 @triton.jit
-def work_at(step, tiles, whole, depth):
-    """Piece of work ``step`` of this program: (place, first step along K, last one's successor)."""
+def work_at(step, tiles, depth):
+    """Piece of work ``step`` of this program: (place, first step along K, the step after its last one)."""
     program = tl.program_id(0)
-    parts = parts_of(tiles, whole, depth)
-    part = program % parts
-    split = step >= wholes_of(whole)
-    place = tl.where(split, whole + program // parts, program + step * tl.num_programs(0))
-    first = tl.where(split, part * depth // parts, 0)
-    last = tl.where(split, (part + 1) * depth // parts, depth)
+    partials = partials_of(tiles, depth)
+    part = program % partials
+    split = step >= wholes_of(tiles.whole)
+    place = tl.where(split, tiles.whole + program // partials, program + step * tl.num_programs(0))
+    first = tl.where(split, part * depth // partials, 0)
+    last = tl.where(split, (part + 1) * depth // partials, depth)
     return place, first, last
 
 
 @triton.jit
-def contributors(place, tiles, whole, depth):
-    """The first program that has a part of the split tile at ``place``, and the last one's successor."""
-    parts = parts_of(tiles, whole, depth)
-    return (place - whole) * parts, (place - whole + 1) * parts
+def contributors(place, tiles, depth):
+    """The programs that share the split tile at ``place``: the first, and the one after the last."""
+    partials = partials_of(tiles, depth)
+    return (place - tiles.whole) * partials, (place - tiles.whole + 1) * partials
 
 
 def plan(tiles: Tiles, rank: int, world: int, *, own: str) -> Iterator[tuple[int, int, Place]]:

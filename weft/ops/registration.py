@@ -93,6 +93,13 @@ def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} has no dimension 0 to split or join along; pass {name}.reshape(1)")
 
 
+def check_list(op: str, name: str, value: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The list. ValueError unless ``value`` is a list or tuple with at least one member."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{op}: {name}={quoted(value)} is neither a tensor nor a list of at least one; pass a tensor")
+    return list(value)
+
+
 def check_choice(op: str, name: str, value: str, choices: Sequence[str]) -> None:
     if type(value) is not str or value not in choices:
         raise ValueError(f"{op}: {name}={quoted(value)} is not one of {', '.join(map(repr, choices))}")

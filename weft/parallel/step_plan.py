@@ -14,9 +14,10 @@ import torch
 
 from weft.arguments import quoted
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
-from weft.ops.collectives.all_reduce_rms_norm import MAX_ROW_BYTES
-from weft.ops.dispatch import LIBRARY_ROWS, of_world
-from weft.ops.gemm.small_m_config import MAX_ROWS
+from weft.ops.collectives.all_reduce_rms_norm import takes_rows
+from weft.ops.collectives.collective import of_world
+from weft.ops.gemm.small_m_rule import is_small
+from weft.ops.overlap.sequential import rows_overlap
 from weft.parallel import fused as FUSED
 from weft.parallel import plain as PLAIN
 from weft.parallel.reference import Reference
@@ -144,8 +145,7 @@ def splits_tokens(tokens: int) -> bool:
 
 def norm_adds_up(tokens: int, row_bytes: int, world_size: int) -> bool:
     """True if a fused all-reduce + norm takes such rows, and is faster than the all-reduce in the GEMM."""
-    fits = row_bytes % 16 == 0 and row_bytes <= MAX_ROW_BYTES
-    return world_size > 1 and fits and tokens <= of_world(FUSED_NORM_TOKENS, world_size)
+    return world_size > 1 and takes_rows(row_bytes) and tokens <= of_world(FUSED_NORM_TOKENS, world_size)
 
 
 def defers_scale(dtype: torch.dtype, team: Team) -> bool:
@@ -155,12 +155,12 @@ def defers_scale(dtype: torch.dtype, team: Team) -> bool:
 
 def gemm_divides(rows: int) -> bool:
     """True if a GEMM of this M applies a deferred RMS scale; a larger one leaves it to the next kernel."""
-    return rows <= MAX_ROWS
+    return is_small(rows)
 
 
 def overlaps(tokens: int, world_size: int) -> bool:
     """True if there are enough tokens, padded to a multiple of the world size, for an AG-GEMM to pay."""
-    return -(-tokens // world_size) * world_size > LIBRARY_ROWS
+    return rows_overlap(-(-tokens // world_size) * world_size)
 
 
 def cudnn_attends(chunks: Sequence[Chunk], heads: int) -> bool:

@@ -1,21 +1,39 @@
-"""Decisions that are made once for the same arguments: eager calls would make the host repeat each of them, every time."""
+"""Choices that are made once for the same arguments: eager calls would make the host repeat each of them, every time."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 MOST = 4096
 _caches: list[Any] = []
+_results: dict[Hashable, Any] = {}
+
+
+def once(key: Hashable, make: Callable[[], T]) -> T:
+    """``make()`` at the first call with ``key``, the same result afterwards, until ``forget``.
+
+    A key that holds a size left open by torch.compile has no hash: then ``make()`` every time.
+    """
+    try:
+        return _results[key]
+    except KeyError:
+        pass
+    except TypeError:
+        return make()
+    if len(_results) >= MOST:
+        _results.clear()
+    made = _results[key] = make()
+    return made
 
 
 def remembered(function: F) -> F:
-    """A decorator: `function`'s results, by its arguments, until `forget`. Of sizes that torch.compile has left open, which are
-    no keys, it is asked each time."""
+    """A decorator: ``function``'s results by its arguments, until ``forget``; not for sizes left open by torch.compile."""
     cached = functools.lru_cache(MOST)(function)
     _caches.append(cached)
 
@@ -30,6 +48,7 @@ def remembered(function: F) -> F:
 
 
 def forget() -> None:
-    """What was decided by: the rows of weft.plan.table have changed."""
+    """Clear all remembered choices; call after the tables change."""
+    _results.clear()
     for cached in _caches:
         cached.cache_clear()

@@ -1,14 +1,13 @@
-"""What was measured to be fastest: a JSON file in this folder for each GPU and world size. dispatch asks ``find``. Rows are
-``weft tune``'s but for those whose ``versions`` name a file in benchmarks/lab.
+"""Measured choices: a JSON file in tables/ for each GPU and world size, written by ``weft tune`` and read by plans.
 
-{"schema": 1, "gpu": "NVIDIA H200", "world_size": 4, "simulated": false, "rows": [
- {"op": "all_gather_matmul", "dtype": "bfloat16", "shape": [2048, 2560, 5120], "config": {"block_m": 128, …}, "us": 71.2, …},
+{"schema": 2, "gpu": "NVIDIA H200", "world_size": 4, "simulated": false, "rows": [
+ {"op": "all_gather_matmul", "dtype": "bfloat16", "shape": [2048, 2560, 5120], "design": "pipelined", "config": {"chunks": 1, …}, "us": 71.2, …},
 ]}
 
 A row was measured at ``shape`` and stands for its bucket: N and K as they are and M, or the bytes of a collective, to the
 nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
-every one of them; there is none for unknown GPUs, and the ops fall back to their own defaults. A row that holds an algorithm
-of the library (weft.ops.gemm.cublas) stands for its shape alone.
+every one of them; there is none for unknown GPUs, and plans fall back to rules. A row of design "cublas" names an algorithm of
+cuBLAS and stands for its shape alone. Rows come from ``weft tune``, except those whose ``versions`` name a file in benchmarks/lab.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -32,14 +31,15 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 T = TypeVar("T")
-SCHEMA = 1
+SCHEMA = 2
 # In every dimension, as a factor of two to this power: beyond it another tile or algorithm is as likely as this one.
 REACH = 1.0
 # A wrong N or K costs more than a wrong M: they decide how many tiles a round has and how long one takes.
 COLUMN_WEIGHT = 2.0
-# Ops whose ranks may hold different shares of K and must agree all the same on these fields: K does not choose them.
+# Ops whose ranks may hold different shares of K and must agree all the same on `agreed_of` a row: K does not choose it.
 SHARED_K = ("matmul_reduce_scatter", "matmul_all_reduce")
-AGREED = ("design", "block_m", "block_n", "group", "chunks")
+# The design whose rows stand for their shape alone.
+EXACT = "cublas"
 
 
 @exchangeable
@@ -47,17 +47,19 @@ AGREED = ("design", "block_m", "block_n", "group", "chunks")
 class Row:
     """The best of the candidates at one shape.
 
-    shape       (M, N, K) of one rank's GEMM with the M of the whole product, or (bytes,) of the whole tensor
-    config      the fields of the op's config
+    shape       (M, N, K) of one rank's GEMM with the M of the whole GEMM, or (bytes,) of the whole tensor
+    design      its name in ``Op.designs``
+    config      the design's fields
     us          its time, the maximum over the ranks of the median (of a collective the geometric mean of a call alone and of
-                one in a row); default_us: of what the op takes without this row
-    candidates  how many were timed
+                one in a row); default_us: the time of the op without this row
+    candidates  number of designs timed
     versions    of weft, torch and Triton
     """
 
     op: str
     dtype: str
     shape: tuple[int, ...]
+    design: str
     config: dict[str, Any]
     us: float
     default_us: float | None = None
@@ -66,24 +68,37 @@ class Row:
     versions: str = ""
 
     @property
-    def is_algorithm(self) -> bool:
-        """Of the library, for this shape alone, where other rows of "matmul" hold a GemmConfig of weft's own kernel."""
-        return "tile" in self.config
-
-    @property
     def key(self) -> str:
-        """all_gather_matmul bfloat16 2048x2560x5120: what it stands for."""
-        shape = self.shape if self.is_algorithm else bucket(self.shape)
+        """The bucket that the row stands for: all_gather_matmul bfloat16 2048x2560x5120."""
+        shape = self.shape if self.design == EXACT else bucket(self.shape)
         return f"{self.op} {self.dtype} {'x'.join(map(str, shape))}"
 
-    def as_config(self, kind: type[T]) -> T:
-        """The op's config dataclass. ValueError where its fields have changed since this row was written."""
+    def as_design(self, designs: Mapping[str, type]) -> Any:
+        """The design, an instance of one of ``designs``. ValueError where its fields have changed since this row was written."""
         try:
-            return kind(**self.config)
-        except TypeError as error:
+            return built(designs[self.design], self.config)
+        except (KeyError, TypeError) as error:
             raise ValueError(
-                f"tuned row {self.key} does not fit {kind.__name__} ({error}); run weft tune again"
+                f"tuned row {self.key} does not fit design {self.design!r} ({error}); run weft tune again"
             ) from None
+
+
+def built(kind: type[T], fields: Mapping[str, Any]) -> T:
+    """The dataclass ``kind`` of ``fields`` as JSON has them: dataclasses within it are dicts, tuples are lists."""
+    types = get_type_hints(kind)
+    found = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            # The dataclass, of "Algorithm | None" for instance.
+            value = built(next(kind for kind in (*get_args(types[name]), types[name]) if is_dataclass(kind)), value)
+        found[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**found)
+
+
+def agreed_of(row: Row) -> tuple:
+    """What a row decides that ranks with different shares of K must have alike: how the output is cut up."""
+    tile = row.config.get("tile", {})
+    return row.design, *(tile.get(name) for name in ("block_m", "block_n", "group")), row.config.get("chunks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +135,9 @@ class Found:
         )
 
 
-def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities | None) -> Found | None:
-    """The row for one call, or None. ``op``: the function's name. ``caps``: ``team.caps``; None and simulated: no row."""
-    if caps is None or caps.is_simulated:
+def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> Found | None:
+    """The row for one call, or None. ``op``: the op's name, or name+variant. Simulated ranks have no rows."""
+    if caps.is_simulated:
         return None
     return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape))
 
@@ -131,8 +146,8 @@ def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, cap
 def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...]) -> Found | None:
     """The nearest row that was measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None if all are far away.
 
-    Where none of ``dtype`` is near, what moves as many bytes is as good: a collective's row of bf16, and for fp16 a
-    product's, unless it names an algorithm of the library.
+    Where none of ``dtype`` is near, a bf16 row that moves as many bytes does as well: for collectives, and for GEMMs in fp16
+    unless the row names an algorithm of cuBLAS.
     """
     file = file_for(gpu, world_size)
     if not file.is_file():
@@ -140,26 +155,26 @@ def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...
     rows = _shipped(file).rows
     found = nearest(rows, op, dtype, shape, file)
     if found is None and (len(shape) == 1 or dtype == "float16"):
-        return nearest((row for row in rows if not row.is_algorithm), op, "bfloat16", shape, file)
+        return nearest((row for row in rows if row.design != EXACT), op, "bfloat16", shape, file)
     return found
 
 
 def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], file: Path) -> Found | None:
-    """The nearest of ``rows``. Where ranks may differ in K, M and N alone say what must be the same on all of them (of the
-    rows with that M and N, the one with the largest K, which has most to lose); of those that say the same, K chooses."""
+    """The nearest of ``rows``. Where ranks may differ in K, M and N alone decide ``agreed_of`` the row (of the rows with that M
+    and N, the one with the largest K, which has most to lose); among rows alike in it, K chooses."""
     deciding = 2 if op in SHARED_K else len(shape)
     near = [
         (far, tuple(-size for size in row.shape[deciding:]), row.shape, row)
         for row in rows
         if (row.op, row.dtype, len(row.shape)) == (op, dtype, len(shape))
-        and (row.shape == shape or not row.is_algorithm)
+        and (row.shape == shape or row.design != EXACT)
         and (far := distance(row.shape[:deciding], shape[:deciding])) is not None
     ]
     if not near:
         return None
     row = min(near, key=lambda one: one[:3])[3]
     if op in SHARED_K:
-        alike = [one for one in near if all(one[3].config.get(n) == row.config.get(n) for n in AGREED)]
+        alike = [one for one in near if agreed_of(one[3]) == agreed_of(row)]
         row = min(alike, key=lambda one: (abs(math.log2(one[3].shape[2] / max(shape[2], 1))), *one[:3]))[3]
     return Found(row=row, file=file, exact=bucket(row.shape) == bucket(shape))
 
@@ -180,6 +195,18 @@ def bucket(shape: Sequence[int]) -> tuple[int, ...]:
 def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "tables") -> Path:
     """nvidia-h200.w4.json in this folder."""
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.w{world_size}.json"
+
+
+def why_none(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
+    """Why no row decided a call, as the end of a sentence."""
+    if caps.is_simulated or (world_size == 1 and not op.startswith("matmul")):
+        return ""
+    file = file_for(caps.device_name, world_size)
+    if not file.is_file():
+        return f" (no {file.name}: run weft tune)"
+    if find(op, shape, dtype, world_size, caps) is None:
+        return f" ({file.name} has no row of {name_of(dtype)} near this shape)"
+    return f" (the row of {file.name} is for another design, alignment or size)"
 
 
 def name_of(dtype: torch.dtype) -> str:

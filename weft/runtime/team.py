@@ -57,6 +57,7 @@ class Team(TakenByView):
         self._layout = HeapLayout(platform.heap.numel(), platform.rank)
         self._counter = itertools.count()
         self._workspaces: dict[Hashable, Any] = {}
+        self.heap_changes = 0  # allocations and frees: a number that stands for how the heap is filled
         self.rank, self.size, self.name = platform.rank, platform.size, platform.name
         self.device, self.group, self.caps = platform.device, platform.group, platform.caps
         self.is_simulated = self.caps.is_simulated
@@ -115,6 +116,7 @@ class Team(TakenByView):
         if any(other != wanted for other in by_rank):
             raise AllocationMismatch(self.rank, f"symmetric allocation #{index}", by_rank)
         name = name or f"symmetric tensor #{index}"
+        self.heap_changes += 1
         offset = self._layout.take(nbytes, name)
         tensor = self._platform.heap[offset : offset + nbytes].view(dtype).view(shape)
         self._platform.carved(tensor, name)
@@ -160,6 +162,7 @@ class Team(TakenByView):
             listed = [f"{name!r}, {used:,} bytes at byte {start:,}" for start, used, name in by_rank]
             raise AllocationMismatch(self.rank, "free()", listed)
         self._platform.released(tensor)
+        self.heap_changes += 1
         self._layout.give_back(offset)
 
     def largest_free_bytes(self) -> int:

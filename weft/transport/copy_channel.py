@@ -13,6 +13,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.runtime.channel import Channel, ChannelView
+from weft.runtime.launching import launch_of
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
 # Signals that a rank keeps for each peer's rows.
 MAX_CHUNKS = 8
+# Key of the team's staging buffers, by capacity: those of copy-engine collectives.
+STAGING = "staging"
+
+
+def staging_bytes_of(team: Team) -> int:
+    """Largest staging buffer that a copy-engine collective may use unasked: the largest one there is, or what half of the
+    largest free piece of the heap holds, since other ops need workspaces too. A power of two, or 0."""
+    free = team.largest_free_bytes() // 2
+    return max(max(team.workspace(STAGING, dict), default=0), 1 << free.bit_length() >> 1)
 
 
 @triton.jit
@@ -55,13 +65,18 @@ def wait_kernel(landed, first, chunk, team):
 
 def await_chunk(landed: Channel, chunk: int, first: int, count: int = 1) -> None:
     """Have the current stream wait for ``chunk`` of ``count`` ranks: first, first + 1, … (mod W)."""
-    wait_kernel[(count,)](landed.view, first, chunk, landed.team.view, num_warps=1)
+    _wait(landed.team, count, landed.view, first, chunk)
 
 
 def await_flags(flags: torch.Tensor, epoch: torch.Tensor, team: Team) -> None:
     """Have the current stream wait for flags[:, 0], at most W of them."""
     landed = ChannelView(flags, epoch, tl.constexpr(flags.stride(0)))
-    wait_kernel[(flags.shape[0],)](landed, 0, 0, team.view, num_warps=1)
+    _wait(team, flags.shape[0], landed, 0, 0)
+
+
+def _wait(team: Team, programs: int, landed: ChannelView, first: int, chunk: int) -> None:
+    launch = launch_of(team, wait_kernel, landed.chunks.value, lambda: {"num_warps": 1})
+    launch(programs, landed, first, chunk, team.view)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +123,8 @@ class Segments:
         """The next call's half of ``buffers``, free for every rank to write behind this in the current stream."""
         half = self.calls % len(self.buffers)
         self.calls += 1
-        begin_kernel[(team.size - 1,)](self.landed.view, self.filled[half], self.entered, team.view, num_warps=1)
+        launch = launch_of(team, begin_kernel, (), lambda: {"num_warps": 1})
+        launch(team.size - 1, self.landed.view, self.filled[half], self.entered, team.view)
         return self.buffers[half]
 
     def send(self, team: Team, target: torch.Tensor, source: torch.Tensor, row: int, number: int, peer: int) -> None:

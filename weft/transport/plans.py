@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
-# Pieces and slots begin on as many bytes.
+from weft.runtime.codec import exchangeable
+
+# Alignment of pieces and receive buffers.
 LINE_BYTES = 16
 
+TRANSPORTS = ("lamport", "keyed")
 
-TRANSPORTS = ("lamport", "keyed", "none")
 
-
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PushPlan:
     """How tiles travel (weft.transport.push).
 
-    transport        "lamport" or "keyed"; "none" where there is one rank
-    row_bytes        what goes to one peer at once: a power of two of at least 16, or in all_reduce_rms_norm, which cuts rows
+    transport        "lamport" or "keyed"
+    row_bytes        bytes to one peer at once: a power of two of at least 16, or in all_reduce_rms_norm, which cuts rows
                      into even parts, a multiple of 16
     num_warps        of a program, a power of two
     programs_per_sm  at most; fewer where registers do not suffice
@@ -32,26 +34,12 @@ class Plan:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r} is not one of {', '.join(map(repr, TRANSPORTS))}")
-        if self.transport == "none":
-            return
         if self.row_bytes < 16 or self.row_bytes % 16:
             raise ValueError(f"row_bytes={self.row_bytes} is not a positive multiple of 16")
         if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
             raise ValueError(f"num_warps={self.num_warps} is not a power of two")
         if self.programs_per_sm < 1:
             raise ValueError(f"programs_per_sm={self.programs_per_sm} is not positive; pass 1 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPlan:
-    """How copy engines carry parts (weft.ops.collectives.copy_engine).
-
-    pieces    at most MAX_CHUNKS of weft.transport.copy_channel: the sizes, in proportion, of the pieces that parts are cut into
-    programs  of a kernel that copies or adds up while copy engines are busy
-    """
-
-    pieces: tuple[int, ...]
-    programs: int = 64
 
 
 def word_of(nbytes: int) -> torch.dtype:

@@ -65,8 +65,9 @@ import triton.language as tl
 import weft.language as wl
 from weft.runtime.arithmetic import next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import Launch
 from weft.runtime.team import Team
-from weft.transport.plans import Plan
+from weft.transport.plans import PushPlan
 
 # Of narrow rows, whose launches have one exchange or two a program, and of wide ones, which large messages take: bf16, W=2, us,
 # with 7 / 11 / 19 stages of wide rows: all-gather of 32 MiB 56.1 / 53.3 / 53.3, 64 MiB 107 / 104.5 / 101.2
@@ -263,7 +264,7 @@ class Slots:
     registers: int
 
 
-def slots_of(team: Team, plan: Plan, itemsize: int) -> Slots:
+def slots_of(team: Team, plan: PushPlan, itemsize: int) -> Slots:
     """Made at the first call, which is collective."""
 
     def make() -> Slots:
@@ -281,7 +282,7 @@ def slots_of(team: Team, plan: Plan, itemsize: int) -> Slots:
     return team.workspace(("exchange", plan, itemsize), make)
 
 
-def registers_of(plan: Plan, world_size: int) -> int:
+def registers_of(plan: PushPlan, world_size: int) -> int:
     """What a thread may take: what whole tiles need (sm_90, tests/ops/test_compile_collectives.py). Ragged sizes would
     take up to 250, and not all programs were resident; held to this they spill."""
     if 32 * plan.num_warps * plan.programs_per_sm * 128 <= 65536:
@@ -291,34 +292,56 @@ def registers_of(plan: Plan, world_size: int) -> int:
 
 
 def launch(
-    kernel: Any, x: torch.Tensor, out: torch.Tensor, n: int, tiles: int, team: Team, plan: Plan,
-    *arguments: Any, **constants: Any,
-) -> None:  # fmt: skip
+    kernel: Any,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    n: int,
+    tiles: int,
+    team: Team,
+    plan: PushPlan,
+    *arguments: Any,
+    **constants: Any,
+) -> None:
     """Run ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)`` with a program for each
-    of ``tiles``, or as many as can be resident. What travels has the dtype of ``out``. A kernel sends PART elements to a
-    peer at once, or where it has no such constant BLOCK. ValueError where these are not ``plan.row_bytes``.
+    of ``tiles``, or as many as can be resident. The elements that travel have the dtype of ``out``. A kernel sends PART elements
+    to a peer at once, or where it has no such constant BLOCK. ValueError where these are not ``plan.row_bytes``.
 
     All of them are resident, by ``team.max_programs``: programs end without the kernels behind them, which start only when
     all of these run, and kernels beside or before them end by themselves. Not a cooperative launch, by which the driver would
     refuse more: it starts 1 us later. All-gather of 1 MiB at W=4 10.9 us with it, 9.8 without, all_reduce_rms_norm of
     128 x 5120 19.3 and 17.8.
     """
-    itemsize = max(2, out.itemsize)  # bytes travel as words of two
-    block = next_power_of_2(plan.row_bytes // itemsize)
-    if constants.get("PART", block) * itemsize != plan.row_bytes:
-        raise ValueError(
-            f"row_bytes={plan.row_bytes} is not a power of two: {block * itemsize} bytes would go to a peer at once, for which "
-            f"the workspace has no room; pass {block * itemsize}"
-        )
-    slots = slots_of(team, plan, itemsize)
-    buffer = slots.buffer.view(out.dtype if out.itemsize == itemsize else torch.int16)
-    programs = min(tiles, slots.programs)
-    kernel[(programs,)](
-        x, out, n, buffer, slots.epochs, team.view, *arguments,
-        BLOCK=block, ROWS=next_power_of_2(team.size),
-        TRANSPORT=plan.transport, **constants,
-        num_warps=plan.num_warps, **target_options(team, slots.registers),
-    )  # fmt: skip
+    known = team.workspace("pushes", dict)
+    key = kernel.__name__, plan, out.dtype, *constants.values()
+    prepared = known.get(key)
+    if prepared is None:
+        prepared = known[key] = _Prepared.make(kernel, team, plan, out.dtype, constants)
+    prepared.launch(min(tiles, prepared.programs), x, out, n, prepared.buffer, prepared.epochs, team.view, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """All of a launch that does not depend on its tensors: the slots, seen in the dtype that travels, and the kernel."""
+
+    launch: Launch
+    programs: int
+    buffer: torch.Tensor
+    epochs: torch.Tensor
+
+    @classmethod
+    def make(cls, kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> _Prepared:
+        itemsize = max(2, dtype.itemsize)  # bytes travel as words of two
+        block = next_power_of_2(plan.row_bytes // itemsize)
+        if constants.get("PART", block) * itemsize != plan.row_bytes:
+            raise ValueError(
+                f"row_bytes={plan.row_bytes} is not a power of two: {block * itemsize} bytes would go to a peer at once, for "
+                f"which the workspace has no room; pass {block * itemsize}"
+            )
+        slots = slots_of(team, plan, itemsize)
+        found = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
+        options = {"num_warps": plan.num_warps, **target_options(team, slots.registers)}
+        buffer = slots.buffer.view(dtype if dtype.itemsize == itemsize else torch.int16)
+        return cls(Launch(kernel, found | options), slots.programs, buffer, slots.epochs)
 
 
 def target_options(team: Team, registers: int) -> dict[str, int | bool]:

@@ -5,17 +5,23 @@ out[s * m : (s + 1) * m] = x_s                      x_s: [m, ...], out: [W * m, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.collectives.copy_engine import chosen, exchange, on_lines
-from weft.ops.custom_op import custom_op
+from weft.ops.case import Case, Inputs
+from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
+from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
+from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_has_rows, check_tensor
+from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team import Team, find_team
-from weft.transport.plans import CopyPlan, Plan, word_of
+from weft.transport.plans import word_of
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -27,8 +33,6 @@ from weft.transport.push import (
     send,
     tile_rest,
 )
-
-ALGORITHMS = ("auto", "push", "copy_engine")
 
 
 @triton.jit
@@ -82,43 +86,51 @@ def send_copies(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: t
     send(rows, slot, epoch, team, TRANSPORT, BLOCK)
 
 
-def run(x: torch.Tensor, team: Team, plan: Plan | CopyPlan) -> torch.Tensor:
-    """``x`` checked, any strides. Returns a new contiguous tensor of shape [W * x.shape[0], ...]."""
-    out = x.new_empty((team.size * x.shape[0], *x.shape[1:]))
-    if team.size == 1:
-        return out.copy_(x)
-    if x.numel() > 0:
-        words = as_words(x.detach(), word_of(x.nbytes))
-        if isinstance(plan, CopyPlan):
-            outs = as_words(out, words.dtype).view(team.size, -1)
-            exchange([on_lines(words)] * team.size, outs.unbind(), team, plan)
-            return out
-        tiles = cdiv(words.numel() * max(2, words.itemsize), plan.row_bytes)
-        launch(all_gather_kernel, words, as_words(out, words.dtype), words.numel(), tiles, team, plan)
-    return out
+class AllGather(Collective):
+    name, alias = "all_gather", "all-gather"
+    replicated = True
+    moves_bits = gathers = True
+    copy_engine_from = {2: 256 << 20, 4: 128 << 20, 8: ENDLESS}
+    copies = {2: CopyEngine(pieces=(3, 1))}
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        return torch.cat([x for (x,) in everyone])
+
+    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
+        """``x`` checked, any strides. Returns a new contiguous tensor of shape [W * x.shape[0], ...]."""
+        self.check_design(design)
+        out = x.new_empty((team.size * x.shape[0], *x.shape[1:]))
+        if isinstance(design, Copy):
+            return out.copy_(x)
+        if x.numel() > 0:
+            words = as_words(x.detach(), word_of(x.nbytes))
+            if isinstance(design, CopyEngine):
+                outs = as_words(out, words.dtype).view(team.size, -1)
+                exchange([on_lines(words)] * team.size, outs.unbind(), team, design)
+                return out
+            plan = design.push
+            tiles = cdiv(words.numel() * max(2, words.itemsize), plan.row_bytes)
+            launch(all_gather_kernel, words, as_words(out, words.dtype), words.numel(), tiles, team, plan)
+        return out
+
+    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
+        members = find_team(team)
+        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
+        return self.run(self.plan(call, machine_of(members)).design, members, x)
+
+    def fake(self, x, team, algorithm="auto"):
+        return x.new_empty((find_team(team).size * x.shape[0], *x.shape[1:]))
+
+    def setup_context(self, ctx, inputs, output):
+        ctx.team = inputs[1]
+
+    def backward(self, ctx, grad):
+        # Rank s used my x in its part of out: the sum over ranks of what they ask of my part.
+        return torch.ops.weft.reduce_scatter.default(grad, ctx.team), None, None
 
 
-@custom_op("all_gather")
-def _all_gather(x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
-    members = find_team(team)
-    return run(x, members, chosen("all_gather", x, members, algorithm).plan)
-
-
-@_all_gather.register_fake
-def _(x, team, algorithm="auto"):
-    return x.new_empty((find_team(team).size * x.shape[0], *x.shape[1:]))
-
-
-def _remember(ctx, inputs, output):
-    ctx.team = inputs[1]
-
-
-def _backward(ctx, grad):
-    # Rank s used my x in its part of out: the sum over ranks of what they ask of my part.
-    return torch.ops.weft.reduce_scatter.default(grad, ctx.team), None, None
-
-
-_all_gather.register_autograd(_backward, setup_context=_remember)
+ALL_GATHER = AllGather()
+register(ALL_GATHER)
 
 
 def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
@@ -133,5 +145,5 @@ def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """
     check_tensor("all_gather", "x", x, team)
     check_has_rows("all_gather", "x", x)
-    check_choice("all_gather", "algorithm", algorithm, ALGORITHMS)
+    check_choice("all_gather", "algorithm", algorithm, ALL_GATHER.algorithms)
     return torch.ops.weft.all_gather.default(x, team.name, algorithm)

@@ -1,12 +1,15 @@
 """All-reduce: every rank gets the sum of all ranks' tensors, bitwise the same on all of them and from run to run.
 
 out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once to x.dtype
-one_shot   x tile --to all--> sum                           1 crossing, W - 1 times the bytes out of each rank
-two_shot   W tiles --one to each--> sum --to all--> out     2 crossings, 2 (W - 1) / W times the bytes
+one_shot   x tile --to all--> sum                           1 hop, W - 1 times the bytes out of each rank
+two_shot   W tiles --one to each--> sum --to all--> out     2 hops, 2 (W - 1) / W times the bytes
 copy_engine  the same with whole parts, which copy engines carry (weft.ops.collectives.copy_engine)
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -14,12 +17,14 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.partial_sums import product_of_parts
-from weft.ops.collectives.copy_engine import add_and_share, chosen, on_lines, split
-from weft.ops.custom_op import custom_op
+from weft.ops.case import Case, Inputs, sum_of
+from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
+from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_tensor
+from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team import Team, find_team
-from weft.transport.plans import CopyPlan, Plan
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -35,7 +40,9 @@ from weft.transport.push import (
     tile_rest,
 )
 
-ALGORITHMS = ("auto", "one_shot", "two_shot", "copy_engine")
+# Largest message that one-shot pushes faster than two-shot, by world size. W=3 and W=8 are not measured: one-shot's bytes grow
+# with W - 1.
+ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 
 
 @triton.jit
@@ -74,7 +81,7 @@ def all_reduce_kernel(
 
 @triton.jit
 def summand(x, out, n, at, mask, SUMMANDS: tl.constexpr):
-    """What this rank adds at ``at``, in out's dtype."""
+    """This rank's contribution at offsets ``at``, in out's dtype."""
     return product_of_parts(x + at, mask, n, SUMMANDS, out.dtype.element_ty)
 
 
@@ -154,56 +161,71 @@ def send_parts(x, end, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.co
     send(tl.load(x + start + part, mask=mask, other=0), slot, epoch, team, TRANSPORT, BLOCK)
 
 
-def run(x: torch.Tensor, team: Team, algorithm: str, plan: Plan | CopyPlan) -> torch.Tensor:
-    """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if team.size == 1:
-        return out.copy_(x)
-    if x.numel() > 0:
-        if isinstance(plan, CopyPlan):
-            sources = split(on_lines(x.detach().contiguous().view(-1)), team.size)
-            add_and_share(sources, split(out.view(-1), team.size), team, plan)
-        else:
-            _launch(x.contiguous(), out, team, algorithm, plan, parts=1)
-    return out
+class AllReduce(Collective):
+    name, alias = "all_reduce", "all-reduce"
+    replicated = True
+    dtypes = FLOATS
+    designs = {"one_shot": OneShot, "two_shot": TwoShot, "copy_engine": CopyEngine, "copy": Copy}
+    staging_buffers = 2  # the peers' parts, and their sums
+    copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
+    # Two ranks' parts are long, and the engines wait for their sum: more programs.
+    copies = {2: CopyEngine(pieces=(3, 1), programs=132), 8: CopyEngine(pieces=(3, 1))}
+
+    def sent(self, nbytes: int, world_size: int) -> int:
+        return 2 * nbytes * (world_size - 1) // world_size
+
+    def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
+        return shots_rule(whole, world_size, ONE_SHOT_LIMIT)
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        return sum_of([x for (x,) in everyone])
+
+    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
+        """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
+        self.check_design(design)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if isinstance(design, Copy):
+            return out.copy_(x)
+        if x.numel() > 0:
+            if isinstance(design, CopyEngine):
+                sources = split(on_lines(x.detach().contiguous().view(-1)), team.size)
+                add_and_share(sources, split(out.view(-1), team.size), team, design)
+            else:
+                _launch(x.contiguous(), out, team, design, partials=1)
+        return out
+
+    def run_of_partials(self, x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
+        """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of split-K partials fp32
+        [partials, ...], contiguous; W > 1. One-shot: in two shots partials would not fit the registers."""
+        out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
+        call = CollectiveCall(out.nbytes, dtype, "one_shot")
+        _launch(x, out, team, self.plan(call, machine_of(team)).design, partials=x.shape[0])
+        return out
+
+    def forward(self, x: torch.Tensor, team: str, algorithm: str) -> torch.Tensor:
+        members = find_team(team)
+        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
+        return self.run(self.plan(call, machine_of(members)).design, members, x)
+
+    def fake(self, x, team, algorithm):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def setup_context(self, ctx, inputs, output):
+        ctx.team, ctx.algorithm = inputs[1:]
+
+    def backward(self, ctx, grad):
+        # Every rank's x reaches every rank's out, so the gradients of all outs meet in it.
+        return torch.ops.weft.all_reduce.default(grad, ctx.team, ctx.algorithm), None, None
 
 
-def run_of_parts(x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
-    """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of fp32 [parts, ...], contiguous, as
-    ``weft.ops.gemm.small_m`` leaves them; W > 1. One-shot: in two shots parts would not fit the registers."""
-    out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
-    _launch(x, out, team, "one_shot", chosen("all_reduce", out, team, "one_shot").plan, parts=x.shape[0])
-    return out
-
-
-def _launch(x: torch.Tensor, out: torch.Tensor, team: Team, algorithm: str, plan: Plan, parts: int) -> None:
-    two_shot = algorithm == "two_shot"
+def _launch(x: torch.Tensor, out: torch.Tensor, team: Team, design: OneShot | TwoShot, partials: int) -> None:
+    two_shot, plan = isinstance(design, TwoShot), design.push
     tiles = cdiv(out.nbytes, plan.row_bytes * (team.size if two_shot else 1))
-    launch(all_reduce_kernel, x, out, out.numel(), tiles, team, plan, TWO_SHOT=two_shot, SUMMANDS=parts)
+    launch(all_reduce_kernel, x, out, out.numel(), tiles, team, plan, TWO_SHOT=two_shot, SUMMANDS=partials)
 
 
-@custom_op("all_reduce")
-def _all_reduce(x: torch.Tensor, team: str, algorithm: str) -> torch.Tensor:
-    members = find_team(team)
-    decision = chosen("all_reduce", x, members, algorithm)
-    return run(x, members, decision.algorithm, decision.plan)
-
-
-@_all_reduce.register_fake
-def _(x, team, algorithm):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _remember(ctx, inputs, output):
-    ctx.team, ctx.algorithm = inputs[1:]
-
-
-def _backward(ctx, grad):
-    # Every rank's x reaches every rank's out, so the gradients of all outs meet in it.
-    return torch.ops.weft.all_reduce.default(grad, ctx.team, ctx.algorithm), None, None
-
-
-_all_reduce.register_autograd(_backward, setup_context=_remember)
+ALL_REDUCE = AllReduce()
+register(ALL_REDUCE)
 
 
 def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
@@ -217,5 +239,5 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     dtype and algorithm (which makes the workspace). ValueError for wrong arguments. The backward is an all-reduce.
     """
     check_tensor("all_reduce", "x", x, team, FLOATS)
-    check_choice("all_reduce", "algorithm", algorithm, ALGORITHMS)
+    check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)
     return torch.ops.weft.all_reduce.default(x, team.name, algorithm)

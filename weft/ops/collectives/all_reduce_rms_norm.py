@@ -2,9 +2,9 @@
 
 hidden[t, :] = round(sum over s of x_s[t, :] + residual[t, :])                  summed in fp32, rounded once to x.dtype
 normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)  from the rounded hidden, in fp32
-factored:    round(hidden[t, :] * weight) and the parts' shares of mean(hidden[t, :]^2), for the product behind
-one_shot   a row --to all--> sum, norm                          1 crossing
-two_shot   W rows --one to each--> sum --to all--> W norms      2 crossings, fewer bytes
+deferred:    round(hidden[t, :] * weight) and the parts' shares of mean(hidden[t, :]^2), for the GEMM behind
+one_shot   a row --to all--> sum, norm                          1 hop
+two_shot   W rows --one to each--> sum --to all--> W norms      2 hops, fewer bytes
 
 A row is cut into parts of about 512 bytes, a program each, because one program is slow to push much to three peers. What a
 norm needs of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory; where the norm is
@@ -13,17 +13,23 @@ factored they need not, which saves a fifth to a third of the time. Figures: doc
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.partial_sums import product_of_parts
-from weft.kernels.rms_norm import norm, squares_of
-from weft.ops import dispatch
-from weft.ops.custom_op import custom_op
-from weft.ops.dispatch import Decision, compare, of_world
+from weft.kernels.rms_norm import norm as rms_norm
+from weft.kernels.rms_norm import squares_of
+from weft.ops.case import Case, Draw, Inputs
+from weft.ops.collectives import all_reduce
+from weft.ops.collectives.collective import OneShot, TwoShot, checked_shape, shots_rule
+from weft.ops.op import Op, define, register
 from weft.ops.registration import (
     FLOATS,
     HALVES,
@@ -34,9 +40,10 @@ from weft.ops.registration import (
     check_scalar,
     check_tensor,
 )
+from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.team import Team, find_team
-from weft.transport.plans import Plan
+from weft.transport.plans import PushPlan
 from weft.transport.push import (
     STAGES,
     UNWRITTEN,
@@ -53,12 +60,37 @@ from weft.transport.push import (
     sum_of_ranks,
 )
 
-ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_ROW_BYTES = 65536
 PART_BYTES = 512
-# Largest x that goes in one shot, by world size: dispatch's, but for two ranks, where whole decode steps were measured. (What
-# was tuned for the all-reduce has other tiles.)
-ONE_SHOT_LIMIT = dispatch.ONE_SHOT_LIMIT | {2: 1 << 20}
+# Largest x that goes in one shot, by world size: all_reduce's, except for two ranks, where whole decode steps were measured.
+# (The rows tuned for the all-reduce have other tiles.)
+ONE_SHOT_LIMIT = all_reduce.ONE_SHOT_LIMIT | {2: 1 << 20}
+
+
+class Normed(NamedTuple):
+    """Tensors of the norm, passed to the kernel as the argument ``norm``.
+
+    hidden    [n, WIDTH]  written: the sum with the residual
+    residual  [n, WIDTH]
+    weight    [WIDTH]
+    eps       added to the mean square
+    """
+
+    hidden: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+
+
+class Sums(NamedTuple):
+    """Where the programs of a row add up its squares, passed to the kernel as the argument ``sums``.
+
+    squares  inboxes of sum_over_parts; DEFERRED: [n, parts], written
+    counts   [programs]: calls of each; DEFERRED: unused
+    """
+
+    squares: torch.Tensor
+    counts: torch.Tensor
 
 
 @triton.jit
@@ -92,37 +124,33 @@ def all_reduce_rms_norm_kernel(
     buffer,  # Slots, in hidden's dtype
     epochs,
     team,
-    hidden,  # [n, WIDTH]
-    residual,  # [n, WIDTH]
-    weight,  # [WIDTH]
-    eps,
+    norm,  # Normed
     part_stride,  # elements from one summand to the next
-    sums,  # sum_over_parts; FACTORED: [n, parts], written
-    counts,  # [programs]; FACTORED: unused
+    sums,  # Sums
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     TWO_SHOT: tl.constexpr,
-    FACTORED: tl.constexpr,
+    DEFERRED: tl.constexpr,
     SUMMANDS: tl.constexpr,
 ):
-    """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight; FACTORED: normed = hidden * weight, and
-    sums[t, p] = sum(hidden[t, part p]^2) / WIDTH.
+    """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight; DEFERRED: normed = hidden * weight, and
+    sums.squares[t, p] = sum(hidden[t, part p]^2) / WIDTH.
     grid: (groups * parts,), parts = WIDTH / PART rounded up; group g has every groups-th tile, its program p the columns
     from p * PART on
 
     one-shot   a tile is a row; one exchange a tile
     two-shot   a tile is W rows, row s summed by rank s; two exchanges a tile
     signals, order, reuse: weft.transport.push (in turns), between the programs of a row sum_over_parts. Rows beyond n and
-    columns beyond WIDTH are sent as zeros. FACTORED: nothing between the programs of a row.
+    columns beyond WIDTH are sent as zeros. DEFERRED: nothing between the programs of a row.
 
     every rank   | load | push | receive, sum, residual | (push sum, receive) | sum of squares over the parts | store both |
-    FACTORED     | load | push | receive, sum, residual | (push sum, receive) | store all |
+    DEFERRED     | load | push | receive, sum, residual | (push sum, receive) | store all |
     """
     world: tl.constexpr = wl.num_ranks(team)
-    dtype: tl.constexpr = hidden.dtype.element_ty
+    dtype: tl.constexpr = norm.hidden.dtype.element_ty
     parts: tl.constexpr = (WIDTH + PART - 1) // PART
     program = tl.program_id(0)
     group, groups = program // parts, tl.num_programs(0) // parts
@@ -130,11 +158,11 @@ def all_reduce_rms_norm_kernel(
     columns = program % parts * PART + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < PART) & (columns < WIDTH)
     wl.follow_previous_kernel()
-    scale = tl.load(weight + columns, mask=inside, other=0)
+    scale = tl.load(norm.weight + columns, mask=inside, other=0)
     epoch = wl.next_epoch(epochs + program)
     count = 0
-    if not FACTORED:
-        count = wl.next_epoch(counts + program)
+    if not DEFERRED:
+        count = wl.next_epoch(sums.counts + program)
     if TWO_SHOT:
         ranks = tl.arange(0, ROWS)[:, None]
         ordered = clears_in_order(slot, 2 * tl.cdiv(tl.cdiv(n, world), groups), PART)
@@ -149,21 +177,21 @@ def all_reduce_rms_norm_kernel(
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
             own = product_of_parts(x + mine, exists, part_stride, SUMMANDS, dtype)
-            before = tl.load(residual + mine, mask=exists, other=0).to(tl.float32)
+            before = tl.load(norm.residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
             send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, PART)
             whole = receive(part, slot, epoch + 1, epoch, team, ordered, ROWS, TRANSPORT, PART)
             place = (first + ranks) * WIDTH + columns[None, :]
             here = is_rank(team, ROWS) & (ranks < rest)
-            if FACTORED:
+            if DEFERRED:
                 at = (first + ranks) * parts + program % parts
-                tl.store(sums + at, (squares_of(whole) / WIDTH)[:, None], mask=here)
+                tl.store(sums.squares + at, (squares_of(whole) / WIDTH)[:, None], mask=here)
                 result = whole.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
-                squares = sum_over_parts(squares_of(whole), sums, count, parts, team, ROWS)
-                result = norm(whole, squares, scale, eps, WIDTH)
-            tl.store(hidden + place, whole, mask=here & inside[None, :])
+                squares = sum_over_parts(squares_of(whole), sums.squares, count, parts, team, ROWS)
+                result = rms_norm(whole, squares, scale, norm.eps, WIDTH)
+            tl.store(norm.hidden + place, whole, mask=here & inside[None, :])
             tl.store(normed + place, result.to(dtype), mask=here & inside[None, :])
             epoch += 2
             count += 1
@@ -173,141 +201,186 @@ def all_reduce_rms_norm_kernel(
             place = tl.cast(row, tl.int64) * WIDTH + columns
             own = product_of_parts(x + place, inside, part_stride, SUMMANDS, dtype)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
-            before = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
+            before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             total = (sum_of_ranks(received) + before).to(dtype)[None, :]
-            if FACTORED:
+            if DEFERRED:
                 at = tl.cast(row, tl.int64) * parts + program % parts
-                tl.store(sums + at + tl.arange(0, 1), squares_of(total) / WIDTH)
+                tl.store(sums.squares + at + tl.arange(0, 1), squares_of(total) / WIDTH)
                 result = total.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
-                squares = sum_over_parts(squares_of(total), sums, count, parts, team, 1)
-                result = norm(total, squares, scale, eps, WIDTH)
+                squares = sum_over_parts(squares_of(total), sums.squares, count, parts, team, 1)
+                result = rms_norm(total, squares, scale, norm.eps, WIDTH)
             here = place[None, :]
-            tl.store(hidden + here, total, mask=inside[None, :])
+            tl.store(norm.hidden + here, total, mask=inside[None, :])
             tl.store(normed + here, result.to(dtype), mask=inside[None, :])
             epoch += 1
             count += 1
     keep_epoch(epochs, epoch - 1)
-    if not FACTORED:
-        keep_epoch(counts, count - 1)
+    if not DEFERRED:
+        keep_epoch(sums.counts, count - 1)
 
 
-def run(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str, plan: Plan,
-    factored: bool = False,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """(normed, hidden), or if ``factored`` (scaled, hidden, squares), as new contiguous tensors. All checked, any strides.
-    ``plan.row_bytes``: of a part of a row."""
-    normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    width, itemsize = residual.shape[-1], residual.itemsize
-    rows = residual.numel() // max(1, width)
-    parts = cdiv(width * itemsize, plan.row_bytes)
-    squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if factored else None
-    if rows > 0:
-        two_shot = algorithm == "two_shot"
-        tiles = cdiv(rows, team.size) if two_shot else rows
-        programs = slots_of(team, plan, itemsize).programs // parts * parts
-        if factored:
-            sums = counts = squares
-        else:
-            sums, counts = _sums(team, plan, itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
-        launch(
-            all_reduce_rms_norm_kernel, x.contiguous(), normed, rows, min(tiles * parts, programs), team, plan,
-            hidden, residual.contiguous(), weight.contiguous(), eps, residual.numel(), sums, counts, WIDTH=width,
-            PART=plan.row_bytes // itemsize, TWO_SHOT=two_shot, FACTORED=factored,
-            SUMMANDS=x.shape[0] if x.dim() > residual.dim() else 1,
-        )  # fmt: skip
-    return (normed, hidden) if squares is None else (normed, hidden, squares)
+class NormCall(NamedTuple):
+    """What the plan depends on. nbytes, row_bytes: of the tensor that is normed, and of a row of it."""
+
+    nbytes: int
+    row_bytes: int
+    dtype: torch.dtype
+    design: str = AUTO
 
 
-def _sums(team: Team, plan: Plan, itemsize: int, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inboxes, all unwritten, and counts of ``sum_over_parts``. Of so many rows and parts alone: a program's inbox is laid
-    out by them, and the programs of a row must have made as many calls each."""
+class AllReduceRMSNorm(Op):
+    name, alias = "all_reduce_rms_norm", "all-reduce-rms-norm"
+    designs = {"one_shot": OneShot, "two_shot": TwoShot}
+    sizes = ("shape",)
+    dtypes = FLOATS
 
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> NormCall:
+        shape = checked_shape(self.name, sizes[0])
+        check_row(shape[-1] if shape else 0, dtype.itemsize)
+        return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design)
+
+    def found(self, call: NormCall, machine: Machine) -> None:
+        """No row: the tiles follow from the row's length."""
+
+    def no_row(self, call: NormCall, machine: Machine) -> str:
+        return ""
+
+    def rule(self, call: NormCall, machine: Machine) -> tuple[str, str]:
+        if machine.world_size == 1:
+            return "one_shot", "one rank: nothing to send"
+        return shots_rule(call.nbytes, machine.world_size, ONE_SHOT_LIMIT)
+
+    def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
+        # About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident.
+        parts = min(cdiv(call.row_bytes, PART_BYTES), machine.caps.sms)
+        row_bytes = cdiv(call.row_bytes, parts * 16) * 16
+        return self.designs[name](
+            push=PushPlan(transport="lamport", row_bytes=row_bytes, num_warps=1, programs_per_sm=16)
+        )
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        weight = 1 + draw.shared("weight", case.sizes[-1:]) / 8
+        return draw.own("x", case.sizes), draw.shared("residual", case.sizes), weight
+
+    def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot:
+        """The design for tensors of the shape and dtype of ``residual``."""
+        call = NormCall(residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm)
+        return self.plan(call, machine_of(team)).design
+
+    def run(
+        self,
+        design: OneShot | TwoShot,
+        team: Team,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        deferred: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """(normed, hidden), or if ``deferred`` (scaled, hidden, squares): new contiguous tensors. All checked, any strides."""
+        self.check_design(design)
+        plan, two_shot = design.push, isinstance(design, TwoShot)
+        normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+        width, itemsize = residual.shape[-1], residual.itemsize
+        rows = residual.numel() // max(1, width)
+        parts = cdiv(width * itemsize, plan.row_bytes)
+        squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if deferred else None
+        if rows > 0:
+            tiles = cdiv(rows, team.size) if two_shot else rows
+            programs = slots_of(team, plan, itemsize).programs // parts * parts
+            if squares is not None:
+                sums = Sums(squares, squares)
+            else:
+                sums = _sums(team, plan, itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
+            norm = Normed(hidden, residual.contiguous(), weight.contiguous(), eps)
+            launch(
+                all_reduce_rms_norm_kernel,
+                x.contiguous(),
+                normed,
+                rows,
+                min(tiles * parts, programs),
+                team,
+                plan,
+                norm,
+                residual.numel(),
+                sums,
+                WIDTH=width,
+                PART=plan.row_bytes // itemsize,
+                TWO_SHOT=two_shot,
+                DEFERRED=deferred,
+                SUMMANDS=x.shape[0] if x.dim() > residual.dim() else 1,
+            )
+        return (normed, hidden) if squares is None else (normed, hidden, squares)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        members = find_team(team)
+        return self.run(self.plan_of(residual, members, algorithm), members, x, residual, weight, eps)
+
+    def fake(self, x, residual, weight, eps, team, algorithm):
+        return tuple(torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+
+
+class AllReduceDeferredNorm(Op):
+    """The same with a deferred RMS scale: a torch op of its own, since its results differ in number."""
+
+    name = alias = "all_reduce_factored_norm"
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        members = find_team(team)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm)
+        return ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, 0.0, deferred=True)
+
+    def fake(self, x, residual, weight, team, algorithm):
+        scaled, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, find_team(team), algorithm)
+        parts = cdiv(residual.shape[-1] * residual.itemsize, design.push.row_bytes)
+        return scaled, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
+
+
+ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
+register(ALL_REDUCE_RMS_NORM)
+define(AllReduceDeferredNorm())
+
+
+def _sums(team: Team, plan: PushPlan, itemsize: int, rows: int, parts: int) -> Sums:
+    """Inboxes, all unwritten, and counts of ``sum_over_parts``, for this number of rows and parts alone: a program's inbox is
+    laid out by them, and the programs of a row must have made equally many calls."""
+
+    def make() -> Sums:
         programs = slots_of(team, plan, itemsize).programs
         sums = team.local((programs, STAGES.value, rows, parts), torch.float32)
         word, bits = UNWRITTEN[4]
         sums.view(word).fill_(bits)
-        return sums, team.local((programs,), torch.int32)
+        return Sums(sums, team.local((programs,), torch.int32))
 
     return team.workspace(("sums over parts", plan, itemsize, rows, parts), make)
 
 
+def takes_rows(row_bytes: int) -> bool:
+    """True if the op takes rows of this length."""
+    return row_bytes % 16 == 0 and 0 < row_bytes <= MAX_ROW_BYTES
+
+
 def check_row(width: int, itemsize: int) -> None:
-    """ValueError unless a row of so many elements can be cut into parts."""
+    """ValueError unless a row of ``width`` elements can be cut into parts."""
     row_bytes = width * itemsize
-    if row_bytes % 16 != 0 or not 0 < row_bytes <= MAX_ROW_BYTES:
+    if not takes_rows(row_bytes):
         raise ValueError(
             f"all_reduce_rms_norm: rows of {width} elements have {row_bytes} bytes, not a multiple of 16 from "
             f"16 to {MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
         )
 
 
-def plan_for_rows(row_bytes: int, sms: int) -> Plan:
-    """About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident."""
-    parts = min(cdiv(row_bytes, PART_BYTES), sms)
-    return Plan(transport="lamport", row_bytes=cdiv(row_bytes, parts * 16) * 16, num_warps=1, programs_per_sm=16)
-
-
-@custom_op("all_reduce_rms_norm", backward=False)
-def _all_reduce_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    members = find_team(team)
-    return run(x, residual, weight, eps, members, *_chosen(residual, members, algorithm))
-
-
-def _chosen(x: torch.Tensor, team: Team, algorithm: str) -> tuple[str, Plan]:
-    """The algorithm that runs, and how tiles travel. ``x``: of the shape and dtype of what does."""
-    decision = choose(x.nbytes, x.shape[-1] * x.itemsize, team.size, team.caps.sms, algorithm)
-    return decision.algorithm, decision.plan
-
-
-def choose(nbytes: int, row_bytes: int, world_size: int, sms: int, algorithm: str = "auto") -> Decision:
-    """What a call gets. nbytes, row_bytes: of what is normed, and of a row of it. algorithm: what was asked for."""
-    if world_size == 1:
-        algorithm, reason = "one_shot", "one rank: nothing to send"
-    elif algorithm != "auto":
-        reason = f"asked for algorithm={algorithm!r}"
-    elif nbytes <= of_world(ONE_SHOT_LIMIT, world_size):
-        algorithm, reason = "one_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, "one crossing beats two", "<=")
-    else:
-        why = f"fewer bytes beat fewer crossings at world_size={world_size}"
-        algorithm, reason = "two_shot", compare(nbytes, ONE_SHOT_LIMIT, world_size, why, ">")
-    return Decision(
-        op="all_reduce_rms_norm", algorithm=algorithm, transport="lamport", reason=reason,
-        plan=plan_for_rows(row_bytes, sms),
-    )  # fmt: skip
-
-
-@_all_reduce_rms_norm.register_fake
-def _(x, residual, weight, eps, team, algorithm):
-    return tuple(torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-
-
-@custom_op("all_reduce_factored_norm", backward=False)
-def _all_reduce_factored_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    members = find_team(team)
-    return run(x, residual, weight, 0.0, members, *_chosen(residual, members, algorithm), factored=True)
-
-
-@_all_reduce_factored_norm.register_fake
-def _(x, residual, weight, team, algorithm):
-    scaled, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    width = residual.shape[-1]
-    plan = plan_for_rows(width * residual.itemsize, find_team(team).caps.sms)
-    parts = cdiv(width * residual.itemsize, plan.row_bytes)
-    return scaled, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
-
-
 def all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str = "auto",
     *, factored: bool = False,
-) -> tuple[torch.Tensor | FactoredNorm, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:  # fmt: skip
     """``(normed, hidden)``: hidden = the sum of all ranks' ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
     x          [..., H], any strides, fp16, bf16 or fp32, on ``team.device``, H a multiple of 16 bytes and at most 64 KiB; or
@@ -316,7 +389,7 @@ def all_reduce_rms_norm(
     residual   the same on all ranks, of x's shape and dtype
     weight     [H] of residual's dtype
     algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
-    factored   ``normed`` is a FactoredNorm, for the products behind it: sooner, since no part of a row waits for the others.
+    factored   ``normed`` is a DeferredNorm, for the products behind it: sooner, since no part of a row waits for the others.
                Of fp16 it may overflow: hidden * weight is kept before it is divided
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
@@ -330,7 +403,7 @@ def all_reduce_rms_norm(
     check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS)
     for name, tensor in (("residual", residual), ("weight", weight)):
         check_tensor("all_reduce_rms_norm", name, tensor, team, (residual.dtype if in_parts else x.dtype,))
-    check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALGORITHMS)
+    check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
     check_has_rows("all_reduce_rms_norm", "x", x)
     if in_parts and x.shape[0] == 0:
         raise ValueError(f"all_reduce_rms_norm: x has shape {tuple(x.shape)}, no part; pass what matmul_parts returned")
@@ -346,5 +419,5 @@ def all_reduce_rms_norm(
         scaled, hidden, squares = torch.ops.weft.all_reduce_factored_norm.default(
             x, residual, weight, team.name, algorithm
         )
-        return FactoredNorm(scaled, squares, eps), hidden
+        return DeferredNorm(scaled, squares, eps), hidden
     return torch.ops.weft.all_reduce_rms_norm.default(x, residual, weight, eps, team.name, algorithm)

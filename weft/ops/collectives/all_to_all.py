@@ -5,17 +5,23 @@ out_r[s * m : (s + 1) * m] = x_s[r * m : (r + 1) * m]       x, out: [W * m, ...]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.collectives.copy_engine import chosen, exchange, on_lines
-from weft.ops.custom_op import custom_op
+from weft.ops.case import Case, Inputs, part_of
+from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
+from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
+from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_even, check_tensor
+from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team import Team, find_team
-from weft.transport.plans import CopyPlan, Plan, word_of
+from weft.transport.plans import word_of
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -27,8 +33,6 @@ from weft.transport.push import (
     send_columns,
     tile_rest,
 )
-
-ALGORITHMS = ("auto", "push", "copy_engine")
 
 
 @triton.jit
@@ -73,44 +77,51 @@ def all_to_all_kernel(
     keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team, plan: Plan | CopyPlan) -> torch.Tensor:
-    """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
-    out = x.new_empty(x.shape)
-    if team.size == 1:
-        return out.copy_(x)
-    if x.numel() > 0:
-        words = as_words(x.detach(), word_of(x.nbytes // team.size))
-        if isinstance(plan, CopyPlan):
-            sources, outs = (t.view(team.size, -1).unbind() for t in (on_lines(words), as_words(out, words.dtype)))
-            exchange(sources, outs, team, plan)
-            return out
-        n = words.numel() // team.size
-        tiles = cdiv(n * max(2, words.itemsize), plan.row_bytes)
-        launch(all_to_all_kernel, words, as_words(out, words.dtype), n, tiles, team, plan)
-    return out
+class AllToAll(Collective):
+    name, alias = "all_to_all", "all-to-all"
+    rows_divided = True
+    moves_bits = True
+    copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
+    copies = {2: CopyEngine(pieces=(3, 1))}
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        return torch.cat([part_of(x, rank, case.world_size) for (x,) in everyone])
+
+    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
+        """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
+        self.check_design(design)
+        out = x.new_empty(x.shape)
+        if isinstance(design, Copy):
+            return out.copy_(x)
+        if x.numel() > 0:
+            words = as_words(x.detach(), word_of(x.nbytes // team.size))
+            if isinstance(design, CopyEngine):
+                sources, outs = (t.view(team.size, -1).unbind() for t in (on_lines(words), as_words(out, words.dtype)))
+                exchange(sources, outs, team, design)
+                return out
+            n, plan = words.numel() // team.size, design.push
+            tiles = cdiv(n * max(2, words.itemsize), plan.row_bytes)
+            launch(all_to_all_kernel, words, as_words(out, words.dtype), n, tiles, team, plan)
+        return out
+
+    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
+        members = find_team(team)
+        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
+        return self.run(self.plan(call, machine_of(members)).design, members, x)
+
+    def fake(self, x, team, algorithm="auto"):
+        return x.new_empty(x.shape)
+
+    def setup_context(self, ctx, inputs, output):
+        ctx.team, ctx.algorithm = inputs[1:]
+
+    def backward(self, ctx, grad):
+        # The parts go back where they came from.
+        return torch.ops.weft.all_to_all.default(grad, ctx.team, ctx.algorithm), None, None
 
 
-@custom_op("all_to_all")
-def _all_to_all(x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
-    members = find_team(team)
-    return run(x, members, chosen("all_to_all", x, members, algorithm).plan)
-
-
-@_all_to_all.register_fake
-def _(x, team, algorithm="auto"):
-    return x.new_empty(x.shape)
-
-
-def _remember(ctx, inputs, output):
-    ctx.team, ctx.algorithm = inputs[1:]
-
-
-def _backward(ctx, grad):
-    # The parts go back where they came from.
-    return torch.ops.weft.all_to_all.default(grad, ctx.team, ctx.algorithm), None, None
-
-
-_all_to_all.register_autograd(_backward, setup_context=_remember)
+ALL_TO_ALL = AllToAll()
+register(ALL_TO_ALL)
 
 
 def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
@@ -125,5 +136,5 @@ def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)
-    check_choice("all_to_all", "algorithm", algorithm, ALGORITHMS)
+    check_choice("all_to_all", "algorithm", algorithm, ALL_TO_ALL.algorithms)
     return torch.ops.weft.all_to_all.default(x, team.name, algorithm)

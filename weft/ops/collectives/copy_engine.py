@@ -3,26 +3,27 @@ kernels only begin, wait, copy out of the slots and add up.
 
 A copy engine fills a link better than stores do: on H200 parts of 64 MiB go to three peers one after the other at 379 GB/s,
 tiles of stores at 332. But each start and each flag costs microseconds, and what has come is copied once more, so it is for
-large messages and few pieces (dispatch.COPY_ENGINE, CopyPlan). Kernels and copy engines share the memory's bandwidth: 64
+large messages and few pieces (dispatch.COPY_ENGINE, CopyEngine). Kernels and copy engines share the memory's bandwidth: 64
 programs keep up with the links, and more of them slow the engines down (all-gather of 256 MiB at W=4 573 us, with 132 programs
 581, with one for each block 590); only what all wait for, the last piece, is copied by as many as there are blocks.
 
     slots    symmetric: one for each peer's part; all-reduce has as many again for the peers' sums
     signals  copy engine of rank s, behind each piece: flags[row, piece] = epoch at its receiver, a row for each slot
     waits    wait_kernel, before a piece is read: the flag >= epoch
-    reuse    of the slots: Segments. There is one half, so every call begins with a meeting of the ranks
+    reuse    of the slots: Segments. There is one half, so every call begins with a barrier of the ranks
     progress an engine waits for begin_kernel and for add_up of its own rank, a kernel for copies that stand before all
              that wait for it in their engines
 
 Messages of more than ROUND_BYTES take several rounds, each a call of its own: so the slots take at most ROUND_BYTES of the
-heap (of an all-reduce twice that), and what was made for smaller messages before, less than as much again. Nobody gets them
-without having asked who has not twice as much free in the heap (``chosen``).
+heap (of an all-reduce twice that), and the slots of smaller messages before, less than as much again. "auto" uses copy engines
+only where the slots are there, or twice their size is free in the heap (``copy_channel.staging_bytes_of``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -31,12 +32,13 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.partial_sums import added
 from weft.kernels.tile_schedule import slot_of
-from weft.ops.dispatch import Decision, choose
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
-from weft.runtime.workspace import capacity_for, grown_workspace
-from weft.transport.copy_channel import Segments, await_flags
-from weft.transport.plans import LINE_BYTES, CopyPlan
+from weft.runtime.codec import exchangeable
+from weft.runtime.launching import Launch, launch_of
+from weft.runtime.workspace import grown_workspace
+from weft.transport.copy_channel import STAGING, Segments, await_flags
+from weft.transport.plans import LINE_BYTES
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -45,9 +47,21 @@ if TYPE_CHECKING:
 ROUND_BYTES = 512 << 20
 # What a program copies, and adds up, at a time, and its warps.
 COPY_BYTES, ADD_BYTES, WARPS = 32768, 8192, 8
-KEY = "staging"
 
 Parts = Sequence[torch.Tensor]
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEngine:
+    """Copy engines carry whole parts.
+
+    pieces    at most MAX_CHUNKS of weft.transport.copy_channel: the sizes, in proportion, of the pieces that parts are cut into
+    programs  of a kernel that copies or adds up while copy engines are busy
+    """
+
+    pieces: tuple[int, ...]
+    programs: int = 64
 
 
 @triton.jit
@@ -76,7 +90,7 @@ def add_kernel(out, own, slots, slot_size, n, SLOTS: tl.constexpr, BLOCK: tl.con
         tl.store(out + at, x.to(out.dtype.element_ty), mask=at < n)
 
 
-def exchange(xs: Parts, outs: Parts, team: Team, plan: CopyPlan) -> None:
+def exchange(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
     """outs[s] = what rank s has for this one; xs[p] is for rank p.        W of either, all of one length
 
     Rank r serves r + 1, r + 2, … (mod W), so that everybody receives from one peer at a time. Only the last push is cut into
@@ -106,7 +120,7 @@ def exchange(xs: Parts, outs: Parts, team: Team, plan: CopyPlan) -> None:
         team.copy_engine.join()
 
 
-def add(xs: Parts, out: torch.Tensor, team: Team, plan: CopyPlan) -> None:
+def add(xs: Parts, out: torch.Tensor, team: Team, plan: CopyEngine) -> None:
     """``out`` = the sum of what the ranks have for this one; xs[p] is for rank p.        W of one length
 
     order  own + those of ranks me + 1, me + 2, … (mod W), in fp32, rounded once
@@ -122,7 +136,7 @@ def add(xs: Parts, out: torch.Tensor, team: Team, plan: CopyPlan) -> None:
         team.copy_engine.join()
 
 
-def add_and_share(xs: Parts, outs: Parts, team: Team, plan: CopyPlan) -> None:
+def add_and_share(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
     """outs[s] = the sum of the ranks' xs[s], which rank s adds up as of ``add``: bitwise the same on all.
 
     W of either; xs[s] and outs[s] of one length, no rank's longer than rank 0's.
@@ -150,7 +164,7 @@ def add_and_share(xs: Parts, outs: Parts, team: Team, plan: CopyPlan) -> None:
         team.copy_engine.join()
 
 
-def _push_pieces(space: Segments, slots: torch.Tensor, sources: Parts, team: Team, plan: CopyPlan) -> None:
+def _push_pieces(space: Segments, slots: torch.Tensor, sources: Parts, team: Team, plan: CopyEngine) -> None:
     """Every peer's part goes to its slot for this rank: the first piece to all, then the second, …"""
     world, me = team.size, team.rank
     for number, peer, piece in _in_order(sources, [(me + step) % world for step in range(1, world)], plan):
@@ -159,7 +173,7 @@ def _push_pieces(space: Segments, slots: torch.Tensor, sources: Parts, team: Tea
 
 
 def _add_pieces(
-    space: Segments, slots: torch.Tensor, own: torch.Tensor, out: torch.Tensor, team: Team, plan: CopyPlan
+    space: Segments, slots: torch.Tensor, own: torch.Tensor, out: torch.Tensor, team: Team, plan: CopyEngine
 ) -> Iterator[tuple[int, slice]]:
     """Add the slots to ``own`` piece by piece, as they come; yields (number, piece) after each."""
     for number, piece in enumerate(cut(out, plan.pieces)):
@@ -168,7 +182,7 @@ def _add_pieces(
         yield number, piece
 
 
-def _in_order(parts: Parts, peers: Sequence[int], plan: CopyPlan) -> Iterator[tuple[int, int, slice]]:
+def _in_order(parts: Parts, peers: Sequence[int], plan: CopyEngine) -> Iterator[tuple[int, int, slice]]:
     """(number, peer, piece): every peer's first piece, then every peer's second, …"""
     pieces = {peer: list(cut(parts[peer], plan.pieces)) for peer in peers}
     for number in range(len(plan.pieces)):
@@ -201,18 +215,20 @@ def rounds(sources: Parts, outs: Parts) -> Iterator[tuple[Parts, Parts]]:
 def copy(out: torch.Tensor, source: torch.Tensor, team: Team, programs: int | None) -> None:
     """By a kernel of so many programs at most: the copy engines have other things to do."""
     n, block = out.numel(), COPY_BYTES // out.itemsize
-    copy_kernel[(_grid(n, block, programs),)](
-        out, source, n, BLOCK=block, num_warps=WARPS, **launch_options(team.caps)
-    )  # fmt: skip
+    launch = _launch(team, copy_kernel, BLOCK=block)
+    launch(_grid(n, block, programs), out, source, n)
 
 
 def add_up(own: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, team: Team, programs: int) -> None:
     """``out`` = own + what lies in the slots [W - 1, at least out.numel()]."""
     n, block = out.numel(), ADD_BYTES // out.itemsize
-    add_kernel[(_grid(n, block, programs),)](
-        out, own, slots, slots.stride(0), n, SLOTS=slots.shape[0], BLOCK=block, num_warps=WARPS,
-        **launch_options(team.caps),
-    )  # fmt: skip
+    launch = _launch(team, add_kernel, SLOTS=slots.shape[0], BLOCK=block)
+    launch(_grid(n, block, programs), out, own, slots, slots.stride(0), n)
+
+
+def _launch(team: Team, kernel: Any, **constants: int) -> Launch:
+    options = {"num_warps": WARPS, **launch_options(team.caps)}
+    return launch_of(team, kernel, tuple(constants.items()), lambda: constants | options)
 
 
 def _grid(n: int, block: int, programs: int | None) -> int:
@@ -231,25 +247,6 @@ def on_lines(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % LINE_BYTES == 0 else x.clone()
 
 
-def chosen(op: str, x: torch.Tensor, team: Team, algorithm: str) -> Decision:
-    """What a call gets: of copy engines only if they were asked for, or their slots are there, or half of what the heap has
-    left holds them, since other ops need workspaces too. The heaps are filled alike, so all ranks get the same."""
-    made = team.workspace("decisions", dict)
-    key = op, x.nbytes, x.dtype, algorithm
-    if key not in made:
-        made[key] = choose(op, x.nbytes, x.dtype, team.size, team.caps, algorithm=algorithm)
-    decision = made[key]
-    if algorithm != "auto" or decision.algorithm != "copy_engine":
-        return decision
-    slots = (team.size - 1) * (2 if op == "all_reduce" else 1)
-    part = x.nbytes if op == "all_gather" else cdiv(x.nbytes, team.size)
-    wanted = capacity_for(slots * min(part, ROUND_BYTES // team.size))
-    if max(team.workspace(KEY, dict), default=0) >= wanted or wanted <= team.largest_free_bytes() // 2:
-        return decision
-    tiles = "two_shot" if op == "all_reduce" else "push"
-    return choose(op, x.nbytes, x.dtype, team.size, team.caps, algorithm=tiles)
-
-
 def _begin(team: Team, like: torch.Tensor, slots: int) -> tuple[Segments, torch.Tensor]:
     """A new call: its workspace, and slots of the length and dtype of ``like`` that are free behind this in the current
     stream and in the copy engine."""
@@ -258,7 +255,7 @@ def _begin(team: Team, like: torch.Tensor, slots: int) -> tuple[Segments, torch.
     def make(capacity: int) -> Segments:
         return Segments.make(team, team.empty((1, capacity), dtype=torch.uint8), 2 * (team.size - 1))
 
-    space = grown_workspace(team, KEY, slots * size, make)
+    space = grown_workspace(team, STAGING, slots * size, make)
     buffer = space.begin(team)
     team.copy_engine.fork()
     return space, buffer[: slots * size].view(like.dtype).view(slots, -1)

@@ -5,17 +5,22 @@ out_r[...] = round(sum over s of x_s[r * m : (r + 1) * m])      x: [W * m, ...],
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.collectives.copy_engine import add, chosen, on_lines
-from weft.ops.custom_op import custom_op
+from weft.ops.case import Case, Inputs, part_of, sum_of
+from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
+from weft.ops.collectives.copy_engine import CopyEngine, add, on_lines
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
+from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team import Team, find_team
-from weft.transport.plans import CopyPlan, Plan
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -27,8 +32,6 @@ from weft.transport.push import (
     sum_of_ranks,
     tile_rest,
 )
-
-ALGORITHMS = ("auto", "push", "copy_engine")
 
 
 @triton.jit
@@ -71,41 +74,52 @@ def reduce_scatter_kernel(
     keep_epoch(epochs, epoch - 1)
 
 
-def run(x: torch.Tensor, team: Team, plan: Plan | CopyPlan) -> torch.Tensor:
-    """``x`` checked, any strides. Returns a new contiguous tensor of shape [x.shape[0] / W, ...]."""
-    out = x.new_empty((x.shape[0] // team.size, *x.shape[1:]))
-    if team.size == 1:
-        return out.copy_(x)
-    if out.numel() > 0:
-        if isinstance(plan, CopyPlan):
-            sources = on_lines(x.detach().contiguous().view(-1)).view(team.size, -1).unbind()
-            add(sources, out.view(-1), team, plan)
-            return out
-        launch(reduce_scatter_kernel, x.contiguous(), out, out.numel(), cdiv(out.nbytes, plan.row_bytes), team, plan)
-    return out
+class ReduceScatter(Collective):
+    name, alias = "reduce_scatter", "reduce-scatter"
+    rows_divided = True
+    dtypes = FLOATS
+    copy_engine_from = {2: ENDLESS, 4: 256 << 20, 8: ENDLESS}
+    # Two ranks' parts are long, and the engines wait for their sum: more programs.
+    copies = {2: CopyEngine(pieces=(3, 1), programs=132), 8: CopyEngine(pieces=(3, 1))}
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        return sum_of([part_of(x, rank, case.world_size) for (x,) in everyone])
+
+    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
+        """``x`` checked, any strides. Returns a new contiguous tensor of shape [x.shape[0] / W, ...]."""
+        self.check_design(design)
+        out = x.new_empty((x.shape[0] // team.size, *x.shape[1:]))
+        if isinstance(design, Copy):
+            return out.copy_(x)
+        if out.numel() > 0:
+            if isinstance(design, CopyEngine):
+                sources = on_lines(x.detach().contiguous().view(-1)).view(team.size, -1).unbind()
+                add(sources, out.view(-1), team, design)
+                return out
+            plan = design.push
+            launch(
+                reduce_scatter_kernel, x.contiguous(), out, out.numel(), cdiv(out.nbytes, plan.row_bytes), team, plan
+            )
+        return out
+
+    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
+        members = find_team(team)
+        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
+        return self.run(self.plan(call, machine_of(members)).design, members, x)
+
+    def fake(self, x, team, algorithm="auto"):
+        return x.new_empty((x.shape[0] // find_team(team).size, *x.shape[1:]))
+
+    def setup_context(self, ctx, inputs, output):
+        ctx.team = inputs[1]
+
+    def backward(self, ctx, grad):
+        # My x reached every rank's out, each with one part.
+        return torch.ops.weft.all_gather.default(grad, ctx.team), None, None
 
 
-@custom_op("reduce_scatter")
-def _reduce_scatter(x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
-    members = find_team(team)
-    return run(x, members, chosen("reduce_scatter", x, members, algorithm).plan)
-
-
-@_reduce_scatter.register_fake
-def _(x, team, algorithm="auto"):
-    return x.new_empty((x.shape[0] // find_team(team).size, *x.shape[1:]))
-
-
-def _remember(ctx, inputs, output):
-    ctx.team = inputs[1]
-
-
-def _backward(ctx, grad):
-    # My x reached every rank's out, each with one part.
-    return torch.ops.weft.all_gather.default(grad, ctx.team), None, None
-
-
-_reduce_scatter.register_autograd(_backward, setup_context=_remember)
+REDUCE_SCATTER = ReduceScatter()
+register(REDUCE_SCATTER)
 
 
 def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
@@ -119,5 +133,5 @@ def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torc
     """
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)
-    check_choice("reduce_scatter", "algorithm", algorithm, ALGORITHMS)
+    check_choice("reduce_scatter", "algorithm", algorithm, REDUCE_SCATTER.algorithms)
     return torch.ops.weft.reduce_scatter.default(x, team.name, algorithm)

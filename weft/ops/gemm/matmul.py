@@ -1,122 +1,172 @@
-"""matmul: cuBLAS's GEMM, that of weft.ops.gemm.small_m for few rows, or a persistent one. The fused ops use it where there is
-one rank."""
+"""matmul: a GEMM of one rank, by cuBLAS, the small-M kernel or a persistent kernel. The overlapped ops use it too."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.deferred_norm import FactoredNorm
-from weft.kernels.gemm_tile import gemm_tile, join_parts, leave_part, store_tile
-from weft.kernels.operands import can_describe, operand, row_stride, rows_contiguous
-from weft.kernels.tile_schedule import MAX_PARTS, locate, make_tiles, work_at, work_steps
-from weft.ops.custom_op import custom_op
+from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.gemm_tile import Operand, Outgoing, SplitK, gemm_tile, join_partials, leave_partial, store_tile
+from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.tile_schedule import MAX_PARTIALS, as_argument, from_argument, locate, make_tiles, work_at, work_steps
+from weft.ops.case import Case, Inputs
 from weft.ops.gemm import cublas, matmul_deferred_norm, persistent, small_m
-from weft.ops.gemm.config import GemmConfig, configured
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.gemm_op import GemmCall, GemmOp, check_operands, product
+from weft.ops.gemm.small_m_rule import SmallM, choose_small_m, default_small_m
+from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.local import capabilities_of
-from weft.runtime.cublaslt import Algorithm
+from weft.ops.op import register
+from weft.plan.planned import AUTO, Machine, Planned, machine
+from weft.runtime.codec import exchangeable
 
 
-@triton.jit(do_not_specialize=["M", "tiles", "whole"])
-def matmul_kernel(
-    a, a_stride, b, b_stride, out, scratch, tickets, M, N, K, tiles, whole,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,); the tiles from place ``whole`` on are split
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persistent:
+    """weft's own GEMM: programs that stay on their SMs and take tiles in turn.
 
-    signals, waits  none: the last part of a split tile adds up the others (join_parts)
+    split  tiles that do not fill a round of programs are split along K (weft.kernels.tile_schedule)
     """
-    depth = tl.cdiv(K, BLOCK_K)
-    for step in range(0, work_steps(tiles, whole, depth)):
-        number, first, last = work_at(step, tiles, whole, depth)
+
+    tile: Tile
+    split: bool = True
+
+
+@triton.jit(do_not_specialize=["M"])
+def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, block):
+    """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,); the tiles from place ``tiles.whole`` on are split along K
+
+    signals, waits  none: the last program to leave a partial sum of a split tile adds up the others (join_partials)
+    """
+    tiles = from_argument(tiles)
+    a, b = Operand(a, a_stride, M), Operand(b, b_stride, N)
+    depth = tl.cdiv(K, block.k)
+    for step in range(0, work_steps(tiles, depth)):
+        number, first, last = work_at(step, tiles, depth)
         panel, chunk, tile_row, tile_column = locate(number, tiles)
-        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        acc = gemm_tile(
-            a, a_stride, M, b, b_stride, N, row, column, K, first, last, out, out, 0,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
-        )  # fmt: skip
+        row, column = tile_row * block.m, tile_column * block.n
+        acc = gemm_tile(a, b, row, column, K, first, last, Outgoing(out, out, 0), block, False)
         if last - first == depth:
-            store_tile(out, acc, row, column, 0, M, N, BLOCK_M, BLOCK_N)
-        elif leave_part(acc, scratch, tickets, number, tiles, whole, depth, BLOCK_M, BLOCK_N):
-            for at in range(0, BLOCK_M, ROWS):
-                x = join_parts(scratch, number, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
-                store_tile(out, x, row + at, column, 0, M, N, ROWS, BLOCK_N)
+            store_tile(out, acc, row, column, 0, M, N)
+        elif leave_partial(acc, split, number, tiles, depth, block):
+            for at in range(0, block.m, block.join_rows):
+                x = join_partials(split, number, at, tiles, depth, block)
+                store_tile(out, x, row + at, column, 0, M, N)
 
 
-def matmul(a: torch.Tensor | FactoredNorm, b: torch.Tensor) -> torch.Tensor:
+def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
     Rows may be strided; anything else is copied first. The same bits from run to run; a row's bits may change with the
-    design and config that M decides (``weft.ops.explain``). ``a`` may be a factored norm: its rows' factors are applied
-    to the product, in fp32, where ``weft.ops.gemm.small_m`` has a config, else to ``a`` before; then there is no backward.
+    design that M decides (``weft.ops.explain``). ``a`` may have a deferred RMS scale: its rows' factors are applied
+    to the result, in fp32, where the small-M kernel computes it, else to ``a`` before; then there is no backward.
     ValueError for shapes, dtypes or devices that do not fit.
     """
-    if isinstance(a, FactoredNorm):
-        persistent.check_operands("matmul", a.scaled, b, None)
+    if isinstance(a, DeferredNorm):
+        check_operands("matmul", a.scaled, b, None)
         return matmul_deferred_norm.product("matmul", a, b)
-    persistent.check_operands("matmul", a, b, None)
+    check_operands("matmul", a, b, None)
     return torch.ops.weft.matmul.default(a, b)
 
 
-def run(a: torch.Tensor, b: torch.Tensor, config: GemmConfig | Algorithm | None = None) -> torch.Tensor:
-    """``matmul`` of checked arguments, with a chosen config or algorithm of the library. A config of design "library" is as
-    torch calls it. ValueError for a config of design "segments", which is for ops of several ranks."""
-    a, b = rows_contiguous(a), rows_contiguous(b)
-    (M, K), N = a.shape, b.shape[0]
-    caps = capabilities_of(a.device)
-    if isinstance(config, Algorithm):
-        return cublas.by(config, a, b)
-    if config is None and (few_rows := small_m.chosen_for("matmul", a, b, caps)) is not None:
-        return small_m.run(a, b, few_rows, gated=False)
-    if config is not None:
-        persistent.check_design("matmul", config, "fused", "library")
-        if config.design == "library":
-            return a @ b.T
-    config = config or configured("matmul", M, N, K, a.dtype, 1, caps)
-    if config.design == "library":
-        return cublas.matmul(a, b)
-    tiles = make_tiles(M, N, panels=1, block_m=config.block_m, block_n=config.block_n, group=config.group)
+class Matmul(GemmOp):
+    name, alias = "matmul", "gemm"
+    designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent}
+
+    def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        small, reason = choose_small_m(call, machine.caps)
+        if small is not None and call.design == AUTO:
+            return Planned("small_m", small, reason)
+        return super().choose(call, machine)
+
+    def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        # A GEMM of one rank knows of no other ranks.
+        return self.name, (call.M, call.N, call.K), 1
+
+    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
+        if machine.caps.is_simulated:
+            return "persistent", "simulated: the kernel is what is to be seen"
+        return "cublas", "cuBLAS is faster than weft's plain GEMM where both were measured"
+
+    def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
+        if name == "cublas":
+            return Cublas()
+        if name == "small_m":
+            return default_small_m(call, machine.caps)
+        tile = default_tile(call.M, call.N, call.dtype, machine.caps)
+        return Persistent(tile=tile, split=splits_by_default(call.K, machine.caps))
+
+    def local_plan(self, M: int, N: int, K: int, dtype: torch.dtype, machine: Machine, aligned: bool = True) -> Planned:
+        """The plan of a rank's own GEMM within another op. On simulated ranks cuBLAS's place is taken by the host."""
+        design = "cublas" if machine.caps.is_simulated else AUTO
+        return self.plan(GemmCall(M, N, K, dtype, aligned, design=design), machine)
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        return product(*everyone[rank])
+
+    def call(self, case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return matmul(a, b) if case.design == AUTO else self.run(case.design, None, a, b)
+
+    def run(self, design: Any, team: None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """``matmul`` of checked arguments by ``design``."""
+        self.check_design(design)
+        if isinstance(design, Cublas):
+            return cublas.run(design, a, b)
+        a, b = rows_contiguous(a), rows_contiguous(b)
+        return small_m.run(a, b, design) if isinstance(design, SmallM) else _run_persistent(design, a, b)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = rows_contiguous(a), rows_contiguous(b)
+        (M, K), N = a.shape, b.shape[0]
+        call = GemmCall(M, N, K, a.dtype, can_describe(a, b))
+        return self.run(self.plan(call, machine(capabilities_of(a.device), 1)).design, None, a, b)
+
+    def fake(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.new_empty((a.shape[0], b.shape[0]))
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+        a, b = ctx.saved_tensors
+        return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul.default(grad.t(), a.t())
+
+
+def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    (M, K), N, tile, caps = a.shape, b.shape[0], design.tile, capabilities_of(a.device)
+    tiles = make_tiles(M, N, panels=1, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    programs = min(caps.sms, tiles.count * (MAX_PARTS.value if config.split else 1))
-    whole = persistent.whole_for(tiles, programs, config)
-    scratch, tickets = _parts(a.device, tiles.count - whole, programs, config)
-    descriptors = can_describe(a, b)
-    options = persistent.constants(config, descriptors, caps.arch)
-    del options["PIECE"]
+    programs = min(caps.sms, tiles.count * (MAX_PARTIALS.value if design.split else 1))
+    tiles = persistent.with_split(tiles, programs, design.split)
+    operands, descriptors = persistent.operands(a, b, tile)
     matmul_kernel[(programs,)](
-        operand(a, config.block_m, config.block_k, descriptors), row_stride(a),
-        operand(b, config.block_n, config.block_k, descriptors), row_stride(b),
-        out, scratch, tickets, M, N, K, tiles, whole, **options,
-    )  # fmt: skip
+        *operands,
+        out,
+        _split_scratch(a.device, tiles.count - tiles.whole, programs, tile),
+        M,
+        N,
+        K,
+        as_argument(tiles),
+        tile.block(descriptors),
+        **tile.options(descriptors, caps.arch),
+    )
     return out
 
 
-def _parts(device: torch.device, split: int, programs: int, config: GemmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scratch and tickets of one call. Its own, since calls may run on several streams at once."""
-    tile = config.block_m * config.block_n
-    scratch = torch.empty((programs, tile) if split else (1,), dtype=torch.float32, device=device)
-    return scratch, torch.zeros(split, dtype=torch.int32, device=device) if split else scratch.view(torch.int32)
+def _split_scratch(device: torch.device, split: int, programs: int, tile: Tile) -> SplitK:
+    """Scratch memory of one call. Its own, since calls may run on several streams at once."""
+    elements = tile.block_m * tile.block_n
+    partials = torch.empty((programs, elements) if split else (1,), dtype=torch.float32, device=device)
+    return SplitK(
+        partials, torch.zeros(split, dtype=torch.int32, device=device) if split else partials.view(torch.int32)
+    )
 
 
-@custom_op("matmul")
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return run(a, b)
-
-
-@_matmul.register_fake
-def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]))
-
-
-def _remember(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad):
-    a, b = ctx.saved_tensors
-    return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul.default(grad.t(), a.t())
-
-
-_matmul.register_autograd(_backward, setup_context=_remember)
+MATMUL = Matmul()
+register(MATMUL)

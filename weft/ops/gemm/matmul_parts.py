@@ -1,21 +1,24 @@
-"""matmul_parts: a product whose split sums are left to the kernel that reads them.
+"""matmul_parts: a GEMM whose split-K partials are left to the kernel that reads them.
 
-Where few rows meet a weight of few rows, ``weft.ops.gemm.small_m`` splits K, so that all SMs read the weight, and a kernel of
-its own adds the parts up: 1.3 us a call and its start, for a few KiB (H200). A kernel that reads them anyway may do it.
+Where few rows meet a weight of few rows, the small-M kernel splits K, so that all SMs read the weight, and a kernel of
+its own adds the partials up: 1.3 us a call with its start, for a few KiB (H200). A kernel that reads them anyway may do it.
 """
 
 from __future__ import annotations
 
 import torch
 
-from weft.kernels.deferred_norm import FactoredNorm, check_squares
+from weft.kernels.deferred_norm import DeferredNorm, check_squares
 from weft.kernels.operands import can_describe, rows_contiguous
-from weft.ops.custom_op import custom_op
-from weft.ops.gemm import persistent, small_m, small_m_config
+from weft.ops.gemm import small_m
+from weft.ops.gemm.gemm_op import GemmCall, check_operands
+from weft.ops.gemm.small_m_rule import SmallM, choose_small_m
 from weft.ops.local import capabilities_of
+from weft.ops.op import Op, define
+from weft.plan.memo import once
 
 
-def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor | FactoredNorm:
+def matmul_parts(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor | DeferredNorm:
     """What becomes ``matmul(x, weight)`` in the kernel that reads it: fp32 [parts, M, N] where K is split, to be added up in
     this order and rounded; else that product itself, [M, N] in x's dtype; or of a factored norm where the library multiplies,
     ``x.scaled`` times the weight, whose rows' factors are still to be applied.
@@ -25,29 +28,26 @@ def matmul_parts(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.
 
     Which of the three depends on shapes, dtype and device alone. No backward. ValueError as of ``matmul``.
     """
-    if not isinstance(x, FactoredNorm):
-        persistent.check_operands("matmul_parts", x, weight, None)
+    if not isinstance(x, DeferredNorm):
+        check_operands("matmul_parts", x, weight, None)
         return torch.ops.weft.matmul_parts.default(x, weight, None, 0.0)
-    persistent.check_operands("matmul_parts", x.scaled, weight, None)
+    check_operands("matmul_parts", x.scaled, weight, None)
     check_squares("matmul_parts", x, weight)
-    if config_of(x.scaled, weight, factored=True) is None:
-        return FactoredNorm(torch.ops.weft.matmul.default(x.scaled, weight), x.squares, x.eps)
+    if _plan(x.scaled, weight, deferred_norm=True) is None:
+        return DeferredNorm(torch.ops.weft.matmul.default(x.scaled, weight), x.squares, x.eps)
     return torch.ops.weft.matmul_parts.default(x.scaled, weight, x.squares, x.eps)
 
 
-def config_of(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> small_m_config.SkinnyConfig | None:
-    """The config of a product of few rows; None: another design."""
-    caps = capabilities_of(x.device)
-    words = {"factored": factored, "in_parts": True}
-    return small_m_config.configured("matmul", x.shape[0], *weight.shape, x.dtype, caps, **words)[0]
+def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM | None:
+    """The small-M design of these shapes; None: another design. No alignment of addresses goes in, since fakes have none."""
+    aligned = x.shape[1] * x.element_size() % 16 == 0
+    call = GemmCall(x.shape[0], *weight.shape, x.dtype, aligned, deferred_norm=deferred_norm, partials=True)
+    return once(("matmul_parts", call, x.device), lambda: choose_small_m(call, capabilities_of(x.device))[0])
 
 
-def split_config(x: torch.Tensor, weight: torch.Tensor, factored: bool) -> small_m_config.SkinnyConfig | None:
-    """The config of a product that leaves parts; None: it does not."""
-    if x.shape[1] * x.element_size() % 16 != 0:
-        return None
-    config = config_of(x, weight, factored)
-    return config if config is not None and small_m_config.parts_of(config, x.shape[1]) > 1 else None
+def _partials(design: SmallM | None, K: int) -> int:
+    """Number of split-K partials that the design leaves; 1: none."""
+    return 1 if design is None else design.partials_of(K)
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
@@ -56,22 +56,23 @@ def _described(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if can_describe(matrix) else matrix.clone(memory_format=torch.contiguous_format)
 
 
-@custom_op("matmul_parts", backward=False)
-def _matmul_parts(x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
-    config = split_config(x, weight, squares is not None)
-    if config is not None:
-        x, weight = map(_described, (x, weight))
-        squares = None if squares is None else squares.contiguous()
-        return small_m.run(x, weight, config, False, squares=squares, eps=eps, summed=False)
-    if squares is None:
-        return torch.ops.weft.matmul.default(x, weight)
-    return torch.ops.weft.product_of_norm.default(x, squares, eps, weight, False)
+class MatmulParts(Op):
+    name = alias = "matmul_parts"
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
+        design = _plan(x, weight, squares is not None)
+        if _partials(design, x.shape[1]) > 1:
+            x, weight = map(_described, (x, weight))
+            squares = None if squares is None else squares.contiguous()
+            return small_m.run(x, weight, design, squares=squares, eps=eps, summed=False)
+        if squares is None:
+            return torch.ops.weft.matmul.default(x, weight)
+        return torch.ops.weft.product_of_norm.default(x, squares, eps, weight, False)
+
+    def fake(self, x, weight, squares, eps):
+        (M, K), N = x.shape, weight.shape[0]
+        partials = _partials(_plan(x, weight, squares is not None), K)
+        return x.new_empty((M, N)) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
 
 
-@_matmul_parts.register_fake
-def _(x, weight, squares, eps):
-    (M, K), N = x.shape, weight.shape[0]
-    config = split_config(x, weight, squares is not None)
-    if config is None:
-        return x.new_empty((M, N))
-    return x.new_empty((small_m_config.parts_of(config, K), M, N), dtype=torch.float32)
+define(MatmulParts())

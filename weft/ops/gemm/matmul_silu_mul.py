@@ -1,29 +1,34 @@
-"""matmul_silu_mul: the first half of a gated MLP. One kernel for few rows, the library's GEMM and silu_mul for many."""
+"""matmul_silu_mul: the first half of a gated MLP. One kernel for small M, cuBLAS's GEMM and silu_mul for large M."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from weft.kernels.deferred_norm import FactoredNorm
-from weft.kernels.operands import rows_contiguous
-from weft.ops.custom_op import custom_op
+from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.operands import can_describe, rows_contiguous
 from weft.ops.gemm import cublas, matmul_deferred_norm, small_m
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.gemm_op import GemmCall, GemmOp
+from weft.ops.gemm.small_m_rule import SmallM, choose_small_m, default_small_m
 from weft.ops.local import capabilities_of, check_like
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_is_tensor
+from weft.plan.planned import Machine, Planned, machine
 
 
-def matmul_silu_mul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> torch.Tensor:
+def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
 
-    x       [M, K], fp16, bf16 or fp32; or a factored norm, whose rows' factors are applied to the products (``matmul``)
+    x       [M, K], fp16, bf16 or fp32; or rows with a deferred RMS scale, which is applied to the result (``matmul``)
     weight  [2 N, K] of x's dtype: gate's N rows, then up's
 
-    Rows may be strided; anything else is copied first. With one kernel (few rows, where ``weft.ops.gemm.small_m`` has a config)
-    all is computed in fp32 and rounded once; else the two products are rounded before silu is computed in fp32. The same
-    bits from run to run; a row's bits may change with the design and config that M decides. No backward. ValueError for
-    shapes, dtypes or devices that do not fit.
+    Rows may be strided; anything else is copied first. The small-M kernel computes all in fp32 and rounds once; with cuBLAS the
+    two results are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
+    design that M decides (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    rows = x.scaled if isinstance(x, FactoredNorm) else x
+    rows = x.scaled if isinstance(x, DeferredNorm) else x
     check_is_tensor("matmul_silu_mul", "x", rows)
     for name, matrix, dtypes in (("x", rows, FLOATS), ("weight", weight, (rows.dtype,))):
         check_like("matmul_silu_mul", name, matrix, rows.device, dtypes)
@@ -39,20 +44,38 @@ def matmul_silu_mul(x: torch.Tensor | FactoredNorm, weight: torch.Tensor) -> tor
         raise ValueError(
             f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
         )
-    if isinstance(x, FactoredNorm):
+    if isinstance(x, DeferredNorm):
         return matmul_deferred_norm.product("matmul_silu_mul", x, weight)
     return torch.ops.weft.matmul_silu_mul.default(x, weight)
 
 
-@custom_op("matmul_silu_mul", backward=False)
-def _matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x, weight = rows_contiguous(x), rows_contiguous(weight)
-    config = small_m.chosen_for("matmul_silu_mul", x, weight, capabilities_of(x.device))
-    if config is not None:
-        return small_m.run(x, weight, config, True)
-    return torch.ops.weft.silu_mul.default(cublas.matmul(x, weight), None, 0.0)
+class MatmulSiluMul(GemmOp):
+    name, alias = "matmul_silu_mul", "gemm-silu"
+    designs = {"cublas": Cublas, "small_m": SmallM}
+
+    def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        design, reason = choose_small_m(call, machine.caps, gated=True)
+        if call.design == "small_m" and design is None:
+            return Planned("small_m", default_small_m(call, machine.caps, gated=True), "asked for design='small_m'")
+        if design is None or call.design == "cublas":
+            return Planned("cublas", cublas.tuned(call.M, 2 * call.N, call.K, call.dtype, machine.caps), reason)
+        return Planned("small_m", design, reason)
+
+    def run(self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``matmul_silu_mul`` of checked arguments with dense rows by ``design``."""
+        self.check_design(design)
+        if isinstance(design, SmallM):
+            return small_m.run(x, weight, design, gated=True)
+        return torch.ops.weft.silu_mul.default(cublas.run(design, x, weight), None, 0.0)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x, weight = rows_contiguous(x), rows_contiguous(weight)
+        call = GemmCall(x.shape[0], weight.shape[0] // 2, x.shape[1], x.dtype, can_describe(x, weight))
+        return self.run(self.plan(call, machine(capabilities_of(x.device), 1)).design, None, x, weight)
+
+    def fake(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 
-@_matmul_silu_mul.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+MATMUL_SILU_MUL = MatmulSiluMul()
+register(MATMUL_SILU_MUL)

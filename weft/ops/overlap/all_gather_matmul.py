@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.gemm_tile import gemm_tile, join_parts, leave_part, store_tile
+from weft.kernels.gemm_tile import Operand, Outgoing, gemm_tile, join_partials, leave_partial, store_tile
 from weft.kernels.operands import can_describe, operand, row_stride, rows_contiguous
 from weft.kernels.tile_schedule import (
     as_argument,
@@ -23,268 +25,501 @@ from weft.kernels.tile_schedule import (
     work_at,
     work_steps,
 )
-from weft.ops.custom_op import custom_op
-from weft.ops.gemm import cublas, persistent, small_m
-from weft.ops.gemm.config import GemmConfig, configured
-from weft.ops.gemm.matmul import run as run_matmul
-from weft.ops.overlap.pipelined import pieces_of, runs_of
-from weft.ops.registration import check_flag, check_team
+from weft.ops.case import Case, Inputs
+from weft.ops.collectives.all_gather import ALL_GATHER
+from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.gemm import cublas, persistent
+from weft.ops.gemm.gemm_op import GemmCall, check_operands, product, rotated
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
+from weft.ops.op import Op, define, register
+from weft.ops.overlap.pipelined import check_pipelined, pieces_of, runs_of
+from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
+from weft.ops.registration import check_flag, check_list, check_team
+from weft.plan import table
+from weft.plan.planned import AUTO, Machine, machine_of
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_of
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import MAX_CHUNKS, Segments, await_flags
+from weft.transport.copy_channel import Segments, await_flags
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@triton.jit(do_not_specialize=["rows", "whole"])
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """One kernel that waits for each chunk of the peers' rows as it comes to it.
+
+    split    tiles that do not fill a round of programs are split along K
+    chunks   signals per shard, at most MAX_CHUNKS
+    flatten  a tile's first loads go out under the last one's epilogue
+    """
+
+    tile: Tile
+    split: bool = True
+    chunks: int = 1
+    flatten: bool = False
+
+    def __post_init__(self) -> None:
+        check_pipelined(chunks=self.chunks)
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """A cuBLAS GEMM for each chunk of the peers' rows as it lands.
+
+    chunks       GEMMs per rank's rows, at most MAX_CHUNKS
+    streams      that the GEMMs take in turn
+    span         ranks whose rows may go into one GEMM where they lie one after the other (chunks=1)
+    begin_first  the first GEMM waits for begin_kernel, which it may else keep from an SM
+    """
+
+    chunks: int = 1
+    streams: int = 2
+    span: int = 1
+    begin_first: bool = False
+
+    def __post_init__(self) -> None:
+        check_pipelined(chunks=self.chunks, streams=self.streams, span=self.span)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def all_gather_matmul_kernel(
-    shard, shard_stride, gathered, gathered_rows, b, b_stride, out, landed, epoch,
-    scratch, tickets, rows, N, K, tiles, whole, team,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, FLATTEN: tl.constexpr, MAX_CHUNKS: tl.constexpr, OWN_FIRST: tl.constexpr,
-):  # fmt: skip
+    shard,
+    shard_stride,
+    gathered,
+    b,
+    b_stride,
+    out,
+    landed,
+    split,
+    rows,
+    N,
+    K,
+    tiles,
+    block,
+    team,
+    FLATTEN: tl.constexpr,
+    LOCAL_FIRST: tl.constexpr,
+):
     """out[W * rows, N] = all_gather(shard[rows, K]) @ b[N, K].T        grid: (programs,), own shard first
 
-    OWN_FIRST: the rows of ranks me, me + 1, … (mod W) come in this order in ``out``, and else as the ranks do.
+    LOCAL_FIRST: the rows of ranks me, me + 1, … (mod W) come in this order in ``out``, else in rank order.
 
-    gathered  [gathered_rows, K]  symmetric, a half of A_full: shard s from row s * gathered_rows / W on, in whole tiles
-    landed    [W, MAX_CHUNKS]     symmetric: landed[s, c] = epoch, once chunk c of shard s is here
-    epoch     [2]                 this rank's, set by begin_kernel
-    scratch, tickets              of split tiles (join_parts), none of them own ones
+    gathered  [W * panel, K]  symmetric, a half of A_full: shard s from row s * panel on; a panel is whole tiles
+    landed    channel: chunk c of rank s has arrived once it is here; begin_kernel has begun the call
+    split     ``SplitK``; no tile of the own shard is split
 
-    signals  copy engine of rank s, behind each chunk: landed[s, c] = epoch
-    waits    before the first tile of a chunk: landed[s, c] >= epoch; the own shard is read where it is
+    signals  copy engine of rank s, behind each chunk c of its shard
+    waits    before the first tile of a chunk: chunk c of rank s; the own shard is read where it is
     reuse    of a half of A_full: Segments
     progress  programs wait for copy engines only, so they need not all be resident
 
-    copy  | s1 | s2 | s3 |                          what arrives
+    copy  | s1 | s2 | s3 |                          chunks that arrive
     gemm  | s0 | s1 | s2 | s3 |                                         rank 0 of 4: shards
     """
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
     tiles = from_argument(tiles)
-    now = tl.load(epoch)
+    call = wl.current_call(landed)
     start = first_tile(me, tiles, world)
     programs = tl.num_programs(0)
     own = tiles.count // world
+    panel_rows = tiles.rows * block.m
+    b = Operand(b, b_stride, N)
+    shard, gathered = Operand(shard, shard_stride, rows), Operand(gathered, K, world * panel_rows)
+    nothing = Outgoing(out, out, 0)
     # Loops, and not a choice in one: Triton gives the operands of two GEMMs shared memory each unless one loop follows
     # the other.
-    depth = tl.cdiv(K, BLOCK_K)
+    depth = tl.cdiv(K, block.k)
     program = tl.program_id(0)
-    first_row = place_of(me, me, world, OWN_FIRST) * rows
+    first_row = place_of(me, me, world, LOCAL_FIRST) * rows
     for place in tl.range(program, own, programs, flatten=FLATTEN):
         panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
-        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        acc = gemm_tile(
-            shard, shard_stride, rows, b, b_stride, N, row, column, K, 0, depth, out, out, 0,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
-        )  # fmt: skip
-        store_tile(out, acc, row, column, first_row, rows, N, BLOCK_M, BLOCK_N)
+        row, column = tile_row * block.m, tile_column * block.n
+        acc = gemm_tile(shard, b, row, column, K, 0, depth, nothing, block, False)
+        store_tile(out, acc, row, column, first_row, rows, N)
     of_chunk = tiles.chunk * tiles.columns
     chunks = tl.cdiv(tiles.rows, tiles.chunk)
     for part in range(0, (world - 1) * chunks):
         shard_begin = (part // chunks + 1) * own
         begin = shard_begin + part % chunks * of_chunk
-        end = tl.minimum(tl.minimum(begin + of_chunk, shard_begin + own), whole)
+        end = tl.minimum(tl.minimum(begin + of_chunk, shard_begin + own), tiles.whole)
         # The first of this program's places in the chunk.
         first_place = begin + (program + programs - begin % programs) % programs
         owner = (me + 1 + part // chunks) % world
-        first_row = place_of(owner, me, world, OWN_FIRST) * rows
+        first_row = place_of(owner, me, world, LOCAL_FIRST) * rows
         if first_place < end:
-            wl.wait(landed + owner * MAX_CHUNKS + part % chunks, now, team)
+            wl.chunk_wait(call, owner, part % chunks, team)
         for place in tl.range(first_place, end, programs, flatten=FLATTEN):
             panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
-            row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-            row_there = owner * (gathered_rows // world) + row
-            acc = gemm_tile(
-                gathered, K, gathered_rows, b, b_stride, N, row_there, column, K, 0, depth, out, out, 0,
-                BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
-            )  # fmt: skip
-            store_tile(out, acc, row, column, first_row, rows, N, BLOCK_M, BLOCK_N)
-    for step in range(wholes_of(whole), work_steps(tiles, whole, depth)):
-        place, first, last = work_at(step, tiles, whole, depth)
+            row, column = tile_row * block.m, tile_column * block.n
+            acc = gemm_tile(gathered, b, owner * panel_rows + row, column, K, 0, depth, nothing, block, False)
+            store_tile(out, acc, row, column, first_row, rows, N)
+    for step in range(wholes_of(tiles.whole), work_steps(tiles, depth)):
+        place, first, last = work_at(step, tiles, depth)
         owner, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
-        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        wl.wait(landed + owner * MAX_CHUNKS + chunk, now, team)
-        first_row = place_of(owner, me, world, OWN_FIRST) * rows
-        row_there = owner * (gathered_rows // world) + row
-        acc = gemm_tile(
-            gathered, K, gathered_rows, b, b_stride, N, row_there, column, K, first, last, out, out, 0,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, 0,
-        )  # fmt: skip
+        row, column = tile_row * block.m, tile_column * block.n
+        wl.chunk_wait(call, owner, chunk, team)
+        first_row = place_of(owner, me, world, LOCAL_FIRST) * rows
+        acc = gemm_tile(gathered, b, owner * panel_rows + row, column, K, first, last, nothing, block, False)
         if last - first == depth:
-            store_tile(out, acc, row, column, first_row, rows, N, BLOCK_M, BLOCK_N)
-        elif leave_part(acc, scratch, tickets, place, tiles, whole, depth, BLOCK_M, BLOCK_N):
-            for at in range(0, BLOCK_M, ROWS):
-                x = join_parts(scratch, place, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
-                store_tile(out, x, row + at, column, first_row, rows, N, ROWS, BLOCK_N)
+            store_tile(out, acc, row, column, first_row, rows, N)
+        elif leave_partial(acc, split, place, tiles, depth, block):
+            for at in range(0, block.m, block.join_rows):
+                x = join_partials(split, place, at, tiles, depth, block)
+                store_tile(out, x, row + at, column, first_row, rows, N)
 
 
-def all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: Team, *, own_first: bool = False) -> torch.Tensor:
+def all_gather_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    team: Team,
+    *,
+    own_first: bool = False,
+    return_gathered: bool = False,
+) -> Any:
     """all_gather(a_shard[M/W, K]) @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
-    own_first  rank r's result has the rows of ranks r, r + 1, … (mod W) in this order, that of ``matmul_reduce_scatter`` with
-               own_first. For what treats every row alike, as an MLP does: rows come in the order in which they arrive, so that
-               one GEMM computes all that are not the own ones
+    b                one [N, K], or several with N of their own: the rows are gathered once, and a list of results returned
+    own_first        rank r's result has the rows of ranks r, r + 1, … (mod W) in this order, that of ``matmul_reduce_scatter``
+                     with own_first. For computations that treat every row alike, as an MLP does: rows come in the order in
+                     which they arrive, so that one GEMM computes all that are not the own ones
+    return_gathered  return (result, all_gather(a_shard)); the gathered rows have the order of the result's
 
-    Every rank has its own b (its share of N); M, N, K, dtype and own_first are the same on all ranks, which meet on the host
-    at the first call with them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes
-    or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
+    Every b may have its rows or its columns contiguous ([N, K] or the transpose of a [K, N]). Every rank has its own b (its
+    share of N); M, N, K, dtype and own_first are the same on all ranks, which meet on the
+    host at the first call with them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes,
+    dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    persistent.check_operands("all_gather_matmul", a_shard, b, check_team("all_gather_matmul", team), "a_shard")
+    device = check_team("all_gather_matmul", team)
     check_flag("all_gather_matmul", "own_first", own_first)
-    return torch.ops.weft.all_gather_matmul.default(a_shard, b, team.name, own_first)
+    check_flag("all_gather_matmul", "return_gathered", return_gathered)
+    if isinstance(b, torch.Tensor) and not return_gathered:
+        check_operands("all_gather_matmul", a_shard, b, device, "a_shard")
+        return torch.ops.weft.all_gather_matmul.default(a_shard, b, team.name, own_first)
+    several = [b] if isinstance(b, torch.Tensor) else check_list("all_gather_matmul", "b", b)
+    for one in several:
+        check_operands("all_gather_matmul", a_shard, one, device, "a_shard")
+    *outs, gathered = torch.ops.weft.all_gather_matmul_several.default(a_shard, several, team.name, own_first)
+    out = outs[0] if isinstance(b, torch.Tensor) else outs
+    return (out, gathered) if return_gathered else out
 
 
-def run(
-    a_shard: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None, own_first: bool = False
-) -> torch.Tensor:
-    """``all_gather_matmul`` of checked arguments, with a chosen config, the same on all ranks. One rank: ``matmul``, where
-    segments, of which there is one, are the library's GEMM."""
-    if team.size == 1:
-        return run_matmul(a_shard, b, persistent.for_one_rank(config))
-    shard, b = a_shard.contiguous(), rows_contiguous(b)
-    world, (rows, K), N = team.size, shard.shape, b.shape[0]
-    given = {"a_shard.shape[0]": rows, "b.shape[0]": N, "b.shape[1]": K, "dtype": b.dtype, "own_first": own_first}
-    persistent.agree("all_gather_matmul", team, given)
-    config = config or configured("all_gather_matmul", world * rows, N, K, shard.dtype, world, team.caps, own_first)
-    persistent.check_design("all_gather_matmul", config, "fused", "segments", "library")
-    if config.design == "library":
-        gathered = torch.ops.weft.all_gather.default(shard, team.name)
-        return small_m.product(gathered.roll(-team.rank * rows, 0) if own_first else gathered, b, team.caps)
-    out = torch.empty((world * rows, N), dtype=shard.dtype, device=shard.device)
-    if config.design == "segments":
-        _run_segments(shard, b, out, team, config, own_first)
-    else:
-        _run_fused(shard, b, out, team, config, own_first)
-    return out
+class AllGatherMatmul(Overlapped):
+    name, alias = "all_gather_matmul", "ag-gemm"
+    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
+    rows_sharded = gathers = True
+    options = ("local_first",)
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
+        if call.local_first:
+            # A row of that order comes before, in its own bucket only: where another design is faster than in rank order.
+            found = table.find(f"{self.name}+own_first", call[:3], call.dtype, machine.world_size, machine.caps)
+            if found and found.exact:
+                return found
+        return super().found(call, machine)
+
+    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
+        if machine.caps.is_simulated:
+            return "fused", "simulated: the kernel is what is to be seen"
+        if call.M <= SEQUENTIAL_ROWS:
+            return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
+        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
+
+    def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
+        world, rows = machine.world_size, call.M // machine.world_size
+        if name == "fused":
+            tile = default_tile(rows, call.N, call.dtype, machine.caps, world)
+            return Fused(tile=tile, split=splits_by_default(call.K, machine.caps))
+        if name == "pipelined":
+            if world == 2:
+                return Pipelined(chunks=2 if call.N >= 8192 and rows >= 1024 else 1)
+            # Two ranks' rows in one GEMM keep the SMs busier, where N makes it long enough to hide the next ranks' rows.
+            return Pipelined(span=2 if call.N >= 8192 else 1)
+        gather = CollectiveCall(rows * call.K * call.dtype.itemsize, call.dtype)
+        return Sequential(
+            collective=ALL_GATHER.plan(gather, machine),
+            gemm=MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned),
+        )
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        result = product(torch.cat([a for a, _ in everyone]), everyone[rank][1])
+        return rotated(result, rank, case.world_size) if dict(case.fields).get("local_first") else result
+
+    def call(self, case: Case, team: Team, a_shard: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        local_first = dict(case.fields).get("local_first", False)
+        if case.design == AUTO:
+            return all_gather_matmul(a_shard, b, team, own_first=local_first)
+        return self.run(case.design, team, a_shard, b, local_first)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        M, _, K = sizes
+        return M // world_size * K * dtype.itemsize * (world_size - 1)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self, design: Any, team: Team, a_shard: torch.Tensor, b: torch.Tensor, local_first: bool = False
+    ) -> torch.Tensor:
+        """The result with checked arguments by ``design``, the same on all ranks."""
+        return self.run_several(design, team, a_shard, (b,), local_first)[0]
+
+    def run_several(
+        self,
+        design: Any,
+        team: Team,
+        a_shard: torch.Tensor,
+        bs: Sequence[torch.Tensor],
+        local_first: bool = False,
+        gathers: bool = False,
+    ) -> list[torch.Tensor]:
+        """The result with each b, then the gathered rows if ``gathers``."""
+        self.check_design(design)
+        shard = a_shard.contiguous()
+        if isinstance(design, Sequential):
+            return _run_sequential(design, team, shard, bs, local_first, gathers)
+        outs = [shard.new_empty((team.size * shard.shape[0], b.shape[0])) for b in bs]
+        run = _run_fused if isinstance(design, Fused) else _run_pipelined
+        gathered = run(design, team, shard, bs, outs, local_first)
+        return [*outs, _whole(gathered, shard, team, local_first)] if gathers else outs
+
+    def agree(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> None:
+        """ValueError on all ranks where their sizes differ. Collective at the first call with these."""
+        if team.size > 1:
+            names = ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first")
+            persistent.agree(self.name, team, names, (shard.shape[0], *b.shape, b.dtype, local_first))
+
+    def plan_of(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> Any:
+        """The design for these operands."""
+        (rows, K), N = shard.shape, b.shape[0]
+        call = GemmCall(team.size * rows, N, K, shard.dtype, can_describe(shard, b), local_first)
+        return self.plan(call, machine_of(team)).design
+
+    def forward(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
+        members, shard = find_team(team), a_shard.contiguous()
+        self.agree(members, shard, b, own_first)
+        return self.run(self.plan_of(members, shard, b, own_first), members, shard, b, own_first)
+
+    def fake(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
+        return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        a_shard, b, ctx.team, ctx.own_first = inputs
+        ctx.save_for_backward(a_shard, b)
+
+    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+        # Every rank used my shard with its own b: the sum over the ranks, scattered by rows.
+        a_shard, b = ctx.saved_tensors
+        a = torch.ops.weft.all_gather.default(a_shard, ctx.team)
+        if ctx.own_first:
+            a = a.roll(-find_team(ctx.team).rank * a_shard.shape[0], 0)
+        return (
+            torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team, ctx.own_first),
+            torch.ops.weft.matmul.default(grad.t(), a.t()),
+            None,
+            None,
+        )
+
+
+class AllGatherMatmulSeveral(Op):
+    """The same for several b, with the gathered rows: a torch op of its own, so that the one above has no lists to unpack."""
+
+    name = alias = "all_gather_matmul_several"
+
+    def forward(
+        self, a_shard: torch.Tensor, bs: Sequence[torch.Tensor], team: str, own_first: bool
+    ) -> list[torch.Tensor]:
+        members, shard = find_team(team), a_shard.contiguous()
+        # One design for all: the one of the widest b.
+        widest = max(bs, key=len)
+        for b in bs:
+            ALL_GATHER_MATMUL.agree(members, shard, b, own_first)
+        design = ALL_GATHER_MATMUL.plan_of(members, shard, widest, own_first)
+        return ALL_GATHER_MATMUL.run_several(design, members, shard, bs, own_first, gathers=True)
+
+    def fake(self, a_shard, bs, team, own_first):
+        rows = a_shard.shape[0] * find_team(team).size
+        return [*(a_shard.new_empty((rows, b.shape[0])) for b in bs), a_shard.new_empty((rows, a_shard.shape[1]))]
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: Sequence[torch.Tensor]) -> None:
+        _, ctx.count, ctx.team, ctx.own_first = inputs[0], len(inputs[1]), *inputs[2:]
+        ctx.save_for_backward(output[-1], *inputs[1])
+
+    def backward(self, ctx: Any, grads: Sequence[torch.Tensor]) -> tuple:
+        gathered, *bs = ctx.saved_tensors
+        *of_outs, of_gathered = grads
+        if ctx.own_first:  # the sum is of rows in the order of the ranks
+            of_gathered = of_gathered.roll(find_team(ctx.team).rank * (len(gathered) // find_team(ctx.team).size), 0)
+        of_shard = torch.ops.weft.reduce_scatter.default(of_gathered, ctx.team)
+        for grad, b in zip(of_outs, bs, strict=True):
+            of_shard = of_shard + torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team, ctx.own_first)
+        return of_shard, [torch.ops.weft.matmul.default(grad.t(), gathered.t()) for grad in of_outs], None, None
+
+
+ALL_GATHER_MATMUL = AllGatherMatmul()
+register(ALL_GATHER_MATMUL)
+define(AllGatherMatmulSeveral())
+
+
+def _run_sequential(
+    design: Sequential, team: Team, shard: torch.Tensor, bs: Sequence[torch.Tensor], local_first: bool, gathers: bool
+) -> list[torch.Tensor]:
+    gathered = shard
+    if design.collective is not None:
+        gathered = ALL_GATHER.run(design.collective.design, team, shard)
+        if local_first:
+            gathered = gathered.roll(-team.rank * shard.shape[0], 0)
+    outs = [MATMUL.run(design.gemm.design, None, gathered, b) for b in bs]
+    # Without ranks to gather from, the rows are the caller's own tensor, which no result may be.
+    return [*outs, gathered.clone() if gathered is shard else gathered] if gathers else outs
 
 
 def _run_fused(
-    shard: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, own_first: bool
-) -> None:
-    world, (rows, K), N = team.size, shard.shape, b.shape[0]
-    tiles = make_tiles(
-        rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group, chunks=config.chunks
-    )
-    padded = world * tiles.rows * config.block_m
-    space = _workspace(team, shard.dtype, padded * K)
-    gathered = space.begin(team)[: padded * K].view(padded, K)
-    chunk = tiles.chunk * config.block_m
+    design: Fused,
+    team: Team,
+    shard: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    outs: list[torch.Tensor],
+    local_first: bool,
+) -> list[torch.Tensor]:
+    """Returns each rank's gathered rows, in the order of their buffers; this rank's are not written."""
+    world, (rows, K), tile = team.size, shard.shape, design.tile
+    panel_rows = cdiv(rows, tile.block_m) * tile.block_m
+    space = _workspace(team, shard.dtype, world * panel_rows * K)
+    gathered = space.begin(team)[: world * panel_rows * K].view(world * panel_rows, K)
+    chunk = cdiv(panel_rows // tile.block_m, design.chunks) * tile.block_m
     team.copy_engine.fork()
     _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], space)
-    descriptors = can_describe(shard, gathered, b)
-    parts, programs = persistent.parts_for(team, config, shard.dtype), persistent.programs(team, tiles, config)
-    options = persistent.constants(config, descriptors, team.caps.arch)
-    del options["PIECE"]
-    all_gather_matmul_kernel[(programs,)](
-        operand(shard, config.block_m, config.block_k, descriptors), row_stride(shard),
-        operand(gathered, config.block_m, config.block_k, descriptors), padded,
-        operand(b, config.block_n, config.block_k, descriptors), row_stride(b),
-        out, space.flags, space.epoch, parts.scratch, parts.tickets, rows, N, K, as_argument(tiles),
-        persistent.whole_for(tiles, programs, config, tiles.count // world), team.view,
-        MAX_CHUNKS=MAX_CHUNKS, FLATTEN=config.flatten, OWN_FIRST=own_first, **options,
-    )  # fmt: skip
+    scratch = persistent.scratch_for(team, tile, shard.dtype)
+    for b, out in zip(bs, outs, strict=True):
+        b = rows_contiguous(b)
+        N = b.shape[0]
+        tiles = make_tiles(
+            rows, N, panels=world, block_m=tile.block_m, block_n=tile.block_n, group=tile.group, chunks=design.chunks
+        )
+        programs = persistent.programs_for(team, tiles, tile, design.split)
+        tiles = persistent.with_split(tiles, programs, design.split, tiles.count // world)
+        descriptors = can_describe(shard, gathered, b)
+        key = design, descriptors, local_first
+        launch = launch_of(
+            team, all_gather_matmul_kernel, key, lambda d=descriptors: _constants(design, team, d, local_first)
+        )
+        launch(
+            programs,
+            operand(shard, tile.block_m, tile.block_k, descriptors),
+            row_stride(shard),
+            operand(gathered, tile.block_m, tile.block_k, descriptors),
+            operand(b, tile.block_n, tile.block_k, descriptors),
+            row_stride(b),
+            out,
+            space.landed.view,
+            scratch.split,
+            rows,
+            N,
+            K,
+            as_argument(tiles),
+            tile.block(descriptors),
+            team.view,
+        )
     team.copy_engine.join()
+    shards = [panel[:rows] for panel in gathered.view(world, panel_rows, K)]
+    return shards[team.rank :] + shards[: team.rank] if local_first else shards
 
 
-def _run_segments(
-    shard: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, own_first: bool
-) -> None:
-    """A library GEMM for the own shard, then one for each chunk of each peer's (or one for several peers') as it lands; they
-    take turns on the lanes.
+def _constants(design: Fused, team: Team, descriptors: bool, local_first: bool) -> dict[str, Any]:
+    constants = {"FLATTEN": design.flatten, "LOCAL_FIRST": local_first}
+    return constants | design.tile.options(descriptors, team.caps.arch)
 
-    signals  copy engine of rank s, behind each chunk: flags[place of s, c] = epoch, with own_first flags[W + place of s, c]: in
+
+def _run_pipelined(
+    design: Pipelined, team: Team, shard: torch.Tensor, bs: Sequence[torch.Tensor], outs: list[torch.Tensor],
+    local_first: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    """A cuBLAS GEMM for the own shard, then one for each chunk of each peer's (or one for several peers') as it lands; they
+    take turns on the streams. Returns each rank's gathered rows in the results' order; this rank's are not written.
+
+    signals  copy engine of rank s, behind each chunk: flags[place of s, c] = epoch, if local_first flags[W + place of s, c]: in
              either order a row has one writer, so its epochs grow, whichever order the calls before had
-    waits    wait_kernel, in the chunk's lane: the same flag >= epoch. It holds a warp of one SM, no more; GEMMs end
+    waits    wait_kernel, in the chunk's stream: the same flag >= epoch. It holds a warp of one SM, no more; GEMMs end
              whatever the peers do, and so begin_kernel runs at last even where GEMMs got all SMs first
     reuse    of a half of A_full: Segments
 
-    copy  | s1 | s2 | s3 |                          what arrives
-    lane 0  | s0 | s2 |                                                 rank 0 of 4: shards
-    lane 1        | s1 | s3 |
+    copy  | s1 | s2 | s3 |                          chunks that arrive
+    stream 0  | s0 | s2 |                                               rank 0 of 4: shards
+    stream 1      | s1 | s3 |
     """
     world, me, (rows, K) = team.size, team.rank, shard.shape
-    space, lanes = _workspace(team, shard.dtype, world * rows * K), side_streams(team, config.lanes)
-    pieces = list(pieces_of(rows, config.chunks))
-    lanes.fork()
-    with lanes.urgent():
+    space, streams = _workspace(team, shard.dtype, world * rows * K), side_streams(team, design.streams)
+    pieces = list(pieces_of(rows, design.chunks))
+    streams.fork()
+    with streams.urgent():
         gathered = space.begin(team)[: world * rows * K].view(world * rows, K)
-        begun = lanes.mark()
+        begun = streams.mark()
         team.copy_engine.fork()
-    _push(team, shard, gathered, [piece for _, piece in pieces], space, own_first)
-    if config.begin_first:
-        lanes.after(begun)
-    own, flags = place_of.fn(me, me, world, own_first), space.flags[world:] if own_first else space.flags
-    cublas.matmul(shard, b, out[own * rows : (own + 1) * rows])
+    _push(team, shard, gathered, [piece for _, piece in pieces], space, local_first)
+    if design.begin_first:
+        streams.after(begun)
+    own, flags = place_of.fn(me, me, world, local_first), space.flags[world:] if local_first else space.flags
+    for b, out in zip(bs, outs, strict=True):
+        cublas.matmul(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
-    for places in runs_of((own + 1) % world, world, config.span):
+    for places in runs_of((own + 1) % world, world, design.span):
         for number, piece in pieces:
             first, last = places.start * rows + piece.start, (places.stop - 1) * rows + piece.stop
-            with lanes.turn(turn):
-                lanes.after(begun)
+            with streams.turn(turn):
+                streams.after(begun)
                 await_flags(flags[places.start : places.stop, number:], space.epoch, team)
-                cublas.matmul(gathered[first:last], b, out[first:last])
+                for b, out in zip(bs, outs, strict=True):
+                    cublas.matmul(gathered[first:last], b, out[first:last])
             turn += 1
-    lanes.join()
+    streams.join()
     team.copy_engine.join()
+    return list(gathered.view(world, rows, K))
+
+
+def _whole(shards: list[torch.Tensor], shard: torch.Tensor, team: Team, local_first: bool) -> torch.Tensor:
+    """All ranks' rows as a new tensor: of the workspace's, which the next calls write over, and this rank's own ``shard``."""
+    shards[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard
+    return torch.cat(shards)
 
 
 def _push(
-    team: Team, shard: torch.Tensor, gathered: torch.Tensor, chunks: list[slice], space: Segments, own_first: bool = False
-) -> None:  # fmt: skip
+    team: Team,
+    shard: torch.Tensor,
+    gathered: torch.Tensor,
+    chunks: list[slice],
+    space: Segments,
+    local_first: bool = False,
+) -> None:
     """Have the copy engine write ``shard`` into every peer's ``gathered``, one peer after the other.
 
-    Rank r serves r - 1, r - 2, … : who needs this shard next comes first, and every link carries one shard at a time.
+    Rank r serves r - 1, r - 2, … : the peer that needs this shard next comes first, and every link carries one shard at a time.
     """
     # Detached: copies are made outside the op, where autograd would follow a shard that wants a gradient.
     shard, shards = shard.detach(), gathered.view(team.size, -1, gathered.shape[1])
     for step in range(1, team.size):
         peer = (team.rank - step) % team.size
-        place = place_of.fn(team.rank, peer, team.size, own_first)
+        place = place_of.fn(team.rank, peer, team.size, local_first)
         for number, chunk in enumerate(chunks):
-            row = team.size + place if own_first else place
+            row = team.size + place if local_first else place
             space.send(team, shards[place][chunk], shard[chunk], row, number, peer)
 
 
 def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:
     def make(capacity: int) -> Segments:
-        # Zeros: the rows that pad a shard to whole tiles are read, though nothing comes of them.
-        # Flags of both orders of rows: _run_segments.
+        # Zeros: the rows that pad a shard to whole tiles are read, though no result depends on them.
+        # Flags of both orders of rows: _run_pipelined.
         return Segments.make(team, team.zeros((2, capacity), dtype=dtype), 2 * team.size)
 
     return grown_workspace(team, ("all_gather_matmul", dtype), size, make)
-
-
-@custom_op("all_gather_matmul")
-def _all_gather_matmul(a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-    return run(a_shard, b, find_team(team), own_first=own_first)
-
-
-@_all_gather_matmul.register_fake
-def _(a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-    return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))
-
-
-def _remember(ctx, inputs, output):
-    a_shard, b, ctx.team, ctx.own_first = inputs
-    ctx.save_for_backward(a_shard, b)
-
-
-def _backward(ctx, grad):
-    # Every rank used my shard with its own b: the sum over the ranks, scattered by rows.
-    a_shard, b = ctx.saved_tensors
-    a = torch.ops.weft.all_gather.default(a_shard, ctx.team)
-    if ctx.own_first:
-        a = a.roll(-find_team(ctx.team).rank * a_shard.shape[0], 0)
-    return (
-        torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team, ctx.own_first),
-        torch.ops.weft.matmul.default(grad.t(), a.t()),
-        None,
-        None,
-    )
-
-
-_all_gather_matmul.register_autograd(_backward, setup_context=_remember)

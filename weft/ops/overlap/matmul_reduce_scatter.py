@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
-import triton.language as tl
 
-import weft.language as wl
-from weft.kernels.gemm_tile import gemm_tile, halves, join_parts, leave_part, packed, store_tile
-from weft.kernels.operands import rows_contiguous
-from weft.kernels.tile_schedule import (
-    as_argument,
-    at_place,
-    first_tile,
-    from_argument,
-    locate,
-    make_tiles,
-    owner_of,
-    place_of,
-    slot_of,
-    work_at,
-    work_steps,
-)
-from weft.ops.custom_op import custom_op
-from weft.ops.gemm import cublas, persistent, small_m
-from weft.ops.gemm.config import GemmConfig, configured
-from weft.ops.gemm.matmul import run as run_matmul
-from weft.ops.overlap.pipelined import add_up, pieces_of, rows_of, send_partials
+from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.tile_schedule import make_tiles, place_of
+from weft.ops.case import Case, Inputs, part_of, sum_of
+from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
+from weft.ops.gemm import cublas, persistent
+from weft.ops.gemm.gemm_op import GemmCall, check_operands, product, rotated
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.tile import default_tile, splits_by_default
+from weft.ops.op import register
+from weft.ops.overlap import fused_reduce
+from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
+from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
+from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
 from weft.ops.registration import check_flag, check_team
+from weft.plan.planned import AUTO, Machine, machine_of
+from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
@@ -41,130 +35,33 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-@triton.jit(do_not_specialize=["M", "rows", "start", "whole"])
-def matmul_reduce_scatter_kernel(
-    a, a_stride, b, b_stride, out, outbox, slots, arrived, epoch, slot_size, flags, scratch, tickets,
-    M, rows, N, K, tiles, start, whole, team,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    ROWS: tl.constexpr, PIECE: tl.constexpr, OWN_FIRST: tl.constexpr,
-):  # fmt: skip
-    """out[rows, N] = sum over ranks of a[M, K] @ b[N, K].T, rows me * rows ..      grid: (programs,), own rows last
-
-    OWN_FIRST: a has the rows of ranks me, me + 1, … (mod W) in this order, and else as the ranks come.
-
-    slots    [2, W - 1, slot_size]  symmetric: whole tiles; slot d holds what rank me + 1 + d computed of my rows
-    arrived  [W - 1, flags]         symmetric: arrived[d, t] = epoch, once tile t of my rows lies in slot d
-    epoch    [2]                    this rank's
-    outbox   [programs, tile]       this rank's: a program's finished tile, while it goes to its owner
-    scratch, tickets                of split tiles (join_parts)
-
-    signals  every rank s, per tile of owner o: stores the tile at o, then arrived[slot of s, tile] = epoch at o
-    waits    own tiles, after their GEMM: arrived[d, tile] >= epoch, d = 0 .. W - 2
-    order    own partial (fp32) + those of ranks me + 1, me + 2, … (in out's dtype), summed in fp32: the same every run
-    reuse    slots are double-buffered by epoch. Rank s writes half h for owner o in call e and again in call e + 2. In
-             between, s finished call e + 1, in which it waited for a tile from o. o sent that tile after it finished call e,
-             and so after it read half h.
-             outbox: a tile has left it when the next tile's GEMM ends, and only then is it filled again.
-    progress before a program waits it has sent and announced all its earlier tiles
-
-    gemm  | o1 | o2 | o3 | own |                                        rank 0 of 4: panels of the owners
-    link       | o1 | o2 | o3 |                                         each tile along the next one's GEMM
-    sum                    | +1 +2 +3 |
-    """
-    world: tl.constexpr = wl.num_ranks(team)
-    TILE: tl.constexpr = BLOCK_M * BLOCK_N
-    # In pieces, so that a slot's elements fit beside the accumulator: whole tiles spill up to 168 bytes a thread.
-    HALVES: tl.constexpr = 2 if TILE > 8192 else 1
-    COLUMNS: tl.constexpr = BLOCK_N // HALVES
-    me = wl.rank(team)
-    tiles = from_argument(tiles)
-    now = wl.next_epoch(epoch)
-    half = slots + (now & 1).to(tl.int64) * (world - 1) * slot_size
-    outbox += tl.program_id(0) * TILE
-    sending = -1  # the number of the tile in the outbox
-    depth = tl.cdiv(K, BLOCK_K)
-    steps = work_steps(tiles, whole, depth)
-    for step in range(0, steps):
-        place, first, last = work_at(step, tiles, whole, depth)
-        number = at_place(place, start, tiles)
-        owner, chunk, tile_row, tile_column = locate(number, tiles)
-        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
-        first_row = place_of(owner, me, world, OWN_FIRST) * rows
-        receiver = owner_of(tl.maximum(sending, 0), tiles, world)
-        sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
-        slot = slot_of(me, receiver, world)
-        there = wl.symm_at(half + tl.cast(slot, tl.int64) * slot_size + sent.to(tl.int64) * TILE, receiver, team)
-        left = tl.where(sending < 0, 0, TILE)
-        acc = gemm_tile(
-            a, a_stride, M, b, b_stride, N, first_row + row, column, K, first, last, outbox, there, left,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS, PIECE,
-        )  # fmt: skip
-        if sending >= 0:
-            wl.notify(arrived + slot * flags + sent, receiver, now, team)
-            sending = -1
-        if last - first == depth:
-            complete = True
-        else:
-            complete = leave_part(acc, scratch, tickets, place, tiles, whole, depth, BLOCK_M, BLOCK_N)
-        if complete:
-            tile = number - first_tile(owner, tiles, world)
-            here = half + tile.to(tl.int64) * TILE
-            # Where the finished tile goes: my rows' to out, others' along the next tile's GEMM, the last one's at once.
-            last_step = step + 1 == steps
-            slot = slot_of(me, owner, world)
-            if owner == me:
-                for peer in tl.range(0, world - 1):
-                    wl.wait(arrived + peer * flags + tile, now, team)
-            else:
-                there = wl.symm_at(here + tl.cast(slot, tl.int64) * slot_size, owner, team)
-                tl.debug_barrier()  # all threads have sent what the outbox held
-            if last - first == depth:
-                pieces = halves(acc) if HALVES > 1 else (acc,)
-                for part in tl.static_range(HALVES):
-                    deliver(
-                        pieces[part], 0, part * COLUMNS, owner == me, last_step, out, here, slot_size, there, outbox,
-                        row, column, rows, N, team, BLOCK_M, COLUMNS, BLOCK_N,
-                    )  # fmt: skip
-            else:
-                for at in range(0, BLOCK_M, ROWS):
-                    x = join_parts(scratch, place, at, tiles, whole, depth, BLOCK_M, BLOCK_N, ROWS)
-                    deliver(
-                        x, at, 0, owner == me, last_step, out, here, slot_size, there, outbox,
-                        row, column, rows, N, team, ROWS, BLOCK_N, BLOCK_N,
-                    )  # fmt: skip
-            if owner != me:
-                if last_step:
-                    wl.notify(arrived + slot * flags + tile, owner, now, team)
-                else:
-                    tl.debug_barrier()
-                    sending = number
-    wl.advance_epoch(epoch, now)
-
-
-@triton.jit
-def deliver(
-    x, at, skip, is_own, is_last, out, here, slot_size, there, outbox, row, column, rows, N, team,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The piece of a finished tile from row ``at`` and column ``skip`` on, ``x``: with the slots' (``here``) to
-    ``out``, or to the outbox, or to the owner (``there``)."""
-    offsets = at * BLOCK_N + skip + packed(ROWS, COLUMNS, BLOCK_N)
-    if is_own:
-        for slot in tl.range(0, wl.num_ranks(team) - 1, num_stages=1):
-            x += tl.load(here + tl.cast(slot, tl.int64) * slot_size + offsets).to(tl.float32)
-        store_tile(out, x, row + at, column + skip, 0, rows, N, ROWS, COLUMNS)
-    elif is_last:
-        tl.store(there + offsets, x.to(out.dtype.element_ty))
-    else:
-        outbox += 16 * wl.zero_here()
-        tl.store(outbox + offsets, x.to(out.dtype.element_ty))
-
-
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace:
-    slots: torch.Tensor
-    arrived: torch.Tensor
-    epoch: torch.Tensor
+class Pipelined:
+    """A cuBLAS GEMM for each piece of each peer's rows, which the copy engine carries to their owner; then the own rows'.
+
+    chunks        GEMMs per rank's rows, at most MAX_CHUNKS
+    streams       that the GEMMs take in turn
+    span          ranks whose rows may go into one GEMM where they lie one after the other (chunks=1)
+    accumulate    the GEMM of a rank's own rows adds to the only peer's partial result, in place of a kernel behind it (two
+                  ranks)
+    local_pieces  GEMMs of a rank's own rows of a chunk: the sums of one are added up under the next (not with accumulate)
+    """
+
+    chunks: int = 1
+    streams: int = 1
+    span: int = 1
+    accumulate: bool = False
+    local_pieces: int = 1
+
+    def __post_init__(self) -> None:
+        check_pipelined(chunks=self.chunks, streams=self.streams, span=self.span)
+        if self.local_pieces < 1:
+            raise ValueError(f"local_pieces={self.local_pieces} is not positive; pass 1 or more")
+        if self.local_pieces > 1 and self.accumulate:
+            raise ValueError(
+                f"local_pieces={self.local_pieces} is for sums behind a GEMM, which accumulate=True has none of; pass 1"
+            )
 
 
 def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_first: bool = False) -> torch.Tensor:
@@ -177,7 +74,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
     in an order that depends on the row only. Collective: all ranks call it, in the same order, on one stream. ValueError for
     shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    persistent.check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team))
+    check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team))
     check_flag("matmul_reduce_scatter", "own_first", own_first)
     M, world = a.shape[0], team.size
     if M % world:
@@ -187,114 +84,176 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
     return torch.ops.weft.matmul_reduce_scatter.default(a, b, team.name, own_first)
 
 
-def run(
-    a: torch.Tensor, b: torch.Tensor, team: Team, config: GemmConfig | None = None, own_first: bool = False
-) -> torch.Tensor:
-    """``matmul_reduce_scatter`` of checked arguments, with a chosen config, the same on all ranks. One rank: ``matmul``, where
-    segments, of which there is one, are the library's GEMM."""
-    if team.size == 1:
-        return run_matmul(a, b, persistent.for_one_rank(config))
-    a, b = rows_contiguous(a), rows_contiguous(b)
-    world, (M, K), N = team.size, a.shape, b.shape[0]
-    rows = M // world
-    given = {"a.shape[0]": M, "b.shape[0]": N, "dtype": a.dtype, "own_first": own_first}
-    persistent.agree("matmul_reduce_scatter", team, given)
-    config = config or configured("matmul_reduce_scatter", M, N, K, a.dtype, world, team.caps)
-    persistent.check_design("matmul_reduce_scatter", config, "fused", "segments", "library")
-    if config.accumulate and world != 2:
-        raise ValueError(
-            f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={world}; leave it out"
+class MatmulReduceScatter(Overlapped):
+    name, alias = "matmul_reduce_scatter", "gemm-rs"
+    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
+    rows_sharded = sums = True
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
+        if machine.caps.is_simulated:
+            return "fused", "simulated: the kernel is what is to be seen"
+        if call.M <= SEQUENTIAL_ROWS:
+            return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
+        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
+
+    def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
+        world = machine.world_size
+        if name == "fused":
+            tile = default_tile(call.M // world, call.N, call.dtype, machine.caps, world)
+            return Fused(
+                tile=tile, split=splits_by_default(call.K, machine.caps), piece=piece_for(call.K, tile.block_k)
+            )
+        if name == "pipelined":
+            # As measured on two and four H200s (docs/experiments.md, "Overlapped products"); four stand for more.
+            if world == 2:
+                return Pipelined(chunks=2, accumulate=True) if call.M >= 4096 else Pipelined()
+            span = 2 if call.K >= 4096 else 1
+            if call.M >= 8192 or (call.M >= 4096 and call.K >= 4096):
+                return Pipelined(streams=2, span=span)
+            return Pipelined(span=span, local_pieces=2 if call.K < 4096 else 1)
+        scatter = CollectiveCall(call.M * call.N * call.dtype.itemsize, call.dtype)
+        return Sequential(
+            collective=REDUCE_SCATTER.plan(scatter, machine),
+            gemm=MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned),
         )
-    if config.design == "library":
-        partial = small_m.product(a, b, team.caps)
-        if own_first:
-            partial = partial.roll(team.rank * rows, 0)
-        return torch.ops.weft.reduce_scatter.default(partial, team.name)
-    out = torch.empty((rows, N), dtype=a.dtype, device=a.device)
-    if config.design == "segments":
-        _run_segments(a, b, out, team, config, own_first)
-    else:
-        _run_fused(a, b, out, team, config, own_first)
-    return out
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        world = case.world_size
+        if dict(case.fields).get("local_first"):
+            everyone = [(rotated(a, -other % world, world), b) for other, (a, b) in enumerate(everyone)]
+        return part_of(sum_of([product(a, b) for a, b in everyone]), rank, world)
+
+    def call(self, case: Case, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        local_first = dict(case.fields).get("local_first", False)
+        if case.design == AUTO:
+            return matmul_reduce_scatter(a, b, team, own_first=local_first)
+        return self.run(case.design, team, a, b, local_first)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        M, N, _ = sizes
+        return M // world_size * N * dtype.itemsize * (world_size - 1)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(self, design: Any, team: Team, a: torch.Tensor, b: torch.Tensor, local_first: bool = False) -> torch.Tensor:
+        """The result with checked arguments by ``design``, the same on all ranks."""
+        self.check_design(design)
+        if isinstance(design, Sequential):
+            partial = MATMUL.run(design.gemm.design, None, a, b)
+            if design.collective is None:
+                return partial
+            if local_first:
+                partial = partial.roll(team.rank * (a.shape[0] // team.size), 0)
+            return REDUCE_SCATTER.run(design.collective.design, team, partial)
+        out = a.new_empty((a.shape[0] // team.size, b.shape[0]))
+        run = _run_fused if isinstance(design, Fused) else _run_pipelined
+        run(design, team, a, b, out, local_first)
+        return out
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
+        members, (M, K), N = find_team(team), a.shape, b.shape[0]
+        if members.size > 1:
+            names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first")
+            persistent.agree(self.name, members, names, (M, N, a.dtype, own_first))
+        call = GemmCall(M, N, K, a.dtype, can_describe(a, b), own_first)
+        return self.run(self.plan(call, machine_of(members)).design, members, a, b, own_first)
+
+    def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
+        return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        a, b, ctx.team, ctx.own_first = inputs
+        ctx.save_for_backward(a, b)
+
+    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+        # Every rank used my rows of the output once, and all of the output came from my share of K.
+        a, b = ctx.saved_tensors
+        of_a, everywhere = torch.ops.weft.all_gather_matmul_several.default(grad, [b.t()], ctx.team, ctx.own_first)
+        return of_a, torch.ops.weft.matmul.default(everywhere.t(), a.t()), None, None
+
+
+MATMUL_REDUCE_SCATTER = MatmulReduceScatter()
+register(MATMUL_REDUCE_SCATTER)
 
 
 def _run_fused(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, own_first: bool
+    design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, local_first: bool
 ) -> None:
-    world, (M, K), (rows, N) = team.size, a.shape, out.shape
-    tiles = make_tiles(rows, N, panels=world, block_m=config.block_m, block_n=config.block_n, group=config.group)
-    space = _workspace(team, a.dtype, tiles.count // world * config.block_m * config.block_n)
-    parts, programs = persistent.parts_for(team, config, a.dtype), persistent.programs(team, tiles, config)
-    operands, descriptors = persistent.operands(a, b, config)
-    matmul_reduce_scatter_kernel[(programs,)](
-        *operands,
-        out, parts.outbox, space.slots, space.arrived, space.epoch, space.slots.shape[2], space.arrived.shape[1],
-        parts.scratch, parts.tickets, M, rows, N, K, as_argument(tiles),
-        first_tile.fn((team.rank + 1) % world, tiles, world), persistent.whole_for(tiles, programs, config), team.view,
-        launch_cooperative_grid=True, OWN_FIRST=own_first, **persistent.constants(config, descriptors, team.caps.arch),
-    )  # fmt: skip
+    world, (rows, N), tile = team.size, out.shape, design.tile
+    tiles = make_tiles(rows, N, panels=world, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
+    space = _buffers(team, a.dtype, tiles.count // world * tile.block_m * tile.block_n)
+    fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, space, local_first)
 
 
-def _run_segments(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, team: Team, config: GemmConfig, own_first: bool
+def _run_pipelined(
+    design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, local_first: bool
 ) -> None:
-    """A library GEMM for each piece of each peer's rows (or one for several peers'), which the copy engine carries to their
-    owner; then the own rows'. They take turns on the lanes.
+    """A cuBLAS GEMM for each piece of each peer's rows (or one for several peers'), which the copy engine carries to their
+    owner; then the own rows'. They take turns on the streams.
 
     signals  copy engine of rank s: flags[slot of s, piece] = epoch at the owner, behind the piece
     waits    wait_kernel, behind the own piece's GEMM: flags[d, piece] >= epoch, all d. GEMMs end whatever the peers do, so
              all ranks send all they have
-    reuse    of a half of the slots: Segments
+    reuse    of a half of the receive buffers: Segments
 
-    lane 0  | o1 | o3 | sum |                                           rank 0 of 4: segments by owner
-    lane 1    | o2 | own |
-    copy         | o1 | o2 | o3 |
+    stream 0  | o1 | o3 | sum |                                           rank 0 of 4: pieces by owner
+    stream 1    | o2 | own |
+    copy           | o1 | o2 | o3 |
 
-    lane 0  | o1 | o2 | o3 | own 0 | own 1 | sum 1 |                    one lane, own_pieces=2
-    urgent                         | sum 0 |
-    copy         | o1 | o2 | o3 |
+    stream 0  | o1 | o2 | o3 | own 0 | own 1 | sum 1 |                    one stream, local_pieces=2
+    urgent                           | sum 0 |
+    copy           | o1 | o2 | o3 |
     """
     (rows, N), me = out.shape, team.rank
-    space, lanes = _segments(team, a.dtype, rows * N), side_streams(team, config.lanes)
-    # What a lane computes and another stream sends lives until the lanes join.
+    if design.accumulate and team.size != 2:
+        raise ValueError(
+            f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={team.size}; leave it out"
+        )
+    space, streams = _segments(team, a.dtype, rows * N), side_streams(team, design.streams)
+    # A partial result that one stream computes and another sends lives until the streams join.
     partial = torch.empty((team.size * rows, N), dtype=a.dtype, device=a.device)
     arrived: list[Any] = []
-    lanes.fork()
-    with lanes.urgent():
-        slots, begun = space.begin(team), lanes.mark()
+    streams.fork()
+    with streams.urgent():
+        slots, begun = space.begin(team), streams.mark()
         team.copy_engine.fork()
     turn, computed = 0, begun
-    for number, piece, computed in send_partials(a, b, partial, slots, space, team, lanes, config, begun, own_first):
+    how = Sending(chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, local_first=local_first)
+    for number, piece, computed in send_partials((a, b), partial, slots, space, team, streams, how):
         turn += 1
-        if config.accumulate:
+        if design.accumulate:
             # The peer is about as far: what it sends is awaited under the next GEMM, and not from the beginning on.
-            with lanes.urgent():
-                lanes.after(computed)
+            with streams.urgent():
+                streams.after(computed)
                 await_flags(space.flags[:, number:], space.epoch, team)
                 out[piece].copy_(slots[0, piece.start * N : piece.stop * N].view(-1, N))
-                arrived.append(lanes.mark())
-    of_own = rows_of(place_of.fn(me, me, team.size, own_first), team.size * rows, team.size)
+                arrived.append(streams.mark())
+    of_own = rows_of(place_of.fn(me, me, team.size, local_first), team.size * rows, team.size)
     own, mine = a[of_own], partial[of_own]
-    for number, piece in pieces_of(rows, config.chunks):
-        with lanes.turn(turn):
-            if config.accumulate:
-                lanes.after(arrived[number])
+    for number, piece in pieces_of(rows, design.chunks):
+        with streams.turn(turn):
+            if design.accumulate:
+                streams.after(arrived[number])
                 cublas.matmul(own[piece], b, out[piece], add=True)
             else:
-                for _, part in pieces_of(piece.stop - piece.start, config.own_pieces):
+                for _, part in pieces_of(piece.stop - piece.start, design.local_pieces):
                     part = slice(piece.start + part.start, piece.start + part.stop)
                     is_last = part.stop == piece.stop
                     cublas.matmul(own[part], b, mine[part])
-                    done = lanes.mark()
+                    done = streams.mark()
                     # Behind the last part's GEMM, or beside the next one's.
-                    with nullcontext() if is_last else lanes.urgent():
+                    with nullcontext() if is_last else streams.urgent():
                         # Queue the sum behind the GEMMs that peers wait for, or its programs would take the SMs first.
                         for mark in (begun, computed, done):
-                            lanes.after(mark)
+                            streams.after(mark)
                         await_flags(space.flags[:, number:], space.epoch, team)
                         add_up(mine[part], slots[:, part.start * N :], out[part], team, early=is_last)
         turn += 1
-    lanes.join()
+    streams.join()
     team.copy_engine.join()
 
 
@@ -302,47 +261,16 @@ def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
     def make(capacity: int) -> Segments:
         return Segments.make(team, team.empty((2, team.size - 1, capacity), dtype=dtype), team.size - 1)
 
-    return grown_workspace(team, ("matmul_reduce_scatter segments", dtype), size, make)
+    return grown_workspace(team, ("matmul_reduce_scatter pipelined", dtype), size, make)
 
 
-def _workspace(team: Team, dtype: torch.dtype, slot_size: int) -> Workspace:
-    def make(capacity: int) -> Workspace:
-        return Workspace(
-            slots=team.empty((2, team.size - 1, capacity), dtype=dtype),
-            arrived=team.signals((team.size - 1, capacity // persistent.SMALLEST_TILE)),
-            epoch=team.local((2,), torch.int32),
-        )
+def _buffers(team: Team, dtype: torch.dtype, slot_size: int) -> Buffers:
+    def make(capacity: int) -> Buffers:
+        flags = capacity // persistent.SMALLEST_TILE
+        received = team.empty((2, team.size - 1, capacity), dtype=dtype)
+        arrived = team.signals((team.size - 1, flags))
+        epoch = team.local((2,), torch.int32)
+        # No results: every rank keeps its own sums.
+        return Buffers(received, arrived, epoch, received, arrived, capacity, flags)
 
     return grown_workspace(team, ("matmul_reduce_scatter", dtype), slot_size, make)
-
-
-@custom_op("matmul_reduce_scatter")
-def _matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-    return run(a, b, find_team(team), own_first=own_first)
-
-
-@_matmul_reduce_scatter.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-    return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))
-
-
-def _remember(ctx, inputs, output):
-    a, b, ctx.team, ctx.own_first = inputs
-    ctx.save_for_backward(a, b)
-
-
-def _backward(ctx, grad):
-    # Every rank used my rows of the output once, and all of the output came from my share of K.
-    a, b = ctx.saved_tensors
-    everywhere = torch.ops.weft.all_gather.default(grad, ctx.team)
-    if ctx.own_first:
-        everywhere = everywhere.roll(-find_team(ctx.team).rank * grad.shape[0], 0)
-    return (
-        torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team, ctx.own_first),
-        torch.ops.weft.matmul.default(everywhere.t(), a.t()),
-        None,
-        None,
-    )
-
-
-_matmul_reduce_scatter.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,155 @@
+"""Cases of ops: one call's sizes and data, its inputs, and the judgement of its result.
+
+One table for each op (``Op.cases``) drives the simulator's tests, the GPU suite, ``weft check`` and the check before a benchmark;
+one function of dtype and reduction length (``tolerance``) says how far a result may be from the reference.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from weft.plan.planned import AUTO
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+FP32_EPS = torch.finfo(torch.float32).eps
+Inputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of an op on every rank.
+
+    op      its name
+    sizes   (M, N, K) of a GEMM: rows of the whole GEMM, N and K of one rank's; else the shape of the first tensor at each rank
+    design  a design's name, "auto", or a design
+    data    "random", "special" (with -0.0, NaN, infinities and the dtype's largest) or "subnormal"
+    layout  "contiguous", "transposed" (not contiguous) or "offset" (contiguous, not 16-byte aligned)
+    fields  (name, value) of the op's further arguments, such as ("local_first", True)
+    """
+
+    op: str
+    world_size: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    design: Any = AUTO
+    data: str = "random"
+    layout: str = "contiguous"
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.sizes)) or "0d"
+        parts = [self.op, f"W{self.world_size}", str(self.dtype).removeprefix("torch."), sizes]
+        parts += [word for word in (self.data, self.layout) if word not in ("random", "contiguous")]
+        parts += [f"{name}={value}" for name, value in self.fields]
+        return "-".join([*parts, *([] if self.design == AUTO else [design_name(self.design)])])
+
+
+def design_name(design: Any) -> str:
+    """A design as part of a case's name: its class, and the fields that are not default."""
+    if not is_dataclass(design):
+        return str(design)
+    shown = []
+    for field in fields(design):
+        value = getattr(design, field.name)
+        if value != field.default:
+            shown.append(design_name(value) if is_dataclass(value) else f"{field.name}={value}")
+    return f"{type(design).__name__}({','.join(shown)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """How exact the result of a case is.
+
+    terms       terms of each sum, in fp32
+    partials    partial sums that are rounded to the dtype on the way
+    exact       nothing is computed: bits arrive as they were sent
+    replicated  all ranks get the same bits
+    """
+
+    terms: int = 1
+    partials: int = 0
+    exact: bool = False
+    replicated: bool = False
+
+
+def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float, float]:
+    """(relative to the element, relative to the reference's RMS) for a sum of ``terms`` terms in fp32 rounded to ``dtype``.
+
+    Half a unit in the last place of the rounding, doubled; the fp32 sum's error grows like a random walk, six of its
+    standard deviations are allowed. ``partials``: partial sums that are rounded to ``dtype`` on the way, each as
+    large as the whole over the root of their number. NCCL's ring rounds W - 1 times, and cuBLAS may add split-K partials in
+    halves, so four roundings' worth is allowed for any number of them: a term that is left out shows all the same (64 of
+    K = 5120 are 0.11 of the RMS, four roundings in bf16 0.03).
+    """
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return eps, 6 * FP32_EPS * math.sqrt(max(terms, 1)) + (4 * eps if partials else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Draws the input tensors of one rank and call of a case: the same in every process, other data for every name, rank and call.
+
+    case, rank, call  the number of the call among several of the case
+    device            where the tensors lie
+    """
+
+    case: Case
+    rank: int
+    call: int = 0
+    device: torch.device | str = "cpu"
+
+    def own(self, name: str, shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
+        """A tensor of ``case.dtype`` that every rank has another of, as ``case.data`` says; random data times ``scale``."""
+        return self._values(f"{name} of {self.rank}", shape, scale)
+
+    def shared(self, name: str, shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
+        """The same for a tensor that is equal on all ranks."""
+        return self._values(name, shape, scale)
+
+    def _values(self, name: str, shape: Sequence[int], scale: float) -> torch.Tensor:
+        case = self.case
+        seed = zlib.crc32(f"{case} {name} {self.call}".encode())
+        where = {"generator": torch.Generator(self.device).manual_seed(seed), "device": self.device}
+        if not case.dtype.is_floating_point:
+            return torch.randint(-100, 100, tuple(shape), **where).to(case.dtype)
+        x = torch.randn(tuple(shape), **where)
+        if case.data == "subnormal":
+            return (x.double() * torch.finfo(case.dtype).smallest_normal / 8).to(case.dtype)
+        x = (x * scale if scale != 1.0 else x).to(case.dtype)
+        if case.data == "special":
+            flat, odd = x.view(-1), [-0.0, torch.nan, torch.inf, -torch.inf, torch.finfo(case.dtype).max, -0.0]
+            flat[: flat.numel() // 2] = -0.0
+            at = torch.randperm(flat.numel(), **where)[: len(odd)]
+            flat[at] = torch.tensor(odd[: len(at)], dtype=x.dtype, device=x.device)
+        return x
+
+
+def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another layout (``Case.layout``)."""
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "offset":
+        room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+        room[1:] = x.reshape(-1)
+        return room[1:].view(x.shape)
+    return x
+
+
+def sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of all ranks' tensors in fp64."""
+    total = parts[0].double()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def part_of(x: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Part ``rank`` of ``x`` along dimension 0."""
+    rows = x.shape[0] // world_size
+    return x[rank * rows : (rank + 1) * rows]

@@ -1,0 +1,219 @@
+"""What the collectives share: their calls, designs and the rule that chooses among them.
+
+The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/experiments.md has the figures of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from weft.arguments import quoted
+from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine
+from weft.ops.op import Op
+from weft.ops.registration import check_divides
+from weft.plan.planned import AUTO, Machine, Planned
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.codec import exchangeable
+from weft.runtime.workspace import capacity_for
+from weft.transport.plans import LINE_BYTES, PushPlan, word_of
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+
+class CollectiveCall(NamedTuple):
+    """What the plan of a collective depends on. nbytes: of the input at each rank. design: a name, or "auto"."""
+
+    nbytes: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One hop: kernels push tiles to the peers (weft.transport.push)."""
+
+    push: PushPlan
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneShot:
+    """An all-reduce of one hop: every rank pushes its tiles to all, and sums all."""
+
+    push: PushPlan
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoShot:
+    """An all-reduce of two hops: every rank sums its share of the tiles, and pushes the sums to all."""
+
+    push: PushPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One rank: the result is a copy."""
+
+
+ENDLESS = 1 << 62
+# How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits, by world size.
+# Many small programs start soonest and have all of a small message under way at once; in large ones a program that sends a tile
+# ahead keeps the links busy, and fewer and larger ones poll less.
+TWO_HOPS = {
+    2: ((2 << 20, 512, 1, 32), (ENDLESS, 8192, 16, 2)),
+    8: ((2 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 2)),
+}
+# One hop: one-shot all-reduce, and all-gather, all-to-all and reduce-scatter by the bytes of all parts together.
+ONE_HOP = {
+    2: ((2 << 20, 512, 1, 32), (32 << 20, 4096, 8, 4), (ENDLESS, 8192, 16, 2)),
+    8: ((1 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 4)),
+}
+
+
+class Collective(Op):
+    """A collective of tensors of equal size.
+
+    moves_bits       nothing is computed: any bits travel
+    gathers          the output holds W inputs
+    rows_divided     dimension 0 is divided among the ranks
+    replicated       all ranks get the same result
+    staging_buffers  receive buffers of one rank's part that its copy-engine design needs, per peer
+    copy_engine_from bytes of all parts together from which copy engines carry them, by world size. W=3 is taken to be like W=4;
+                     W=8 is not measured
+    copies           the default CopyEngine, by world size
+    """
+
+    moves_bits: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
+    staging_buffers: ClassVar[int] = 1
+    copy_engine_from: ClassVar[dict[int, int]]
+    copies: ClassVar[dict[int, CopyEngine]]
+    rows_divided: ClassVar[bool] = False
+    replicated: ClassVar[bool] = False
+    designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy}
+    sizes = ("shape",)
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        return (AUTO, *(name for name in self.designs if name != "copy"))
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> CollectiveCall:
+        shape = checked_shape(self.name, sizes[0])
+        if self.rows_divided:
+            check_divides(self.name, "shape[0]", shape[0] if shape else 1, machine.world_size)
+        return CollectiveCall(math.prod(shape) * dtype.itemsize, dtype, design)
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        return (draw.own("x", case.sizes),)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(
+            terms=1 if self.moves_bits else case.world_size, exact=self.moves_bits, replicated=self.replicated
+        )
+
+    def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(case.design, str):
+            return self.forward(x, team.name, case.design)
+        return self.run(case.design, team, x)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        return self.sent(math.prod(sizes) * dtype.itemsize, world_size)
+
+    def sent(self, nbytes: int, world_size: int) -> int:
+        """Bytes that leave each rank, at least, of an input of ``nbytes`` at each rank."""
+        return nbytes * (world_size - 1) if self.gathers else nbytes * (world_size - 1) // world_size
+
+    def whole(self, call: CollectiveCall, world_size: int) -> int:
+        """Bytes of all parts together: of the output of all-gather, of the input of the others."""
+        return call.nbytes * world_size if self.gathers else call.nbytes
+
+    def table_key(self, call: CollectiveCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (self.whole(call, machine.world_size),), machine.world_size
+
+    def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
+        if machine.world_size == 1:
+            return Planned("copy", Copy(), "one rank: nothing to send")
+        return super().choose(call, machine)
+
+    def tuned(self, call: CollectiveCall, machine: Machine) -> Planned | None:
+        planned = super().tuned(call, machine)
+        if planned is None:
+            return None
+        # A row may be of another alignment than this very message.
+        whole = self.whole(call, machine.world_size)
+        if isinstance(planned.design, CopyEngine):
+            fits = call.design != AUTO or self.copies_fit(call, machine)
+            return planned if fits and has_even_lines(whole, machine.world_size) else None
+        return planned if planned.design.push.transport == self.transport(whole, machine.world_size) else None
+
+    def rule(self, call: CollectiveCall, machine: Machine) -> tuple[str, str]:
+        whole, limit = self.whole(call, machine.world_size), of_world(self.copy_engine_from, machine.world_size)
+        if whole < limit or not has_even_lines(whole, machine.world_size):
+            return self.push_rule(whole, machine.world_size)
+        if not self.copies_fit(call, machine):
+            name, _ = self.push_rule(whole, machine.world_size)
+            return name, f"{whole:,} bytes >= {limit:,}, but the heap has no room to stage them for copy engines"
+        return "copy_engine", f"{whole:,} bytes >= {limit:,}: copy engines fill the links, one peer at a time"
+
+    def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
+        """The design that pushes ``whole`` bytes, and the reason."""
+        return "push", "one hop, no flags"
+
+    def default(self, name: str, call: CollectiveCall, machine: Machine) -> Any:
+        world_size = machine.world_size
+        if name == "copy_engine":
+            return of_world(self.copies, world_size)
+        whole = self.whole(call, world_size)
+        table = of_world(TWO_HOPS if name == "two_shot" else ONE_HOP, world_size)
+        _, row_bytes, num_warps, per_sm = next(row for row in table if whole <= row[0])
+        transport = self.transport(whole, world_size)
+        push = PushPlan(transport=transport, row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
+        return self.designs[name](push=push)
+
+    def transport(self, whole: int, world_size: int) -> str:
+        """How a receiver knows that data are there: numbers are their own flag ("lamport"), any bits get a key ("keyed")."""
+        if not self.moves_bits or word_of(whole // world_size).itemsize == 1:
+            return "lamport"
+        return "keyed"
+
+    def copies_fit(self, call: CollectiveCall, machine: Machine) -> bool:
+        """True if the heap has room for the staging buffers of copy engines."""
+        part = call.nbytes if self.gathers else cdiv(call.nbytes, machine.world_size)
+        buffers = (machine.world_size - 1) * self.staging_buffers
+        return capacity_for(buffers * min(part, ROUND_BYTES // machine.world_size)) <= machine.staging_bytes
+
+
+def checked_shape(op: str, shape: Any) -> tuple[int, ...]:
+    """``shape``. ValueError unless it is a sequence of sizes."""
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"{op}: shape={quoted(shape)} is no shape; pass a tuple of sizes")
+    return tuple(shape)
+
+
+def shots_rule(nbytes: int, world_size: int, limits: dict[int, int]) -> tuple[str, str]:
+    """One-shot or two-shot for a message, by the largest that one-shot is for at each world size; and the reason."""
+    limit = of_world(limits, world_size)
+    if nbytes <= limit:
+        return "one_shot", f"{nbytes:,} bytes <= {limit:,}: one hop beats two"
+    return "two_shot", f"{nbytes:,} bytes > {limit:,}: fewer bytes beat fewer hops at world_size={world_size}"
+
+
+def has_even_lines(whole: int, world_size: int) -> bool:
+    """True if every rank's part is whole lines, so that kernels copy 16 bytes a thread."""
+    return whole % (LINE_BYTES * world_size) == 0
+
+
+def of_world(table: dict[int, Any], world_size: int) -> Any:
+    """The entry of the next measured world size that is at least this one, else of the largest."""
+    return next((entry for size, entry in table.items() if size >= world_size), table[max(table)])

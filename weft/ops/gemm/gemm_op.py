@@ -1,0 +1,120 @@
+"""Calls of GEMM ops: what their plans depend on, and the checks of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from weft.arguments import quoted
+from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.op import Op
+from weft.ops.registration import FLOATS, check_divides, check_is_tensor
+from weft.plan.planned import AUTO, Machine
+
+
+class GemmCall(NamedTuple):
+    """What the plan of a GEMM depends on.
+
+    M              rows of the whole GEMM, of all ranks together
+    N, K           of one rank's GEMM
+    aligned        rows of both operands begin on 16 bytes, so that tensor descriptors reach them
+    local_first    the rows of ranks me, me + 1, … (mod W) come in this order
+    deferred_norm  the RMS scale of a's rows is applied to the result (weft.kernels.deferred_norm)
+    partials       the kernel behind adds split-K partials up (matmul_parts)
+    design         the name of a design, or "auto"
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    aligned: bool = True
+    local_first: bool = False
+    deferred_norm: bool = False
+    partials: bool = False
+    design: str = AUTO
+
+
+class GemmOp(Op):
+    """An op that is a GEMM of each rank.
+
+    rows_sharded  M is divided among the ranks
+    gathers       a rank's a has its share of the rows
+    sums          results are summed over the ranks
+    replicated    all ranks get the same result
+    """
+
+    sizes = ("M", "N", "K")
+    dtypes = FLOATS
+    rows_sharded: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    replicated: ClassVar[bool] = False
+
+    def call_of(
+        self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
+    ) -> GemmCall:
+        for label, size in zip(self.sizes, sizes, strict=True):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{self.name}: {label}={quoted(size)} is no positive integer; pass 1 or more")
+        if self.rows_sharded:
+            check_divides(self.name, "M", sizes[0], machine.world_size)
+        return GemmCall(*sizes, dtype, sizes[2] * dtype.itemsize % 16 == 0, design=design, **fields)
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        M, N, K = case.sizes
+        rows = M // case.world_size if self.gathers else M
+        # Products of b have the variance of a: nothing grows with K, whatever is summed.
+        return draw.own("a", (rows, K)), draw.own("b", (N, K), K**-0.5)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        summed = case.world_size if self.sums else 1
+        return Accuracy(terms=case.sizes[2] * summed, partials=summed - 1, replicated=self.replicated)
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        M, N, K = sizes
+        return 2 * M * N * K
+
+    def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.M, call.N, call.K), machine.world_size
+
+
+def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device | None, name: str = "a") -> None:
+    """ValueError unless a[., K] and b[N, K] are matrices of one supported dtype on ``device`` (None: on a's)."""
+    try:
+        fits = a.dtype in FLOATS and a.dtype == b.dtype and a.device == b.device and a.device == (device or a.device)
+        fits = fits and a.dim() == 2 == b.dim() and 0 not in a.shape and 0 not in b.shape and a.shape[1] == b.shape[1]
+    except (AttributeError, TypeError):
+        fits = False
+    if not fits:
+        _refuse_operands(op, a, b, device, name)
+
+
+def _refuse_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device | None, name: str) -> None:
+    for label, x in ((name, a), ("b", b)):
+        check_is_tensor(op, label, x)
+        if x.dim() != 2 or 0 in x.shape:
+            raise ValueError(
+                f"{op}: {label} has shape {tuple(x.shape)}; pass a matrix with at least one row and column"
+            )
+        if x.device != (device := device or x.device):
+            raise ValueError(f"{op}: {label} is on {x.device}, not on {device}; move it with {label}.to('{device}')")
+    if a.dtype != b.dtype or a.dtype not in FLOATS:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise ValueError(f"{op}: {name}.dtype={a.dtype} and b.dtype={b.dtype} must be the same one of {allowed}")
+    raise ValueError(
+        f"{op}: {name} has K={a.shape[1]} columns and b has {b.shape[1]}; b is [N, K], a row for each output column"
+    )
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a[M, K] @ b[N, K].T in fp64: the reference of every GEMM."""
+    return a.double() @ b.double().T
+
+
+def rotated(x: torch.Tensor, first: int, world_size: int) -> torch.Tensor:
+    """The W row blocks of ``x`` from block ``first`` on (mod W)."""
+    parts = x.chunk(world_size)
+    return torch.cat([*parts[first:], *parts[:first]])

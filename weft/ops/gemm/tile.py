@@ -1,0 +1,112 @@
+"""The output tile of the persistent GEMM kernels: its sizes, the default for a shape, and its launch constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from weft.kernels.gemm_tile import Block
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import Capabilities
+from weft.runtime.codec import exchangeable
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One output tile and how it is compiled.
+
+    block_m, block_n, block_k  rows, columns and step along K: powers of two, at least 16
+    group                      tile rows that share an L2's worth of B
+    num_warps, num_stages      of the compiler
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if self.group < 1:
+            raise ValueError(f"group={self.group} is not positive; pass 1 or more")
+
+    def block(self, descriptors: bool, piece: int = 1) -> Block:
+        """The kernel argument ``block``. piece: elements that leave in each step along K (``Block``)."""
+        return Block(
+            tl.constexpr(self.block_m),
+            tl.constexpr(self.block_n),
+            tl.constexpr(self.block_k if descriptors else _POINTER_BLOCK_K),
+            tl.constexpr(descriptors),
+            # Few registers for a split tile's partial sums, so that all their loads are in flight.
+            tl.constexpr(min(self.block_m, max(1, 4096 // self.block_n))),
+            tl.constexpr(min(piece, self.block_m * self.block_n)),
+        )
+
+    def options(self, descriptors: bool, arch: str) -> dict[str, Any]:
+        """Compiler options of a GEMM kernel on a GPU of ``arch``."""
+        num_warps = self.num_warps
+        if not descriptors:
+            num_warps = max(num_warps, min(self.block_m * self.block_n // 2048, 8))
+        # One program an SM: ptxas need not spill for room for more, as it does with small tiles where not told.
+        bound = {"maxnreg": 255} if arch.startswith("sm_") else {}
+        return {"num_warps": num_warps, "num_stages": self.num_stages, **bound}
+
+
+# Without descriptors single elements are loaded through registers, which the accumulator fills: a thin slice, over more
+# threads. The tile itself stays: a peer's operands may be aligned otherwise, and both must cut the output alike.
+_POINTER_BLOCK_K = 16
+
+
+def default_tile(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> Tile:
+    """The tile for ``panels`` panels of ``rows`` rows and N columns (weft.kernels.tile_schedule).
+
+    K is no argument: ranks whose shares of K differ must still cut the output into the same tiles.
+    """
+    if caps.is_simulated:
+        # A tile costs the simulator milliseconds whatever its size: about four, so that there is a schedule to see.
+        return Tile(
+            block_m=_fit(rows, 16, 64), block_n=_fit(cdiv(N, max(1, 4 // panels)), 16, 256), block_k=128, group=2
+        )
+    if dtype == torch.float32:
+        # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands, of which 64 x 64 on
+        # four warps takes all and spills.
+        block_m = _fit(rows, 16, 64)
+        return Tile(block_m=block_m, block_n=64, block_k=16, num_warps=8 if block_m == 64 else 4, num_stages=2)
+    if caps.arch.startswith("gfx"):
+        # 64 KiB of LDS for both operands; one stage waits in registers.
+        block_m = _fit(rows, 16, 128)
+        return Tile(block_m=block_m, block_n=128, block_k=64, num_warps=8 if block_m == 128 else 4, num_stages=2)
+    if rows <= 64:
+        # Bound by reading B: narrow tiles give every SM a part of it.
+        block_n = 32 if panels * N <= 32 * caps.sms else 64
+        return Tile(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _is_datacentre(caps.arch) else 32)
+    if not _is_datacentre(caps.arch):
+        return Tile(block_m=128, block_n=128, block_k=32, num_warps=8)
+    if panels * cdiv(rows, 128) * cdiv(N, 256) < caps.sms:
+        return Tile(block_m=128, block_n=128, block_k=64, num_warps=4)
+    return Tile(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
+
+
+def splits_by_default(K: int, caps: Capabilities) -> bool:
+    """True if tiles of the last round are split along K: joining one takes as long as a third of a short one (K=2048, 28 tiles
+    split in 4, H200: 3 µs slower)."""
+    return caps.is_simulated or K >= 4096
+
+
+def _fit(size: int, low: int, high: int) -> int:
+    """The power of two in low .. high that covers ``size`` or comes nearest."""
+    return max(low, min(high, next_power_of_2(size)))
+
+
+def _is_datacentre(arch: str) -> bool:
+    """sm_90, sm_100, sm_103: TMA and 227 KiB of shared memory. sm_8x lacks the one, sm_12x the other."""
+    return int(arch.removeprefix("sm_")) // 10 in (9, 10)

@@ -1,0 +1,301 @@
+"""The fused design of matmul_reduce_scatter and matmul_all_reduce: one GEMM kernel whose tiles are summed over the ranks.
+
+Every output tile has an owner. A rank computes the tiles of its peers first and sends each to its owner under the GEMM of
+the next one; the owner adds what it received to its own tile, and for an all-reduce sends the sum to all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.kernels.gemm_tile import (
+    Operand,
+    Outgoing,
+    gemm_tile,
+    halves,
+    join_partials,
+    leave_partial,
+    packed,
+    store_tile,
+)
+from weft.kernels.tile_schedule import (
+    as_argument,
+    at_place,
+    first_tile,
+    from_argument,
+    locate,
+    owner_of,
+    place_of,
+    slot_of,
+    work_at,
+    work_steps,
+)
+from weft.ops.gemm import persistent
+from weft.ops.gemm.tile import Tile
+from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_of
+
+if TYPE_CHECKING:
+    from weft.kernels.tile_schedule import Tiles
+    from weft.runtime.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """One kernel that sends each finished tile to its owner under the GEMM of the next one.
+
+    split  tiles that do not fill a round of programs are split along K
+    piece  elements of a finished tile that leave in each step of the next tile (a power of two): spread over
+           the GEMM, since all programs finish tiles at once and the link would stand still in between
+    """
+
+    tile: Tile
+    split: bool = True
+    piece: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.piece < 1 or self.piece & (self.piece - 1):
+            raise ValueError(f"piece={self.piece} is not a power of two")
+
+
+def piece_for(K: int, block_k: int) -> int:
+    """The default ``piece``: small where there are many steps along K, so that a link takes the tile evenly."""
+    return 1024 if K // block_k >= 32 else 2048
+
+
+class Buffers(NamedTuple):
+    """Memory of one call, passed to the kernel as the argument ``buffers``.
+
+    received  [H, W - 1, slot_size]   symmetric: whole tiles; slot d holds what rank me + 1 + d computed of my tiles
+    arrived   [W - 1, flags]          symmetric: arrived[d, t] = epoch, once my t-th tile lies in slot d
+    epoch     [2]                     this rank's
+    results   [all tiles]             symmetric: the summed tiles that peers own (all-reduce only)
+    ready     [all tiles]             symmetric: ready[number] = epoch, once that tile lies in results (all-reduce only)
+    slot_size, flags                  row lengths of received and of arrived
+    """
+
+    received: tl.tensor
+    arrived: tl.tensor
+    epoch: tl.tensor
+    results: tl.tensor
+    ready: tl.tensor
+    slot_size: tl.tensor
+    flags: tl.tensor
+
+
+class Target(NamedTuple):
+    """Where one finished tile goes.
+
+    is_own, is_last    this rank owns it; it is this program's last tile
+    received           its place in the first receive buffer
+    at_owner           its place in this rank's receive buffer at the owner
+    result             its place in results
+    send               this program's send buffer
+    row, column        of the tile in its rows; rows, N: the limits
+    """
+
+    is_own: tl.tensor
+    is_last: tl.tensor
+    received: tl.tensor
+    at_owner: tl.tensor
+    result: tl.tensor
+    send: tl.tensor
+    row: tl.tensor
+    column: tl.tensor
+    rows: tl.tensor
+    N: tl.tensor
+
+
+@triton.jit(do_not_specialize=["M"])
+def matmul_reduce_kernel(
+    a,
+    a_stride,
+    b,
+    b_stride,
+    out,
+    send,
+    buffers,
+    split,
+    M,
+    N,
+    K,
+    tiles,
+    block,
+    team,
+    LOCAL_FIRST: tl.constexpr,
+    REPLICATE: tl.constexpr,
+):
+    """out = sum over ranks of a[M, K] @ b[N, K].T        grid: (programs,), own tiles last
+
+    REPLICATE    out[M, N], bitwise the same on all ranks. The tiles, not the rows, are dealt out to owners, so that all ranks
+                 take part whatever M is
+    else         out[M / W, N], the rows me * M / W .. of the sum. Panels of rows are dealt out to owners
+    LOCAL_FIRST  a has the rows of ranks me, me + 1, … (mod W) in this order, else in rank order
+
+    send     [programs, tile]: this rank's; a program's finished tile, while it goes to its owner
+    buffers  ``Buffers``; split: ``SplitK``; tiles: ``Tiles`` as an argument; block: ``Block``
+
+    signals  every rank s, per tile of owner o: stores the tile at o, then arrived[slot of s, t] = epoch at o
+             REPLICATE, the owner, per own tile: stores the sum at every peer, then ready[number] = epoch there
+    waits    own tiles, after their GEMM: arrived[d, t] >= epoch, d = 0 .. W - 2
+             REPLICATE, peers' tiles, after all own ones: ready[number] >= epoch, then the copy into out
+    order    own partial (fp32) + those of ranks me + 1, me + 2, … (in out's dtype), summed in fp32 and rounded once, by
+             the owner: the same every run
+    reuse    received, REPLICATE (H = 1): the owner reads a tile before it says ready, and no rank leaves a call before all
+             tiles are ready.
+             received, else (H = 2, by epoch): rank s writes half h for owner o in call e and again in call e + 2. In
+             between, s finished call e + 1, in which it waited for a tile from o. o sent that tile after it finished call e,
+             and so after it read half h.
+             results: an owner writes a tile only after it received this rank's share of it in the same call, sent after this
+             rank's last call ended. Holds whatever the shapes of the two calls are.
+             send: a tile has left it when the next tile's GEMM ends, and only then is it filled again.
+    progress before a program waits it has sent and announced all its earlier tiles
+
+    gemm  | o1 | o2 | o3 | own |                                        rank 0 of 4: tiles of the owners
+    link       | o1 | o2 | o3 | | own to all |                          each tile along the next one's GEMM
+    sum                    | +1 +2 +3 |
+    copy                               | o1 | o2 | o3 |                 REPLICATE
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    TILE: tl.constexpr = block.m * block.n
+    # In pieces, so that a receive buffer's elements fit beside the accumulator: whole tiles spill up to 168 bytes a thread.
+    HALVES: tl.constexpr = 2 if TILE > 8192 else 1
+    me = wl.rank(team)
+    a, b = Operand(a, a_stride, M), Operand(b, b_stride, N)
+    rows = M if REPLICATE else M // world
+    tiles = from_argument(tiles)
+    now = wl.next_epoch(buffers.epoch)
+    received = buffers.received
+    if not REPLICATE:
+        received += (now & 1).to(tl.int64) * (world - 1) * buffers.slot_size
+    start = first_tile((me + 1) % world, tiles, world)
+    send += tl.program_id(0) * TILE
+    sending = -1  # the number of the tile in the send buffer
+    depth = tl.cdiv(K, block.k)
+    steps = work_steps(tiles, depth)
+    for step in range(0, steps):
+        place, first, last = work_at(step, tiles, depth)
+        number = at_place(place, start, tiles)
+        owner, chunk, tile_row, tile_column = locate(number, tiles)
+        row, column = tile_row * block.m, tile_column * block.n
+        first_row = 0 if REPLICATE else place_of(owner, me, world, LOCAL_FIRST) * rows
+        receiver = owner_of(tl.maximum(sending, 0), tiles, world)
+        sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
+        slot = slot_of(me, receiver, world)
+        there = received + tl.cast(slot, tl.int64) * buffers.slot_size + sent.to(tl.int64) * TILE
+        outgoing = Outgoing(send, wl.symm_at(there, receiver, team), tl.where(sending < 0, 0, TILE))
+        acc = gemm_tile(a, b, first_row + row, column, K, first, last, outgoing, block, True)
+        if sending >= 0:
+            wl.notify(buffers.arrived + slot * buffers.flags + sent, receiver, now, team)
+            sending = -1
+        if last - first == depth:
+            complete = True
+        else:
+            complete = leave_partial(acc, split, place, tiles, depth, block)
+        if complete:
+            if REPLICATE:
+                owner = owner_of(number, tiles, world)
+            tile = number - first_tile(owner, tiles, world)
+            here = received + tile.to(tl.int64) * TILE
+            result = buffers.results + number.to(tl.int64) * TILE if REPLICATE else here
+            last_step = step + 1 == steps
+            slot = slot_of(me, owner, world)
+            if owner == me:
+                for peer in tl.range(0, world - 1):
+                    wl.wait(buffers.arrived + peer * buffers.flags + tile, now, team)
+            else:
+                there = wl.symm_at(here + tl.cast(slot, tl.int64) * buffers.slot_size, owner, team)
+                tl.debug_barrier()  # all threads have sent what the send buffer held
+            target = Target(owner == me, last_step, here, there, result, send, row, column, rows, N)
+            if last - first == depth:
+                pieces = halves(acc) if HALVES > 1 else (acc,)
+                for part in tl.static_range(HALVES):
+                    deliver(pieces[part], 0, part, out, target, buffers, block, team, REPLICATE)
+            else:
+                for at in range(0, block.m, block.join_rows):
+                    x = join_partials(split, place, at, tiles, depth, block)
+                    deliver(x, at, 0, out, target, buffers, block, team, REPLICATE)
+            if owner == me:
+                if REPLICATE:
+                    for peer in tl.static_range(1, world):
+                        wl.notify(buffers.ready + number, (me + peer) % world, now, team)
+            elif last_step:
+                wl.notify(buffers.arrived + slot * buffers.flags + tile, owner, now, team)
+            else:
+                tl.debug_barrier()
+                sending = number
+    if REPLICATE:
+        # The order begins with all tiles of the peers.
+        of_peers = tiles.count + first_tile(me, tiles, world) - first_tile(me + 1, tiles, world)
+        for place in range(tl.program_id(0), of_peers, tl.num_programs(0)):
+            number = at_place(place, start, tiles)
+            panel, chunk, tile_row, tile_column = locate(number, tiles)
+            wl.wait(buffers.ready + number, now, team)
+            total = tl.load(buffers.results + number.to(tl.int64) * TILE + packed(block.m, block.n, block.n))
+            store_tile(out, total, tile_row * block.m, tile_column * block.n, 0, M, N)
+    wl.advance_epoch(buffers.epoch, now)
+
+
+@triton.jit
+def deliver(x, at, part, out, target, buffers, block, team, REPLICATE: tl.constexpr):
+    """Bring ``x``, the piece of a finished tile from row ``at`` and the ``part``-th x.shape[1] columns on, to its target.
+
+    An own tile goes to ``out`` with the received ones added, and if REPLICATE to every peer's results; another rank's to the
+    send buffer, or to the owner if it is this program's last.
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    COLUMNS: tl.constexpr = x.shape[1]
+    offsets = at * block.n + part * COLUMNS + packed(x.shape[0], COLUMNS, block.n)
+    if target.is_own:
+        for slot in tl.range(0, world - 1, num_stages=1):
+            if REPLICATE:
+                source = target.received + slot * buffers.slot_size
+            else:
+                source = target.received + tl.cast(slot, tl.int64) * buffers.slot_size
+            x += tl.load(source + offsets).to(tl.float32)
+        total = x.to(out.dtype.element_ty)
+        if REPLICATE:
+            for peer in tl.range(1, world + wl.zero_here(), num_stages=1):
+                tl.store(wl.symm_at(target.result, (wl.rank(team) + peer) % world, team) + offsets, total)
+        store_tile(out, total, target.row + at, target.column + part * COLUMNS, 0, target.rows, target.N)
+    elif target.is_last:
+        tl.store(target.at_owner + offsets, x.to(out.dtype.element_ty))
+    else:
+        send = target.send + 16 * wl.zero_here()
+        tl.store(send + offsets, x.to(out.dtype.element_ty))
+
+
+def launch(
+    design: Fused,
+    team: Team,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    tiles: Tiles,
+    buffers: Buffers,
+    local_first: bool = False,
+    replicate: bool = False,
+) -> None:
+    """Run the kernel on operands with dense rows. tiles: of the whole result, not split yet."""
+    (M, K), N, tile = a.shape, b.shape[0], design.tile
+    scratch = persistent.scratch_for(team, tile, a.dtype)
+    programs = persistent.programs_for(team, tiles, tile, design.split)
+    tiles = persistent.with_split(tiles, programs, design.split)
+    operands, descriptors = persistent.operands(a, b, tile)
+
+    def constants() -> dict[str, object]:
+        switches = {"LOCAL_FIRST": local_first, "REPLICATE": replicate, "launch_cooperative_grid": True}
+        return switches | tile.options(descriptors, team.caps.arch)
+
+    prepared = launch_of(team, matmul_reduce_kernel, (design, descriptors, local_first, replicate), constants)
+    block = tile.block(descriptors, design.piece)
+    prepared(
+        programs, *operands, out, scratch.send, buffers, scratch.split, M, N, K, as_argument(tiles), block, team.view
+    )

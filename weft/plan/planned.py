@@ -1,0 +1,63 @@
+"""Plans: the design that a call gets, chosen by a pure function of the call and the machine, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weft.plan.memo import remembered
+from weft.plan.table import Row
+from weft.runtime.capabilities import Capabilities
+from weft.transport.copy_channel import staging_bytes_of
+
+if TYPE_CHECKING:
+    from weft.runtime.team import Team
+
+UNLIMITED = 1 << 62
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A design, and why a call gets it.
+
+    name    of the design, as in ``Op.designs``
+    design  a frozen dataclass with that design's own fields; plans of other ops may be among them
+    reason  a sentence for a person: the row's file, key and microseconds, or the rule
+    row     the row of ``weft tune`` that it was taken from; None: a rule
+    """
+
+    name: str
+    design: Any
+    reason: str
+    row: Row | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Machine:
+    """All that a plan may depend on besides its call; the same object for the same values (``machine``).
+
+    caps           of this rank's GPU
+    world_size     ranks of the team
+    staging_bytes  largest staging buffer that copy-engine collectives may use: a power of two; equal on all ranks, since the
+                   heaps are filled alike
+    """
+
+    caps: Capabilities
+    world_size: int
+    staging_bytes: int = UNLIMITED
+
+
+@remembered
+def machine(caps: Capabilities, world_size: int, staging_bytes: int = UNLIMITED) -> Machine:
+    """The Machine of these values."""
+    return Machine(caps=caps, world_size=world_size, staging_bytes=staging_bytes)
+
+
+def machine_of(team: Team) -> Machine:
+    """The machine of ``team`` as its heap is filled now."""
+    known = team.workspace("machines", dict)
+    found = known.get(team.heap_changes)
+    if found is None:
+        found = known[team.heap_changes] = machine(team.caps, team.size, staging_bytes_of(team))
+    return found

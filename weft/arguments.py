@@ -1,4 +1,4 @@
-"""Checks of callers' arguments: each error is one line with the argument, its value, the rule and often a remedy."""
+"""Checks of callers' arguments. Each error is one line: argument, value, rule, often a remedy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-# Characters of a value that a message repeats.
+# Most characters of a value that a message repeats.
 LONGEST = 200
 
 
 def shortened(text: object, most: int = LONGEST) -> str:
-    """The text on one line, cut in the middle where it is longer than `most` characters."""
+    """The text on one line, cut in the middle if it has more than `most` characters."""
     line = " ".join(str(text).split())
     if len(line) <= most:
         return line
@@ -19,7 +19,7 @@ def shortened(text: object, most: int = LONGEST) -> str:
 
 
 def quoted(value: object) -> str:
-    """The value as Python writes it, on one line and shortened; tensors and arrays by their shape and dtype."""
+    """The value's repr on one line, shortened; for tensors and arrays their shape and dtype."""
     try:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is not None and dtype is not None and not isinstance(value, type):
@@ -30,7 +30,7 @@ def quoted(value: object) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """True for Python's and NumPy's integers; a boolean is none."""
+    """True for Python's and NumPy's integers, but not for booleans."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
@@ -73,20 +73,20 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_callable(name: str, value: Any, called: str) -> None:
-    """ValueError unless the value can be called; `called` says how it will be."""
+    """ValueError unless the value can be called; `called` shows the call."""
     if not callable(value):
         raise ValueError(f"{name}={quoted(value)} is not a function; pass one that is called as {called}")
 
 
 def check_sequence(name: str, value: Any, rule: str) -> tuple:
-    """The value as a tuple. ValueError unless it is a sequence and no string; `rule` names what it should be."""
+    """The value as a tuple. ValueError unless it is a sequence other than a string; `rule` describes it."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
     return tuple(value)
 
 
 def check_instance(name: str, value: Any, kind: type | tuple[type, ...], rule: str) -> None:
-    """ValueError unless the value is an instance of `kind`; `rule` names what it should be."""
+    """ValueError unless the value is an instance of `kind`; `rule` describes it."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
 
@@ -98,14 +98,14 @@ def check_optional(check: Callable[..., Any], name: str, value: Any, *rest: Any)
 
 # More than the 72 GPUs that NVLink joins today. An all-reduce over 64 virtual ranks takes 15 s.
 MOST_VIRTUAL_RANKS = 128
-# Processes that share a GPU: each takes about 0.5 GB of it before it computes anything.
+# Processes that share a GPU. Each takes about 0.5 GB of its memory before it computes anything.
 MOST_RANKS_PER_GPU = 16
-# No processor addresses more (2**48), and a tensor of more overflows torch.
+# Processors address at most 2**48 bytes, and larger tensors overflow torch.
 _MOST_HEAP_BYTES = 1 << 47
 
 
 def check_virtual_ranks(name: str, value: Any) -> int:
-    """The value as an int. ValueError unless so many virtual ranks can be simulated."""
+    """The value as an int. ValueError unless that number of virtual ranks can be simulated."""
     value = positive(name, value)
     if value > MOST_VIRTUAL_RANKS:
         raise ValueError(
@@ -123,7 +123,7 @@ def check_heap_bytes(value: Any, name: str = "heap_bytes") -> int | None:
 
 
 def check_debug(value: Any) -> float | None:
-    """Seconds after which a wait gives up; None for False. ValueError unless it is a boolean or a positive number."""
+    """Seconds after which a wait gives up; None for False. ValueError for other types and ranges."""
     if isinstance(value, bool):
         return 20.0 if value else None
     check_number("debug", value, 1e-6, 1e6, "True, False or the seconds after which a wait gives up (up to 1e6)")
@@ -131,7 +131,7 @@ def check_debug(value: Any) -> float | None:
 
 
 def check_args(value: Any) -> tuple:
-    """The value as a tuple. ValueError unless it is a list or tuple of arguments of main."""
+    """The value as a tuple. ValueError unless it is a list or tuple, the arguments of main."""
     return check_sequence("args", value, "a list or tuple of what main gets after team; pass (x,) for one")
 
 

@@ -1,6 +1,6 @@
-"""Every error a user of weft can meet: fields first, the message built from them.
+"""Errors that users of weft can meet. Each has fields, from which its message is built.
 
-Wrong arguments are also ``ValueError``, so that callers who know nothing of weft catch them as they would expect.
+Errors about wrong arguments are also ``ValueError``, so that callers can catch them without knowing weft.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class WeftError(Exception):
     """Base of all errors that weft raises on purpose; its message is one that a user can act on."""
 
     def __reduce__(self) -> tuple:
-        # Errors travel between rank processes. Constructors take fields, not messages, so pickle must not call them.
+        # Errors are sent between rank processes. Constructors take fields, not messages, so pickle must not call them.
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -20,7 +20,7 @@ class WeftError(Exception):
 
 
 class NoTeam(WeftError):
-    """``weft.init()`` where there is nothing to build a team from."""
+    """``weft.init()`` without GPUs or ranks to build a team from."""
 
 
 class TeamClosed(WeftError):
@@ -30,7 +30,11 @@ class TeamClosed(WeftError):
 
 
 class HeapExhausted(WeftError):
-    """``free`` bytes are left, the largest piece of them ``piece``, and ``tail`` at the end, where a larger heap has more."""
+    """No room in the symmetric heap.
+
+    free   bytes left in all; ``piece``: in the largest free block
+    tail   free bytes at the heap's end, where a larger heap has more
+    """
 
     def __init__(
         self, rank: int, wanted: int, free: int, piece: int, tail: int, total: int, largest: Sequence[str] = ()
@@ -45,7 +49,10 @@ class HeapExhausted(WeftError):
 
 
 class NotSymmetric(WeftError, ValueError):
-    """``argument``: what it is, or, without a ``shape``, where in a kernel it is used and what it is."""
+    """A tensor outside the symmetric heap where a symmetric one is needed.
+
+    argument  its name; without a ``shape`` also the place in a kernel where it is used
+    """
 
     def __init__(self, rank: int, argument: str, shape: Sequence[int] | None = None) -> None:
         named = argument if shape is None else f"rank {rank}: {argument} of shape {tuple(shape)}"
@@ -57,7 +64,7 @@ class NotSymmetric(WeftError, ValueError):
 
 
 class AllocationMismatch(WeftError):
-    """``what``: a call of ``empty()`` or ``free()`` that is not the same on all ranks; none of them has done it."""
+    """Ranks that allocate or free different tensors; none of them has done so. ``what``: the call."""
 
     def __init__(self, rank: int, what: str, by_rank: Sequence[str]) -> None:
         listed = "; ".join(f"rank {r}: {found}" for r, found in enumerate(by_rank))
@@ -69,7 +76,7 @@ class AllocationMismatch(WeftError):
 
 
 class CallMismatch(WeftError):
-    """Ranks that met in different host calls; raised on all of them."""
+    """Ranks in different collective host calls; raised on all of them."""
 
     def __init__(self, rank: int, number: int, by_rank: Sequence[str]) -> None:
         listed = ", ".join(f"rank {r} is in {call}" for r, call in enumerate(by_rank))
@@ -92,7 +99,7 @@ class PeerSilent(WeftError):
 
 
 class NotExchangeable(WeftError, TypeError):
-    """A value that ``team.exchange`` does not carry; ``path`` says where in the item it is."""
+    """A value that ``team.exchange`` does not carry. ``path``: its place in the item."""
 
     def __init__(self, path: str, problem: str, remedy: str) -> None:
         super().__init__(f"{path} {problem}, and ranks exchange data only; {remedy}")
@@ -100,12 +107,12 @@ class NotExchangeable(WeftError, TypeError):
 
 
 class ForeignMessage(WeftError):
-    """The store holds something under a rank's key that this run's ranks have not written; none of it was used."""
+    """A message in the store that no rank of this run has written; none of it was used."""
 
     def __init__(self, rank: int, peer: int, what: str, reason: str) -> None:
         super().__init__(
             f"rank {rank}: {what}: the message under rank {peer}'s key is refused: {reason}. Another program writes to this "
-            f"store, or the ranks run different versions of weft; nothing of it was used"
+            f"store, or the ranks run different versions of weft; none of it was used"
         )
         self.rank, self.peer, self.what, self.reason = rank, peer, what, reason
 
@@ -149,14 +156,14 @@ class WaitTimeout(WeftError):
     ) -> None:
         super().__init__(
             f"rank {rank}: kernel {kernel}, program {program}, line {line} waited {seconds:g} s for {signal} >= {wanted} and "
-            f"last saw {seen}. Nobody sent the missing notify: look at who should have"
+            f"last saw {seen}. The matching notify never came: look at the rank that should send it"
         )
         self.rank, self.kernel, self.program, self.line = rank, kernel, program, line
         self.signal, self.wanted, self.seen, self.seconds = signal, wanted, seen, seconds
 
 
 class WrongMain(WeftError, TypeError):
-    """A ``main`` whose body would never run. ``what``: what it is, or what it returned."""
+    """A ``main`` whose body would never run. ``what``: its kind, or the kind of its result."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(
@@ -167,7 +174,7 @@ class WrongMain(WeftError, TypeError):
 
 
 class Deadlock(WeftError):
-    """The simulator found that no task can go on. ``waiting`` has one line for each of them."""
+    """No task of a simulation can go on. ``waiting``: one line for each of them."""
 
     def __init__(self, waiting: Sequence[str], replay: str) -> None:
         listed = "\n".join(f"  {line}" for line in waiting)
@@ -176,7 +183,7 @@ class Deadlock(WeftError):
 
 
 class InvalidAccess(WeftError):
-    """A simulated kernel read or wrote where it may not. ``nearest``: what is there, or the tensor that is nearest."""
+    """An access of a simulated kernel outside its tensors. ``nearest``: the nearest tensor."""
 
     def __init__(self, who: str, verb: str, address: int, size: int, nearest: str) -> None:
         super().__init__(f"{who}: {verb} of {size} bytes at {address:#x}: {nearest}")
@@ -184,7 +191,7 @@ class InvalidAccess(WeftError):
 
 
 class Misaligned(WeftError, ValueError):
-    """An address, an offset or a hint of a simulated kernel that a GPU's vector or bulk accesses could not take."""
+    """An address, offset or hint of a simulated kernel that is misaligned for a GPU's wide accesses."""
 
 
 # --- kernels and languages -------------------------------------------------------------------------------------------
@@ -197,15 +204,15 @@ class SimulatorMissing(WeftError):
 
 
 class NotInterpretable(WeftError):
-    """Kernel code that the simulator cannot run: inline assembly or a foreign function without a portable twin."""
+    """Kernel code that the simulator cannot run: inline assembly, or an unknown external function."""
 
 
 class Unsupported(WeftError):
-    """A word of the language that this machine or this build has no lowering for."""
+    """A primitive or operation that this machine, this build or this state does not support."""
 
 
 class CublasError(WeftError):
-    """cuBLASLt refused what it had agreed to before."""
+    """A failed call of cuBLASLt, with arguments that it had accepted before."""
 
     def __init__(self, call: str, status: int) -> None:
         super().__init__(
@@ -216,16 +223,19 @@ class CublasError(WeftError):
 
 
 class ModelTooLarge(WeftError):
-    """A model of which a rank has ``needed`` bytes of weights, and ``memory`` for them, where all virtual ranks share it if
-    ``virtual``."""
+    """A model whose weights do not fit into memory.
+
+    needed   bytes of weights of a rank; ``memory``: bytes that there are for them
+    virtual  all virtual ranks share this memory
+    """
 
     def __init__(
         self, rank: int, needed: int, memory: int, where: str, world_size: int, dtype: str, virtual: bool
     ) -> None:
-        way_out = "run it on GPUs, or take" if virtual else "take more GPUs (--world-size), a smaller dtype or"
+        remedy = "run it on GPUs, or take" if virtual else "take more GPUs (--world-size), a smaller dtype or"
         super().__init__(
             f"rank {rank}: {needed / 1e9:.3g} GB of weights in {dtype} on each of {world_size} ranks do not fit into the "
-            f"{memory / 1e9:.3g} GB of {where}; {way_out} a smaller model"
+            f"{memory / 1e9:.3g} GB of {where}; {remedy} a smaller model"
         )
         self.rank, self.needed, self.memory, self.where = rank, needed, memory, where
 
@@ -250,5 +260,5 @@ def _rebuild(kind: type[WeftError], args: tuple, fields: dict) -> WeftError:
 
 
 def _round_up(size: int) -> int:
-    """The next power of two, at least one MiB: a heap size that a person would type."""
+    """The next power of two, at least 1 MiB: a round heap size."""
     return max(1 << 20, 1 << (size - 1).bit_length())

@@ -29,11 +29,11 @@ LOOPBACK = {"127.0.0.1", "::1"}
 class OnCPU:
     """What `launch._worker` needs of a team, without a GPU: the store, torch's group and the rendezvous are the real ones."""
 
-    def __init__(self, seat, rank):
+    def __init__(self, job, rank):
         os.environ.update(GLOO_SOCKET_IFNAME="eth0", NCCL_COMM_ID="0.0.0.0:1234")
-        launch.connect("gloo", seat.given, rank, seat.world_size)
+        launch.connect("gloo", job.given, rank, job.world_size)
         self.rank = rank
-        self.rendezvous = Rendezvous(FolderStore(given().folder), "team", rank, seat.world_size, 60.0, given().secret)
+        self.rendezvous = Rendezvous(FolderStore(given().folder), "team", rank, job.world_size, 60.0, given().secret)
 
     def fail(self, message):
         self.rendezvous.fail(message)
@@ -62,9 +62,9 @@ def seen_by(team):
 def test_ranks_on_one_machine_listen_on_loopback_only_and_the_parent_nowhere():
     before = listening()
     with private_folder() as folder:
-        seat = launch._Seat(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
+        job = launch._Job(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
         assert listening() == before
-        ranks = launch._run(2, (OnCPU, seat, pickle.dumps((seen_by, ()))))
+        ranks = launch._run(2, (OnCPU, job, pickle.dumps((seen_by, ()))))
     for rank in ranks:
         assert rank["sum"] == 3.0 and rank["met"] == [0, 1]
         assert rank["listens"] and set(rank["listens"]) <= LOOPBACK, rank["listens"]  # gloo's
@@ -86,8 +86,8 @@ from weft.runtime import launch
 from weft.runtime.store import Given, private_folder
 if __name__ == "__main__":
     with private_folder() as folder:
-        seat = launch._Seat(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
-        launch._run(2, (OnCPU, seat, pickle.dumps((seen_and_asleep, (sys.argv[1],)))))
+        job = launch._Job(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
+        launch._run(2, (OnCPU, job, pickle.dumps((seen_and_asleep, (sys.argv[1],)))))
 """
 
 

@@ -1,4 +1,7 @@
-"""Whole numbers on the host. Triton's ``cdiv`` and ``next_power_of_2`` work in kernels too, which costs microseconds a call."""
+"""Integer arithmetic on the host.
+
+Triton's ``cdiv`` and ``next_power_of_2`` serve kernels too, and take microseconds a call.
+"""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -7,5 +10,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``, n >= 1."""
+    """Smallest power of two that is at least ``n``, for n >= 1."""
     return 1 << (n - 1).bit_length()

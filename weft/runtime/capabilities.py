@@ -1,4 +1,4 @@
-"""What a rank's device and the links to its peers can do. Asked when a team is made, never at import."""
+"""Capabilities of a rank's device and of its links to peers, probed when a team is made."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MULTICAST_SUPPORTED = 132
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """``team.caps``.
+    """Capabilities of a rank's device, ``team.caps``.
 
-    device_name   as the driver calls it; "simulated" in the simulator
+    device_name   the driver's name of it; "simulated" in the simulator
     arch          "sm_90", "gfx942", or "sim"
-    sms           streaming multiprocessors (compute units): how many programs of one kernel can be resident at least
-    memory_bytes  of the device, or 0 where nobody knows
-    peer_access   bool [size]: whether this rank's kernels reach the memory of each rank; True for itself
-    multicast     whether the team's heap has a multicast address, so that multimem instructions may be used
+    sms           streaming multiprocessors (compute units): at least this number of programs of one kernel can be resident
+    memory_bytes  of the device; 0 if unknown
+    peer_access   bool [size]: this rank's kernels reach the memory of each rank; True for itself
+    multicast     the team's heap has a multicast address, so that multimem instructions may be used
     """
 
     device_name: str
@@ -36,15 +36,15 @@ class Capabilities:
         return self.arch == "sim"
 
     def unreachable(self) -> tuple[int, ...]:
-        """The ranks whose memory this rank cannot reach."""
+        """Ranks whose memory this rank cannot reach."""
         return tuple(rank for rank, reached in enumerate(self.peer_access) if not reached)
 
 
 def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool = False) -> Capabilities:
-    """Ask the driver about ``device`` (a CUDA or HIP device) and its links to ``peers``.
+    """Capabilities of ``device`` (a CUDA or HIP device) and of its links to ``peers``.
 
-    ``peers`` holds the device index of every rank, this one's included, all of them visible to this process.
-    ``multicast`` is what the rendezvous of the heap found: that a driver offers it does not make it usable.
+    peers      device index of every rank, this one included; all are visible to this process
+    multicast  found when the heap was mapped: a driver may offer multicast that is not usable
     """
     index = _index_of(device)
     properties = torch.cuda.get_device_properties(index)
@@ -59,7 +59,7 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
 
 
 def simulated(world_size: int, sms: int, *, multicast: bool = False) -> Capabilities:
-    """The capabilities of one of ``world_size`` virtual ranks with ``sms`` resident programs each."""
+    """Capabilities of one of ``world_size`` virtual ranks with ``sms`` resident programs each."""
     return Capabilities(
         device_name="simulated",
         arch="sim",
@@ -71,7 +71,7 @@ def simulated(world_size: int, sms: int, *, multicast: bool = False) -> Capabili
 
 
 def architecture(index: int) -> str:
-    """ "sm_90" for an H100 or H200, "gfx942" for an MI300."""
+    """Architecture of a device: "sm_90" for an H100 or H200, "gfx942" for an MI300."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
@@ -79,15 +79,15 @@ def architecture(index: int) -> str:
 
 
 def peer_matrix() -> tuple[tuple[bool, ...], ...]:
-    """[count, count]: whether GPU ``i`` reaches the memory of GPU ``j``, for the GPUs that this process sees."""
+    """Peer access between the GPUs that this process sees: [i][j] is True if GPU i reaches GPU j."""
     count = torch.cuda.device_count()
     return tuple(tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count))
 
 
 def driver_offers_multicast(index: int) -> bool | None:
-    """Whether the driver says that a device supports multicast objects; None where there is no NVIDIA driver to ask.
+    """True if the driver reports multicast objects for a device; None without an NVIDIA driver.
 
-    Only an attribute is read. Whether multicast *works* shows when the heap is made: it may be off in the fabric.
+    This reads an attribute only. Multicast may still be off in the fabric, which shows when a heap is made.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -102,7 +102,7 @@ def driver_offers_multicast(index: int) -> bool | None:
 
 
 def nvshmem_available() -> bool:
-    """Whether torch's symmetric memory could use NVSHMEM here."""
+    """True if torch's symmetric memory can use NVSHMEM here."""
     if not torch.cuda.is_available() or not torch.distributed.is_available():
         return False
     try:
@@ -121,6 +121,6 @@ def _index_of(device: torch.device | int) -> int:
 
 
 def launch_options(caps: Capabilities) -> dict[str, bool]:
-    """Launch options that ``wl.follow_previous_kernel`` needs, where the target or the simulator's checker knows them."""
+    """Launch options that ``wl.follow_previous_kernel`` needs; none where the target has no such launch."""
     overlaps = caps.is_simulated or (caps.arch.startswith("sm_") and int(caps.arch[3:]) >= 90)
     return {"launch_pdl": True} if overlaps else {}

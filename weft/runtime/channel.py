@@ -1,4 +1,4 @@
-"""Channels: signals by source rank and chunk, and the number of the call that they stand for."""
+"""Channels: signals by source rank and chunk, with the number of the call that they belong to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class ChannelView(NamedTuple):
-    """``channel.view``, what kernels take. They ask it through primitives (``next_call``, ``chunk_wait``), never by field.
+    """Kernel argument for a channel, ``channel.view``; primitives read its fields.
 
-    signals  int32 [W, chunks], symmetric: signals[s, c] = e, once chunk c of rank s's call e is here
-    epoch    int32 [2], this rank's: the number of the current call, and what ``advance_epoch`` counts
+    signals  int32 [W, chunks], symmetric: signals[s, c] = e once chunk c of rank s has arrived in call e
+    epoch    int32 [2], this rank's: the number of the current call, and the counter of ``advance_epoch``
     chunks   compile-time constant
     """
 
@@ -30,12 +30,12 @@ class ChannelView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel(TakenByView):
-    """Arrival of chunks from every rank, call by call: ``team.channel(chunks)`` makes one.
+    """Signals for the arrival of chunks from every rank, call by call; ``team.channel(chunks)`` makes one.
 
-    All ranks make the same calls. A call begins by ``begin`` on the host, or in a kernel by ``wl.next_call`` and
-    ``wl.advance_call``; later kernels of the stream, and ``send``, then belong to it. Its number is in device memory, so a
-    captured CUDA graph replays correctly. When the data behind a chunk may be overwritten is for the caller to prove: a rank
-    may be one call ahead of a peer that has not read them yet.
+    All ranks make the same calls. ``begin`` on the host begins a call, or a kernel does by ``wl.next_call`` and
+    ``wl.advance_call``; later kernels of the stream, and ``send``, belong to it. Its number lies in device memory, so a
+    captured CUDA graph replays correctly. A channel does not protect the data: a rank may be one call ahead of a peer that has
+    not read them, so the caller proves when they may be overwritten.
 
         @triton.jit
         def sum_shards(shards, out, landed, team, N: tl.constexpr):
@@ -68,13 +68,16 @@ class Channel(TakenByView):
         return cls(signals=signals, epoch=epoch, view=ChannelView(signals, epoch, tl.constexpr(chunks)), team=team)
 
     def begin(self) -> None:
-        """Begin the next call, in the current stream. The copy engine has been joined since it sent chunks of the last one."""
+        """Begin the next call, in the current stream.
+
+        The copy engine must have been joined since it sent chunks of the call before.
+        """
         self.epoch[:1].add_(1)
 
     def send(self, target: torch.Tensor, source: torch.Tensor, peer: int, chunk: int) -> None:
-        """Have the copy engine write ``source`` into the peer's ``target``, then announce ``chunk`` of this rank there.
+        """Copy ``source`` into the peer's ``target`` by copy engine, then announce ``chunk`` there.
 
-        As ``copy_engine.put``. The copy engine has been forked since the call began.
+        Arguments as in ``copy_engine.put``. The copy engine must have been forked since the call began.
         """
         chunk = check_int("chunk", chunk, 0, self.signals.shape[1] - 1)
         self.team.copy_engine.put(target, source, peer)

@@ -1,4 +1,4 @@
-"""Host values as bytes and back, for what ranks tell each other. Only data: to decode a message runs no code of its sender."""
+"""Encoding of host values as bytes, for messages between ranks. Decoding runs no code of the sender."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _DTYPES = {
 }  # fmt: skip
 _PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict, torch.Tensor, torch.dtype or a class marked @weft.exchangeable"
 T = TypeVar("T", bound=type)
-# Place of a value inside the item: (place of its container, how it is reached, by what), from the inside out.
+# Place of a value inside the item, from the inside out: (place of its container, format of the access, key or index).
 Place = tuple[Any, str, Any]
 
 _CLASSES: dict[str, type] = {}
-# Class → its name, and its fields; of an Enum None.
+# Class -> its name, and its fields; None for an Enum.
 _NAMES: dict[type, tuple[str, tuple[str, ...] | None]] = {}
 
 
 class Malformed(ValueError):
-    """Bytes that `encode` did not make, or not of these classes."""
+    """Bytes that `encode` did not make, or with classes that are not marked here."""
 
 
 def exchangeable(cls: T) -> T:
-    """Let ``team.exchange`` carry this dataclass, NamedTuple or Enum: a decorator. Every rank must have run it.
+    """Decorator: let ``team.exchange`` carry this dataclass, NamedTuple or Enum. Every rank must run it.
 
-    A dataclass or NamedTuple is made again by its own constructor from its fields, an Enum's member is found by its name.
+    A dataclass or NamedTuple is rebuilt by its own constructor from its fields; an Enum's member is found by its name.
     """
     named = issubclass(cls, tuple) and hasattr(cls, "_fields")
     if not (named or dataclasses.is_dataclass(cls) or (issubclass(cls, Enum) and not issubclass(cls, Flag))):
@@ -58,16 +58,18 @@ def exchangeable(cls: T) -> T:
 
 
 def encode(value: Any, called: str = "item") -> bytes:
-    """NotExchangeable, which says where in ``called`` it is, for a value that cannot travel."""
+    """The value as bytes. NotExchangeable, with the place inside ``called``, for one that cannot be sent."""
     out = bytearray(_MAGIC)
     _put(out, value, (None, "{}", called), 0)
     if len(out) > MAX_BYTES:
-        raise NotExchangeable(called, f"has {len(out):,} bytes", f"at most {MAX_BYTES:,} travel; send less at once")
+        raise NotExchangeable(
+            called, f"has {len(out):,} bytes", f"at most {MAX_BYTES:,} can be sent; send less at once"
+        )
     return bytes(out)
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` was given. Malformed for anything else; tensors lie in CPU memory."""
+    """The value that `encode` was given, with tensors in CPU memory. Malformed for other bytes."""
     reader = _Reader(data)
     try:
         if reader.take(len(_MAGIC)) != _MAGIC:
@@ -134,7 +136,7 @@ def _put(out: bytearray, value: Any, place: Place, depth: int) -> None:
 
 def _put_bytes(out: bytearray, tag: bytes, data: bytes) -> None:
     if len(data) > MAX_BYTES:
-        raise NotExchangeable("item", f"has {len(data):,} bytes in one piece", f"at most {MAX_BYTES:,} travel")
+        raise NotExchangeable("item", f"has {len(data):,} bytes in one piece", f"at most {MAX_BYTES:,} can be sent")
     out += tag + struct.pack("<I", len(data)) + data
 
 
@@ -150,7 +152,7 @@ def _put_tensor(out: bytearray, tensor: torch.Tensor, place: Place) -> None:
 
 
 def _as_array(values: list[Any]) -> bytes | None:
-    """Token ids at once, which is 30 times as fast as one by one; None for what is not a list of 64-bit integers."""
+    """A list of 64-bit integers, such as token ids, as bytes; None for other lists. 30 times as fast."""
     if len(values) > 8 and type(values[0]) is int and set(map(type, values)) == {int}:
         try:
             return array("q", values).tobytes()
@@ -166,7 +168,7 @@ def _refuse(place: Place | None, problem: str, remedy: str) -> NoReturn:
         plain = type(by) in (bool, int, float, str, bytes)
         part = form.format(by) if plain else form.replace("!r", "").format(f"a {type(by).__name__}")
         parts.append(part if len(part) <= 60 else f"{part[:58]}…{part[-1]}")
-    if len(parts) > 12:  # of something that is nested for ever
+    if len(parts) > 12:  # a value that contains itself
         parts[6:-6] = ["…"]
     raise NotExchangeable("".join(reversed(parts)), problem, remedy)
 
@@ -197,7 +199,7 @@ def _class(kind: type) -> str:
 
 
 class _Reader:
-    """Bytes that may be anything: no length in them is believed before so many bytes are known to follow."""
+    """Reader of untrusted bytes: it trusts no length before it has seen that as many bytes follow."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0

@@ -6,5 +6,5 @@ import torch
 
 
 def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without waiting for what the device is doing."""
+    """Copy a host tensor to the device asynchronously."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,7 +1,7 @@
-"""cuBLASLt, which torch brings along, called by ctypes: a matrix product by an algorithm that the caller chooses.
+"""GEMMs of the cuBLASLt that ships with torch, by ctypes, with an algorithm that the caller chooses.
 
-torch.mm takes what cuBLAS's heuristics name first, often not the fastest that it has, and gives no say in it. Names and
-numbers are those of cublasLt.h (CUDA 13.1). Without the library, or on ROCm, ``matmul`` says so and does nothing.
+torch.mm runs the first algorithm that cuBLAS's heuristics name, which is often not the fastest, and offers no choice. Names
+and numbers are those of cublasLt.h (CUDA 13.1). Without cuBLASLt, and on ROCm, ``matmul`` returns False and does nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FLOAT, _COMPUTE_32F, _TRANSPOSE = 0, 68, 1
 # cublasLtMatmulDescAttributes_t, cublasLtMatmulPreferenceAttributes_t
 _TRANSA, _SM_COUNT_TARGET = 3, 15
 _MAX_WORKSPACE_BYTES, _MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
-# cublasLtMatmulAlgoConfigAttributes_t: field of Algorithm -> its number and type. The id is set by init.
+# cublasLtMatmulAlgoConfigAttributes_t: field of Algorithm -> its number and type. cublasLtMatmulAlgoInit sets the id.
 _ID = 0
 _FIELDS: dict[str, tuple[int, Any]] = {
     "tile": (1, c_uint32), "swizzle": (4, c_uint32), "custom": (5, c_uint32), "stages": (6, c_uint32),
     "cluster": (8, ctypes.c_uint16),
 }  # fmt: skip
 _SPLIT_K = 2
-# What torch gives cuBLAS on Hopper (CUBLAS_WORKSPACE_CONFIG).
+# The workspace that torch gives cuBLAS on Hopper (CUBLAS_WORKSPACE_CONFIG).
 _WORKSPACE_BYTES = 32 << 20
-# Of operands: what tensor-memory accesses of the algorithms need, and what the heuristics are told.
+# Alignment of operands that the algorithms' TMA accesses need, and that the heuristics are told.
 _ALIGNMENT = 16
-# How many SMs the heuristics are told that there are, 0: all of them; each count brings other algorithms.
+# SM counts that the heuristics are told, 0 for all; each count brings other algorithms.
 _SM_COUNTS = (0, 64, 96, 120)
 _MOST = 64
 _STAGES_64_AUTO, _FIRST_OF_SM90 = 35, 66
@@ -45,15 +45,15 @@ _STAGES_64_AUTO, _FIRST_OF_SM90 = 35, 66
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A cublasLtMatmulAlgo_t, by its attributes; one that does not split K.
+    """Attributes of a cublasLtMatmulAlgo_t that does not split K.
 
-    id       66: the kernels for sm_90's halves
-    tile     cublasLtMatmulTile_t, columns x rows of the product (out is out.T to cuBLAS): 20 is 128x128, 23 128x256,
+    id       66: the 16-bit kernels for sm_90
+    tile     cublasLtMatmulTile_t, columns x rows of the output (out is out.T to cuBLAS): 20 is 128x128, 23 128x256,
              24 256x128, 29 128x160, 30 160x128, 184 144x128, 197 168x128, 201 176x128, 247 320x64, 248 320x128
     cluster  cublasLtClusterShape_t: 2 is 1x1, 3 2x1, 4 4x1, 5 1x2, 6 2x2
-    custom   the kernel's own variants, which nobody has documented
-    swizzle  1: tiles in an order that is kinder to the L2
-    stages   cublasLtMatmulStages_t: 35 is 64 of K, as many as fit
+    custom   variant of the kernel, undocumented
+    swizzle  1: tiles in an order with more L2 hits
+    stages   cublasLtMatmulStages_t: 35 is stages of 64 along K, as many as fit
     """
 
     tile: int
@@ -77,8 +77,8 @@ class _Result(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The copy that torch has loaded; None without one."""
+def _cublaslt() -> ctypes.CDLL | None:
+    """The cuBLASLt that torch has loaded; None without one."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     try:
@@ -91,8 +91,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def version() -> str:
-    """13.1.1, as the loaded library says it; "" without one."""
-    library = _library()
+    """Version of the loaded cuBLASLt, such as 13.1.1; "" without one."""
+    library = _cublaslt()
     if library is None:
         return ""
     number = library.cublasLtGetVersion()
@@ -100,18 +100,21 @@ def version() -> str:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_library(), f"cublasLt{name}")(*arguments)
+    status = getattr(_cublaslt(), f"cublasLt{name}")(*arguments)
     if status:
         raise CublasError(name, status)
 
 
 def _handle() -> c_void_p:
-    """torch's own of this thread and device: a cublasHandle_t is a cublasLtHandle_t as well (cublasLt.h)."""
+    """torch's cuBLAS handle of this thread and device, which is a cublasLtHandle_t as well (cublasLt.h)."""
     return c_void_p(torch.cuda.current_blas_handle())
 
 
-class _Product:
-    """out[M, N] = a[M, K] @ b[N, K].T, rows so many elements apart: to cuBLAS, which counts by columns, out.T = b @ a.T."""
+class _Gemm:
+    """Description of out[M, N] = a[M, K] @ b[N, K].T with strided rows.
+
+    cuBLAS is column-major and computes out.T = b @ a.T.
+    """
 
     def __init__(self, size: tuple[int, int, int], strides: tuple[int, int, int], dtype: torch.dtype) -> None:
         M, N, K = size
@@ -128,7 +131,7 @@ class _Product:
         weakref.finalize(self, _destroy, self.description, self.a, self.b, self.out).atexit = False
 
     def named(self, sms: int) -> list[_Algo]:
-        """What the heuristics name, best first, for a GPU of so many SMs."""
+        """Algorithms that the heuristics name for a GPU of ``sms`` SMs, best first."""
         self._describe(_SM_COUNT_TARGET, c_int32(sms))
         preference, found, count = c_void_p(), (_Result * _MOST)(), c_int()
         _call("MatmulPreferenceCreate", byref(preference))
@@ -145,9 +148,9 @@ class _Product:
         return [result.algo for result in found[: count.value] if result.status == 0]
 
     def find(self, algorithm: Algorithm) -> tuple[_Algo, int] | None:
-        """It and the bytes of scratch memory that it needs; None where this GPU or this version of the library lacks it."""
+        """``algorithm`` and its bytes of scratch memory; None if this GPU or cuBLASLt version lacks it."""
         algo, types = _Algo(), [_TYPES[self._dtype]] * 4
-        library, result = _library(), _Result()
+        library, result = _cublaslt(), _Result()
         assert library is not None
         if library.cublasLtMatmulAlgoInit(_handle(), _COMPUTE_32F, _FLOAT, *types, algorithm.id, byref(algo)):
             return None
@@ -178,21 +181,21 @@ _ONE, _ZERO = c_float(1), c_float(0)
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The arguments of cublasLtMatmul that depend on no address, and what owns what they point to."""
+    """Arguments of cublasLtMatmul that depend on no address, and the owners of their memory."""
 
-    product: _Product
+    gemm: _Gemm
     algo: _Algo
     workspace_bytes: int
 
     def run(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        library, product, there = _library(), self.product, out.data_ptr()
+        library, gemm, there = _cublaslt(), self.gemm, out.data_ptr()
         assert library is not None
         alpha, beta = ctypes.addressof(_ONE), ctypes.addressof(_ONE if add else _ZERO)
-        # A call's own, since calls may run on several streams at once.
+        # Scratch of its own for each call, since calls may run on several streams at once.
         scratch = a.new_empty(self.workspace_bytes, dtype=torch.uint8) if self.workspace_bytes else None
         status = library.cublasLtMatmul(
-            _handle(), product.description, alpha, b.data_ptr(), product.b, a.data_ptr(), product.a, beta,
-            there, product.out, there, product.out, ctypes.addressof(self.algo),
+            _handle(), gemm.description, alpha, b.data_ptr(), gemm.b, a.data_ptr(), gemm.a, beta,
+            there, gemm.out, there, gemm.out, ctypes.addressof(self.algo),
             None if scratch is None else scratch.data_ptr(), self.workspace_bytes, current_stream(a.device).cuda_stream,
         )  # fmt: skip
         if status:
@@ -205,23 +208,23 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(device: int, a: _Layout, b: _Layout, out: _Layout, algorithm: Algorithm) -> _Prepared | None:
-    """``device``: what one GPU has another may not. None: not there, or not for such operands."""
+    """The prepared call on a device; None if the algorithm is missing there or does not fit the operands."""
     if not all(_fits(layout, a[2]) for layout in (a, b, out)):
         return None
     (M, K), N = a[0], b[0][0]
-    product = _Product((M, N, K), (a[1][0], b[1][0], out[1][0]), a[2])
-    found = product.find(algorithm)
-    return None if found is None else _Prepared(product, *found)
+    gemm = _Gemm((M, N, K), (a[1][0], b[1][0], out[1][0]), a[2])
+    found = gemm.find(algorithm)
+    return None if found is None else _Prepared(gemm, *found)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algorithm, *, add: bool = False) -> bool:
-    """``out`` = a[M, K] @ b[N, K].T, plus what ``out`` holds if ``add``, on the current stream. False, and nothing done, where
-    ``algorithm`` does not exist, or the operands' dtype, strides or alignment are not what it can read.
+    """Compute ``out`` = a[M, K] @ b[N, K].T on the current stream, plus the old ``out`` if ``add``.
 
-    Rows may be strided. fp16 and bf16, fp32 sums, rounded, and rounded again where they are added to ``out``; the same bits
-    from call to call.
+    Returns False, and does nothing, where ``algorithm`` does not exist or cannot read the operands' dtype, strides or
+    alignment. Rows may be strided. fp16 and bf16 with fp32 sums, rounded, and rounded again where they are added to ``out``;
+    the same bits from call to call.
     """
-    if _library() is None:
+    if _cublaslt() is None:
         return False
     layouts = [(x.shape, x.stride(), x.dtype) for x in (a, b, out)]
     with torch.cuda.device(a.device.index):
@@ -233,16 +236,19 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algor
 
 
 def algorithms(M: int, N: int, K: int, dtype: torch.dtype) -> list[Algorithm]:
-    """What cuBLAS's heuristics name for the current GPU, best first, as far as ``Algorithm`` can say it."""
-    if _library() is None or dtype not in _TYPES:
+    """Algorithms that cuBLAS's heuristics name for the current GPU, best first.
+
+    Those that ``Algorithm`` cannot describe are left out.
+    """
+    if _cublaslt() is None or dtype not in _TYPES:
         return []
-    product = _Product((M, N, K), (K, K, N), dtype)
-    named = [_read(algo) for sms in _SM_COUNTS for algo in product.named(sms)]
-    return [one for one in dict.fromkeys(named) if one is not None and product.find(one) is not None]
+    gemm = _Gemm((M, N, K), (K, K, N), dtype)
+    named = [_read(algo) for sms in _SM_COUNTS for algo in gemm.named(sms)]
+    return [one for one in dict.fromkeys(named) if one is not None and gemm.find(one) is not None]
 
 
 def _read(algo: _Algo) -> Algorithm | None:
-    """None of one that splits K."""
+    """The attributes of an algorithm; None if it splits K."""
     if _attribute(algo, _SPLIT_K, c_int32) > 1:
         return None
     fields = {name: _attribute(algo, number, kind) for name, (number, kind) in _FIELDS.items()}

@@ -1,4 +1,4 @@
-"""The platform of real GPUs: one torch symmetric-memory allocation per team, its peers mapped by peer-to-peer access."""
+"""Platform of real GPUs: one torch symmetric-memory allocation per team, mapped by all peers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from weft.runtime.view import RECORD_WORDS
 from weft.runtime.wait_record import raise_from_record
 
 DEFAULT_HEAP_BYTES = 2 << 30
-# Programs that one SM holds at most (CUDA programming guide, compute capabilities); 16 where nobody has looked it up.
+# Most resident programs of an SM (CUDA programming guide, compute capabilities); 16 for other architectures.
 _MOST_PROGRAMS = {
     "sm_80": 32, "sm_89": 24, "sm_90": 32, "sm_100": 32, "sm_103": 32, "sm_110": 24, "sm_120": 24, "sm_121": 24,
 }  # fmt: skip
-# How many teams this process has made of the same ranks.
+# Number of teams that this process has made of the same ranks.
 _made: Counter[str] = Counter()
 
 
 @exchangeable
 class Place(NamedTuple):
-    """Which GPU a rank has."""
+    """GPU of a rank."""
 
     host: str
     index: int
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def check_peers(rank: int, places: Sequence[Place], can_access: Callable[[int, int], bool]) -> None:
-    """NoPeerAccess for the first pair of ranks that cannot reach each other: the same verdict on every rank."""
+    """NoPeerAccess for the first pair of ranks that cannot reach each other, the same on every rank."""
     for one, place in enumerate(places):
         for other, there in enumerate(places):
             reachable = place.host == there.host and (place == there or can_access(place.index, there.index))
@@ -53,7 +53,10 @@ def check_peers(rank: int, places: Sequence[Place], can_access: Callable[[int, i
 
 
 def name_of_next(ranks: Iterable[int]) -> str:
-    """The name of a new team of these ranks of the world: the same on all of them, whatever other teams some of them made."""
+    """Name of a new team of these ranks of the world, the same on all of them.
+
+    It does not depend on other teams that some of them have made.
+    """
     members = "-".join(map(str, ranks))
     _made[members] += 1
     return f"team.{members}.{_made[members]}"
@@ -69,9 +72,10 @@ def check_gpu() -> None:
 
 
 def process_group(group: Any) -> dist.ProcessGroup:
-    """The process group of ``group``, all ranks if None: for every slice of one DeviceMesh the object that torch caches.
+    """The process group of ``group``, all ranks if None: the object that torch caches.
 
-    Initialises torch.distributed where torchrun has started the ranks. ValueError unless this rank has such a group.
+    All slices of one dimension of a DeviceMesh have the same. Initialises torch.distributed under torchrun. ValueError unless
+    it is a group of this rank.
     """
     if not dist.is_initialized():
         _connect_to_torchrun()
@@ -82,7 +86,7 @@ def process_group(group: Any) -> dist.ProcessGroup:
             raise ValueError(f"group={quoted(group)} has {group.ndim} dimensions; pass one of them, such as mesh['tp']")
         group = group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group is one that this rank does not belong to; call it on the group's members only")
+        raise ValueError("group is one that this rank does not belong to; make the call on its members only")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"group={quoted(group)} is not a torch.distributed group, a one-dimensional DeviceMesh or None"
@@ -127,7 +131,7 @@ class CudaPlatform:
         with _private_files():
             self._handle = symm_mem.rendezvous(self.heap, group)
         pointers = [int(p) for p in self._handle.buffer_ptrs]
-        # Pointers of a handle are those of the allocation; the tensor may start later in it.
+        # A handle has the pointers of the allocation; the tensor may start later in it.
         self._offset = self.heap.data_ptr() - pointers[self.rank]
         self.deltas = [p - pointers[self.rank] for p in pointers]
         if any(delta % 16 for delta in self.deltas):
@@ -174,13 +178,13 @@ class CudaPlatform:
         except WeftError:
             raise
         except Exception as error:
-            # A trapped kernel poisons the context: from here on every call raises, but the record is in host memory.
+            # A trapped kernel poisons the context: all later calls raise, but the record is in host memory.
             raise_from_record(self.record, self.signal_name, self._rendezvous.fail)
             self._rendezvous.fail(f"{type(error).__name__}: {error}")
             raise
 
     def signal_name(self, address: int) -> str:
-        """``landed[2]`` for an address in this rank's heap."""
+        """Name of the signal at an address of this rank's heap, such as ``landed[2]``."""
         for base, (nbytes, name, itemsize) in self._names.items():
             if base <= address < base + nbytes:
                 return f"{name}[{(address - base) // itemsize}]"
@@ -202,18 +206,18 @@ class CudaPlatform:
 
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> CudaPlatform | None:
         self._subsets += 1
-        everyone = dist.get_process_group_ranks(self.group)
-        members = [everyone[r] for r in ranks]
+        global_ranks = dist.get_process_group_ranks(self.group)
+        members = [global_ranks[r] for r in ranks]
         if getattr(dist.group.WORLD, "bound_device_id", None) is None:
-            # Only the members come here, and they need not be all of the world.
+            # Only the members of this team call it, and they need not be all of the world.
             group = dist.new_group(members, use_local_synchronization=True) if self.rank in ranks else None
-        elif len(everyone) == dist.get_world_size():
-            # A world that was made with a device_id splits NCCL's communicator, and every rank must take part in that.
+        elif len(global_ranks) == dist.get_world_size():
+            # With a device_id new_group splits NCCL's communicator, in which all ranks must take part.
             group = dist.new_group(members)
         else:
             raise Unsupported(
                 f"rank {self.rank}: torch.distributed was initialised with a device_id, so a sub-team can be made only from "
-                f"the team of all {dist.get_world_size()} ranks, not from one of {len(everyone)}; leave device_id out"
+                f"the team of all {dist.get_world_size()} ranks, not from one of {len(global_ranks)}; leave device_id out"
             )
         if self.rank not in ranks:
             return None
@@ -229,8 +233,10 @@ class CudaPlatform:
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """Files made meanwhile are this user's alone: torch's ranks pass memory handles over sockets in the folder for temporary
-    files, to which anybody could send if the umask let others write."""
+    """Give files that are made meanwhile the mode 0600.
+
+    torch's ranks pass memory handles over sockets in the folder for temporary files, which other users must not reach.
+    """
     before = os.umask(0o077)
     try:
         yield
@@ -239,9 +245,9 @@ def _private_files() -> Iterator[None]:
 
 
 def resident_programs(num_warps: int, registers: int, arch: str = "sm_90", max_warps: int = 64) -> int:
-    """Programs that an SM of ``max_warps`` runs at once, with ``registers`` a thread and little shared memory.
+    """Resident programs of an SM of ``max_warps``, with ``registers`` a thread and little shared memory.
 
-    An SM has 65,536 registers in four quarters, and a warp takes them from one quarter, 256 at a time.
+    An SM has 65,536 registers in four quarters. A warp takes them from one quarter, 256 at a time.
     """
     per_warp = 256 * -(-registers // 8)
     warps = min(max_warps, 4 * (16384 // per_warp))
@@ -249,17 +255,17 @@ def resident_programs(num_warps: int, registers: int, arch: str = "sm_90", max_w
 
 
 class CudaCopyEngine:
-    """Copies and flags on one side stream: ``cudaMemcpyAsync`` between mapped addresses, so the copy engines carry them.
+    """Copies and flags on one side stream: ``cudaMemcpyAsync`` between mapped addresses, by copy engines.
 
-    Flags travel on the same stream as the data: on a stream of their own they arrived only after all copies. They are copies
-    too: a kernel that sets a flag deadlocks when the programs that wait for it fill every SM. Each flag delays the next copy
-    by 4 µs (H200, in a CUDA graph).
+    Flags use the same stream as the data: on a stream of their own they arrived only after all copies. They are copies too: a
+    kernel that sets a flag deadlocks when the programs that wait for it fill every SM. Each flag delays the next copy by 4 us
+    (H200, in a CUDA graph).
     """
 
     def __init__(self, platform: CudaPlatform) -> None:
         self._platform = platform
         self._stream = own_stream(platform.device, priority=-1)
-        # What is local may be freed by its owner while the engine still uses it: held until the next join.
+        # References until the next join: owners may drop local tensors while the engine still uses them.
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:

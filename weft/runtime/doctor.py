@@ -1,9 +1,9 @@
-"""What `weft doctor` finds: what is here, what weft will use and why, and the command that mends what is missing.
+"""Report of `weft doctor`: installed parts, the device that weft will use, commands for missing parts.
 
     findings = examine()
     runnable(findings)      # False: not even the simulator can run
 
-Each part is looked at by itself, so that one that is broken does not hide the others.
+Each part is examined by itself, so that a broken one does not hide the others.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _CPU_TORCH = "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 class Finding:
     """One line of the report.
 
-    status   ok: here and used; missing: weft could do more with it (``remedy`` says how to get it); wrong: weft cannot run
-             with it; unused: weft does not need it here
+    status   ok: found and used; missing: weft could use it (``remedy`` installs it); wrong: weft cannot run with it;
+             unused: weft does not need it here
     remedy   a command for the shell, or ""
     """
 
@@ -81,7 +81,7 @@ _GPUS_NEED = ("torch", "Triton", "GPUs")
 
 
 def examine() -> list[Finding]:
-    """Look at this machine. Never raises for what it finds."""
+    """Examine this machine. Never raises for a broken part."""
     findings = [_python()]
     findings.extend(_package(package) for package in _PACKAGES)
     findings.extend(_interpret() if _status(findings, "Triton") == "ok" else ())
@@ -91,7 +91,7 @@ def examine() -> list[Finding]:
 
 
 def runnable(findings: Sequence[Finding]) -> bool:
-    """Whether weft can run at all here, if only in the simulator."""
+    """True if weft can run here, at least in the simulator."""
     return _status(findings, VERDICT) == "ok"
 
 
@@ -113,7 +113,7 @@ def _package(package: _Package) -> Finding:
         module = import_module(package.module)
     except ModuleNotFoundError:
         return _missing(package, "not installed", wanted)
-    except Exception as error:  # a broken binary raises whatever it likes
+    except Exception as error:  # a broken binary may raise any exception
         return _missing(package, "does not import", f"{type(error).__name__}: {error}".splitlines()[0])
     version = str(module.__version__)
     if not package.at_least <= _numbers(version) < package.below:
@@ -130,7 +130,7 @@ def _interpret() -> Iterator[Finding]:
             name=_INTERPRET,
             value="set",
             status="wrong",
-            explanation="Triton's own interpreter has every kernel; weft's simulator interprets by itself",
+            explanation="Triton's own interpreter runs every kernel; weft's simulator has its own",
             remedy=f"unset {_INTERPRET}",
         )
 
@@ -171,7 +171,7 @@ def _gpus() -> Iterator[Finding]:
         name="multicast",
         value="offered by the driver" if all(offered) else "not offered by the driver",
         status="unused",
-        explanation="whether the fabric has it on shows only when a heap is made; no op of weft needs it",
+        explanation="the fabric may still have it off, which shows when a heap is made; no op of weft needs it",
     )
     shmem = capabilities.nvshmem_available()
     yield Finding(
@@ -195,13 +195,13 @@ def _no_gpus(built_for_cuda: bool) -> Finding:
 
 
 def _links() -> Finding:
-    """The kinds of links in `nvidia-smi topo -m`: NV18 is 18 NVLinks, PIX to SYS are ways over PCIe."""
+    """Kinds of links in `nvidia-smi topo -m`: NV18 is 18 NVLinks, PIX to SYS are PCIe."""
     tool = shutil.which("nvidia-smi")
     rows = [line.split() for line in (_output(tool, "topo", "-m") if tool else "").splitlines()]
     rows = [row for row in rows if row and row[0].startswith("GPU") and "X" in row]
     kinds = sorted({cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"})
     if not kinds:
-        return Finding(name="links", value="unknown", status="unused", explanation="nvidia-smi topo -m did not say")
+        return Finding(name="links", value="unknown", status="unused", explanation="nvidia-smi topo -m names none")
     fast = all(kind.startswith("NV") for kind in kinds)
     why = "NVLink between all pairs" if fast else "pairs without NVLink (NV...) go over PCIe, which is slower"
     return Finding(name="links", value=", ".join(kinds), status="ok", explanation=why)

@@ -1,4 +1,4 @@
-"""Write a file that the user has named: the one place where weft does."""
+"""Writing of files that the user has named; weft writes such files here only."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from weft.errors import CannotWrite
 
 
 def put(path: Path, text: str) -> None:
-    """The file is there whole or as it was before, whenever this process is killed. CannotWrite if it cannot be.
+    """Write a file atomically: if this process is killed, the file is complete or unchanged.
 
-    It is written under a new name that cannot be guessed and then takes its place, so that no link that is there already is
-    followed; see `check_target` for what is refused.
+    It is written under a new unguessable name and then renamed, so that no existing link is followed. CannotWrite if that
+    fails, or for targets that `check_target` refuses.
     """
     check_target(path)
     unfinished = path.with_name(f".weft-{secrets.token_hex(8)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        # Mode as the umask says.
+        # The umask limits the mode.
         with open(os.open(unfinished, flags, 0o666), "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(unfinished, path)
@@ -35,8 +35,10 @@ def put(path: Path, text: str) -> None:
 
 
 def check_target(path: Path) -> None:
-    """CannotWrite for what is there and is no regular file. A link is none: it may have been laid by another user, or be
-    /dev/stdout, and to replace it would surprise as much as to follow it."""
+    """CannotWrite if the path exists and is not a regular file.
+
+    Links are refused too: another user may have made one, or it is /dev/stdout; both following and replacing it would surprise.
+    """
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Bookkeeping of the symmetric heap: which bytes of one allocation are taken. The same on every rank, step by step."""
+"""Bookkeeping of the symmetric heap: used and free blocks of one allocation, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.errors import HeapExhausted
 
-# TMA wants 128; 256 keeps tensors on separate L2 lines and cudaMalloc's habit.
+# TMA needs 128; 256 is cudaMalloc's alignment and keeps tensors on separate L2 lines.
 ALIGNMENT = 256
 
 
@@ -22,7 +22,7 @@ class Block:
 
 
 class HeapLayout:
-    """First fit over a sorted list of free blocks; neighbours are joined when one is freed."""
+    """First-fit allocator over a sorted list of free blocks, which joins neighbours when one is freed."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
@@ -38,12 +38,12 @@ class HeapLayout:
         return max((block.size for block in self._free), default=0)
 
     def find(self, nbytes: int) -> int | None:
-        """The offset that ``take`` would return; None where no free block is large enough."""
+        """Offset that ``take`` would return; None if no free block is large enough."""
         size = _aligned(nbytes)
         return next((block.offset for block in self._free if block.size >= size), None)
 
     def take(self, nbytes: int, name: str) -> int:
-        """Offset of ``nbytes`` fresh bytes. HeapExhausted names what fills the heap."""
+        """Offset of ``nbytes`` fresh bytes. HeapExhausted names the largest tensors."""
         size = _aligned(nbytes)
         for at, block in enumerate(self._free):
             if block.size >= size:
@@ -67,7 +67,7 @@ class HeapLayout:
         self._free = joined
 
     def taken_at(self, offset: int) -> Block | None:
-        """The taken block that begins at ``offset``."""
+        """Used block that begins at ``offset``; None if there is none."""
         return self._taken.get(offset)
 
 

@@ -1,6 +1,6 @@
 """``weft.launch``: one process per GPU, or virtual ranks, or in place under ``torchrun``.
 
-The only file of weft that knows the environment: torchrun's coordinates, and what torch is to hear of ranks that share a GPU.
+The only file of weft that reads or sets environment variables: torchrun's coordinates, and settings of torch and NCCL.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from weft.runtime.triton_interpret import refuse_triton_interpret
 
 DEVICES = ("auto", "cuda", "sim")
 DEFAULT_VIRTUAL_RANKS = 4
-# torch's symmetric memory takes several ranks on one GPU for a mistake unless this is set.
+# Without it torch's symmetric memory refuses several ranks on one GPU.
 _SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-# The ranks that launch starts are on one machine, and other machines have no business with their sockets. NCCL's service for
-# ncclras is off: it answers every user of the machine.
+# The ranks that launch starts are on one machine, so their sockets listen on loopback. NCCL's service for ncclras is off: it
+# answers every user of the machine.
 _LOOPBACK = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
-# What would have NCCL listen elsewhere in spite of that.
+# Variables that would have NCCL listen elsewhere in spite of that.
 _ELSEWHERE = ("NCCL_COMM_ID", "NCCL_SOCKET_FAMILY", "NCCL_OOB_NET_ENABLE", "NCCL_OOB_NET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Where torchrun has put this process."""
+    """Rank of this process, as torchrun has assigned it."""
 
     rank: int
     world_size: int
@@ -79,19 +79,19 @@ def launch(
 ) -> list[Any]:
     """Run ``main(team, *args)`` on every rank; the results in rank order.
 
-    world_size  torchrun's, else the number of GPUs, else 4 virtual ranks, if None
+    world_size  None: torchrun's, else the number of GPUs, else 4 virtual ranks
     device      "cuda": one process per GPU (``main`` must be importable: defined at the top of a module); "sim": virtual ranks
-                in this process; "auto": GPUs where there are enough, else "sim". Under torchrun ``main`` runs in place
+                in this process; "auto": GPUs if there are enough, else "sim". Under torchrun ``main`` runs in place
     seed        of the simulator's scheduler
     heap_bytes  as in ``weft.init``
-    debug       as in ``weft.init``, on GPUs. Virtual ranks take no notice: the simulator raises Deadlock at once
-    share_gpus  more ranks than GPUs: rank r gets GPU r modulo their number. The ranks of a GPU take turns, a time slice each,
-                so that an exchange takes milliseconds: for right answers on real GPUs, not for times. ``team.library`` is then
-                gloo, which no CUDA graph captures. Not under torchrun
+    debug       as in ``weft.init``, on GPUs. Virtual ranks ignore it: the simulator raises Deadlock at once
+    share_gpus  allow more ranks than GPUs: rank r gets GPU r modulo their number. The ranks of a GPU take turns by time slices,
+                so that an exchange takes milliseconds: results are right, times mean nothing. ``team.library`` is then gloo,
+                which no CUDA graph captures. Not under torchrun
 
-    The first error of a rank is raised here; the other ranks are ended. Where ranks have processes of their own, a rank's
-    KeyboardInterrupt or SystemExit is a WeftError, and each computes on the CPU in one thread, as under torchrun. NotEnoughGPUs
-    if "cuda" was asked for in vain.
+    The first error of a rank is raised here, and the other ranks are ended. Where ranks have processes of their own, a rank's
+    KeyboardInterrupt or SystemExit becomes a WeftError, and each computes on the CPU in one thread, as under torchrun.
+    NotEnoughGPUs if there are too few for "cuda".
     """
     refuse_triton_interpret()
     check_callable("main", main, "main(team, *args)")
@@ -141,7 +141,7 @@ def launch_on_pipes(
 
 
 def is_simulated(world_size: int | None, device: str) -> bool:
-    """Whether `launch` makes virtual ranks of these arguments."""
+    """True if `launch` makes virtual ranks for these arguments."""
     if device != "auto" or coordinates() is not None:
         return device == "sim"
     return torch.cuda.device_count() < (world_size or 1)
@@ -183,13 +183,15 @@ def _spawn(
             f"level of a module, or use torchrun"
         ) from error
     with private_folder() as folder:
-        seat = _Seat(Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug)
-        return _run(world_size, (_on_gpu, seat, work), pipes)
+        job = _Job(Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug)
+        return _run(world_size, (_on_gpu, job, work), pipes)
 
 
 def _run(world_size: int, arguments: tuple, pipes_for_main: Sequence[Connection] = ()) -> list[Any]:
-    """The results of `_worker` in processes of their own, which end with this call. They get what is theirs to know by a pipe
-    that no other process can read: nothing of it is among their arguments or in their environment."""
+    """Results of `_worker` in processes of their own, which end with this call.
+
+    Private data reach them by a pipe that no other process can read, not by command line or environment.
+    """
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     try:
@@ -212,7 +214,7 @@ def _run(world_size: int, arguments: tuple, pipes_for_main: Sequence[Connection]
 
 
 def _collect(pipes: list[Connection]) -> list[Any]:
-    """Results of all ranks; raises the error that came first, preferring a cause to a PeerFailed that it led to."""
+    """Results of all ranks; raises the first error, but a cause rather than a PeerFailed that it led to."""
     results: dict[int, Any] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     first: Exception | None = None
@@ -226,7 +228,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
                 error, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 error, value = (
-                    WeftError(f"rank {rank}: its process died without a word (killed, or a crash in the driver)"),
+                    WeftError(f"rank {rank}: its process died without a message (killed, or a crash in the driver)"),
                     None,
                 )
             results[rank] = value
@@ -240,8 +242,8 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """Description of a run for the process of one of its ranks."""
+class _Job:
+    """Description of a run for the processes of its ranks."""
 
     given: Given
     world_size: int
@@ -251,16 +253,16 @@ class _Seat:
 
 
 def _worker(
-    pipe: Connection, rank: int, join: Callable[[_Seat, int], Any], seat: _Seat, work: bytes, *given: Connection
+    pipe: Connection, rank: int, join: Callable[[_Job, int], Any], job: _Job, work: bytes, *given: Connection
 ) -> None:
-    """One rank: a process of its own. ``join`` makes its team, and ``main`` gets what is ``given``."""
+    """Body of a rank's process. ``join`` makes its team; ``main`` gets ``given`` after it."""
     error: BaseException | None = None
     value = team = None
-    threading.Thread(target=_end_with_parent, args=(seat.given.folder,), name="weft parent watch", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(job.given.folder,), name="weft parent watch", daemon=True).start()
     try:
-        # As under torchrun: every rank's threads for every CPU would keep each other, and the host's own work, waiting.
+        # As under torchrun: one thread for each CPU in every rank would oversubscribe the CPUs.
         torch.set_num_threads(1)
-        team = join(seat, rank)
+        team = join(job, rank)
         main, args = pickle.loads(work)
         value = checked_result(main, main(team, *given, *args))
         team.close()
@@ -274,7 +276,7 @@ def _worker(
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank once its parent is gone, even killed: nothing else would, and a kernel may wait for a peer for ever."""
+    """End this rank once its parent has ended or was killed; otherwise a kernel might wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -282,33 +284,33 @@ def _end_with_parent(folder: str) -> None:
         os._exit(1)
 
 
-def _on_gpu(seat: _Seat, rank: int) -> Any:
-    """The team of a rank with one GPU, which others may share."""
+def _on_gpu(job: _Job, rank: int) -> Any:
+    """Team of a rank with one GPU, which others may share."""
     from weft.runtime.team import init_main
 
-    torch.cuda.set_device(rank % seat.gpus)
+    torch.cuda.set_device(rank % job.gpus)
     backend = "nccl"
-    if seat.world_size > seat.gpus:
+    if job.world_size > job.gpus:
         backend, os.environ[_SHARED] = "gloo", "1"  # NCCL refuses ranks of one GPU
-    connect(backend, seat.given, rank, seat.world_size)
-    return init_main(heap_bytes=seat.heap_bytes, debug=seat.debug)
+    connect(backend, job.given, rank, job.world_size)
+    return init_main(heap_bytes=job.heap_bytes, debug=job.debug)
 
 
 def connect(backend: str, run: Given, rank: int, world_size: int) -> None:
-    """Make this process a rank of torch.distributed, by files of this user alone, and sockets of this machine alone."""
+    """Make this process a rank of torch.distributed, by private files and loopback sockets only."""
     os.environ.update(_LOOPBACK)
     for name in _ELSEWHERE:
         os.environ.pop(name, None)
     give(run)
     store = torch.distributed.FileStore(os.path.join(run.folder, "torch"))
     store.set_timeout(timedelta(seconds=60))
-    # No device_id: with it NCCL connects at once, and a group of some ranks then needs the others to take part.
+    # No device_id: with it NCCL connects at once, and all ranks must take part in making a group of some ranks.
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def _end(status: int) -> None:
-    """Ends this process, whatever its GPU does: a spinning kernel or a poisoned context would hang an orderly end."""
-    # Semaphores with a name outlive their process, and Python complains of them. torch.compile makes one (tqdm's lock).
+    """End this process at once: a spinning kernel or a poisoned context would hang an orderly exit."""
+    # Named semaphores outlive their process, and Python warns of them. torch.compile makes one (tqdm's lock).
     multiprocessing.util._run_finalizers(0)
     os._exit(status)
 
@@ -317,7 +319,7 @@ def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:
     if error is not None:
         trace = "".join(traceback.format_exception(error))
         if not isinstance(error, Exception):
-            # Raised again in the parent, it would interrupt or end the parent.
+            # Raised in the parent, it would interrupt or end the parent.
             error = WeftError(f"rank {rank}: {_one_line(error)}")
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"in rank {rank}:\n{trace}")

@@ -1,4 +1,4 @@
-"""Refusal of a main that would never run: a coroutine function, a generator function, or a callable that stands for one."""
+"""Refusal of a main whose body would never run: coroutine functions, generator functions and the like."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from weft.errors import WrongMain
 
 
 def check_main(main: Any) -> None:
-    """WrongMain where a call of ``main`` does not run its body: ``async`` functions and generators only begin."""
+    """WrongMain if a call of ``main`` would not run its body, as with async functions and generators."""
     body = main
     while isinstance(body, functools.partial):
         body = body.func
     call = body if inspect.isroutine(body) or inspect.isclass(body) else type(body).__call__
     for function in (body, call):
-        for is_such, what in _KINDS:
-            if is_such(function):
+        for matches, what in _KINDS:
+            if matches(function):
                 raise WrongMain(_name(main), what)
 
 
@@ -25,7 +25,7 @@ def checked_result(main: Any, result: Any) -> Any:
     """``result`` of ``main``; WrongMain if it is a coroutine or a generator, whose body has not run."""
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         if hasattr(result, "close"):
-            result.close()  # or Python warns that it was never awaited
+            result.close()  # otherwise Python warns that it was never awaited
         raise WrongMain(_name(main), f"returned a {type(result).__name__}")
     return result
 

@@ -1,4 +1,4 @@
-"""What a team stands on: real GPUs (``cuda.py``) or the simulator (``virtual.py``), behind one interface."""
+"""Interface of the two platforms of a team: real GPUs (``cuda.py``), the simulator (``virtual.py``)."""
 
 from __future__ import annotations
 
@@ -13,40 +13,47 @@ from weft.runtime.capabilities import Capabilities
 
 
 class Library(Protocol):
-    """The collectives that come with the machine, to compare with and for mode "torch": NCCL through torch.distributed on
-    GPUs; in the simulator an exchange through host memory, summed in fp32 in rank order. Results are fresh tensors."""
+    """Baseline collectives, to compare with and for mode "torch". Results are fresh tensors.
+
+    On GPUs NCCL through torch.distributed; in the simulator an exchange through host memory, summed in fp32 in rank order.
+    """
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[W * x.shape[0], ...]"""
+        """Shards of all ranks in rank order: [W * x.shape[0], ...]."""
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[x.shape[0] / W, ...]"""
+        """This rank's rows of the sum: [x.shape[0] / W, ...]."""
 
 
 class CopyEngine(Protocol):
-    """Ordered copies to and from peers, beside the compute stream. One after the other, in the order of the calls.
+    """Copies to and from peers beside the compute stream, one after the other in the order of the calls.
 
-    ``fork`` and ``join`` tie it to the calling rank's current stream; between them its work overlaps with kernels. All of it
-    may be captured in a CUDA graph: a flag is a copy of an epoch word in device memory, never a value of the host.
+    ``fork`` and ``join`` order it with the calling rank's current stream; between them its work overlaps with kernels. All of
+    it may be captured in a CUDA graph: a flag is a copy of an epoch in device memory, never a value of the host.
     """
 
     def fork(self) -> None:
-        """The engine waits for all that the current stream has been given so far."""
+        """Have the engine wait for all work submitted to the current stream so far."""
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
-        """``dst`` (symmetric, at ``peer``) = ``src`` (this rank's). Contiguous, of equal dtype and number of elements."""
+        """Copy ``src`` (this rank's) into ``dst`` (symmetric) at ``peer``.
+
+        Both are contiguous, of equal dtype and number of elements.
+        """
 
     def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
-        """``dst`` (this rank's) = ``src`` (symmetric, at ``peer``)."""
+        """Copy ``src`` (symmetric) at ``peer`` into ``dst`` (this rank's)."""
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
-        """The word ``epoch`` (int32 [1], this rank's) goes into ``signal`` (symmetric int32 [1]) at ``peer``, after all
-        earlier copies have landed there. Pairs with a kernel's ``wait(signal, epoch)``."""
+        """Copy ``epoch`` (int32 [1], this rank's) into ``signal`` (symmetric int32 [1]) at ``peer``.
+
+        It arrives after all earlier copies. Pairs with a kernel's ``wait(signal, epoch)``.
+        """
 
     def join(self) -> None:
-        """The current stream waits for all that the engine has been given so far."""
+        """Have the current stream wait for all work submitted to the engine so far."""
 
 
 class Platform(Protocol):
@@ -63,35 +70,37 @@ class Platform(Protocol):
     library: Library
 
     def peer_heap(self, peer: int) -> torch.Tensor:
-        """``peer``'s heap as uint8 bytes that this rank can read and write."""
+        """Heap of ``peer`` as uint8, which this rank can read and write."""
 
     def exchange(self, what: str, item: Any) -> list[Any]:
-        """All ranks' items, in rank order; ``what`` is the same on all of them. Bounded: CallMismatch, PeerSilent or PeerFailed
-        (Deadlock in the simulator) instead of waiting for ever."""
+        """Items of all ranks, in rank order; ``what`` is the same on all of them.
+
+        Bounded in time: CallMismatch, PeerSilent or PeerFailed, in the simulator Deadlock.
+        """
 
     def synchronize(self) -> None:
-        """This rank's GPU work has ended; raises what went wrong in it."""
+        """Wait for this rank's GPU work; raises its errors."""
 
     def max_programs(self, num_warps: int, registers: int) -> int: ...
 
     def is_capturing(self) -> bool: ...
 
     def carved(self, tensor: torch.Tensor, name: str) -> None:
-        """A tensor of the heap is in use under this name."""
+        """Register a tensor of the heap under this name."""
 
     def released(self, tensor: torch.Tensor) -> None: ...
 
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> Platform | None:
-        """A platform of these ranks only, which ascend; None on the others. Called by all."""
+        """A platform of these ranks, in ascending order; None on the others. All ranks call it."""
 
     def fail(self, message: str) -> None:
-        """Tell the peers that this rank is lost."""
+        """Tell the peers that this rank has failed."""
 
     def close(self) -> None: ...
 
 
 def at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-    """The symmetric ``tensor`` in ``peer``'s memory. NotSymmetric if it does not lie in this rank's heap."""
+    """The symmetric ``tensor`` in ``peer``'s memory. NotSymmetric for one outside this rank's heap."""
     if not isinstance(tensor, torch.Tensor):
         check_instance("tensor", tensor, torch.Tensor, "a tensor")
     if type(peer) is not int:
@@ -110,6 +119,7 @@ def at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> torch.Tensor
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """ValueError unless both are contiguous tensors of equal dtype and number of elements."""
     for name, tensor in (("dst", dst), ("src", src)):
         if not isinstance(tensor, torch.Tensor):
             check_instance(name, tensor, torch.Tensor, "a tensor")

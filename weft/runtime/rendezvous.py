@@ -1,7 +1,7 @@
-"""Host-side meetings of the ranks over a store: bounded in time, and aware of ranks that failed.
+"""Host-side rendezvous of the ranks over a store, bounded in time and aware of failed ranks.
 
-A message is data (`codec`), never code. Where `launch` started the ranks it carries an HMAC under the secret of the run, which
-covers its key: what another program has written, or copied from another place, is refused before it is looked at.
+A message is data (`codec`), never code. Where `launch` started the ranks, it carries an HMAC under the secret of the run, which
+covers its key: messages that another program has written, or copied from another key, are refused before they are decoded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 # Long enough for the slowest rank to compile its kernels.
 PATIENCE_SECONDS = 300.0
-# How often a waiting rank looks whether a peer has failed.
+# Seconds between two checks of a waiting rank for failed peers.
 _GLANCE_SECONDS = 0.25
-# Of a text from another rank, as it is shown.
+# Most characters of a text from another rank that are shown.
 _LONGEST_TEXT = 2000
 
 
 class Rendezvous:
-    """``secret``: of the run; None where the store is torchrun's, which every process that reaches it may write to."""
+    """One rank's end of the rendezvous of a team.
+
+    secret  of the run; None where the store is torchrun's, to which every process that reaches it may write
+    """
 
     def __init__(
         self,
@@ -46,10 +49,10 @@ class Rendezvous:
         self._failed = False
 
     def exchange(self, what: str, item: Any) -> list[Any]:
-        """Every rank's item, in rank order; ``what`` names the call.
+        """Items of all ranks, in rank order; ``what`` names the call.
 
-        NotExchangeable for an item that cannot travel, CallMismatch if the ranks are in different calls, PeerSilent after the
-        patience, PeerFailed as soon as a peer has failed, ForeignMessage for what no rank of this run wrote.
+        NotExchangeable for an item that cannot be sent, CallMismatch if the ranks are in different calls, PeerSilent after the
+        patience, PeerFailed as soon as a peer has failed, ForeignMessage for a message that no rank of this run wrote.
         """
         message = codec.encode((what, codec.encode(item)))
         self._count += 1
@@ -59,12 +62,12 @@ class Rendezvous:
         found = []
         for peer in range(self._size):
             key = f"{self._prefix}/{self._count}/{peer}"
-            # Polled, since a wait with a timeout would make the store print a warning for each one that runs out.
+            # Polled, since the store prints a warning for each wait that times out.
             if not self._watch(lambda key=key: self._store.check([key]), deadline):
                 absent = [p for p in range(self._size) if not self._store.check([f"{self._prefix}/{self._count}/{p}"])]
                 raise PeerSilent(self._rank, absent, called, self._patience)
             found.append(self._message(f"{self._count}/{peer}", peer, called))
-        # Everybody has come to this meeting, so everybody has read the one before the last.
+        # All ranks have reached this rendezvous, so all have read the one before the last.
         if self._count > 2:
             self._store.delete_key(f"{self._prefix}/{self._count - 2}/{self._rank}")
         calls = [call for call, _ in found]
@@ -90,7 +93,7 @@ class Rendezvous:
         return True
 
     def fail(self, message: str) -> None:
-        """Tell the peers that this rank is lost, so that they stop waiting for it."""
+        """Tell the peers that this rank has failed, so that they stop waiting for it."""
         if not self._failed:
             self._failed = True
             self._set(f"failed/{self._rank}", shown(" ".join(message.splitlines())).encode())
@@ -133,6 +136,6 @@ class Rendezvous:
 
 
 def shown(text: str) -> str:
-    """The text of another process, fit for a terminal: control characters escaped, and not too long."""
+    """Text of another process, fit for a terminal: shortened, with control characters escaped."""
     cut = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

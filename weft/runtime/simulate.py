@@ -1,4 +1,4 @@
-"""``weft.simulate``: the same ``main(team)`` and the same kernels for W virtual ranks in one process, without a GPU."""
+"""``weft.simulate``: the same main and kernels for W virtual ranks in one process, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.runtime.mains import check_main, checked_result
 from weft.runtime.team import Team, init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
-# Which virtual rank a host thread is; threads of the simulator set it, nobody else has it.
+# Virtual rank of a host thread, set by threads of the simulator only.
 _THIS_THREAD = threading.local()
 
 
@@ -42,14 +42,14 @@ def simulate(
 ) -> list[Any]:
     """Run ``main(team, *args)`` on ``world_size`` virtual ranks; their results in rank order.
 
-    seed      decides every choice of the scheduler: the same seed gives the same run, event for event
+    seed      of the scheduler: the same seed gives the same run, event for event
     sms       programs of a rank that can be resident at once; further ones start when others end
-    slow      rank -> how many times rarer than the others it is chosen
+    slow      rank -> factor by which the scheduler picks it less often than the others
     on_event  called with (step, task, kind, detail) for every access, launch and wait
-    prepare   called with the machine before it runs (``weft.check`` sets its observer and strategy there)
+    prepare   called with the machine before it runs (``weft.check`` installs its observer and strategy there)
 
-    Raises what a rank raised (the others are stopped), Deadlock the moment no task can go on, InvalidAccess for a kernel
-    that leaves its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
+    Raises the first error of a rank (the others are stopped), Deadlock as soon as no task can go on, InvalidAccess for a kernel
+    access outside its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
     """
     refuse_triton_interpret()
     check_callable("main", main, "main(team, *args)")
@@ -81,7 +81,7 @@ def simulate(
 def _check_slow(slow: Any, world_size: int) -> None:
     if slow is None:
         return
-    check_instance("slow", slow, Mapping, "a dictionary, from rank to how many times rarer it is chosen")
+    check_instance("slow", slow, Mapping, "a dictionary from rank to the factor by which it is slower")
     for rank, factor in slow.items():
         if not is_integer(rank) or not 0 <= rank < world_size:
             raise ValueError(f"slow has {quoted(rank)}, which is not a rank in 0 .. {world_size - 1}")
@@ -89,7 +89,7 @@ def _check_slow(slow: Any, world_size: int) -> None:
 
 
 def on_virtual_rank() -> bool:
-    """Whether this thread runs a virtual rank's host code."""
+    """True if this thread runs a virtual rank's host code."""
     return getattr(_THIS_THREAD, "cluster", None) is not None
 
 
@@ -99,5 +99,5 @@ def platform_of_this_thread(heap_bytes: int | None) -> Any:
 
 
 def shared_teams_of_this_thread() -> dict[Any, Team] | None:
-    """The shared teams (``Team.of``) of the rank whose host code this thread runs; None outside a simulation."""
+    """Shared teams (``Team.of``) of the rank that this thread runs; None outside a simulation."""
     return _THIS_THREAD.teams if on_virtual_rank() else None

@@ -1,5 +1,7 @@
-"""Streams of weft's own, and the current one without what ``torch.cuda.current_stream()`` and ``torch.cuda.stream()`` cost: not
-told which device, both ask the environment whether there is any, 10 to 30 us a time; told so, the first makes an object.
+"""Streams of weft's own, and cheaper look-ups of the current stream than torch's.
+
+Without a device, ``torch.cuda.current_stream()`` and ``torch.cuda.stream()`` read the environment, which takes 10 to 30 us;
+with one, the former makes a new object.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ from types import TracebackType
 
 import torch
 
-# torch has so many of a priority.
+# Streams of a priority in torch's pool.
 IN_POOL = 32
 _taken: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
-# By device and handle: those that were ever current.
+# Streams that were ever current, by device and handle.
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of ``device``, which has an index, and which CUDA has been initialised for."""
+    """Current stream of ``device``, which has an index, and for which CUDA is initialised."""
     return _current(device.index)
 
 
@@ -30,7 +32,7 @@ def _current(index: int) -> torch.cuda.Stream:
 
 
 class on_stream:  # noqa: N801  a context manager, named like a function
-    """Inside, ``stream`` is the current stream of its device, which is the current device. The former one afterwards."""
+    """Context in which ``stream`` is the current stream, and its device the current device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -51,10 +53,10 @@ class on_stream:  # noqa: N801  a context manager, named like a function
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream that nobody else of weft holds, as long as there are such.
+    """A stream that no other part of weft holds, as long as the pool has one.
 
-    ``torch.cuda.Stream()`` gives the same few out over and over: two of them may be one, and what was to overlap runs in turn.
-    AG-GEMM 2048x12800x5120 at W=4 took 444 us in a process that had made many, and 385 in another.
+    ``torch.cuda.Stream()`` hands out the streams of its pool in turn: two of them may be one, which serialises their work.
+    AG-GEMM 2048x12800x5120 at W=4 took 444 us in a process that had made many, and 385 in another (H200).
     """
     for _ in range(IN_POOL):
         stream = torch.cuda.Stream(device, priority=priority)

@@ -1,4 +1,4 @@
-"""The team: ranks that share a symmetric heap. ``weft.init()`` makes one."""
+"""Team: ranks that share a symmetric heap. ``weft.init()`` makes one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.runtime.view import MAX_BARRIER_PROGRAMS, TakenByView, TeamView, make_
 
 T = TypeVar("T")
 
-# Custom ops carry a team's name in their schema and find it here.
+# Teams by name, for custom ops, which carry the name in their schema.
 _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
 # The shared teams of this process, by process group: Team.of. Each virtual rank has its own (weft.runtime.simulate).
 _SHARED: dict[Any, Team] = {}
@@ -38,14 +38,14 @@ _SHARED: dict[Any, Team] = {}
 class Team(TakenByView):
     """One rank's end of a team.
 
-    rank, size    this rank, and how many there are
-    device        where its tensors live (``cpu`` in the simulator)
+    rank, size    number of this rank, and number of ranks
+    device        device of its tensors (``cpu`` in the simulator)
     group         its ``torch.distributed`` group; None in the simulator
-    caps          what the device and its links can do (``weft.runtime.capabilities.Capabilities``)
-    name          finds it again: ``find_team(name)``
-    view          what kernels take as their argument ``team``
+    caps          capabilities of the device and its links (``weft.runtime.capabilities.Capabilities``)
+    name          key for ``find_team(name)``
+    view          argument ``team`` of kernels
     copy_engine   ordered copies beside the compute stream
-    library       the machine's own collectives (NCCL), to compare with
+    library       baseline collectives (NCCL), to compare with
 
     ``empty``, ``zeros``, ``signals``, ``channel``, ``free``, ``workspace``, ``barrier``, ``exchange`` and ``subset`` are
     collective: every rank makes the same calls in the same order. After ``close()`` every use raises TeamClosed.
@@ -70,10 +70,10 @@ class Team(TakenByView):
 
     @staticmethod
     def of(group: Any = None, *, heap_bytes: int | None = None) -> Team:
-        """The team of ``group`` that everything in this process shares. Collective where it makes the team.
+        """The shared team of ``group`` in this process. Collective in the call that makes it.
 
-        group       as in ``weft.init``. Two arguments mean the same group if torch keeps one ProcessGroup for them: a
-                    DeviceMesh and all its slices of one dimension do, two calls of ``new_group`` with the same ranks do not
+        group       as in ``weft.init``. Arguments mean the same group if torch has one ProcessGroup for them: all slices of
+                    one dimension of a DeviceMesh do, two calls of ``new_group`` with the same ranks do not
         heap_bytes  as in ``weft.init``, for the call that makes the team; later calls repeat it or leave it out
 
         The first call with a group makes its team, and so does the first one after that team was closed: not while a CUDA
@@ -101,7 +101,7 @@ class Team(TakenByView):
     ) -> torch.Tensor:
         """A symmetric tensor, uninitialised: the same offset in every rank's heap. Collective.
 
-        HeapExhausted if it does not fit; AllocationMismatch, on all ranks, if they ask for different things.
+        HeapExhausted if it does not fit; AllocationMismatch, on all ranks, if they ask for different tensors.
         """
         self._check_open("empty()")
         self._check_not_capturing("symmetric memory")
@@ -135,13 +135,13 @@ class Team(TakenByView):
         return self.zeros(shape, torch.int32, name=name or "signals")
 
     def channel(self, chunks: int, *, name: str | None = None) -> Channel:
-        """A channel: the arrival of up to ``chunks`` chunks from every rank, call by call. Collective."""
+        """Signals for the arrival of ``chunks`` chunks from every rank, call by call. Collective."""
         return Channel.make(self, self.size, check_int("chunks", chunks, 1), name)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give a symmetric tensor's bytes back, once all ranks are done with it. Collective.
+        """Give a symmetric tensor's bytes back, once no rank uses it. Collective.
 
-        ValueError for a part of a tensor, and for one that was freed already unless another of its size lies there by now;
+        ValueError for a part of a tensor, and for one that was freed already, unless another of its size lies there by now;
         AllocationMismatch, on all ranks, if they free different tensors.
         """
         self._check_open("free()")
@@ -166,12 +166,12 @@ class Team(TakenByView):
         self._layout.give_back(offset)
 
     def largest_free_bytes(self) -> int:
-        """Of the heap: what the largest tensor may take that ``empty`` would still find room for. The same on all ranks."""
+        """Size of the heap's largest free block, so of the largest tensor that fits; equal on all ranks."""
         self._check_open("largest_free_bytes()")
         return self._layout.largest_free_bytes
 
     def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric if it is none."""
+        """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric for others."""
         self._check_open("at_peer()")
         _check_tensor(tensor)
         peer = check_int("peer", peer)
@@ -183,9 +183,9 @@ class Team(TakenByView):
         return heap.data_ptr() <= tensor.data_ptr() < heap.data_ptr() + heap.numel()
 
     def local(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Ordinary zeroed memory of this rank's device: epoch words, counters."""
+        """Ordinary zeroed memory of this rank's device, for epochs and counters."""
         self._check_open("local()")
-        # What fills it would be recorded, and done by replays only, each time anew.
+        # Under capture the fill would be recorded, and run by every replay.
         self._check_not_capturing("memory that lasts")
         shape = _checked_shape(shape)
         check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.int32")
@@ -221,9 +221,9 @@ class Team(TakenByView):
         return self._platform.library
 
     def max_programs(self, num_warps: int = 4, registers: int = 255) -> int:
-        """How many programs that wait for each other may run at once on this rank's GPU: what its register files hold.
+        """Most programs that wait for each other in one grid: those that this GPU's registers hold.
 
-        registers  per thread that the kernel uses at most. Shared memory is not counted: one program an SM where it is scarce
+        registers  most registers of a thread. Shared memory is not counted: take one program an SM where it is scarce
         """
         if type(num_warps) is not int or num_warps < 1:
             num_warps = check_int("num_warps", num_warps, 1)
@@ -232,29 +232,29 @@ class Team(TakenByView):
         return self._platform.max_programs(num_warps, registers)
 
     def barrier(self) -> None:
-        """All ranks have come here and their earlier GPU work has ended. Collective, and bounded in time."""
+        """Wait for all ranks and their earlier GPU work. Collective, and bounded in time."""
         self._check_open("barrier()")
         self._platform.synchronize()
         self._platform.exchange("barrier", None)
 
     def synchronize(self) -> None:
-        """This rank's GPU work has ended. Raises WaitTimeout for a debug-mode wait that gave up, here or on a peer."""
+        """Wait for this rank's GPU work. WaitTimeout for a debug-mode wait that gave up, PeerFailed on a peer."""
         self._check_open("synchronize()")
         self._platform.synchronize()
 
     def exchange(self, item: Any) -> list[Any]:
-        """Every rank's ``item``, in rank order. Collective.
+        """The ``item`` of every rank, in rank order. Collective.
 
         item  None, bool, int, float, str, bytes, list, tuple, dict, torch.dtype, a tensor (which arrives in CPU memory), or an
-              instance of a dataclass, NamedTuple or Enum marked ``@weft.exchangeable``. NotExchangeable for all else
+              instance of a dataclass, NamedTuple or Enum marked ``@weft.exchangeable``. NotExchangeable for other types
         """
         self._check_open("exchange()")
         return self._platform.exchange("exchange", item)
 
     def subset(self, ranks: Sequence[int], heap_bytes: int | None = None) -> Team | None:
-        """A team of some of this team's ranks, given in ascending order; None on the ranks left out. Collective over this team.
+        """A team of some ranks of this team, in ascending order; None on the other ranks. Collective.
 
-        heap_bytes  of symmetric memory per rank; as much as this team has if None
+        heap_bytes  of symmetric memory per rank; None: as in this team
         """
         self._check_open("subset()")
         ranks = list(check_sequence("ranks", ranks, "a list of ranks"))
@@ -272,7 +272,7 @@ class Team(TakenByView):
         return Team(platform, self._debug_seconds) if platform is not None else None
 
     def fail(self, message: str) -> None:
-        """Tell the peers that this rank is lost, so that they raise PeerFailed instead of waiting for it."""
+        """Tell the peers that this rank has failed, so that they raise PeerFailed instead of waiting for it."""
         self._platform.fail(message)
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class Team(TakenByView):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the other ranks may never come to the barrier of close().
+        # After an error the other ranks may never reach the barrier of close().
         if kind is None:
             self.close()
 
@@ -313,13 +313,13 @@ def find_team(name: str) -> Team:
 
 
 def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | float = False) -> Team:
-    """This process's (or virtual rank's) end of a new team.
+    """A new team, as this process (or virtual rank) sees it. Collective.
 
-    group       a ``torch.distributed`` group or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); all ranks if None
-    heap_bytes  of symmetric memory per rank; 2 GiB on GPUs and 64 MiB in the simulator if None
+    group       a ``torch.distributed`` group or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); None: all ranks
+    heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB in the simulator
     debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout
 
-    Under ``torchrun`` or ``weft.launch`` it uses this rank's GPU, and inside ``weft.simulate`` a virtual one. NoTeam elsewhere.
+    Under ``torchrun`` or ``weft.launch`` it uses this rank's GPU, and inside ``weft.simulate`` a virtual one; else NoTeam.
     """
     from weft.runtime import simulate  # it makes teams, so it imports this module
 

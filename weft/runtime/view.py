@@ -1,4 +1,4 @@
-"""What a kernel is handed of a team: one NamedTuple, passed as the argument ``team``."""
+"""The view of a team: one NamedTuple, passed to kernels as the argument ``team``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-# Programs of one grid that may call `barrier(team)`: each owns a row of counters.
+# Most programs of a grid that call `barrier(team)`: each owns a row of counters.
 MAX_BARRIER_PROGRAMS = 1024
-# int64 words of the record that a debug-mode wait leaves behind: see runtime/wait_record.py.
+# Int64 words of the record of a debug-mode wait: see runtime/wait_record.py.
 RECORD_WORDS = 16
 
 
 class TakenByView:
     """Base of objects that kernels take as ``view``. One passed itself is refused with the remedy.
 
-    Triton reads ``data_ptr`` and ``dtype`` of an argument to find its type, on GPUs as in the simulator, and would else say no
-    more than that it has no type for the object.
+    Triton reads ``data_ptr`` and ``dtype`` of an argument to find its type, on GPUs as in the simulator. Without them its
+    message would be that it has no type for the object.
     """
 
     __slots__ = ()
@@ -36,16 +36,16 @@ class TakenByView:
 
 
 class TeamView(NamedTuple):
-    """``team.view``. Kernels ask it through words (``rank(team)``, ``symm_at(p, peer, team)``), never by field.
+    """Kernel argument for a team, ``team.view``; primitives read its fields.
 
     coords       2 * rank + 3: an odd number above 1, since Triton compiles another kernel for an integer that is 1 or a
                  multiple of 16, and every rank should run the same one
     size         world size, a compile-time constant
     deltas       int64 [size]: bytes from an address in my heap to the same object in each peer's; 0 for myself
-    barriers     int32 [MAX_BARRIER_PROGRAMS, size + 1], symmetric: what each rank has announced, and my own count
+    barriers     int32 [MAX_BARRIER_PROGRAMS, size + 1], symmetric: the count that each rank announced, then my own
     patience_us  compile-time constant: 0, or the microseconds after which a wait gives up (debug builds)
-    record       int64 [RECORD_WORDS], readable by the host: who gave up, where, and on what
-    multicast    compile-time constant: 1 where multimem instructions may be used
+    record       int64 [RECORD_WORDS], readable by the host: rank, kernel, line and signal of a wait that gave up
+    multicast    compile-time constant: 1 if multimem instructions may be used
     """
 
     coords: int

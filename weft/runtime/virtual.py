@@ -1,4 +1,4 @@
-"""The platform of virtual ranks: heaps in plain memory, the copy engine as an asynchronous task."""
+"""Platform of virtual ranks: heaps in plain memory, the copy engine as an asynchronous task."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weft.simulator.machine import Machine
 from weft.simulator.memory import Extent
 
 DEFAULT_HEAP_BYTES = 64 << 20
-# A copy moves in so many pieces, so that a kernel which reads before the flag finds half of the data.
+# Pieces of a copy, so that a kernel that reads before the flag finds half of the data.
 _PIECES = 4
 
 
 class Cluster:
-    """What the virtual ranks of one simulation share: every heap, by team and rank."""
+    """Shared state of the virtual ranks of one simulation: every heap, by team and rank."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -29,7 +29,7 @@ class Cluster:
         self._made: dict[int, int] = {}
 
     def platform(self, rank: int, heap_bytes: int | None) -> VirtualPlatform:
-        """The next team of all ranks; every rank must make its teams in the same order."""
+        """Platform of the next team of all ranks, which make their teams in the same order."""
         number = self._made.get(rank, 0)
         self._made[rank] = number + 1
         members = list(range(self.machine.world_size))
@@ -40,11 +40,11 @@ class VirtualPlatform:
     group = None
 
     def __init__(self, cluster: Cluster, team: str, members: list[int], place: int, heap_bytes: int) -> None:
-        """``members`` are machine ranks; this is ``members[place]``."""
+        """``members``: ranks of the machine; this is ``members[place]``."""
         self._cluster, self._machine, self._team, self._members = cluster, cluster.machine, team, members
         self._rendezvous = self._subsets = self._carved = 0
         self.rank, self.size = place, len(members)
-        # One process holds all ranks, so the name says which.
+        # One process holds all ranks, so the name contains the rank.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
         self.device = torch.device("cpu")
         self.caps = capabilities.simulated(self.size, self._machine.sms)
@@ -68,11 +68,11 @@ class VirtualPlatform:
         return self._cluster.heaps[self._team, peer]
 
     def exchange(self, what: str, item: Any) -> list[Any]:
-        # The same bytes as between processes: what they would not carry is refused here too, and every rank gets a copy.
+        # Encoded as between processes: the same items are refused, and every rank gets a copy.
         return [codec.decode(data) for data in self.meet(what, codec.encode(item))]
 
     def meet(self, what: str, item: Any, streams: bool = False) -> list[Any]:
-        """Every rank's item as it is. ``streams``: it is the work of the main streams that meets."""
+        """Items of all ranks, uncopied. ``streams``: the rendezvous is one of the main streams' work."""
         self._rendezvous += 1
         key = f"{self._team}'s {what} (rendezvous {self._rendezvous})"
         return self._machine.exchange(key, item, self._members, streams)
@@ -90,8 +90,10 @@ class VirtualPlatform:
         return False
 
     def carved(self, tensor: torch.Tensor, name: str) -> None:
-        """Called by each rank once all have agreed. The first registers the tensor on all of them, so that a rank which goes on
-        may use it at peers that have not come so far."""
+        """Register a tensor that all ranks have agreed on; every rank calls it.
+
+        The first one registers it for all ranks, so that it may go on and use it at peers that are behind.
+        """
         offset, nbytes = tensor.data_ptr() - self.heap.data_ptr(), tensor.numel() * tensor.element_size()
         first = self._cluster.carved.setdefault((self._team, self._carved), self.rank)
         self._carved += 1
@@ -100,7 +102,7 @@ class VirtualPlatform:
         for rank in range(self.size):
             heap = self.peer_heap(rank)
             base = heap.data_ptr() + offset
-            # Poison: NaN in every float type, -1 in every integer, so that reading what nobody wrote shows.
+            # Poison: NaN in every float type, -1 in every integer, so that reads of unwritten elements show.
             heap[offset : offset + nbytes].fill_(0xFF)
             self._machine.uninitialised.add(base)
             self._machine.memory.add(Extent(base, nbytes, rank, name, tensor.element_size()))
@@ -119,10 +121,10 @@ class VirtualPlatform:
         )
 
     def fail(self, message: str) -> None:
-        """Nothing to do: what a virtual rank raises ends the simulation."""
+        """Nothing to do: an error of a virtual rank ends the simulation."""
 
     def close(self) -> None:
-        # Peers may still be on their way out of the last barrier; the heap itself goes when nobody holds it.
+        # Peers may still be leaving the last barrier; the heap is freed with its last reference.
         self._cluster.heaps.pop((self._team, self.rank), None)
 
 
@@ -133,7 +135,7 @@ class VirtualCopyEngine:
         self._platform, self._machine = platform, platform._machine
 
     def fork(self) -> None:
-        """The copy engine starts after the work of the main stream, which has ended already, as a rule."""
+        """Start the copy engine after the work of the main stream, which has usually ended already."""
         self._machine.settle()
         if self._machine.observer is not None:
             self._machine.observer.fork(self.stream)
@@ -182,7 +184,7 @@ class VirtualCopyEngine:
 
 
 class HostLibrary:
-    """Library collectives through host memory, summed in fp32 in rank order."""
+    """Baseline collectives through host memory, summed in fp32 in rank order."""
 
     def __init__(self, platform: VirtualPlatform) -> None:
         self._platform = platform

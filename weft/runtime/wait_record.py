@@ -1,4 +1,7 @@
-"""What a debug-mode wait leaves behind when it gives up, read on the host. ``language/lowering/stock.py`` writes it."""
+"""Record of a debug-mode wait that gave up, read on the host.
+
+``language/lowering/stock.py`` writes it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from weft.errors import WaitTimeout
 
 
 def raise_from_record(record: torch.Tensor, name_of: Callable[[int], str], tell: Callable[[str], None]) -> None:
-    """Raise WaitTimeout if a wait of this rank has given up; ``tell`` is called with its message first."""
+    """Raise WaitTimeout if a wait of this rank has given up, after a call of ``tell`` with its message."""
     state, rank, program, line, address, wanted, seen, patience_us, *name = record.tolist()
     if state == 0:
         return
@@ -19,7 +22,7 @@ def raise_from_record(record: torch.Tensor, name_of: Callable[[int], str], tell:
     raise error
 
 
-def decode_name(words: list[int]) -> str:
-    """The kernel's name, packed into int64 words of eight bytes, little end first."""
-    packed = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+def decode_name(numbers: list[int]) -> str:
+    """Name of a kernel from little-endian int64 numbers, eight bytes each."""
+    packed = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
     return packed.split(b"\0", 1)[0].decode(errors="replace")

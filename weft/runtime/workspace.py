@@ -1,4 +1,4 @@
-"""Workspaces of a team that grow by powers of two and are never given back."""
+"""Workspaces of a team that grow by powers of two and are never freed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], T]) -> T:
-    """The team's workspace under ``key`` that holds ``size`` elements; ``make(capacity)`` where none is large enough.
+    """Workspace of the team under ``key`` for ``size`` elements, made if none is large enough.
 
-    Capacities are powers of two, so all that were ever made take less than twice the largest. None is given back: a
-    captured CUDA graph may go on using it. Calls of any shape share one: the kernels prove reuse from call to call.
+    Capacities are powers of two, so all of them together take less than twice the largest. None is freed, since a captured CUDA
+    graph may use it. Calls of any shape share one: the kernels prove reuse from call to call.
     """
     by_capacity = team.workspace(key, dict)
     capacity = max(by_capacity, default=0)
@@ -29,5 +29,5 @@ def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], 
 
 
 def capacity_for(size: int) -> int:
-    """Elements of a workspace that is made for ``size`` elements: a power of two."""
+    """Capacity of a workspace for ``size`` elements: a power of two."""
     return max(1 << 16, next_power_of_2(size))

@@ -20,17 +20,17 @@ from weft.runtime.view import TeamView
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# What a launch by Triton runs. The simulator, and `weft tune` where it only compiles, put a function of their own in its place.
+# Triton's own launch. The simulator, and `weft tune` where it only compiles, replace it.
 _TRITON_RUN = JITFunction.run
 
 
 class Launch:
-    """A kernel, the values of its ``tl.constexpr`` parameters and its compiler options, for the GPU of one team or call site.
+    """A kernel with the values of its constexpr parameters and its compiler options.
 
     kernel     a ``@triton.jit`` function whose constexpr parameters come after all others
     constants  constexpr parameters and compiler options by name, as ``kernel[grid](…, **constants)`` takes them
 
-    The first call for arguments of a kind goes through Triton, which compiles; later ones call what it compiled. Wherever
+    The first call with arguments of a kind goes through Triton, which compiles; later ones launch the compiled kernel. Where
     ``JITFunction.run`` has been replaced (simulated ranks), every call goes through it.
     """
 
@@ -42,7 +42,7 @@ class Launch:
         self._compiled: dict[tuple, CompiledKernel] = {}
 
     def __call__(self, programs: int, *arguments: Any) -> None:
-        """Run ``programs`` programs on the current stream with the kernel's arguments that are no constexpr, in their order."""
+        """Run ``programs`` programs on the current stream; ``arguments`` are those that are not constexpr."""
         if JITFunction.run is not _TRITON_RUN:
             self._kernel[(programs,)](*arguments, **self._constants)
             return
@@ -58,8 +58,11 @@ class Launch:
 
 
 def _describe(arguments: tuple, kind: list[Any]) -> None:
-    """Append to ``kind`` what Triton may compile another kernel for: dtypes, the alignment of pointers, and of integers
-    whether they are 1, a multiple of 16 or of 64 bits. A team's view is the same at every call."""
+    """Append to ``kind`` the properties of arguments for which Triton may compile another kernel.
+
+    These are dtypes, the alignment of pointers, and of integers if they are 1, a multiple of 16 or of 64 bits. A team's view is
+    the same at every call.
+    """
     for x in arguments:
         if isinstance(x, torch.Tensor):
             kind += (x.dtype, x.data_ptr() % 16)
@@ -79,7 +82,7 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
 
 
 def launch_of(team: Team, kernel: JITFunction, key: Hashable, constants: Callable[[], Mapping[str, Any]]) -> Launch:
-    """The team's ``Launch`` of ``kernel`` under ``key``, which stands for its ``constants()``."""
+    """The team's ``Launch`` of ``kernel`` under ``key``, which identifies its ``constants()``."""
     launches = team.workspace("launches", dict)
     # By name: hashing a JITFunction walks all that it calls.
     found = launches.get(at := (kernel.__name__, key))

@@ -15,8 +15,8 @@ from weft.errors import InvalidAccess
 from weft.simulator.interpreter import LIBRARIES, Interpreter
 from weft.simulator.memory import Memory
 from weft.simulator.pointers import Pointers
+from weft.simulator.polling import Key, Read, ReadHistory
 from weft.simulator.scheduler import GreenletTask, Scheduler, Waiting
-from weft.simulator.spinning import Key, Look, Looking
 
 
 class Accesses:
@@ -50,14 +50,14 @@ class Accesses:
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
         addresses = self.plain(addresses, mask, itemsize, "load")
-        key = self.looks(addresses, mask, itemsize)
+        key = self.before_read(addresses, mask, itemsize)
         self.step(addresses, mask, itemsize, False)
         if self._on_event is not None:
             self.note("load", self._first(addresses, mask))
         if self.store_buffers is not None:
             self._own_access(addresses, mask, itemsize)
         bits = self.memory.load(addresses, mask, itemsize, self.who)
-        self.looked(key, Look(f"{access} load", addresses, mask, itemsize, bits))
+        self.after_read(key, Read(f"{access} load", addresses, mask, itemsize, bits))
         if self.observer is not None:
             self.observer.load(addresses, mask, itemsize, access, bits)
         return bits
@@ -65,7 +65,7 @@ class Accesses:
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
         addresses = self.plain(addresses, mask, bits.dtype.itemsize, "store")
         self.step(addresses, mask, bits.dtype.itemsize, True, late=self.store_buffers is not None)
-        self.changes()
+        self.note_write()
         if self._on_event is not None:
             self.note("store", self._first(addresses, mask))
         if self.store_buffers is not None:
@@ -106,8 +106,8 @@ class Accesses:
 
     # --- polling programs --------------------------------------------------------------------------------------------
 
-    def looks(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> Key | None:
-        """Note a look that is about to come.
+    def before_read(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> Key | None:
+        """Note a read that is about to come.
 
         A program that only polls is blocked until the polled bytes change.
         """
@@ -115,61 +115,61 @@ class Accesses:
         if not mask.flat[first]:
             return None
         task = self.scheduler.current
-        looking = task.looking = task.looking or Looking()
+        history = task.history = task.history or ReadHistory()
         key = int(addresses.flat[first]), addresses.size, itemsize
-        if looking.returns(key, self.interpreter.kernel_state):
-            self._spin(task, looking)
-            task.looking = Looking(counts={key: 1})
+        if history.repeats(key, self.interpreter.kernel_state):
+            self._spin(task, history)
+            task.history = ReadHistory(counts={key: 1})
         return key
 
-    def looked(self, key: Key | None, look: Look) -> None:
+    def after_read(self, key: Key | None, read: Read) -> None:
         """Note the bits that the running program has read without changing memory."""
         if key is None:
             return
-        looking = self.scheduler.current.looking
-        is_new = looking.counts.get(key) == 1
-        is_plain = look.verb in ("plain load", "tma load", "lamport load")
-        polls = looking.looked(key, look)
+        history = self.scheduler.current.history
+        is_new = history.counts.get(key) == 1
+        is_plain = read.verb in ("plain load", "tma load", "lamport load")
+        polls = history.add(key, read)
         if polls:
-            looking.code = self._code()
+            history.code = self._code()
         self.scheduler.polled(plain=is_plain and not polls, new=is_new)
 
-    def changes(self) -> None:
+    def note_write(self) -> None:
         """Note that the running program changes memory: its next round may differ from the last."""
-        self.scheduler.current.looking = None
+        self.scheduler.current.history = None
 
-    def _spin(self, task: Any, looking: Looking) -> None:
-        looks = list(looking.round.looks.values())
-        ranges = [look.extent for look in looks]
-        looking.code = self._code()
+    def _spin(self, task: Any, history: ReadHistory) -> None:
+        reads = list(history.round.reads.values())
+        ranges = [read.extent for read in reads]
+        history.code = self._code()
 
         def done() -> bool:
             try:
                 return any(
                     not np.array_equal(self.memory.load(k.addresses, k.mask, k.itemsize, lambda: task.label), k.bits)
-                    for k in looks
+                    for k in reads
                 )
-            except InvalidAccess:  # freed since then: the program's next look raises
+            except InvalidAccess:  # freed since then: the program's next read raises
                 return True
 
         if self.observer is not None:
-            self.observer.spins(ranges[0][0], looking.code)
+            self.observer.spins(ranges[0][0], history.code)
         low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
-        self.scheduler.block(Waiting(done, lambda: self.spinning(looks, looking.code), low, high))
+        self.scheduler.block(Waiting(done, lambda: self.describe_spin(reads, history.code), low, high))
 
-    def spinning(self, looks: list[Look], code: tuple | None) -> str:
+    def describe_spin(self, reads: list[Read], code: tuple | None) -> str:
         """Description of a spinning program's loads and atomics, for messages."""
         place = f" in {os.path.basename(code[0].co_filename)}:{code[1]}" if code else ""
-        seen = "; ".join(f"{look.verb} of {self._seen(look)}" for look in looks[:3])
-        more = f" and {len(looks) - 3} more" if len(looks) > 3 else ""
+        seen = "; ".join(f"{read.verb} of {self._seen(read)}" for read in reads[:3])
+        more = f" and {len(reads) - 3} more" if len(reads) > 3 else ""
         return f"spins{place}: {seen}{more}"
 
-    def _seen(self, look: Look) -> str:
-        active = look.bits[look.mask]
+    def _seen(self, read: Read) -> str:
+        active = read.bits[read.mask]
         first = int(active.flat[0])
-        bits = 8 * look.itemsize
+        bits = 8 * read.itemsize
         value = first - (1 << bits) if first >> (bits - 1) else first
-        name = self.memory.describe(look.extent[0])
+        name = self.memory.describe(read.extent[0])
         return f"{name} sees {value}" if active.size == 1 else f"{active.size} elements from {name} sees {value} first"
 
     def _code(self) -> tuple | None:
@@ -199,7 +199,7 @@ class Accesses:
         at = self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "store")
         address = int(at[0])
         self.step(at, np.ones(1, bool), itemsize, True, late=self.store_buffers is not None)
-        self.changes()
+        self.note_write()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
         everywhere = np.ones(1, bool)
         if self._on_event is not None:
@@ -306,9 +306,9 @@ class Accesses:
         """Atomic, element by element: duplicates among the addresses must see each other."""
         mask = np.broadcast_to(mask, addresses.shape)
         addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
-        looks = op == "add" and not np.asarray(values).any()
-        key = self.looks(addresses, mask, dtype.itemsize)
-        self.step(addresses, mask, dtype.itemsize, not looks, releases="rel" in sem)
+        only_reads = op == "add" and not np.asarray(values).any()
+        key = self.before_read(addresses, mask, dtype.itemsize)
+        self.step(addresses, mask, dtype.itemsize, not only_reads, releases="rel" in sem)
         unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
         values = np.broadcast_to(values, addresses.shape)
         if self._on_event is not None:
@@ -329,10 +329,10 @@ class Accesses:
                 self.memory.store(at, new, one, self.who)
                 changed.append(int(at[0]))
         if changed:
-            self.changes()
+            self.note_write()
             self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
         else:
-            self.looked(key, Look(f"atomic {op}", addresses, mask, dtype.itemsize, before.reshape(addresses.shape)))
+            self.after_read(key, Read(f"atomic {op}", addresses, mask, dtype.itemsize, before.reshape(addresses.shape)))
         if self.observer is not None:
             old, new = before[flat_mask], after[flat_mask]
             if access == "tma":

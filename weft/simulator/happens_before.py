@@ -217,14 +217,14 @@ class HappensBefore:
             self._since[rank] = joined(self._since[rank], known)
             self._let_go(rank)
 
-    def looked(self, rank: int) -> None:
+    def host_waited(self, rank: int) -> None:
         """Note that the host has waited for its main stream, as ``tensor.item()`` does."""
         self._cpu[rank] = joined(self._cpu[rank], self._main[rank].publish())
         self.host_works(rank)
 
     def synchronized(self, rank: int) -> None:
         """Note that the host has waited for all streams of its rank."""
-        self.looked(rank)
+        self.host_waited(rank)
         self._main[rank].sync = Sync("team.synchronize()")
         for (owner, _), thread in self._streams.items():
             if owner == rank:

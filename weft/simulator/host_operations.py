@@ -61,7 +61,7 @@ class HostOperations(TorchDispatchMode):
             if write:
                 self._observer.machine.scheduler.written(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor))
         if name == "_local_scalar_dense":
-            self._observer.looked(self._rank)
+            self._observer.host_waited(self._rank)
         return result
 
     def _concerns(self, tensor: torch.Tensor) -> bool:

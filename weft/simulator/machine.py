@@ -185,7 +185,7 @@ class Machine(Accesses, Launches):
         """
         address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
         task, where = self.scheduler.current, self.who()
-        task.looking = None
+        task.history = None
         if self.observer is not None:
             self.observer.waits(address, itemsize)
         self.touch(address, address + itemsize)
@@ -237,8 +237,8 @@ class Machine(Accesses, Launches):
         for task in self.scheduler.waiting_tasks():
             if task.waiting is not None:
                 what = task.waiting.describe()
-            elif task.looking is not None and task.looking.last is not None:
-                what = self.spinning([task.looking.last], task.looking.code)
+            elif task.history is not None and task.history.last is not None:
+                what = self.describe_spin([task.history.last], task.history.code)
             else:
                 what = "runs and changes nothing"
             lines.append(f"{task.label} {what}")

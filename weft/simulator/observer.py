@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from weft.simulator.happens_before import HappensBefore
+from weft.simulator.polling import is_polled
 from weft.simulator.races import kind_of
 from weft.simulator.signals import addresses_in, signed
-from weft.simulator.spinning import is_polled
 from weft.simulator.thread_clocks import (
     ASYNC,
     AWAITED,
@@ -74,14 +74,14 @@ class Observer(HappensBefore):
         """
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
-            thread, looking = getattr(task, "thread", None), task.looking
+            thread, history = getattr(task, "thread", None), task.history
             if thread is not None:
                 waiting.append(thread)
-            if looking is not None and looking.code is not None:
+            if history is not None and history.code is not None:
                 spinning.add(thread)
             if thread is not None and task.waiting is None:
                 # It spins, so an earlier wait of it is over.
-                thread.waits = (looking.last.extent[0], looking.code) if thread in spinning else None
+                thread.waits = (history.last.extent[0], history.code) if thread in spinning else None
         signals: dict[int, list[ThreadClock]] = {}
         for thread in waiting:
             if getattr(thread, "waits", None) is not None:

@@ -61,7 +61,7 @@ class Task:
         # Its next access and that access's source line, filled in for a strategy that explores.
         self.next: tuple[tuple[int, int, bool], ...] | None = None
         self.next_line: Any = None
-        self.looking: Any = None  # of a program: its reads since it last changed memory
+        self.history: Any = None  # of a program: its reads since it last changed memory
 
     def run(self) -> None:
         """Run the body and keep its result or error."""
@@ -197,7 +197,7 @@ class Scheduler:
     def polled(self, plain: bool, new: bool = False) -> None:
         """Note a load, or an atomic that changed nothing.
 
-        ``new``: its first look at these bytes, which is progress.
+        ``new``: its first read of these bytes, which is progress.
         """
         self._fruitless = 0.0 if new else self._fruitless + (_PLAIN_LOAD if plain else 1.0)
         if self.strategy is not None and not plain:

@@ -24,7 +24,7 @@ class Strategy(Protocol):
         """Task to run next, one of ``ready``."""
 
     def polled(self, task: Any) -> None:
-        """Note a look of ``task`` that brought nothing new: it may be spinning."""
+        """Note a read by ``task`` that brought nothing new: it may be spinning."""
 
 
 class Uniform:

@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-# Looks at the same bytes after which a program's rounds are compared, and places remembered of a program that reads many.
-_LOOKS = 8
-_PLACES = 4096
+# Reads of the same bytes after which a program's rounds are compared, and most places remembered of a program.
+_READS = 8
+_MOST_KEYS = 4096
 
-# Identity of a look: (first address, elements, bytes of each).
+# Identity of a read: (first address, elements, bytes of each).
 Key = tuple[int, int, int]
 # Frames of a kernel, innermost first: code, instruction, line, variables.
 State = list[tuple[CodeType, int, int, dict[str, Any]]]
 
 
 @dataclass(slots=True)
-class Look:
+class Read:
     """Load, or atomic that changed nothing, with the bits that it has seen."""
 
     verb: str
@@ -50,34 +50,34 @@ class Round:
 
     key: Key
     state: State
-    looks: dict[Key, Look] = field(default_factory=dict)
+    reads: dict[Key, Read] = field(default_factory=dict)
     is_steady: bool = True  # no bytes read twice have changed
 
-    def add(self, key: Key, look: Look) -> None:
-        known = self.looks.setdefault(key, look)
-        self.is_steady = self.is_steady and np.array_equal(known.bits, look.bits)
+    def add(self, key: Key, read: Read) -> None:
+        known = self.reads.setdefault(key, read)
+        self.is_steady = self.is_steady and np.array_equal(known.bits, read.bits)
 
 
 @dataclass(slots=True)
-class Looking:
+class ReadHistory:
     """Reads of one program since it last changed memory."""
 
     counts: dict[Key, int] = field(default_factory=dict)
     round: Round | None = None
-    last: Look | None = None
+    last: Read | None = None
     in_while: bool = False
-    code: tuple[CodeType, int] | None = None  # line of its last look, once rounds are compared
+    code: tuple[CodeType, int] | None = None  # line of its last read, once rounds are compared
 
-    def returns(self, key: Key, state: Callable[[], State]) -> bool:
-        """Note a look that is about to come. True if the program was at ``key`` before with equal variables."""
+    def repeats(self, key: Key, state: Callable[[], State]) -> bool:
+        """Note a read that is about to come. True if the program was at ``key`` before with equal variables."""
         count = self.counts.get(key, 0) + 1
-        if len(self.counts) >= _PLACES:
+        if len(self.counts) >= _MOST_KEYS:
             self.counts.clear()
         self.counts[key] = count
-        if count < _LOOKS:
+        if count < _READS:
             return False
         around = self.round
-        if around is not None and around.key == key and around.is_steady and around.looks:
+        if around is not None and around.key == key and around.is_steady and around.reads:
             if _same_state(state(), around.state):
                 return True
         if count & (count - 1) == 0:  # at powers of two, so that a round of any length is found (Brent)
@@ -88,12 +88,12 @@ class Looking:
             self.round = Round(key, state())
         return False
 
-    def looked(self, key: Key, look: Look) -> bool:
-        """Note a look. True if it is one of many in a ``while`` loop."""
-        self.last = look
+    def add(self, key: Key, read: Read) -> bool:
+        """Note a read. True if it is one of many in a ``while`` loop."""
+        self.last = read
         if self.round is not None:
-            self.round.add(key, look)
-        return self.in_while and self.counts.get(key, 0) >= _LOOKS
+            self.round.add(key, read)
+        return self.in_while and self.counts.get(key, 0) >= _READS
 
 
 def _same_state(one: State, other: State) -> bool:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from weft.simulator.vector_clocks import ORDER, at, fit, hear, joined, new_clock
+from weft.simulator.vector_clocks import ORDER, at, fit, joined, new_clock, receive
 
 
 def known(slot, time):
@@ -15,7 +15,7 @@ def test_a_clock_knows_what_it_has_joined_whichever_is_wider():
     for first, second in ((3, 700), (700, 3), (63, 64), (5, 5)):
         clock = joined(known(first, 4), known(second, 9))
         assert at(clock, second) == 9 and at(clock, first) == (9 if first == second else 4)
-        heard = hear(known(first, 4), known(second, 9))
+        heard = receive(known(first, 4), known(second, 9))
         assert at(heard, second, ORDER) == (4 if first == second else 0)
         assert np.all(heard[1:] >= clock[1:])
 

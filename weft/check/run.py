@@ -198,7 +198,7 @@ class Runner:
             if schedule.strategy in ("delay", "exhaustive"):
                 machine.store_buffers = StoreBuffers(machine, schedule.seed, tasks=schedule.strategy == "exhaustive")
             late = machine.store_buffers
-            machine.scheduler.when_stuck = lambda: late is not None and late.time_passes() or machine.let_hosts_go()
+            machine.scheduler.when_stuck = lambda: late is not None and late.time_passes() or machine.return_launches()
             kept.append(machine)
 
         digest = results = error = None
@@ -301,8 +301,8 @@ def _of_error(error: Exception, machine: Any) -> Finding:
         place = _PLACE.match(error.nearest)
         if place is not None:
             tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
-        asked = machine.observer.asked.get(error.who)
-        sides = (races.side(replace(asked, verb=error.verb)),) if asked is not None else ()
+        named = machine.observer.named.get(error.who)
+        sides = (races.side(replace(named, verb=error.verb)),) if named is not None else ()
     elif failed is not None:
         kind = "misaligned" if isinstance(error, Misaligned) else kind
         code = machine.interpreter.line_of(error) or host_line_of(error)

@@ -27,9 +27,9 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
             if same_rank
             else "call team.barrier() between the two: host code waits there for the streams of all ranks"
         )
-    hasty = later.thread.hasty
-    if hasty is not None and at(hasty[0], earlier.slot) >= earlier.time:
-        where = place(hasty[1])
+    early_release = later.thread.early_release
+    if early_release is not None and at(early_release[0], earlier.slot) >= earlier.time:
+        where = place(early_release[1])
         return (
             f"call wl.wait_for_previous_kernel() before the notify in {where}: with launch_pdl=True the earlier kernels' "
             f"stores may land after it"

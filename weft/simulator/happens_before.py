@@ -36,7 +36,7 @@ class HappensBefore:
         ]
         self._streams: dict[tuple[int, str], ThreadClock] = {}
         self._forks: dict[tuple[int, str], np.ndarray] = {}
-        self._meetings: dict[str, np.ndarray] = {}
+        self._rendezvous: dict[str, np.ndarray] = {}
         self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
         self._launches = [0] * machine.world_size
         # The kernel directly before a rank's next one (None if host code came in between), and the knowledge of the side
@@ -57,10 +57,10 @@ class HappensBefore:
         grid.end = grid.known.copy()
         previous, self._previous[rank] = self._previous[rank], grid
         since, self._since[rank] = self._since[rank], new_clock()
-        grid.early, grid.hasty = grid.known, False
+        grid.early, grid.allowed_early = grid.known, False
         if grid.overlaps and previous is not None:
             # It may start once all programs of the previous grid allow it, which they may do before waiting themselves.
-            before = previous.early if previous.hasty else previous.known
+            before = previous.early if previous.allowed_early else previous.known
             grid.early = joined(before.copy(), since)
         grid.views = [a for a in tuples if hasattr(a, "deltas") and hasattr(a, "barriers")]
         if grid.views:
@@ -90,7 +90,7 @@ class HappensBefore:
     def let_next_start(self) -> None:
         thread = self.thread()
         if thread.ahead is not None:
-            self.machine.scheduler.current.grid.hasty = True
+            self.machine.scheduler.current.grid.allowed_early = True
 
     def program_ended(self, program: Any) -> None:
         thread = program.thread
@@ -231,16 +231,16 @@ class HappensBefore:
                 self._cpu[rank] = joined(self._cpu[rank], thread.publish())
         self._let_go(rank)
 
-    def met(self, meeting: str, rank: int, streams: bool) -> None:
+    def rendezvous_entered(self, rendezvous: str, rank: int, streams: bool) -> None:
         if streams:
             self.host_works(rank)
         known = self._main[rank].publish() if streams else self._cpu[rank]
-        self._meetings[meeting] = joined(known.copy(), self._meetings.get(meeting, new_clock()))
+        self._rendezvous[rendezvous] = joined(known.copy(), self._rendezvous.get(rendezvous, new_clock()))
 
-    def left(self, meeting: str, rank: int) -> None:
-        self._cpu[rank] = joined(self._cpu[rank], self._meetings[meeting])
+    def rendezvous_left(self, rendezvous: str, rank: int) -> None:
+        self._cpu[rank] = joined(self._cpu[rank], self._rendezvous[rendezvous])
         self._main[rank].learn(self._cpu[rank])
-        self._main[rank].sync = Sync(meeting)
+        self._main[rank].sync = Sync(rendezvous)
 
     def hold(self, rank: int, tensors: list[Any], name: str) -> None:
         """Keep ordinary tensors known and alive, so that their addresses are not reused, until streams meet."""

@@ -154,7 +154,7 @@ class Launches:
             self.scheduler.block(Waiting(lambda: run.done, lambda: f"waits for its kernel {run.launch.name}"))
             self._end(run)
 
-    def let_hosts_go(self) -> bool:
+    def return_launches(self) -> bool:
         """Let launches return before their kernels have ended, when no task can go on. False if there is none."""
         waiting = [run for run in self._awaited.values() if not run.left]
         for run in waiting:

@@ -66,7 +66,7 @@ class Machine(Accesses, Launches):
         self.is_sized = False  # host code has asked how many programs can be resident at once
         self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
         self._streams: dict[tuple[int, str], Stream] = {}
-        self._meetings: dict[str, dict[int, Any]] = {}
+        self._rendezvous: dict[str, dict[int, Any]] = {}
         self._names: dict[int, str] = {}
         self._known: list[int] = []
         self._awaited: dict[int, Grid] = {}
@@ -123,7 +123,7 @@ class Machine(Accesses, Launches):
             return task.label
         who = f"{task.label} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
         if self.observer is not None:
-            self.observer.asked_who(who)
+            self.observer.note_named(who)
         return who
 
     def note(self, kind: str, detail: str = "") -> None:
@@ -209,7 +209,7 @@ class Machine(Accesses, Launches):
             self.observer.waits_for_data(low)
         self.scheduler.block(Waiting(done, lambda: f"{where[len(task.label) :].strip()} {describe()}", low, high))
 
-    def exchange(self, meeting: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
+    def exchange(self, rendezvous: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
         """Rendezvous of the host code of all ``members`` under one name.
 
         Each gets every item, in the members' order. ``streams``: the main streams meet, not the hosts, as in a NCCL
@@ -219,17 +219,17 @@ class Machine(Accesses, Launches):
         if streams:
             self.settle()
         if self.observer is not None:
-            self.observer.met(meeting, rank, streams)
-        here = self._meetings.setdefault(meeting, {})
+            self.observer.rendezvous_entered(rendezvous, rank, streams)
+        here = self._rendezvous.setdefault(rendezvous, {})
         here[rank] = item
         self.scheduler.recheck()
 
         def absent() -> str:
-            return f"waits in {meeting} for rank {', '.join(str(m) for m in members if m not in here)}"
+            return f"waits in {rendezvous} for rank {', '.join(str(m) for m in members if m not in here)}"
 
         self.scheduler.block(Waiting(lambda: len(here) == len(members), absent))
         if self.observer is not None:
-            self.observer.left(meeting, rank)
+            self.observer.rendezvous_left(rendezvous, rank)
         return [here[m] for m in members]
 
     def _deadlock(self) -> Deadlock:

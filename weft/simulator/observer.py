@@ -44,14 +44,14 @@ class Observer(HappensBefore):
         super().__init__(machine)
         self.memory.on_remove = self.removed
         # Accesses that messages named, by the text of ``Machine.who``: an error holds that text only.
-        self.asked: dict[str, Access] = {}
+        self.named: dict[str, Access] = {}
         self.unstarted = 0  # programs of the largest grid that could not start in a deadlock
 
     # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
-    def asked_who(self, who: str) -> None:
+    def note_named(self, who: str) -> None:
         thread = self.thread()
-        self.asked[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
+        self.named[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
 
     def waits(self, address: int, itemsize: int) -> None:
         """Note that the running program begins to wait for a signal."""
@@ -383,7 +383,7 @@ class Observer(HappensBefore):
             self.races.report(kind, text, [access], extent.name, extent.rank, low, high)
 
     def removed(self, low: int, high: int) -> None:
-        self.races.untouch(low)
+        self.races.forget(low)
         self.signals.drop(low, high)
 
 

@@ -31,7 +31,7 @@ from weft.simulator.thread_clocks import (
     Sync,
     ThreadClock,
 )
-from weft.simulator.vector_clocks import HEARD, ORDER, TOLD, Slots, at, hear
+from weft.simulator.vector_clocks import LAMPORT, ORDER, UNFENCED_LAMPORT, Slots, at, receive
 
 _COPIES = (DELIVERY, COPYING)
 
@@ -100,7 +100,7 @@ class Races:
                 elif number != INITIAL:
                     writer = self._accesses[number]
                     if lamport and writer.message is not None:
-                        thread.clock = hear(thread.clock, writer.message)
+                        thread.clock = receive(thread.clock, writer.message)
                     elif access.kind is AWAITED and writer.kind is FLAGGED and writer.thread is thread:
                         landed[number] = self._landed(writer).number
                     else:
@@ -154,7 +154,7 @@ class Races:
             shadow.writes[cells] = access.number
             shadow.reads[cells] = mapped(readers, kept.__getitem__)
 
-    def untouch(self, base: int) -> None:
+    def forget(self, base: int) -> None:
         """Drop the shadow of a removed extent, whose addresses may be reused."""
         self._shadows.pop(base, None)
 
@@ -177,7 +177,7 @@ class Races:
     # --- order -------------------------------------------------------------------------------------------------------
 
     def _knows(self, access: Access, earlier: Access, lamport: bool) -> bool:
-        return at(access.thread.clock, earlier.slot, TOLD if lamport else ORDER) >= earlier.time
+        return at(access.thread.clock, earlier.slot, LAMPORT if lamport else ORDER) >= earlier.time
 
     def _conflict(self, earlier: Access, access: Access, lamport: bool, proxy: np.ndarray | None) -> str | None:
         """Kind of the race; None if the two are ordered or may be concurrent."""
@@ -206,7 +206,7 @@ class Races:
             ):
                 uncovered = "unquieted" if earlier.kind in _COPIES else "missing-barrier"
                 return "undrained-tma" if earlier.kind is ASYNC else uncovered
-        if lamport and at(thread.clock, earlier.slot, HEARD) >= earlier.time:
+        if lamport and at(thread.clock, earlier.slot, UNFENCED_LAMPORT) >= earlier.time:
             return "overtaken"
         return thread.notes.get(earlier.thread, ("race", ""))[0]
 

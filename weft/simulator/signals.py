@@ -58,7 +58,7 @@ class Signals:
             thread.learn(known)
         code = self._races.code() if isinstance(thread, ProgramClock) else None
         thread.notes |= self._missed(signal, thread.rank, scope)
-        thread.hasty = signal.hasty
+        thread.early_release = signal.early_release
         for other, note in signal.notes.items():
             thread.notes.setdefault(other, note)
         thread.sync = Sync(verb, signal.address, code)
@@ -82,16 +82,16 @@ class Signals:
         """
         is_program = isinstance(thread, ProgramClock)
         code = self._races.code() if is_program else None
-        hasty = None
+        early_release = None
         if is_program:
             thread.releases.append(Release(thread.stamp(SCALAR)[2], code, signal.address))
-            hasty = (thread.ahead, code) if thread.ahead is not None else None
+            early_release = (thread.ahead, code) if thread.ahead is not None else None
         known, notes = thread.publish(), dict(thread.notes)
         thread.sync = Sync(verb, signal.address, code)
 
         def landed() -> None:
             if is_program:
-                signal.hasty = hasty
+                signal.early_release = early_release
             if not keeps:
                 signal.forget()
             signal.unreleased.pop(thread, None)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.vector_clocks import HEARD, TOLD, Slots, fit, joined
+from weft.simulator.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, fit, joined
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"
@@ -76,7 +76,7 @@ class ThreadClock:
         self.notes: dict[ThreadClock, tuple[str, str]] = {}
         # The last acquired release, if its program had not yet waited for the kernel before: what it did not cover, and its
         # line.
-        self.hasty: tuple[np.ndarray, tuple | None] | None = None
+        self.early_release: tuple[np.ndarray, tuple | None] | None = None
         self.grid: Any = None  # of a program
         self.slot = slots.of(rank, name)
         self.clock = fit(clock, self.slot)
@@ -275,12 +275,12 @@ class ProgramClock(ThreadClock):
     def message(self) -> np.ndarray:
         """Clock that a Lamport word stored now carries to its reader, without later accesses."""
         known = self.clock.copy()
-        known[TOLD, self.slot] = self._fenced_scalars
+        known[LAMPORT, self.slot] = self._fenced_scalars
         for kind, stamps in self._stamps.items():
             if kind is not AWAITED:
-                known[TOLD, stamps.slot] = stamps.fenced
+                known[LAMPORT, stamps.slot] = stamps.fenced
             if kind in _LATE:
-                known[HEARD, stamps.slot] = stamps.fenced
+                known[UNFENCED_LAMPORT, stamps.slot] = stamps.fenced
         self.step()
         return known
 
@@ -328,7 +328,7 @@ class Signal:
     wait_launches: set[int] = field(default_factory=set)
     equality: tuple[ThreadClock, tuple] | None = None
     values: set[int] = field(default_factory=set)
-    hasty: tuple[np.ndarray, tuple | None] | None = None  # as in ThreadClock
+    early_release: tuple[np.ndarray, tuple | None] | None = None  # as in ThreadClock
     back: tuple[str, Access] | None = None  # a notify that decreased it, reported if a program waits for it
 
     def forget(self) -> None:

@@ -2,11 +2,11 @@
 
 A clock has three rows over all *slots*:
 
-ORDER  happens-before
-TOLD   also what Lamport words carry: what their sender had seen in memory. Lamport words order other Lamport words, never
-       plain data
-HEARD  also what they would carry if no store were overtaken by a later one. Nothing promises that; the row serves to name
-       the missing fence
+ORDER             happens-before
+LAMPORT           also what Lamport words carry: what their sender had seen in memory. Lamport words order other Lamport
+                  words, never plain data
+UNFENCED_LAMPORT  also what they would carry if no store were overtaken by a later one. Nothing promises that; the row
+                  serves to name the missing fence
 
 A slot is one line of program order: a rank's main stream, a side stream, or one kind of access of a program
 (``thread_clocks``), since a program's releases and messages do not cover all kinds. Consecutive launches on a rank's stream
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-ORDER, TOLD, HEARD = range(3)
+ORDER, LAMPORT, UNFENCED_LAMPORT = range(3)
 _FEWEST = 64
 
 
@@ -67,11 +67,11 @@ def joined(clock: np.ndarray, other: np.ndarray) -> np.ndarray:
     return clock
 
 
-def hear(clock: np.ndarray, message: np.ndarray) -> np.ndarray:
+def receive(clock: np.ndarray, message: np.ndarray) -> np.ndarray:
     """``clock`` after the read of a Lamport word with ``message``: all rows but happens-before learn."""
     clock = fit(clock, message.shape[1] - 1)
-    part = clock[TOLD:, : message.shape[1]]
-    np.maximum(part, message[TOLD:], out=part)
+    part = clock[LAMPORT:, : message.shape[1]]
+    np.maximum(part, message[LAMPORT:], out=part)
     return clock
 
 

@@ -1,6 +1,6 @@
-"""What checking costs: CPU seconds of one schedule, plain and watched. ``python benchmarks/check_cost.py [--json FILE]``.
+"""Cost of checking, in CPU seconds of one schedule: ``python benchmarks/check_cost.py [--json FILE]``.
 
-The same calls and the same seeds both ways; the least of several runs. Peak memory is the process's, after each row.
+Equal calls and seeds with and without the observer; the minimum of several runs. Peak memory is the process's, after each row.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def reduced_gemm(team: Any) -> torch.Tensor:
     return ops.matmul_all_reduce(torch.ones(128, 64).bfloat16(), torch.ones(128, 64).bfloat16(), team)
 
 
-def seconds(main: Callable[[Any], Any], watched: bool) -> float:
+def seconds(main: Callable[[Any], Any], checked: bool) -> float:
     def prepare(machine: Any) -> None:
-        if watched:
+        if checked:
             machine.observer = Observer(machine)
 
     started = time.process_time()
@@ -56,9 +56,9 @@ def seconds(main: Callable[[Any], Any], watched: bool) -> float:
 def measure(main: Callable[[Any], Any]) -> dict[str, Any]:
     seconds(main, False)
     plain = min(seconds(main, False) for _ in range(RUNS))
-    watched = min(seconds(main, True) for _ in range(RUNS))
+    checked = min(seconds(main, True) for _ in range(RUNS))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"plain_s": plain, "watched_s": watched, "ratio": watched / plain, "peak_mib": peak}
+    return {"plain_s": plain, "watched_s": checked, "ratio": checked / plain, "peak_mib": peak}
 
 
 def command() -> None:
@@ -70,7 +70,7 @@ def command() -> None:
     for main in (gathered_gemm, reduced_gemm, collectives):
         row = rows[main.__name__] = measure(main)
         print(
-            f"{main.__name__:14} W={WORLD_SIZE}  plain {row['plain_s']:.2f} s, watched {row['watched_s']:.2f} s, "
+            f"{main.__name__:14} W={WORLD_SIZE}  plain {row['plain_s']:.2f} s, checked {row['watched_s']:.2f} s, "
             f"{row['ratio']:.1f} x, peak {row['peak_mib']:.0f} MiB"
         )
     if chosen.json:

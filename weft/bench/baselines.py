@@ -29,7 +29,7 @@ def group_of(problem: Problem) -> Any:
     return problem.team.group
 
 
-# --- buffers -----------------------------------------------------------------------------------------------
+# --- buffers ---------------------------------------------------------------------------------------------------------
 
 
 def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:

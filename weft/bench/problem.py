@@ -89,7 +89,7 @@ class Problem:
             for size, scale in zip(sizes, scales, strict=True)
         )
 
-    # --- answer to set 0 -------------------------------------------------------------------------------------------
+    # --- answer to set 0 ---------------------------------------------------------------------------------------------
 
     @property
     def is_exact(self) -> bool:

@@ -134,7 +134,7 @@ class Machine(Accesses, Launches):
         task = self.scheduler.current
         return task.index, task.grid.launch.grid
 
-    # --- side streams ----------------------------------------------------------------------------------------------
+    # --- side streams ------------------------------------------------------------------------------------------------
 
     def enqueue(self, stream: str, label: str, operation: Callable[[], None]) -> None:
         """Enqueue an operation on the calling rank's side stream. It runs as a task, after the earlier ones."""

@@ -74,7 +74,7 @@ class StoreBuffers:
         self._fenced: dict[Any, list[BufferedStore]] = {}  # stores before the last fence
         self._held: dict[tuple, bool] = {}
 
-    # --- actions of a program -----------------------------------------------------------------------------------------
+    # --- actions of a program ----------------------------------------------------------------------------------------
 
     def take(
         self, task: Any, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str, landed: Landed
@@ -133,7 +133,7 @@ class StoreBuffers:
             self._arrive(task, [other for other in self._buffers[task] if other.line == late.line])
         return bool(left)
 
-    # --- for exhaustive search ------------------------------------------------------------------------------------------------
+    # --- for exhaustive search ---------------------------------------------------------------------------------------
 
     def footprint(self, task: Any, low: int, high: int, releases: bool) -> tuple[tuple[int, int, bool], ...]:
         """Bytes of the buffered stores of ``task`` that an access to ``low ..
@@ -147,7 +147,7 @@ class StoreBuffers:
         """True if stores of these programs are still buffered, in an exhaustive search."""
         return self._tasks and any(task in self._buffers for task in tasks)
 
-    # --- internals ----------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------------
 
     def _add(
         self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[BufferedStore],

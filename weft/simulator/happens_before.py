@@ -24,6 +24,8 @@ _HELD = 64
 
 
 class HappensBefore:
+    """Clocks of all threads of execution of a run, and the edges between them."""
+
     def __init__(self, machine: Any) -> None:
         self.machine, self.memory = machine, machine.memory
         self.races = Races(machine)

@@ -48,6 +48,13 @@ class Stream:
 
 
 class Machine(Accesses, Launches):
+    """Virtual machine with one GPU per rank.
+
+    sms       programs of a rank that can be resident at once
+    slow      rank -> factor by which the scheduler chooses it less often
+    on_event  called with (step, task, kind, detail) for each event
+    """
+
     def __init__(
         self,
         world_size: int,

@@ -40,6 +40,8 @@ _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load"
 
 
 class Observer(HappensBefore):
+    """Receiver of a machine's events during a check."""
+
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed

@@ -23,6 +23,8 @@ _NUMBERS = 1 << 15  # so that an address stays positive as an int64
 
 
 class Pointers:
+    """Numbers of tensors, and checks of pointers that carry them."""
+
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._extents: dict[int, Extent] = {}  # by number; removed ones too, until their number is reused

@@ -147,6 +147,8 @@ class ThreadTask(Task):
 
 
 class Scheduler:
+    """Scheduler of all tasks. ``slow``: rank -> factor by which it is chosen less often."""
+
     def __init__(self, seed: int, slow: Mapping[int, float] | None = None) -> None:
         self._random = random.Random(seed)
         self._slow = dict(slow or {})

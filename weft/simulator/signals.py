@@ -19,6 +19,8 @@ from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Release, 
 
 
 class Signals:
+    """All signals of a run, by address."""
+
     def __init__(self, races: Races) -> None:
         self._races, self._memory = races, races.memory
         self._signals: dict[int, Signal] = {}

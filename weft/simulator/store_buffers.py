@@ -68,6 +68,8 @@ class BufferedStore:
 
 
 class StoreBuffers:
+    """Store buffers of all programs. ``tasks``: each store is a task, for an exhaustive search."""
+
     def __init__(self, machine: Any, seed: int, tasks: bool = False) -> None:
         self._machine, self._random, self._tasks = machine, random.Random(seed), tasks
         self._buffers: dict[Any, list[BufferedStore]] = {}

@@ -67,6 +67,8 @@ class Access:
 
 
 class ThreadClock:
+    """Clock of a thread of execution: a main stream or a side stream."""
+
     def __init__(self, slots: Slots, rank: int, label: str, name: object, clock: np.ndarray) -> None:
         self.slots, self.rank, self.label = slots, rank, label
         self.sync = Sync("start of " + label)
@@ -150,6 +152,8 @@ class Block:
 
 
 class ProgramClock(ThreadClock):
+    """Clock of a program instance, with the times of each kind of access."""
+
     def __init__(self, slots: Slots, rank: int, label: str, index: object, clock: np.ndarray) -> None:
         super().__init__(slots, rank, label, ("program", index, SCALAR), clock)
         self._index = index

@@ -36,13 +36,13 @@ OLD_MODES = {"torch": "reference", "ag_rs": "sequence_parallel", "gemm_ar": "rep
 Recipe = FusedNorm | Replicated | SequenceParallel | Reference
 
 # Tokens from which "auto" splits them over the ranks: the GEMMs are long enough to hide the communication. Figures of both
-# limits: docs/experiments.md, "Modes".
+# limits: docs/decisions.md, "Modes".
 SHARDED_TOKENS = 2048
 # Tokens up to which the all-reduce waits for the next norm, by world size: the GEMM before it is too short to hide it. Measured
 # on two and four H200s.
 FUSED_NORM_TOKENS = {2: 1024, 4: 512}
 # Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel on an H200
-# (docs/experiments.md, "Attention").
+# (docs/decisions.md, "Attention").
 CUDNN_ROWS = 65536
 
 

@@ -1,6 +1,6 @@
 """What the collectives share: their calls, designs and the rule that chooses among them.
 
-The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/experiments.md has the figures of each.
+The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/decisions.md has the figures of each.
 """
 
 from __future__ import annotations

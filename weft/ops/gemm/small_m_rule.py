@@ -1,6 +1,6 @@
 """Designs of small-M GEMMs (weft.ops.gemm.small_m), and the rule that chooses one.
 
-The limits are crossovers measured on H200: docs/experiments.md, "Products of few rows".
+The limits are crossovers measured on H200: docs/decisions.md, "Small-M GEMMs".
 """
 
 from __future__ import annotations

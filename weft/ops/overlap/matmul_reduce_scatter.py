@@ -106,7 +106,7 @@ class MatmulReduceScatter(Overlapped):
                 tile=tile, split=splits_by_default(call.K, machine.caps), piece=piece_for(call.K, tile.block_k)
             )
         if name == "pipelined":
-            # As measured on two and four H200s (docs/experiments.md, "Overlapped products"); four stand for more.
+            # As measured on two and four H200s (docs/decisions.md, "Overlapped GEMMs"); four stand for more.
             if world == 2:
                 return Pipelined(chunks=2, accumulate=True) if call.M >= 4096 else Pipelined()
             span = 2 if call.K >= 4096 else 1

@@ -1,4 +1,4 @@
-"""Every way to do an op, in one registry: weft's algorithms and designs as its modules list them, then the baselines."""
+"""Registry of the providers of each op: weft's algorithms and designs, then the baselines."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Unavailable(Exception):
-    """This provider cannot run this problem here; the message is the reason in the table."""
+    """Error: a provider cannot run a problem here. Its message is the reason in the table."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """A provider set up for one problem.
+    """Provider set up for one problem.
 
-    run      (number of the set) -> the result; given to the current stream, captured if the provider can be
+    run      (number of the set) -> the result; submits to the current stream, and is captured if the provider allows it
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
-    local    the result is that of this rank's GEMM alone; of a layer, this rank's rows of it
-    in_place the result is where the input was: right once after each ``prepare``
-    close    gives back what does not go by itself
-    chosen   of a model's step: where ``run`` leaves the tokens that it chooses
-    first    of a level: answers that are compared before ``run`` is called, as (where, distance on this rank)
+    local    the result is that of this rank's GEMM alone; for a layer, this rank's rows of it
+    in_place the result replaces the input: correct once after each ``prepare``
+    close    frees resources that are not freed automatically
+    chosen   for a model's step: memory to which ``run`` writes the chosen tokens
+    first    for a model benchmark: comparisons made before ``run`` is called, as (name, distance on this rank)
     """
 
     run: Callable[[int], torch.Tensor]
@@ -46,9 +46,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """``make`` may raise Unavailable; it is called by all ranks, and may take part in collective calls.
+    """Way to do an op. All ranks call ``make``, which may be collective and may raise Unavailable.
 
-    on_request  on GPUs it runs only where its name or family is given
+    on_request  on GPUs it runs only if its name or family is given
     """
 
     name: str
@@ -68,10 +68,10 @@ def providers_for(op: str) -> tuple[Provider, ...]:
 
 
 def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:
-    """The providers of ``op`` that ``words`` name. "torch" also names every "torch.…". Without words all of them; on GPUs
-    all but those on request.
+    """Providers of ``op`` that ``words`` name. "torch" also names every "torch.…".
 
-    ValueError for a word that names none of any op, or where none is left for this one.
+    Without words these are all providers; on GPUs all but those on request. ValueError for a word that names no provider of
+    any op, or if none is left for this one.
     """
     available = providers_for(op)
     if not words:
@@ -88,7 +88,7 @@ def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Prov
 
 
 def lacking(op: str, words: Sequence[str]) -> list[str]:
-    """Those of ``words`` that name providers of other ops only."""
+    """Members of ``words`` that name providers of other ops only."""
     names = [provider.name for provider in providers_for(op)]
     return [word for word in words if not any(named_by(word, name) for name in names)]
 
@@ -98,7 +98,10 @@ def named_by(word: str, name: str) -> bool:
 
 
 def _of_weft(name: str) -> list[Provider]:
-    """weft's plan ("weft.auto"), and each design: a collective's by its argument ``algorithm``, a GEMM's by its plan."""
+    """weft's plan ("weft.auto"), and each of its designs.
+
+    A collective's design is chosen by its argument ``algorithm``, a GEMM's by its plan.
+    """
     op = find_op(name)
     is_gemm = isinstance(op, GemmOp)
     designs = [design for design in op.algorithms if design != "auto"] if op.name != "matmul" else []
@@ -145,7 +148,7 @@ def _designed(problem: Problem, design: str) -> Attempt:
 
 
 def plan_of(problem: Problem, design: str = "auto") -> Planned:
-    """The plan of the problem's call, or of ``design`` for it."""
+    """Plan of the problem's call, or of ``design`` for it."""
     op, here = find_op(problem.op), machine_of(problem.team)
     return op.plan(op.call_of(problem.shape.size, problem.dtype, here, design), here)
 

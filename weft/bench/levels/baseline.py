@@ -77,7 +77,7 @@ class Baseline:
     """Model from tokens to this rank's logits. Collective: all ranks call a method with the same tokens."""
 
     def __init__(self, model: Decoder) -> None:
-        """``model``'s weights, by reference."""
+        """Use ``model``'s weights by reference."""
         self.config: DecoderConfig = model.config
         self.team: Team = model.team
         self.layers: Sequence[LayerWeights] | Widened = [
@@ -91,9 +91,9 @@ class Baseline:
         self.angles = rotary_table(self.config, self.dtype, self.device)
 
     def in_fp32(self) -> Baseline:
-        """The same with every operation in fp32, which shows the cost of rounding to `dtype`.
+        """Copy of the model with every operation in fp32, to measure the error of rounding to `dtype`.
 
-        One layer's weights are widened at a time.
+        One layer's weights are converted at a time.
         """
         wide = copy.copy(self)
         wide.dtype, wide.layers = torch.float32, Widened(self.layers)
@@ -106,7 +106,7 @@ class Baseline:
     def new_cache(self, batch: int, max_len: int) -> Cache:
         kv_heads = max(self.config.num_key_value_heads // self.team.size, 1)
         size = (len(self.layers), batch, kv_heads, max_len, self.config.head_dim)
-        # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
+        # Zeros, since a masked NaN times the softmax's zero weight is still NaN.
         return Cache(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
 
     def prefill(
@@ -206,7 +206,7 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], weights: Any) -> Any:
 
 
 def all_reduce(team: Team) -> AllReduce:
-    """The sum over the ranks, in place by NCCL where there is a group."""
+    """Sum over the ranks, in place by NCCL if there is a group."""
     group = team.group
     if team.size == 1:
         return lambda x: x

@@ -109,7 +109,10 @@ class AnswersProblem:
 
 
 def weft(problem: AnswersProblem, mode: str) -> Callable[[], Tokens]:
-    """The engine with as many slots as prompts. It makes its random weights itself, so the baseline goes on with those."""
+    """Engine with as many batch slots as prompts.
+
+    It makes its own random weights, which the baseline then uses.
+    """
     problem.step.share(None)
     gc.collect()  # the previous engine is freed, with its weights
     engine = Engine(

@@ -131,7 +131,7 @@ class StepProblem:
         return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
 
     def model(self, mode: str) -> Decoder:
-        """weft's, on the baseline's weights."""
+        """weft's model on the baseline's weights."""
         return in_mode(self._weights, mode)
 
     @property
@@ -141,8 +141,10 @@ class StepProblem:
         return self._baseline
 
     def share(self, model: Decoder | None) -> None:
-        """Let the baseline have the weights of ``model``, filled as `build` does it. None: it lets go of its own, for a model
-        that makes the same ones; they are made anew where none is shared."""
+        """Let the baseline use the weights of ``model``, filled as `build` does.
+
+        None: it frees its own weights, before a model makes the same ones; they are made again unless one is shared.
+        """
         self._weights, self._baseline = model, None if model is None else Baseline(model)
 
     # --- the baseline's answer --------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def compile_all(problem: StepProblem) -> Attempt:
 
 
 def providers_for(level: str, modes: Sequence[str] = ()) -> tuple[Provider, ...]:
-    """Of a level; of weft's modes those named, all if none are."""
+    """Providers of a model benchmark; of weft's modes the given ones, all if none are given."""
     named = {OLD_NAMES.get(mode, mode) for mode in modes or WEFT_MODES}
     modes = [mode for mode in WEFT_MODES if mode in named]
     if level == "generate":

@@ -139,13 +139,13 @@ class WeftSession:
 
 
 def build(config: DecoderConfig, team: Team, mode: str, dtype: torch.dtype) -> Decoder:
-    """weft's model with random weights, which are the same whatever the mode."""
+    """weft's model with random weights that do not depend on the mode."""
     return Decoder(config, team, mode=mode, dtype=dtype).fill_dummy()
 
 
 def in_mode(model: Decoder, mode: str) -> Decoder:
-    """The same model in another mode, its weights by reference."""
-    # What a copy takes instead of copying. Making another model would allocate its weights before it could let them go.
+    """Copy of the model in another mode, with its weights by reference."""
+    # Shared by the copy. Making another model would allocate its weights before they could be freed.
     kept = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
     made = copy.deepcopy(model, kept | {id(part): part for part in (model.team, model.angles)})
     for module in made.modules():

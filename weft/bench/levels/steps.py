@@ -30,7 +30,7 @@ DEFAULTS = {
 TINY_DEFAULTS = {level: ("2x5+3",) if level == "generate" else ("decode:2x6", "prefill:2x5") for level in LEVELS}
 
 
-# What simulated ranks can run: every dimension another one, and 130 words that no world size but 1 and 2 divides.
+# Model for simulated ranks: all dimensions differ, and only world sizes 1 and 2 divide its 130 token ids.
 TINY_CONFIG = DecoderConfig(
     model_type="qwen3", vocab_size=130, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=256,
@@ -42,7 +42,10 @@ SIMULATED_TOKENS = 1024
 
 
 def config_of(model: str, layers: int | None = None) -> DecoderConfig:
-    """The sizes of a model by name, with fewer layers if asked for. ValueError for a name or a number that it has not."""
+    """Config of a model by name, with fewer layers if given.
+
+    ValueError for an unknown name or an invalid number.
+    """
     if model not in MODELS:
         raise ValueError(f"--model {model} is unknown; choose one of {', '.join(MODELS)}")
     config = TINY_CONFIG if model == TINY else DecoderConfig.named(model)
@@ -54,7 +57,7 @@ def config_of(model: str, layers: int | None = None) -> DecoderConfig:
 
 
 def check_split(model: str, config: DecoderConfig, world_size: int) -> None:
-    """ValueError where the ranks cannot have equal shares."""
+    """Raise ValueError if the ranks cannot have equal shares."""
     try:
         check_heads(config.num_attention_heads, config.num_key_value_heads, world_size)
     except ValueError as error:
@@ -80,7 +83,7 @@ def words_of(level: str, run_type: str | None, batches: Sequence[int], contexts:
 
 
 def parse_steps(level: str, words: Sequence[str], config: DecoderConfig, *, tiny: bool = False) -> tuple[Shape, ...]:
-    """The shapes that ``words`` name, in their order, none twice; the level's defaults if there are no words.
+    """Shapes that ``words`` name, in order, without duplicates; the op's defaults without words.
 
     word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens each; for generate BxP+N,…: N tokens
           after prompts of P; or several of them separated by commas

@@ -1,7 +1,7 @@
 """Cases of ops: one call's sizes and data, its inputs, and the judgement of its result.
 
-One table for each op (``Op.cases``) drives the simulator's tests, the GPU suite, ``weft check`` and the check before a benchmark;
-one function of dtype and reduction length (``tolerance``) says how far a result may be from the reference.
+One table for each op (``Op.cases``) drives the simulator's tests, the GPU suite, ``weft check`` and the check before a
+benchmark; one function of dtype and reduction length (``tolerance``) bounds the distance of a result from the reference.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float,
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Draws the input tensors of one rank and call of a case: the same in every process, other data for every name, rank and call.
+    """Input tensors of one rank and call of a case: equal in every process, other data for every name, rank and call.
 
     case, rank, call  the number of the call among several of the case
     device            where the tensors lie

@@ -1,13 +1,15 @@
 """Measured choices: a JSON file in tables/ for each GPU and world size, written by ``weft tune`` and read by plans.
 
 {"schema": 2, "gpu": "NVIDIA H200", "world_size": 4, "simulated": false, "rows": [
- {"op": "all_gather_matmul", "dtype": "bfloat16", "shape": [2048, 2560, 5120], "design": "pipelined", "config": {"chunks": 1, …}, "us": 71.2, …},
+ {"op": "all_gather_matmul", "dtype": "bfloat16", "shape": [2048, 2560, 5120], "design": "pipelined",
+  "config": {"chunks": 1, …}, "us": 71.2, …},
 ]}
 
 A row was measured at ``shape`` and stands for its bucket: N and K as they are and M, or the bytes of a collective, to the
 nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
 every one of them; there is none for unknown GPUs, and plans fall back to rules. A row of design "cublas" names an algorithm of
-cuBLAS and stands for its shape alone. Rows come from ``weft tune``, except those whose ``versions`` name a file in benchmarks/lab.
+cuBLAS and stands for its shape alone. Rows come from ``weft tune``, except those whose ``versions`` name a file in
+benchmarks/lab.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class Row:
         return f"{self.op} {self.dtype} {'x'.join(map(str, shape))}"
 
     def as_design(self, designs: Mapping[str, type]) -> Any:
-        """The design, an instance of one of ``designs``. ValueError where its fields have changed since this row was written."""
+        """The design, an instance of one of ``designs``. ValueError where its fields have changed since."""
         try:
             return built(designs[self.design], self.config)
         except (KeyError, TypeError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from contextlib import nullcontext
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 
 from weft.errors import CublasError
 from weft.runtime.codec import exchangeable
-from weft.runtime.streams import current_stream
 
 # cudaDataType_t, cublasComputeType_t, cublasOperation_t
 _TYPES = {torch.float16: 2, torch.bfloat16: 14}
@@ -107,7 +107,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 def _handle() -> c_void_p:
     """torch's cuBLAS handle of this thread and device, which is a cublasLtHandle_t as well (cublasLt.h)."""
-    return c_void_p(torch.cuda.current_blas_handle())
+    return c_void_p(torch._C._cuda_getCurrentBlasHandle())
 
 
 class _Gemm:
@@ -196,7 +196,8 @@ class _Prepared:
         status = library.cublasLtMatmul(
             _handle(), gemm.description, alpha, b.data_ptr(), gemm.b, a.data_ptr(), gemm.a, beta,
             there, gemm.out, there, gemm.out, ctypes.addressof(self.algo),
-            None if scratch is None else scratch.data_ptr(), self.workspace_bytes, current_stream(a.device).cuda_stream,
+            None if scratch is None else scratch.data_ptr(), self.workspace_bytes,
+            torch._C._cuda_getCurrentRawStream(a.device.index),
         )  # fmt: skip
         if status:
             raise CublasError("Matmul", status)
@@ -226,9 +227,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algor
     """
     if _cublaslt() is None:
         return False
+    index = a.device.index
     layouts = [(x.shape, x.stride(), x.dtype) for x in (a, b, out)]
-    with torch.cuda.device(a.device.index):
-        prepared = _prepared(a.device.index, *layouts, algorithm)
+    elsewhere = torch._C._cuda_getDevice() != index
+    with torch.cuda.device(index) if elsewhere else nullcontext():
+        prepared = _prepared(index, *layouts, algorithm)
         if prepared is None or (a.data_ptr() | b.data_ptr() | out.data_ptr()) % _ALIGNMENT:
             return False
         prepared.run(a, b, out, add)

@@ -16,10 +16,11 @@ from weft.arguments import quoted
 from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
-from weft.runtime.platform import at_peer, check_copy
+from weft.runtime.driver import copy_async
+from weft.runtime.platform import address_at_peer, check_copy
 from weft.runtime.rendezvous import Rendezvous
 from weft.runtime.store import FolderStore, given
-from weft.runtime.streams import current_stream, on_stream, own_stream
+from weft.runtime.streams import current_stream, own_stream
 from weft.runtime.view import RECORD_WORDS
 from weft.runtime.wait_record import raise_from_record
 
@@ -265,30 +266,33 @@ class CudaCopyEngine:
     def __init__(self, platform: CudaPlatform) -> None:
         self._platform = platform
         self._stream = own_stream(platform.device, priority=-1)
+        self._forked, self._ended = torch.cuda.Event(), torch.cuda.Event()
         # References until the next join: owners may drop local tensors while the engine still uses them.
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
-        self._stream.wait_stream(current_stream(self._platform.device))
+        self._forked.record(current_stream(self._platform.device))
+        self._forked.wait(self._stream)
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
-        self._copy(at_peer(self._platform, dst, peer), src)
+        check_copy(dst, src)
+        self._copy(address_at_peer(self._platform, dst, peer), src.data_ptr(), dst, src)
 
     def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
-        self._copy(dst, at_peer(self._platform, src, peer))
+        check_copy(dst, src)
+        self._copy(dst.data_ptr(), address_at_peer(self._platform, src, peer), dst, src)
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
-        self._copy(at_peer(self._platform, signal, peer), epoch)
+        self.put(signal, epoch, peer)
 
     def join(self) -> None:
-        current_stream(self._platform.device).wait_stream(self._stream)
+        self._ended.record(self._stream)
+        self._ended.wait(current_stream(self._platform.device))
         self._held.clear()
 
-    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        check_copy(dst, src)
+    def _copy(self, target: int, source: int, dst: torch.Tensor, src: torch.Tensor) -> None:
         self._held += (dst, src)
-        with on_stream(self._stream):
-            dst.view(-1).copy_(src.view(-1), non_blocking=True)
+        copy_async(target, source, src.nbytes, self._stream.cuda_stream)
 
 
 class NcclLibrary:

@@ -54,7 +54,8 @@ class Launch:
             if isinstance(made, CompiledKernel):
                 self._compiled[key] = made
         else:
-            compiled[(programs, 1, 1)](*arguments, *self._constexprs)
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            compiled[(programs, 1, 1)](*arguments, *self._constexprs, stream=stream)
 
 
 def _describe(arguments: tuple, kind: list[Any]) -> None:
@@ -65,9 +66,10 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
     """
     for x in arguments:
         if isinstance(x, torch.Tensor):
-            kind += (x.dtype, x.data_ptr() % 16)
+            kind.append(x.dtype)
+            kind.append(x.data_ptr() & 15)
         elif isinstance(x, int):
-            kind.append(1 if x == 1 else 16 * (x % 16 == 0) + 32 * (not -(2**31) <= x < 2**31))
+            kind.append(1 if x == 1 else 16 * (x & 15 == 0) + 32 * (not -(2**31) <= x < 2**31))
         elif isinstance(x, TeamView):
             continue
         elif isinstance(x, tuple):

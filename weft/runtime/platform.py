@@ -101,6 +101,20 @@ class Platform(Protocol):
 
 def at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> torch.Tensor:
     """The symmetric ``tensor`` in ``peer``'s memory. NotSymmetric for one outside this rank's heap."""
+    offset = _offset(platform, tensor, peer)
+    if peer == platform.rank:
+        return tensor
+    return platform.peer_heap(peer)[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def address_at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
+    """Address of ``at_peer``."""
+    offset = _offset(platform, tensor, peer)
+    return tensor.data_ptr() if peer == platform.rank else platform.peer_heap(peer).data_ptr() + offset
+
+
+def _offset(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
+    """Bytes from the start of the heap to the symmetric ``tensor``, which is contiguous, for a ``peer`` that exists."""
     if not isinstance(tensor, torch.Tensor):
         check_instance("tensor", tensor, torch.Tensor, "a tensor")
     if type(peer) is not int:
@@ -112,10 +126,7 @@ def at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> torch.Tensor
         raise NotSymmetric(platform.rank, "tensor", tensor.shape)
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of strides {tensor.stride()} is not contiguous; pass a contiguous slice of it")
-    if peer == platform.rank:
-        return tensor
-    nbytes = tensor.numel() * tensor.element_size()
-    return platform.peer_heap(peer)[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+    return offset
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:

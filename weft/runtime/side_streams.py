@@ -31,40 +31,52 @@ class SideStreams:
             # One stream more than needed, because the caller's stream may be one of them.
             self._streams = [own_stream(device) for _ in range(count)]
             self._urgent = own_stream(device, priority=-1)
+            # Events are recorded anew in every call: making one takes longer than recording it.
+            self._events: list[torch.cuda.Event] = []
+            self._recorded = 0
 
     def fork(self) -> None:
-        """Have every stream wait for the work so far of the current stream, which becomes stream 0."""
+        """Every stream waits for all work submitted so far to the current stream, which is stream 0 from here on."""
         if self._on_gpu:
             self._main = current_stream(self._device)
             self._side = [stream for stream in self._streams if stream != self._main][: self._count - 1]
-            given = self._main.record_event()
+            self._recorded = 0
+            given = self._record(self._main)
             for stream in (*self._side, self._urgent):
-                stream.wait_event(given)
+                given.wait(stream)
 
     def turn(self, number: int) -> AbstractContextManager:
-        """Context in which stream ``number`` modulo their count is the current one."""
+        """Context in which the stream of turn ``number`` is current."""
         if not self._on_gpu:
             return nullcontext()
         return on_stream((self._main, *self._side)[number % self._count])
 
     def urgent(self) -> AbstractContextManager:
-        """Context in which the urgent stream is the current one."""
+        """Context in which the urgent stream is current."""
         return on_stream(self._urgent) if self._on_gpu else nullcontext()
 
     def mark(self) -> torch.cuda.Event | None:
-        """Event behind the work of the current stream so far, for ``after``."""
-        return current_stream(self._device).record_event() if self._on_gpu else None
+        """The work submitted so far to the current stream, for ``after`` in the same call."""
+        return self._record(current_stream(self._device)) if self._on_gpu else None
 
     def after(self, mark: torch.cuda.Event | None) -> None:
-        """Have the current stream wait for a ``mark``."""
+        """The current stream waits for the work of ``mark``."""
         if mark is not None:
-            current_stream(self._device).wait_event(mark)
+            mark.wait(current_stream(self._device))
 
     def join(self) -> None:
-        """Have stream 0 wait for all streams."""
+        """Stream 0 waits for all streams."""
         if self._on_gpu:
             for stream in (*self._side, self._urgent):
-                self._main.wait_stream(stream)
+                self._record(stream).wait(self._main)
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        if self._recorded == len(self._events):
+            self._events.append(torch.cuda.Event())
+        event = self._events[self._recorded]
+        self._recorded += 1
+        event.record(stream)
+        return event
 
 
 def side_streams(team: Team, count: int) -> SideStreams:

@@ -40,16 +40,22 @@ class on_stream:  # noqa: N801  a context manager, named like a function
     def __enter__(self) -> None:
         index = self._stream.device_index
         before = _current(index)
-        is_there = before == self._stream and torch.cuda.current_device() == index
+        is_there = before.cuda_stream == self._stream.cuda_stream and torch._C._cuda_getDevice() == index
         self._before = None if is_there else before
         if not is_there:
-            torch.cuda.set_stream(self._stream)
+            _set(self._stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before is not None:
-            torch.cuda.set_stream(self._before)
+            _set(self._before)
+
+
+def _set(stream: torch.cuda.Stream) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:

@@ -4,7 +4,7 @@ begin a call and wait for chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,14 +64,8 @@ def wait_kernel(landed, first, chunk, team):
 
 
 def await_chunk(landed: Channel, chunk: int, first: int, count: int = 1) -> None:
-    """Have the current stream wait for ``chunk`` of ``count`` ranks: first, first + 1, … (mod W)."""
+    """Have the current stream wait for ``chunk`` of ``count`` rows of flags: first, first + 1, … (mod W)."""
     _wait(landed.team, count, landed.view, first, chunk)
-
-
-def await_flags(flags: torch.Tensor, epoch: torch.Tensor, team: Team) -> None:
-    """Have the current stream wait for flags[:, 0], at most W of them."""
-    landed = ChannelView(flags, epoch, tl.constexpr(flags.stride(0)))
-    _wait(team, flags.shape[0], landed, 0, 0)
 
 
 def _wait(team: Team, programs: int, landed: ChannelView, first: int, chunk: int) -> None:
@@ -95,9 +89,11 @@ class Segments:
     buffers: torch.Tensor
     landed: Channel
     entered: torch.Tensor
-    filled: torch.Tensor
+    filled: tuple[torch.Tensor, ...]
     ready: torch.Tensor
     calls: int = 0
+    _flags: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _rows: dict[int, Channel] = field(default_factory=dict)
 
     @classmethod
     def make(cls, team: Team, buffers: torch.Tensor, flags: int, programs: int = 0) -> Segments:
@@ -107,7 +103,7 @@ class Segments:
             landed=Channel.make(team, flags, MAX_CHUNKS, "landed"),
             entered=team.signals((team.size,)),
             # Rows of a multiple of 16 bytes, so that the words of either half are aligned alike.
-            filled=team.local((len(buffers), -(-(team.size - 1) // 4) * 4), torch.int32),
+            filled=team.local((len(buffers), -(-(team.size - 1) // 4) * 4), torch.int32).unbind(),
             ready=team.signals((team.size, max(programs, 1))),
         )
 
@@ -130,4 +126,21 @@ class Segments:
     def send(self, team: Team, target: torch.Tensor, source: torch.Tensor, row: int, number: int, peer: int) -> None:
         """``Channel.send`` with a row of flags that is chosen by place in ``buffers``, not by source."""
         team.copy_engine.put(target, source, peer)
-        team.copy_engine.signal(self.flags[row, number : number + 1], self.epoch[:1], peer)
+        team.copy_engine.signal(self._flag(row, number), self._flag(-1, 0), peer)
+
+    def rows_from(self, first: int) -> Channel:
+        """The channel's rows of flags from ``first`` on, as a channel."""
+        rows = self._rows.get(first)
+        if rows is None:
+            signals = self.flags[first:]
+            view = self.landed.view._replace(signals=signals)
+            rows = self._rows[first] = replace(self.landed, signals=signals, view=view)
+        return rows
+
+    def _flag(self, row: int, number: int) -> torch.Tensor:
+        """flags[row, number] as a tensor; row -1: the word of the epoch. Views are kept: making one takes microseconds."""
+        flag = self._flags.get((row, number))
+        if flag is None:
+            flag = self.epoch[:1] if row < 0 else self.flags[row, number : number + 1]
+            self._flags[row, number] = flag
+        return flag

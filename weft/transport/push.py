@@ -303,7 +303,7 @@ def launch(
     **constants: Any,
 ) -> None:
     """Run ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)`` with a program for each
-    of ``tiles``, or as many as can be resident. The elements that travel have the dtype of ``out``. A kernel sends PART elements
+    of ``tiles``, or as many as can be resident. Elements travel in the dtype of ``out``. A kernel sends PART elements
     to a peer at once, or where it has no such constant BLOCK. ValueError where these are not ``plan.row_bytes``.
 
     All of them are resident, by ``team.max_programs``: programs end without the kernels behind them, which start only when

@@ -37,7 +37,7 @@ from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_of
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import STAGING, Segments, await_flags
+from weft.transport.copy_channel import STAGING, Segments, await_chunk
 from weft.transport.plans import LINE_BYTES
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def exchange(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
             peer = (me - step) % world
             slot = slot_of.fn(peer, me, world)
             for number, piece in enumerate(pieces if step == world - 1 else uncut):
-                await_flags(space.flags[slot : slot + 1, number:], space.epoch, team)
+                await_chunk(space.landed, number, slot)
                 is_last = step == world - 1 and number == len(pieces) - 1
                 copy(targets[peer][piece], slots[slot, piece], team, None if is_last else plan.programs)
         team.copy_engine.join()
@@ -157,8 +157,7 @@ def add_and_share(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
                 space.send(team, results[slot, piece], targets[me][piece], world - 1 + slot, number, peer)
         for number, peer, piece in _in_order(targets, [(me - step) % world for step in range(1, world)], plan):
             slot = slot_of.fn(peer, me, world)
-            row = world - 1 + slot
-            await_flags(space.flags[row : row + 1, number:], space.epoch, team)
+            await_chunk(space.rows_from(world - 1), number, slot)
             is_last = piece.stop == targets[peer].numel()
             copy(targets[peer][piece], results[slot, piece], team, None if is_last else plan.programs)
         team.copy_engine.join()
@@ -177,7 +176,7 @@ def _add_pieces(
 ) -> Iterator[tuple[int, slice]]:
     """Add the slots to ``own`` piece by piece, as they come; yields (number, piece) after each."""
     for number, piece in enumerate(cut(out, plan.pieces)):
-        await_flags(space.flags[: team.size - 1, number:], space.epoch, team)
+        await_chunk(space.landed, number, 0, team.size - 1)
         add_up(own[piece], slots[: team.size - 1, piece], out[piece], team, plan.programs)
         yield number, piece
 

@@ -12,7 +12,7 @@ import torch
 
 from weft.ops.local import capabilities_of
 from weft.plan import table
-from weft.plan.memo import remembered
+from weft.plan.memo import once, remembered
 from weft.runtime import cublaslt
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.codec import exchangeable
@@ -32,8 +32,8 @@ def run(
 ) -> torch.Tensor:
     """``out`` (None: a new one) = a[M, K] @ b[N, K].T, fp32 sums, rounded; then, if ``add``, plus what ``out`` holds, rounded
     again, as cuBLAS does it. On virtual ranks the sums are fp64. torch.mm's choice where this cuBLAS lacks the algorithm."""
-    # Detached: this runs inside a custom op, where autograd would refuse out=.
-    a, b = a.detach(), b.detach()
+    if a.requires_grad or b.requires_grad:
+        a, b = a.detach(), b.detach()  # inside a custom op, where autograd would refuse out=
     if a.device.type == "cpu":
         # In fp64: CPU libraries add in an order that depends on where operands lie, which fp32 sums would show.
         total = (a.double() @ b.double().T).to(a.dtype)
@@ -49,7 +49,10 @@ def run(
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False) -> torch.Tensor:
     """``run`` with the design of the operands' shape."""
-    design = _TORCH if a.device.type == "cpu" else tuned(a.shape[0], *b.shape, a.dtype, capabilities_of(a.device))
+    if a.device.type == "cpu":
+        return run(_TORCH, a, b, out, add=add)
+    key = "cublas", a.shape, b.shape[0], a.dtype, a.device
+    design = once(key, lambda: tuned(a.shape[0], *b.shape, a.dtype, capabilities_of(a.device)))
     return run(design, a, b, out, add=add)
 
 

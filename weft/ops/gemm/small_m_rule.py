@@ -167,8 +167,14 @@ def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool = False) 
         # The library gets these, but for parts and whole gated tiles (configured).
         block_n, block_k, stages, turned = 64, 64 if gated else 128, 7 if gated else 4, True
     steps = cdiv(K, block_k)
+    most = MAX_PARTIALS_LEFT if in_parts else MAX_PARTIALS
     return SmallM(
-        block_m=block_m, block_n=block_n, block_k=block_k, transposed=turned, num_stages=stages, ahead=ahead,
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        transposed=turned,
+        num_stages=stages,
+        ahead=ahead,
         num_warps=8 if block_m == 128 and gated else 4,
-        partials=max(1, min(programs // cdiv(N, block_n), steps // LEAST_STEPS, MAX_PARTIALS_LEFT if in_parts else MAX_PARTIALS)),
-    )  # fmt: skip
+        partials=max(1, min(programs // cdiv(N, block_n), steps // LEAST_STEPS, most)),
+    )

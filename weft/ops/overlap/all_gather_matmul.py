@@ -44,7 +44,7 @@ from weft.runtime.launching import launch_of
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import Segments, await_flags
+from weft.transport.copy_channel import Segments, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -292,7 +292,12 @@ class AllGatherMatmul(Overlapped):
         outs = [shard.new_empty((team.size * shard.shape[0], b.shape[0])) for b in bs]
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
         gathered = run(design, team, shard, bs, outs, local_first)
-        return [*outs, _whole(gathered, shard, team, local_first)] if gathers else outs
+        if not gathers:
+            return outs
+        panels = list(gathered.chunk(team.size))
+        if local_first and isinstance(design, Fused):
+            panels = panels[team.rank :] + panels[: team.rank]
+        return [*outs, _whole(panels, shard, team, local_first)]
 
     def agree(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> None:
         """ValueError on all ranks where their sizes differ. Collective at the first call with these."""
@@ -392,8 +397,8 @@ def _run_fused(
     bs: Sequence[torch.Tensor],
     outs: list[torch.Tensor],
     local_first: bool,
-) -> list[torch.Tensor]:
-    """Returns each rank's gathered rows, in the order of their buffers; this rank's are not written."""
+) -> torch.Tensor:
+    """Returns the panels of gathered rows in rank order; this rank's is not written."""
     world, (rows, K), tile = team.size, shard.shape, design.tile
     panel_rows = cdiv(rows, tile.block_m) * tile.block_m
     space = _workspace(team, shard.dtype, world * panel_rows * K)
@@ -433,8 +438,7 @@ def _run_fused(
             team.view,
         )
     team.copy_engine.join()
-    shards = [panel[:rows] for panel in gathered.view(world, panel_rows, K)]
-    return shards[team.rank :] + shards[: team.rank] if local_first else shards
+    return gathered
 
 
 def _constants(design: Fused, team: Team, descriptors: bool, local_first: bool) -> dict[str, Any]:
@@ -445,9 +449,10 @@ def _constants(design: Fused, team: Team, descriptors: bool, local_first: bool) 
 def _run_pipelined(
     design: Pipelined, team: Team, shard: torch.Tensor, bs: Sequence[torch.Tensor], outs: list[torch.Tensor],
     local_first: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """A cuBLAS GEMM for the own shard, then one for each chunk of each peer's (or one for several peers') as it lands; they
-    take turns on the streams. Returns each rank's gathered rows in the results' order; this rank's are not written.
+    take turns on the streams. Returns the panels of gathered rows in the result's order; this rank's is not
+    written.
 
     signals  copy engine of rank s, behind each chunk: flags[place of s, c] = epoch, if local_first flags[W + place of s, c]: in
              either order a row has one writer, so its epochs grow, whichever order the calls before had
@@ -470,7 +475,7 @@ def _run_pipelined(
     _push(team, shard, gathered, [piece for _, piece in pieces], space, local_first)
     if design.begin_first:
         streams.after(begun)
-    own, flags = place_of.fn(me, me, world, local_first), space.flags[world:] if local_first else space.flags
+    own, landed = place_of.fn(me, me, world, local_first), space.rows_from(world) if local_first else space.landed
     for b, out in zip(bs, outs, strict=True):
         cublas.matmul(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
@@ -479,19 +484,20 @@ def _run_pipelined(
             first, last = places.start * rows + piece.start, (places.stop - 1) * rows + piece.stop
             with streams.turn(turn):
                 streams.after(begun)
-                await_flags(flags[places.start : places.stop, number:], space.epoch, team)
+                await_chunk(landed, number, places.start, len(places))
                 for b, out in zip(bs, outs, strict=True):
                     cublas.matmul(gathered[first:last], b, out[first:last])
             turn += 1
     streams.join()
     team.copy_engine.join()
-    return list(gathered.view(world, rows, K))
+    return gathered
 
 
-def _whole(shards: list[torch.Tensor], shard: torch.Tensor, team: Team, local_first: bool) -> torch.Tensor:
-    """All ranks' rows as a new tensor: of the workspace's, which the next calls write over, and this rank's own ``shard``."""
-    shards[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard
-    return torch.cat(shards)
+def _whole(panels: list[torch.Tensor], shard: torch.Tensor, team: Team, local_first: bool) -> torch.Tensor:
+    """All ranks' rows as a new tensor: of the workspace's ``panels``, which the next calls write over, and this rank's own
+    ``shard``."""
+    panels[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard
+    return torch.cat([panel[: len(shard)] for panel in panels])
 
 
 def _push(
@@ -506,14 +512,16 @@ def _push(
 
     Rank r serves r - 1, r - 2, … : the peer that needs this shard next comes first, and every link carries one shard at a time.
     """
-    # Detached: copies are made outside the op, where autograd would follow a shard that wants a gradient.
-    shard, shards = shard.detach(), gathered.view(team.size, -1, gathered.shape[1])
+    if shard.requires_grad:
+        shard = shard.detach()  # copies are made outside the op, where autograd would follow it
+    panel = len(gathered) // team.size
     for step in range(1, team.size):
         peer = (team.rank - step) % team.size
         place = place_of.fn(team.rank, peer, team.size, local_first)
+        row = team.size + place if local_first else place
         for number, chunk in enumerate(chunks):
-            row = team.size + place if local_first else place
-            space.send(team, shards[place][chunk], shard[chunk], row, number, peer)
+            target = gathered[place * panel + chunk.start : place * panel + chunk.stop]
+            space.send(team, target, shard if len(chunks) == 1 else shard[chunk], row, number, peer)
 
 
 def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:

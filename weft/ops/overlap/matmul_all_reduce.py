@@ -39,7 +39,7 @@ from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import capacity_for, grown_workspace
-from weft.transport.copy_channel import Segments, await_flags
+from weft.transport.copy_channel import Segments, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -267,14 +267,14 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
         if number < last:
             with streams.urgent():
                 streams.after(computed)
-                await_flags(space.flags[: world - 1, number:], space.epoch, team)
+                await_chunk(space.landed, number, 0, world - 1)
                 add_up(part[mine], slots, total[mine], team, early=False)
                 team.copy_engine.fork()
             _give(total[mine].view(-1), results, space, number, team)
             earlier = total, results
     streams.join()
     if mine.stop > mine.start:
-        await_flags(space.flags[: world - 1, last:], space.epoch, team)
+        await_chunk(space.landed, last, 0, world - 1)
     share(part[mine], slots, results, space, total, team)
     team.copy_engine.join()
 
@@ -290,7 +290,7 @@ def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int
 def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
     """Peers' rows of a block, ``out`` [rows, N] = their sums, once they are in ``results`` [W, …]. By memory copies:
     a kernel would wait for an SM until the GEMM beside it ends. (That these do not was not profiled.)"""
-    await_flags(space.flags[team.size - 1 :, block:], space.epoch, team)
+    await_chunk(space.rows_from(team.size - 1), block, 0, team.size - 1)
     for peer in range(team.size):
         if peer != team.rank:
             theirs = out[rows_of(peer, len(out), team.size)].view(-1)

@@ -29,7 +29,7 @@ from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import Segments, await_flags
+from weft.transport.copy_channel import Segments, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -229,7 +229,7 @@ def _run_pipelined(
             # The peer is about as far: what it sends is awaited under the next GEMM, and not from the beginning on.
             with streams.urgent():
                 streams.after(computed)
-                await_flags(space.flags[:, number:], space.epoch, team)
+                await_chunk(space.landed, number, 0, team.size - 1)
                 out[piece].copy_(slots[0, piece.start * N : piece.stop * N].view(-1, N))
                 arrived.append(streams.mark())
     of_own = rows_of(place_of.fn(me, me, team.size, local_first), team.size * rows, team.size)
@@ -250,7 +250,7 @@ def _run_pipelined(
                         # Queue the sum behind the GEMMs that peers wait for, or its programs would take the SMs first.
                         for mark in (begun, computed, done):
                             streams.after(mark)
-                        await_flags(space.flags[:, number:], space.epoch, team)
+                        await_chunk(space.landed, number, 0, team.size - 1)
                         add_up(mine[part], slots[:, part.start * N :], out[part], team, early=is_last)
         turn += 1
     streams.join()

@@ -36,6 +36,10 @@ class Op:
     options  names of ``call_of``'s further fields
     dtypes   that it takes; None: any of 1, 2, 4 or 8 bytes
     mutates  names of the tensor arguments that it writes
+    internal names of designs that no caller asks for
+
+    algorithms  designs that a caller can ask for; "auto" is the first
+    torch_op    ``torch.ops.weft.NAME``, once it is defined
     """
 
     name: ClassVar[str]
@@ -45,6 +49,12 @@ class Op:
     options: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
     mutates: ClassVar[Sequence[str]] = ()
+    internal: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        # Plain attributes: torch.compile traces the public functions, which read them.
+        self.algorithms = (AUTO, *(name for name in self.designs if name not in self.internal))
+        self.torch_op: Any = None
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -72,11 +82,6 @@ class Op:
     ) -> Any:
         """The call of aligned, contiguous tensors of ``sizes`` (``self.sizes``). ValueError where they do not fit the op."""
         raise NotImplementedError
-
-    @property
-    def algorithms(self) -> tuple[str, ...]:
-        """The designs that a caller can ask for."""
-        return (AUTO, *self.designs)
 
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
         """The name of the design where no row decides, and the reason as a sentence."""
@@ -152,6 +157,15 @@ class Op:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
+    def dispatch(self, *arguments: Any) -> Any:
+        """The torch op; ``forward`` at once where torch's dispatcher would add nothing but its time, half of a small op's.
+
+        Gradients, tracing, modes and the profiler need the dispatcher.
+        """
+        if torch.compiler.is_compiling() or not _is_plain(arguments):
+            return self.torch_op(*arguments)
+        return self.forward(*arguments)
+
     def forward(self, *arguments: Any) -> Any:
         """The torch op. Its annotations are the schema; a team travels by its name. Returns new tensors, never an argument."""
         raise NotImplementedError
@@ -168,6 +182,26 @@ class Op:
         raise RuntimeError(f"weft.ops.{self.name} has no backward; use torch's operations where gradients are needed")
 
 
+def _is_plain(arguments: Sequence[Any]) -> bool:
+    """True if the dispatcher has nothing to do for a call: tensors of torch's own type, no gradient asked for, no tracing, no
+    mode, no profiler."""
+    with_gradients = torch.is_grad_enabled()
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            if type(x) not in _PLAIN or (with_gradients and x.requires_grad):
+                return False
+        elif type(x) is list and not _is_plain(x):
+            return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state()
+        or torch._C._functorch.peek_interpreter_stack()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OPS: dict[str, Op] = {}
 
 
@@ -181,6 +215,7 @@ def define(op: Op) -> None:
     schema = torch.library.infer_schema(op.forward, mutates_args=tuple(op.mutates))
     _LIBRARY.define(op.name + schema, tags=_TAGS)
     _LIBRARY.impl(op.name, op.forward, "CompositeExplicitAutograd")
+    op.torch_op = getattr(torch.ops.weft, op.name).default
     name = f"weft::{op.name}"
     torch.library.register_fake(name, op.fake, lib=_LIBRARY)
     if op.backward is not None:

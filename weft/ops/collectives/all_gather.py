@@ -146,4 +146,4 @@ def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     check_tensor("all_gather", "x", x, team)
     check_has_rows("all_gather", "x", x)
     check_choice("all_gather", "algorithm", algorithm, ALL_GATHER.algorithms)
-    return torch.ops.weft.all_gather.default(x, team.name, algorithm)
+    return ALL_GATHER.dispatch(x, team.name, algorithm)

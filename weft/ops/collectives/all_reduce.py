@@ -240,4 +240,4 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """
     check_tensor("all_reduce", "x", x, team, FLOATS)
     check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)
-    return torch.ops.weft.all_reduce.default(x, team.name, algorithm)
+    return ALL_REDUCE.dispatch(x, team.name, algorithm)

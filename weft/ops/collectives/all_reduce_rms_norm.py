@@ -345,7 +345,8 @@ class AllReduceDeferredNorm(Op):
 
 ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
 register(ALL_REDUCE_RMS_NORM)
-define(AllReduceDeferredNorm())
+_DEFERRED = AllReduceDeferredNorm()
+define(_DEFERRED)
 
 
 def _sums(team: Team, plan: PushPlan, itemsize: int, rows: int, parts: int) -> Sums:
@@ -416,8 +417,6 @@ def all_reduce_rms_norm(
             )
     check_row(residual.shape[-1], residual.itemsize)
     if factored:
-        scaled, hidden, squares = torch.ops.weft.all_reduce_factored_norm.default(
-            x, residual, weight, team.name, algorithm
-        )
+        scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm)
         return DeferredNorm(scaled, squares, eps), hidden
-    return torch.ops.weft.all_reduce_rms_norm.default(x, residual, weight, eps, team.name, algorithm)
+    return ALL_REDUCE_RMS_NORM.dispatch(x, residual, weight, eps, team.name, algorithm)

@@ -137,4 +137,4 @@ def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)
     check_choice("all_to_all", "algorithm", algorithm, ALL_TO_ALL.algorithms)
-    return torch.ops.weft.all_to_all.default(x, team.name, algorithm)
+    return ALL_TO_ALL.dispatch(x, team.name, algorithm)

@@ -102,9 +102,7 @@ class Collective(Op):
     designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy}
     sizes = ("shape",)
 
-    @property
-    def algorithms(self) -> tuple[str, ...]:
-        return (AUTO, *(name for name in self.designs if name != "copy"))
+    internal = ("copy",)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 

@@ -134,4 +134,4 @@ def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torc
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)
     check_choice("reduce_scatter", "algorithm", algorithm, REDUCE_SCATTER.algorithms)
-    return torch.ops.weft.reduce_scatter.default(x, team.name, algorithm)
+    return REDUCE_SCATTER.dispatch(x, team.name, algorithm)

@@ -72,7 +72,7 @@ def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
         check_operands("matmul", a.scaled, b, None)
         return matmul_deferred_norm.product("matmul", a, b)
     check_operands("matmul", a, b, None)
-    return torch.ops.weft.matmul.default(a, b)
+    return MATMUL.dispatch(a, b)
 
 
 class Matmul(GemmOp):

@@ -20,7 +20,7 @@ from weft.ops.op import Op, define
 def product(op: str, x: DeferredNorm, weight: torch.Tensor) -> torch.Tensor:
     """``op``, "matmul" or "matmul_silu_mul", of arguments whose ``squares`` alone are not checked yet."""
     check_squares(op, x, weight)
-    return torch.ops.weft.product_of_norm.default(x.scaled, x.squares, x.eps, weight, op == "matmul_silu_mul")
+    return _PRODUCT_OF_NORM.dispatch(x.scaled, x.squares, x.eps, weight, op == "matmul_silu_mul")
 
 
 class ProductOfNorm(Op):
@@ -43,4 +43,5 @@ class ProductOfNorm(Op):
         return scaled.new_empty((scaled.shape[0], weight.shape[0] // (2 if gated else 1)))
 
 
-define(ProductOfNorm())
+_PRODUCT_OF_NORM = ProductOfNorm()
+define(_PRODUCT_OF_NORM)

@@ -30,12 +30,12 @@ def matmul_parts(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.
     """
     if not isinstance(x, DeferredNorm):
         check_operands("matmul_parts", x, weight, None)
-        return torch.ops.weft.matmul_parts.default(x, weight, None, 0.0)
+        return _MATMUL_PARTS.dispatch(x, weight, None, 0.0)
     check_operands("matmul_parts", x.scaled, weight, None)
     check_squares("matmul_parts", x, weight)
     if _plan(x.scaled, weight, deferred_norm=True) is None:
         return DeferredNorm(torch.ops.weft.matmul.default(x.scaled, weight), x.squares, x.eps)
-    return torch.ops.weft.matmul_parts.default(x.scaled, weight, x.squares, x.eps)
+    return _MATMUL_PARTS.dispatch(x.scaled, weight, x.squares, x.eps)
 
 
 def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM | None:
@@ -75,4 +75,5 @@ class MatmulParts(Op):
         return x.new_empty((M, N)) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
 
 
-define(MatmulParts())
+_MATMUL_PARTS = MatmulParts()
+define(_MATMUL_PARTS)

@@ -46,7 +46,7 @@ def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> tor
         )
     if isinstance(x, DeferredNorm):
         return matmul_deferred_norm.product("matmul_silu_mul", x, weight)
-    return torch.ops.weft.matmul_silu_mul.default(x, weight)
+    return MATMUL_SILU_MUL.dispatch(x, weight)
 
 
 class MatmulSiluMul(GemmOp):

@@ -203,11 +203,11 @@ def all_gather_matmul(
     check_flag("all_gather_matmul", "return_gathered", return_gathered)
     if isinstance(b, torch.Tensor) and not return_gathered:
         check_operands("all_gather_matmul", a_shard, b, device, "a_shard")
-        return torch.ops.weft.all_gather_matmul.default(a_shard, b, team.name, own_first)
+        return ALL_GATHER_MATMUL.dispatch(a_shard, b, team.name, own_first)
     several = [b] if isinstance(b, torch.Tensor) else check_list("all_gather_matmul", "b", b)
     for one in several:
         check_operands("all_gather_matmul", a_shard, one, device, "a_shard")
-    *outs, gathered = torch.ops.weft.all_gather_matmul_several.default(a_shard, several, team.name, own_first)
+    *outs, gathered = _SEVERAL.dispatch(a_shard, several, team.name, own_first)
     out = outs[0] if isinstance(b, torch.Tensor) else outs
     return (out, gathered) if return_gathered else out
 
@@ -374,7 +374,8 @@ class AllGatherMatmulSeveral(Op):
 
 ALL_GATHER_MATMUL = AllGatherMatmul()
 register(ALL_GATHER_MATMUL)
-define(AllGatherMatmulSeveral())
+_SEVERAL = AllGatherMatmulSeveral()
+define(_SEVERAL)
 
 
 def _run_sequential(

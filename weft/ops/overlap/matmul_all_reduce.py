@@ -83,7 +83,7 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
     dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team))
-    return torch.ops.weft.matmul_all_reduce.default(a, b, team.name)
+    return MATMUL_ALL_REDUCE.dispatch(a, b, team.name)
 
 
 class MatmulAllReduce(Overlapped):

@@ -81,7 +81,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
         raise ValueError(
             f"matmul_reduce_scatter: M={M} is not divisible by world_size={world}; pad M to {-(-M // world) * world}"
         )
-    return torch.ops.weft.matmul_reduce_scatter.default(a, b, team.name, own_first)
+    return MATMUL_REDUCE_SCATTER.dispatch(a, b, team.name, own_first)
 
 
 class MatmulReduceScatter(Overlapped):

@@ -38,7 +38,7 @@ def push_of_a_call(data, got, landed, team, N: tl.constexpr):
     tl.store(got + at, tl.load(data + at))  # here
 
 
-@exhibit("race", "data", "a channel is used again without a new call, so that the wait is over before it begins",
+@exhibit("race", "data", "a channel is reused without a new call, so that the wait ends before it begins",
          push_of_a_call, also=("divergence",))  # fmt: skip
 def channel_reused_without_a_new_call(team, bug):
     data, landed = team.zeros((2, N), torch.float32, name="data"), team.channel(1, name="landed")

@@ -58,7 +58,7 @@ def check(main, world_size=2, schedules=4, **options):
 def test_a_decoding_step_relies_on_no_kernel_before_it_has_followed_it(overlaps, world_size):
     report = check(decode, world_size)
     assert report.ok, str(report)
-    for kernel in ("decode_attention_kernel", "skinny_kernel", "vocab_embedding_kernel"):
+    for kernel in ("decode_attention_kernel", "small_m_kernel", "vocab_embedding_kernel"):
         assert overlaps[kernel] > 0, overlaps
     assert overlaps["all_reduce_rms_norm_kernel" if world_size > 1 else "add_rms_norm_kernel"] > 0, overlaps
 

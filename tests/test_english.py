@@ -12,8 +12,6 @@ import pytest
 WEFT = Path(__file__).parent.parent / "weft"
 # Parts of weft that are still to be put into plain English. To be emptied.
 TO_DO = (
-    "bench",
-    "check",
     "cli",
     "console",
     "engine",
@@ -22,9 +20,7 @@ TO_DO = (
     "models",
     "ops",
     "plan",
-    "simulator",
     "transport",
-    "tune",
 )
 
 LONGEST = 100

@@ -68,7 +68,7 @@ def run_plans(team: Team, plans: Sequence[Plan], save: Save | None, say: Callabl
         barrier(team)  # loaded before the first capture
         finish(team, "the first barrier")
     empty_us = measure.events_in_graphs(team)
-    empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
+    empty_us = None if None in (all_ranks := team.exchange(empty_us)) else max(all_ranks)
     here, reports = machine.describe(team), []
     save = save if save is not None and team.rank == 0 else silent
     for plan in plans:
@@ -278,8 +278,8 @@ class Bench:
                 found += meter.samples()
         mine = {id(meter): measure.spread(found) for meter, found in zip(meters, samples, strict=True)}
         for entrant in entrants:
-            everyone = self.team.exchange([mine[id(meter)] for meter in entrant.meters()])
-            single, *others = [max(ranks, key=lambda s: s.median) for ranks in zip(*everyone, strict=True)]
+            all_ranks = self.team.exchange([mine[id(meter)] for meter in entrant.meters()])
+            single, *others = [max(ranks, key=lambda s: s.median) for ranks in zip(*all_ranks, strict=True)]
             chain = others.pop(0).median if entrant.chain is not None else None
             eager = others.pop(0).median if entrant.eager is not None else None
             if entrant.row.mode == "eager":

@@ -114,7 +114,7 @@ def search(
         barrier(team)  # loaded before the first capture
         measure.finish(team, "the first barrier")
     empty_us = measure.events_in_graphs(team)
-    empty_us = None if None in (everyone := team.exchange(empty_us)) else max(everyone)
+    empty_us = None if None in (all_ranks := team.exchange(empty_us)) else max(all_ranks)
     found: list[list[Outcome]] = []
     for plan in plans:
         found.append([])

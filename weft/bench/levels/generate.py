@@ -88,12 +88,12 @@ class AnswersProblem:
 
         return seen
 
-    def wrong(self, everyone: Sequence[torch.Tensor]) -> str:
+    def wrong(self, all_ranks: Sequence[torch.Tensor]) -> str:
         """Reason why the answers are wrong; "" if every token is eager torch's choice, within rounding.
 
-        ``everyone``: results of all ranks' `checker`.
+        ``all_ranks``: results of all ranks' `checker`.
         """
-        together = torch.stack(list(everyone))
+        together = torch.stack(list(all_ranks))
         best, taken = together[:, 0].amax(0), together[:, 1].amax(0)
         scale = (together[:, 2].sum(0) / self.step.config.vocab_size).sqrt()
         below = ((best - taken) / scale).view(self.batch, self.new)
@@ -237,14 +237,14 @@ def protocol(quick: bool) -> dict[str, Any]:
     }
 
 
-def timed(row: Row, everyone: Sequence[Sequence[Times]], tokens: int) -> Row:
-    """Row with its times. ``everyone``: each rank's rounds, of ``tokens`` in all.
+def timed(row: Row, all_ranks: Sequence[Sequence[Times]], tokens: int) -> Row:
+    """Row with its times. ``all_ranks``: each rank's rounds, of ``tokens`` in all.
 
     Every time is of the rank with the largest median; p10 and p90 of so few rounds are its fastest and its slowest round.
     """
 
     def slowest(pick: Callable[[Times], float]) -> Spread:
-        return max((spread([pick(times) * 1e6 for times in ranks]) for ranks in everyone), key=lambda s: s.median)
+        return max((spread([pick(times) * 1e6 for times in ranks]) for ranks in all_ranks), key=lambda s: s.median)
 
     each, whole = slowest(lambda t: t.each), slowest(lambda t: t.whole)
     return replace(

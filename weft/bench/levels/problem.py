@@ -189,12 +189,12 @@ class StepProblem:
         # Padding rows of a shard are zero in both.
         return float(error.abs().max()), float((error.square().mean(dim=1).sqrt() / scale).max())
 
-    def wrong_first(self, everyone: Sequence[Sequence[tuple[str, float]]]) -> str:
+    def wrong_first(self, all_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
         """Reason to reject the first comparisons of any rank; "" if there is none.
 
-        ``everyone``: the ranks' `compare_first`.
+        ``all_ranks``: the ranks' `compare_first`.
         """
-        for ranks in zip(*everyone, strict=True):
+        for ranks in zip(*all_ranks, strict=True):
             worst = max(distance for _, distance in ranks)
             if not worst <= self.limit:
                 return f"wrong answer: relative RMS {worst:.3g} of a row {ranks[0][0]}, more than {self.limit:g}"
@@ -209,12 +209,12 @@ class StepProblem:
             for row, word in enumerate(tokens.tolist())
         ]
 
-    def wrong_choice(self, everyone: Sequence[Sequence[Choice]]) -> str:
+    def wrong_choice(self, all_ranks: Sequence[Sequence[Choice]]) -> str:
         """Reason why the chosen tokens are not the likeliest of all ranks; "" if they are.
 
-        ``everyone``: the ranks' `choices`.
+        ``all_ranks``: the ranks' `choices`.
         """
-        for row, ranks in enumerate(zip(*everyone, strict=True)):
+        for row, ranks in enumerate(zip(*all_ranks, strict=True)):
             best = max(choice.best for choice in ranks)
             for rank, choice in enumerate(ranks):
                 if not 0 <= choice.word < self.config.vocab_size:

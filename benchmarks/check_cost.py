@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weft.ops.gemm.config import GemmConfig
 
 import weft
 from weft import ops
-from weft.ops.overlap.all_gather_matmul import run as run_all_gather_matmul
+from weft.ops.gemm.tile import Tile
+from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Fused
 from weft.runtime.files import put
 from weft.simulator.observer import Observer
 
@@ -28,9 +28,9 @@ WORLD_SIZE = 4
 
 def gathered_gemm(team: Any) -> torch.Tensor:
     """8 x 8 tiles of 64 x 64, K = 256."""
-    config = GemmConfig(block_m=64, block_n=64, block_k=64)
-    return run_all_gather_matmul(
-        torch.ones(512 // team.size, 256).bfloat16(), torch.ones(512, 256).bfloat16(), team, config
+    fused = Fused(tile=Tile(block_m=64, block_n=64, block_k=64))
+    return ALL_GATHER_MATMUL.run(
+        fused, team, torch.ones(512 // team.size, 256).bfloat16(), torch.ones(512, 256).bfloat16()
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import importlib
 import json
 import multiprocessing
 import sys
@@ -25,14 +24,14 @@ from typing import Any
 import numpy
 import torch
 import triton
-from weft.ops.gemm.config import GemmConfig
 
 import weft
 import weft.check
 from tests.ops import cases, matmul_cases
 from weft import ops
 from weft.bench.machine import revision
-from weft.ops.collectives.all_reduce import run_of_parts
+from weft.ops.collectives.all_reduce import ALL_REDUCE
+from weft.ops.op import find_op
 
 # Lamport stages are reused in the eighth call.
 CALLS = 10
@@ -91,7 +90,7 @@ def norm_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tens
 
 
 def sum_of_parts(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
-    return run_of_parts(ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16()), torch.bfloat16, team)
+    return ALL_REDUCE.run_of_partials(ops.matmul_parts(x(3, 192), torch.ones(64, 192).bfloat16()), torch.bfloat16, team)
 
 
 def rows_of_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,10 +106,10 @@ def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return [*out, ops.reduce_scatter(x(w, 64), team, by), ops.all_to_all(x(w, 40), team, by)]
 
 
-def in_segments(op: str, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Run the pipelined design (cuBLAS and copy engines), which dispatch chooses on GPUs only."""
-    config = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=2)
-    return importlib.import_module(getattr(weft.ops, op).__module__).run(x(team.size * 24, 32), x(48, 32), team, config)
+def pipelined(op: str, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Run the pipelined design (cuBLAS and copy engines), which plans choose on GPUs only."""
+    found = find_op(op)
+    return found.run(found.designs["pipelined"](chunks=2), team, x(team.size * 24, 32), x(48, 32))
 
 
 # Calls in which a program has several tiles and sends the next one before it receives this one.
@@ -146,7 +145,7 @@ OPS = [
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),
     Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 24, 32), x(48, 32), team)),
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(40, 32), x(48, 32), team)),
-    *(Call(f"{op} segments", functools.partial(in_segments, op), 3) for op in matmul_cases.MATMUL_OPS[1:]),
+    *(Call(f"{op} pipelined", functools.partial(pipelined, op), 3) for op in matmul_cases.MATMUL_OPS[1:]),
     *SEVERAL_TILES,
 ]
 

@@ -64,7 +64,7 @@ class TPMLP(nn.Module):
         if plan is None:
             shards = self.team.size if self.mode == "sequence_parallel" else 1
             plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)
-        return tensor_of(plan.recipe.mlp(plan.recipe.given(x), self.weights))
+        return tensor_of(plan.recipe.mlp(plan.given(x), self.weights))
 
 
 def _check_module(module: nn.Module) -> None:

@@ -24,10 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_module(module: nn.Module, config: Any) -> dict[str, Any]:
-    """Sizes for TPAttention.
-
-    ValueError where `module` computes something else, with all differences in one line.
-    """
+    """Sizes for TPAttention. ValueError with all differences where `module` computes something else."""
     if found := list(_differences(module, config)):
         raise ValueError(
             f"module={type(module).__name__} has {'; '.join(found)}; TPAttention computes causal attention over all tokens "
@@ -90,10 +87,7 @@ def _norm_difference(norm: nn.Module, head_dim: int, eps: float) -> str | None:
 
 
 def _rotates_halves(module: nn.Module, head_dim: int) -> bool:
-    """False if the rotary function in the module's own file gives another result than weft's.
-
-    True without one.
-    """
+    """False if the rotary function in the module's own file differs from weft's. True without one."""
     rotate = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("apply_rotary_pos_emb")
     if rotate is None or head_dim % 2:
         return head_dim % 2 == 0

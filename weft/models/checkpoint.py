@@ -34,10 +34,7 @@ def as_directory(name: str | PathLike[str]) -> Path:
 
 
 def read_file(path: Path) -> bytes:
-    """Content of a regular file.
-
-    CheckpointError for a FIFO or a device, from which a read would not return.
-    """
+    """Content of a regular file. CheckpointError for a FIFO or a device, whose reading may block."""
     check_regular(path)
     # Without blocking, and checked again: another file may have taken its place since.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -46,10 +43,7 @@ def read_file(path: Path) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """CheckpointError unless the path is a regular file or a link to one.
-
-    FileNotFoundError where there is none.
-    """
+    """CheckpointError unless the path is a regular file or a link to one. FileNotFoundError for none."""
     _check_mode(path, os.stat(path).st_mode)
 
 
@@ -70,10 +64,7 @@ def is_directory(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Object in a JSON file.
-
-    FileNotFoundError where there is no file, CheckpointError where it holds no object.
-    """
+    """Object in a JSON file. FileNotFoundError without a file, CheckpointError without an object."""
     try:
         content = json.loads(read_file(path).decode("utf-8"))
     except (FileNotFoundError, CheckpointError):

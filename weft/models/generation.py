@@ -87,10 +87,7 @@ TRANSFORMERS_TOP_K = 50  # its default where tokens are sampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling parameters for requests that name none.
-
-    `unused`: "key=value" of those that weft cannot follow.
-    """
+    """Sampling parameters for requests that name none. `unused`: "key=value" that weft cannot follow."""
 
     temperature: Any = 0.0
     top_p: Any = 1.0

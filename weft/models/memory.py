@@ -44,10 +44,7 @@ def check_cache(config: DecoderConfig, team: Team, dtype: torch.dtype, pages: in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that a new tensor can have, with what torch caches given back first.
-
-    Memory that torch keeps for CUDA graphs is not counted.
-    """
+    """Bytes for a new tensor on a GPU, torch's cache given back first. CUDA graphs keep theirs."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from weft import ops
 from weft.parallel.plain import attend_to_prompts
@@ -27,39 +28,33 @@ if TYPE_CHECKING:
 NAME = "fused"
 
 
-def embed(tokens: torch.Tensor, table: VocabWeights) -> torch.Tensor:
+def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
     return ops.embed_rows(tokens, table.weight, table.start)
 
 
-def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
     """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros."""
     residual = torch.zeros_like(x) if residual is None else residual
     return ops.add_rms_norm(x, residual, norm.weight, norm.eps)
 
 
-def matmul_split(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor | SplitK | DeferredNorm:
+def matmul_split(x: Tensor | DeferredNorm, weight: Tensor) -> Tensor | SplitK | DeferredNorm:
     """x @ weight.T, or what becomes it in the kernel behind, where that is sooner."""
     product = ops.matmul_parts(x, weight)
-    return SplitK(product) if isinstance(product, torch.Tensor) and product.dim() == 3 else product
+    return SplitK(product) if isinstance(product, Tensor) and product.dim() == 3 else product
 
 
-def project(x: torch.Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> torch.Tensor | SplitK | DeferredNorm:
+def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor | SplitK | DeferredNorm:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     # cuDNN takes the values as they are.
     return ops.matmul(x, w.qkv) if step.by_cudnn(w.heads) else matmul_split(x, w.qkv)
 
 
 def attend(
-    qkv: torch.Tensor | SplitK | DeferredNorm,
-    w: AttentionWeights,
-    step: Step,
-    cache: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim].
-
-    A decode step is one launch, a prefill two.
-    """
+    qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim]. A prefill is two launches."""
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     head = w.q_norm, w.k_norm, w.eps, step.angles
     if not step.is_prefill:
@@ -74,17 +69,17 @@ def attend(
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 
-def gated(x: torch.Tensor | DeferredNorm, w: MLPWeights) -> torch.Tensor:
+def gated(x: Tensor | DeferredNorm, w: MLPWeights) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). With many rows cuBLAS and silu_mul."""
     return ops.matmul_silu_mul(x, w.gate_up)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up"""
     return ops.silu_mul(gate_up)
 
 
-def logits(x: torch.Tensor | DeferredNorm, head: VocabWeights) -> torch.Tensor:
+def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:
     """This rank's logits in x's dtype; -inf for padding of the vocabulary."""
     found = ops.matmul(x, head.weight)
     if head.real < head.weight.shape[0]:

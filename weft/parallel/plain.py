@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -20,31 +21,26 @@ if TYPE_CHECKING:
 NAME = "unfused"
 
 
-def embed(tokens: torch.Tensor, table: VocabWeights) -> torch.Tensor:
+def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
     rows, local = table.weight.shape[0], tokens - table.start
     mine = (local >= 0) & (local < rows)
     return F.embedding(local.clamp(0, rows - 1), table.weight).masked_fill(~mine[:, None], 0)
 
 
-def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
     """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden)."""
     hidden = x if residual is None else x + residual
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps), hidden
 
 
-def project(x: torch.Tensor, w: AttentionWeights, step: Step) -> torch.Tensor:
+def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     return F.linear(x, w.qkv)
 
 
-def attend(
-    qkv: torch.Tensor, w: AttentionWeights, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim].
-
-    The keys of padding go to page 0.
-    """
+def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
+    """Norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim]."""
     keys, values = cache
     heads = qkv.view(step.tokens, -1, w.head_dim)
     q, k, v = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
@@ -60,34 +56,32 @@ def attend(
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 
-def gated(x: torch.Tensor, w: MLPWeights) -> torch.Tensor:
+def gated(x: Tensor, w: MLPWeights) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T)"""
     return silu_mul(F.linear(x, w.gate_up))
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def logits(x: torch.Tensor, head: VocabWeights) -> torch.Tensor:
+def logits(x: Tensor, head: VocabWeights) -> Tensor:
     """This rank's logits in fp32, -inf for padding of the vocabulary."""
     found = F.linear(x, head.weight).float()
     found[:, head.real :] = float("-inf")
     return found
 
 
-def gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
     """[pages, heads, page_size, head_dim] and a table [B, n] → [B, heads, n * page_size, head_dim]: a copy"""
     _, heads, page_size, head_dim = cache.shape
     found = cache[pages.long()].transpose(1, 2)
     return found.reshape(len(pages), heads, pages.shape[1] * page_size, head_dim)
 
 
-def attend_to_pages(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+def attend_to_pages(q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
     """Reference of ``ops.paged_attention``, [B, heads, head_dim]; rows with length 0 are undefined."""
     batch, heads, head_dim = q.shape
     keys, values = (gather_pages(cache, pages) for cache in (keys, values))
@@ -99,9 +93,7 @@ def attend_to_pages(
     )
 
 
-def attend_to_prompts(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
+def attend_to_prompts(q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
     """Causal attention of a prefill by torch, [T, heads, head_dim]: a launch for each chunk.
 
     q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values [T, kv_heads * head_dim]: of all tokens of the pass
@@ -111,20 +103,13 @@ def attend_to_prompts(
 
 
 def attend_to_chunk(
-    q: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor],
-    cache: tuple[torch.Tensor, torch.Tensor],
-    pages: torch.Tensor,
-    chunk: Chunk,
-) -> torch.Tensor:
-    """``attend_to_prompts`` of one chunk, [batch * length, heads, head_dim].
-
-    ``new``: keys and values, for new prompts.
-    """
+    q: Tensor, new: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], pages: Tensor, chunk: Chunk
+) -> Tensor:
+    """``attend_to_prompts`` of one chunk. ``new``: keys and values, for new prompts."""
     batch, length, before, token, sequence = chunk
     whole_length = before + length
 
-    def of_chunk(x: torch.Tensor) -> torch.Tensor:
+    def of_chunk(x: Tensor) -> Tensor:
         rows = x[token : token + batch * length]
         return rows.view(batch, length, -1, q.shape[-1]).transpose(1, 2)
 

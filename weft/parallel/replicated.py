@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from weft import ops
 from weft.parallel import fused
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from weft.parallel.step import Step
     from weft.runtime.team import Team
 
-Cache = tuple[torch.Tensor, torch.Tensor]
+Cache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,51 +47,42 @@ class FusedNorm:
     name: ClassVar[str] = "replicated"
 
     def decoder_layer(
-        self, x: PartialSum, residual: torch.Tensor | None, w: LayerWeights, step: Step, cache: Cache
-    ) -> tuple[PartialSum, torch.Tensor]:
+        self, x: PartialSum, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
+    ) -> tuple[PartialSum, Tensor]:
         normed, residual = self.all_reduce_norm(x, residual, w.input_norm)  # all_reduce_rms_norm
         x = self.attention(normed, w.attention, step, cache)
         normed, residual = self.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm
         return self.mlp(normed, w.mlp), residual
 
-    def attention(self, x: torch.Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
+    def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
         qkv = fused.project(x, w, step)  # matmul_parts
         attended = fused.attend(qkv, w, step, cache)  # decode_attention
         return PartialSum(fused.matmul_split(attended, w.o))  # matmul_parts
 
-    def mlp(self, x: torch.Tensor | DeferredNorm, w: MLPWeights) -> PartialSum:
+    def mlp(self, x: Tensor | DeferredNorm, w: MLPWeights) -> PartialSum:
         gated = fused.gated(x, w)  # matmul_silu_mul
         return PartialSum(fused.matmul_split(gated, w.down))  # matmul_parts
 
-    def embed(self, tokens: torch.Tensor, table: VocabWeights) -> PartialSum:
+    def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
         return PartialSum(fused.embed(tokens, table))  # embed_rows
 
     def logits(
-        self,
-        x: PartialSum,
-        residual: torch.Tensor,
-        norm: NormWeights,
-        head: VocabWeights,
-        step: Step,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, x: PartialSum, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
+    ) -> Tensor:
         if rows is not None:
             x, residual = x.rows(rows), residual[rows]
         normed, _ = self.all_reduce_norm(x, residual, norm)  # all_reduce_rms_norm
         return fused.logits(normed, head)  # matmul
 
     def all_reduce_norm(
-        self, x: PartialSum, residual: torch.Tensor | None, norm: NormWeights
-    ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+        self, x: PartialSum, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """(normed, hidden): hidden = the sum of x over the ranks + residual."""
         summand = tensor_of(x)
         residual = torch.zeros_like(summand) if residual is None else residual
         return ops.all_reduce_rms_norm(
             summand, residual, norm.weight, norm.eps, self.team, factored=self.deferred_scale
         )
-
-    def given(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     def __str__(self) -> str:
         scale = ", deferred RMS scale" if self.deferred_scale else ""
@@ -109,42 +101,33 @@ class Replicated:
     name: ClassVar[str] = "replicated"
 
     def decoder_layer(
-        self, x: torch.Tensor, residual: torch.Tensor | None, w: LayerWeights, step: Step, cache: Cache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
+    ) -> tuple[Tensor, Tensor]:
         normed, residual = self.local.add_norm(x, residual, w.input_norm)  # add_rms_norm
         x = self.attention(normed, w.attention, step, cache)
         normed, residual = self.local.add_norm(x, residual, w.post_norm)  # add_rms_norm
         return self.mlp(normed, w.mlp), residual
 
-    def attention(self, x: torch.Tensor, w: AttentionWeights, step: Step, cache: Cache) -> torch.Tensor:
+    def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)  # matmul_parts
         attended = self.local.attend(qkv, w, step, cache)  # qk_norm_rope, paged_prefill_attention
         return ops.matmul_all_reduce(attended, w.o, self.team)  # matmul_all_reduce
 
-    def mlp(self, x: torch.Tensor, w: MLPWeights) -> torch.Tensor:
+    def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = self.local.gated(x, w)  # matmul, silu_mul
         return ops.matmul_all_reduce(gated, w.down, self.team)  # matmul_all_reduce
 
-    def embed(self, tokens: torch.Tensor, table: VocabWeights) -> torch.Tensor:
+    def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         x = self.local.embed(tokens, table)  # embed_rows
         return ops.all_reduce(x, self.team)  # all_reduce
 
     def logits(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        norm: NormWeights,
-        head: VocabWeights,
-        step: Step,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
+    ) -> Tensor:
         if rows is not None:
             x, residual = x[rows], residual[rows]
         normed, _ = self.local.add_norm(x, residual, norm)  # add_rms_norm
         return self.local.logits(normed, head)  # matmul
-
-    def given(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}"

@@ -35,10 +35,7 @@ def rotary_angles(
 
 
 def plain_theta(rope: float | Mapping[str, Any]) -> float:
-    """Base of plain rotary embedding from a number or `rope_parameters`.
-
-    ValueError for another kind of embedding.
-    """
+    """Base of plain rotary embedding. ValueError for `rope_parameters` of another kind."""
     theta = rope
     if isinstance(rope, Mapping):
         for name, supported in PLAIN.items():

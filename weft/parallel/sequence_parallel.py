@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weft.parallel.step import Step
     from weft.runtime.team import Team
 
-Cache = tuple[torch.Tensor, torch.Tensor]
+Cache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class SequenceParallel:
             ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=True)  # matmul_reduce_scatter
         )
 
-    def embed(self, tokens: torch.Tensor, table: VocabWeights) -> SequenceShard:
+    def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
         x = self.local.embed(tokens, table)  # embed_rows
         padding = -len(tokens) % self.team.size
         x = F.pad(x, (0, 0, 0, padding)) if padding else x
@@ -70,8 +70,8 @@ class SequenceParallel:
         norm: NormWeights,
         head: VocabWeights,
         step: Step,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+        rows: Tensor | None,
+    ) -> Tensor:
         if rows is None:
             normed, _ = self.add_norm(x, residual, norm)  # add_rms_norm
             whole = ops.all_gather(normed.rows, self.team)[: step.tokens]  # all_gather
@@ -80,7 +80,7 @@ class SequenceParallel:
             whole, _ = self.local.add_norm(hidden, None, norm)  # add_rms_norm
         return self.local.logits(whole, head)  # matmul
 
-    def rows_of(self, x: SequenceShard, residual: SequenceShard, rows: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, x: SequenceShard, residual: SequenceShard, rows: Tensor) -> Tensor:
         """Hidden states of these tokens, zero for those of other ranks: their sum over the ranks is exact."""
         mine = len(x.rows)
         local = rows - self.team.rank * mine
@@ -92,9 +92,6 @@ class SequenceParallel:
     ) -> tuple[SequenceShard, SequenceShard]:
         normed, hidden = self.local.add_norm(x.rows, None if residual is None else residual.rows, norm)
         return SequenceShard(normed), SequenceShard(hidden)
-
-    def given(self, x: torch.Tensor) -> SequenceShard:
-        return SequenceShard(x)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}"

@@ -23,6 +23,7 @@ from weft.parallel import plain as PLAIN
 from weft.parallel.reference import Reference
 from weft.parallel.replicated import FusedNorm, Replicated
 from weft.parallel.sequence_parallel import GatheredMLP, SequenceParallel
+from weft.parallel.tensors import SequenceShard
 
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk
@@ -61,6 +62,10 @@ class StepPlan:
     def fused(self) -> bool:
         """True if local work between the GEMMs runs in weft's kernels."""
         return self.recipe.local is FUSED
+
+    def given(self, x: torch.Tensor) -> torch.Tensor | SequenceShard:
+        """The input of a layer used by itself, by its meaning."""
+        return SequenceShard(x) if isinstance(self.recipe, SequenceParallel) else x
 
     def of_single_layers(self) -> StepPlan:
         """The same for layers used by themselves: no norm follows that could add up a result over the ranks."""
@@ -104,10 +109,7 @@ def plan_step(
 
 
 def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None) -> StepPlan:
-    """Plan for a layer used by itself with `tokens` tokens: "auto" is "replicated".
-
-    Arguments as of ``plan_step``.
-    """
+    """Plan for a layer used by itself: ``plan_step``, but "auto" is "replicated"."""
     mode = mode_named(mode)
     if mode == "reference":
         return StepPlan(recipe=Reference(team=team))

@@ -5,39 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from weft.kernels.deferred_norm import FactoredNorm as DeferredNorm
+from weft.kernels.deferred_norm import FactoredNorm
 
-__all__ = [
-    "AttentionWeights",
-    "DeferredNorm",
-    "LayerWeights",
-    "MLPWeights",
-    "NormWeights",
-    "PartialSum",
-    "SequenceShard",
-    "SplitK",
-    "VocabWeights",
-    "tensor_of",
-]
+DeferredNorm = FactoredNorm
+"""Normed rows that are still to be divided by their root mean squares."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitK:
     """Split-K partials of one rank's GEMM, fp32 [parts, M, N], for the next kernel to add in this order."""
 
-    parts: torch.Tensor
+    parts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
     """This rank's summand of a sum over all ranks, [M, N], or the split-K partials of it."""
 
-    summand: torch.Tensor | SplitK
+    summand: Tensor | SplitK
 
-    def rows(self, rows: torch.Tensor) -> PartialSum:
+    def rows(self, rows: Tensor) -> PartialSum:
         """The summand of these rows of the sum."""
         if isinstance(self.summand, SplitK):
             return PartialSum(SplitK(self.summand.parts[:, rows]))
@@ -46,15 +35,12 @@ class PartialSum:
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """This rank's [M/W, N] of M rows, in the order of the ranks.
+    """This rank's [M/W, N] of M rows, in rank order; padding to a multiple of W behind the tokens."""
 
-    Rows beyond the tokens are padding to a multiple of W.
-    """
-
-    rows: torch.Tensor
+    rows: Tensor
 
 
-def tensor_of(x: torch.Tensor | SplitK | PartialSum | SequenceShard) -> torch.Tensor:
+def tensor_of(x: Tensor | SplitK | PartialSum | SequenceShard) -> Tensor:
     """The tensor inside, for a kernel or a caller that knows what it means."""
     if isinstance(x, PartialSum):
         x = x.summand
@@ -66,7 +52,7 @@ def tensor_of(x: torch.Tensor | SplitK | PartialSum | SequenceShard) -> torch.Te
 class NormWeights(NamedTuple):
     """RMSNorm: weight [H]."""
 
-    weight: torch.Tensor
+    weight: Tensor
     eps: float
 
     @classmethod
@@ -77,10 +63,10 @@ class NormWeights(NamedTuple):
 class AttentionWeights(NamedTuple):
     """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim]."""
 
-    qkv: torch.Tensor
-    o: torch.Tensor
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
+    qkv: Tensor
+    o: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
     eps: float
     heads: int
     kv_heads: int
@@ -90,8 +76,8 @@ class AttentionWeights(NamedTuple):
 class MLPWeights(NamedTuple):
     """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N]."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Tensor
+    down: Tensor
 
 
 class LayerWeights(NamedTuple):
@@ -106,6 +92,6 @@ class LayerWeights(NamedTuple):
 class VocabWeights(NamedTuple):
     """One rank's rows of an embedding or a head: ids from ``start`` on, padding from row ``real`` on."""
 
-    weight: torch.Tensor
+    weight: Tensor
     start: int
     real: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft import ops
 from weft.parallel.linear import empty_parameter
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 
-def all_gather(x: torch.Tensor, team: Team, mode: Mode) -> torch.Tensor:
-    """x[n, ...] of every rank, one below another: [W * n, ...].
-
-    Mode "reference" takes torch.distributed's.
-    """
+def all_gather(x: Tensor, team: Team, mode: Mode) -> Tensor:
+    """x[n, ...] of every rank, one below another: [W * n, ...]; in mode "reference" by torch.distributed."""
     return team.library.all_gather(x) if mode == "reference" else ops.all_gather(x, team)
 
 
@@ -49,7 +46,7 @@ class VocabParallel(nn.Module):
 class VocabParallelEmbedding(VocabParallel):
     """x = weight[tokens]          tokens: [n]; x: [n, hidden], or this rank's [n'/W, hidden] of it"""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         # Every row comes from one rank and is zero on the others, so the sum over ranks is exact.
         recipe = plan_layer(len(tokens), mode=self.mode, team=self.team).recipe
         return tensor_of(recipe.embed(tokens, self.weights))
@@ -58,16 +55,16 @@ class VocabParallelEmbedding(VocabParallel):
 class VocabParallelHead(VocabParallel):
     """x[n, hidden], the same on every rank → this rank's logits [n, V'/W], -inf for token ids past V."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return plan_layer(len(x), mode=self.mode, team=self.team).recipe.local.logits(x, self.weights)
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """Concatenate every rank's logits [n, V'/W] to [n, V], the same on every rank."""
         n, local = logits.shape
         by_rank = all_gather(logits[None], self.team, self.mode).view(self.team.size, n, local)
         return by_rank.transpose(0, 1).reshape(n, -1)[:, : self.vocab_size]
 
-    def argmax(self, logits: torch.Tensor, *, fused: bool | None = None) -> torch.Tensor:
+    def argmax(self, logits: Tensor, *, fused: bool | None = None) -> Tensor:
         """Token id [n] of the largest logit of all ranks. Ranks exchange pairs of value and id, no logits.
 
         Of equal values the lowest id wins. Ids travel as fp32, exact up to 2**24. fused: by weft's kernels; None: where the
@@ -80,13 +77,13 @@ class VocabParallelHead(VocabParallel):
         return best_of(pairs.view(self.team.size, -1, 2))
 
 
-def best_pairs(logits: torch.Tensor, start: int) -> torch.Tensor:
+def best_pairs(logits: Tensor, start: int) -> Tensor:
     """This rank's largest logit of each row and its token id: [n, 2] fp32."""
     value, index = logits.max(dim=-1)
     return torch.stack((value.float(), (index + start).float()), dim=-1)
 
 
-def best_of(pairs: torch.Tensor) -> torch.Tensor:
+def best_of(pairs: Tensor) -> Tensor:
     """Token id [n] of the largest logit in the ranks' pairs [W, n, 2]."""
     winner = pairs[:, :, 0].argmax(dim=0)
     return pairs[:, :, 1].gather(0, winner[None])[0].long()

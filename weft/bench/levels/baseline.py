@@ -131,10 +131,7 @@ class Baseline:
     def decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions, summed: AllReduce
     ) -> torch.Tensor:
-        """One more token of each sequence, tokens[batch] at positions[batch] → logits after it.
-
-        Can be captured.
-        """
+        """One more token of each sequence, [batch] at positions[batch] → logits after it. Can be captured."""
         at = self.one_each(positions, cache.keys.shape[3])
         return run.head(*self._layers(tokens, at, cache, run, summed), self.norm, self.head)
 

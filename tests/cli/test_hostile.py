@@ -110,7 +110,7 @@ def test_output_that_holds_ascii_only_escapes_the_rest(monkeypatch):
     [
         (["generate", "--model", LONG], "no such directory"),
         (["generate", "--model", LONG, "--dummy-weights"], "is not one whose sizes are known"),
-        (["generate", "--mode", LONG], "is unknown; choose one of torch"),
+        (["generate", "--mode", LONG], "is unknown; choose one of reference"),
         (["generate", "--device", LONG], "is unknown; choose one of auto"),
         (["generate", "--dtype", LONG], "is unknown; choose one of auto"),
         (["generate", "--stop", LONG, "--max-new-tokens", "0", "--world-size", "1"], "max_new_tokens=0"),

@@ -1,7 +1,6 @@
 """Recipe in torch's operations and torch.distributed: the baseline of tests and benchmarks.
 
-Every rank holds all tokens, [T, H]. The functions take tensors and functions alone, so that torch.compile can take them:
-``attend`` is attention over some kind of cache, ``all_reduce`` the sum over the ranks.
+Every rank holds all tokens, [T, H]. Shapes do not depend on values, and torch.compile can trace the methods.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from weft.parallel import plain
 from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, VocabWeights
 
 if TYPE_CHECKING:
-    from weft.parallel.step import Step
     from weft.runtime.team import Team
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -26,63 +24,50 @@ AllReduce = Callable[[Tensor], Tensor]
 Attend = Callable[[Tensor, AttentionWeights, Any, Any], Tensor]
 
 
-def decoder_layer(
-    x: Tensor, residual: Tensor | None, w: LayerWeights, step: Any, cache: Any, attend: Attend, all_reduce: AllReduce
-) -> tuple[Tensor, Tensor]:
-    normed, residual = plain.add_norm(x, residual, w.input_norm)
-    x = attention(normed, w.attention, step, cache, attend, all_reduce)
-    normed, residual = plain.add_norm(x, residual, w.post_norm)
-    return mlp(normed, w.mlp, all_reduce), residual
-
-
-def attention(x: Tensor, w: AttentionWeights, step: Any, cache: Any, attend: Attend, all_reduce: AllReduce) -> Tensor:
-    qkv = F.linear(x, w.qkv)
-    attended = attend(qkv, w, step, cache)
-    return all_reduce(F.linear(attended, w.o))
-
-
-def mlp(x: Tensor, w: MLPWeights, all_reduce: AllReduce) -> Tensor:
-    gated = plain.gated(x, w)
-    return all_reduce(F.linear(gated, w.down))
-
-
-def embed(tokens: Tensor, table: VocabWeights, all_reduce: AllReduce) -> Tensor:
-    return all_reduce(plain.embed(tokens, table))
-
-
-def logits(x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights) -> Tensor:
-    normed, _ = plain.add_norm(x, residual, norm)
-    return plain.logits(normed, head)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The functions of this file over a paged cache, their sums by torch.distributed."""
+    """cuBLAS, torch's operations, and an all-reduce behind every row-parallel GEMM.
+
+    attend      attention over some kind of cache; that over a paged one if not given
+    all_reduce  sum over the ranks; None: torch.distributed's
+    """
 
     team: Team
+    attend: Attend = plain.attend
+    all_reduce: AllReduce | None = None
     local: ClassVar[ModuleType] = plain
     name: ClassVar[str] = "reference"
 
     def decoder_layer(
-        self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: tuple[Tensor, Tensor]
+        self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Any, cache: Any
     ) -> tuple[Tensor, Tensor]:
-        return decoder_layer(x, residual, w, step, cache, plain.attend, self.team.library.all_reduce)
+        normed, residual = plain.add_norm(x, residual, w.input_norm)
+        x = self.attention(normed, w.attention, step, cache)
+        normed, residual = plain.add_norm(x, residual, w.post_norm)
+        return self.mlp(normed, w.mlp), residual
 
-    def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
-        return attention(x, w, step, cache, plain.attend, self.team.library.all_reduce)
+    def attention(self, x: Tensor, w: AttentionWeights, step: Any, cache: Any) -> Tensor:
+        qkv = F.linear(x, w.qkv)
+        attended = self.attend(qkv, w, step, cache)
+        return self.sum(F.linear(attended, w.o))
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
-        return mlp(x, w, self.team.library.all_reduce)
+        gated = plain.gated(x, w)
+        return self.sum(F.linear(gated, w.down))
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
-        return embed(tokens, table, self.team.library.all_reduce)
+        return self.sum(plain.embed(tokens, table))
 
     def logits(
-        self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
+        self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Any, rows: Tensor | None
     ) -> Tensor:
         if rows is not None:
             x, residual = x[rows], residual[rows]
-        return logits(x, residual, norm, head)
+        normed, _ = plain.add_norm(x, residual, norm)
+        return plain.logits(normed, head)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.team.library.all_reduce(x) if self.all_reduce is None else self.all_reduce(x)
 
     def __str__(self) -> str:
         return f"{self.name}, cuBLAS and torch.distributed"

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from weft.parallel import reference
-from weft.parallel.reference import AllReduce
+from weft.parallel.reference import AllReduce, Reference
 from weft.parallel.tensors import AttentionWeights, LayerWeights, NormWeights
 from weft.parallel.vocabulary import best_of, best_pairs
 
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """Functions of the recipe that run: those of weft.parallel.reference, or the same compiled."""
+    """Methods of the recipe that run: its own, or the same compiled."""
 
-    layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference.decoder_layer
-    attention: Callable[..., torch.Tensor] = reference.attention
-    mlp: Callable[..., torch.Tensor] = reference.mlp
-    head: Callable[..., torch.Tensor] = reference.logits
+    layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = Reference.decoder_layer
+    attention: Callable[..., torch.Tensor] = Reference.attention
+    mlp: Callable[..., torch.Tensor] = Reference.mlp
+    head: Callable[..., torch.Tensor] = Reference.logits
 
 
 class Cache(NamedTuple):
@@ -109,31 +108,27 @@ class Baseline:
         # Zeros, since a masked NaN times the softmax's zero weight is still NaN.
         return Cache(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
 
+    def recipe(self, summed: AllReduce) -> Reference:
+        return Reference(team=self.team, attend=attend, all_reduce=summed)
+
     def prefill(
-        self,
-        tokens: torch.Tensor,
-        at: Tokens,
-        cache: Cache,
-        run: Functions,
-        summed: AllReduce,
+        self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, summed: AllReduce,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows``.
 
         ``at``: from `prompts`.
         """
         batch, length = tokens.shape
-        x, residual = self._layers(tokens.flatten(), at, cache, run, summed)
         if rows is None:
-            rows = torch.arange(1, batch + 1, device=x.device) * length - 1
-        return run.head(x[rows], residual[rows], self.norm, self.head)
+            rows = torch.arange(1, batch + 1, device=tokens.device) * length - 1
+        return self._logits(tokens.flatten(), at, cache, run, summed, rows)
 
     def decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions, summed: AllReduce
     ) -> torch.Tensor:
         """One more token of each sequence, [batch] at positions[batch] → logits after it. Can be captured."""
-        at = self.one_each(positions, cache.keys.shape[3])
-        return run.head(*self._layers(tokens, at, cache, run, summed), self.norm, self.head)
+        return self._logits(tokens, self.one_each(positions, cache.keys.shape[3]), cache, run, summed, None)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's logits → token id [batch] of the largest of all ranks', from one (value, id) a rank."""
@@ -151,14 +146,22 @@ class Baseline:
             batch=len(positions), new=1, cos=cos, sin=sin, rows=rows, positions=positions, mask=mask[:, None, None]
         )
 
-    def _layers(
-        self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, summed: AllReduce
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = reference.embed(tokens, self.table, self.sum)
+    def _logits(
+        self,
+        tokens: torch.Tensor,
+        at: Tokens,
+        cache: Cache,
+        run: Functions,
+        summed: AllReduce,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        x, recipe = self.recipe(self.sum).embed(tokens, self.table), self.recipe(summed)
         residual = torch.zeros_like(x)  # not None, so that a compiled layer is the same for all
         for w, *layer in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, residual = run.layer(x, residual, w, at, Cache(*layer), attend, summed)
-        return x, residual
+            x, residual = run.layer(recipe, x, residual, w, at, Cache(*layer))
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+        return run.head(recipe, x, residual, self.norm, self.head, at, None)
 
 
 def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> torch.Tensor:
@@ -236,6 +239,6 @@ def compiled(rows: int) -> Functions:
     def one(function: Callable, tuned: bool) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": tuned})
 
-    layers = (reference.decoder_layer, reference.attention, reference.mlp)
+    layers = (Reference.decoder_layer, Reference.attention, Reference.mlp)
     layer, attention, mlp = (one(function, rows == 1) for function in layers)
-    return Functions(layer=layer, attention=attention, mlp=mlp, head=one(reference.logits, False))
+    return Functions(layer=layer, attention=attention, mlp=mlp, head=one(Reference.logits, False))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.bench.levels.baseline import Baseline, Cache, Functions, attend, traced_all_reduce
+from weft.bench.levels.baseline import Baseline, Cache, Functions, traced_all_reduce
 from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
 from weft.parallel.step_plan import mode_named
 
@@ -87,10 +87,10 @@ class TorchSession:
 
     def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
         cache = Cache(self.cache.keys[index], self.cache.values[index])
-        return self.run.attention(x, self.model.layers[index].attention, at, cache, attend, self.sum)
+        return self.run.attention(self.model.recipe(self.sum), x, self.model.layers[index].attention, at, cache)
 
     def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        return self.run.mlp(x, self.model.layers[index].mlp, self.sum)
+        return self.run.mlp(self.model.recipe(self.sum), x, self.model.layers[index].mlp)
 
 
 class WeftSession:

@@ -40,7 +40,7 @@ Recipe = FusedNorm | Replicated | SequenceParallel | Reference
 # limits: docs/decisions.md, "Modes".
 SHARDED_TOKENS = 2048
 # Tokens up to which the all-reduce waits for the next norm, by world size: the GEMM before it is too short to hide it. Measured
-# on two and four H200s.
+# on two.
 FUSED_NORM_TOKENS = {2: 1024, 4: 512}
 # Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel on an H200
 # (docs/decisions.md, "Attention").

@@ -112,9 +112,14 @@ class Baseline:
         return Reference(team=self.team, attend=attend, all_reduce=summed)
 
     def prefill(
-        self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, summed: AllReduce,
+        self,
+        tokens: torch.Tensor,
+        at: Tokens,
+        cache: Cache,
+        run: Functions,
+        summed: AllReduce,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows``.
 
         ``at``: from `prompts`.

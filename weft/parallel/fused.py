@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from weft import ops
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel.plain import attend_to_prompts
-from weft.parallel.tensors import (
-    AttentionWeights,
-    DeferredNorm,
-    MLPWeights,
-    NormWeights,
-    SplitK,
-    VocabWeights,
-    tensor_of,
-)
+from weft.parallel.tensors import AttentionWeights, MLPWeights, NormWeights, SplitK, VocabWeights, tensor_of
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from weft import ops
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel import fused
 from weft.parallel.tensors import (
     AttentionWeights,
-    DeferredNorm,
     LayerWeights,
     MLPWeights,
     NormWeights,

@@ -1,4 +1,7 @@
-"""Types of tensors between two launches by their meaning, and of a rank's weights."""
+"""Types of tensors between two launches by their meaning, and of a rank's weights.
+
+Rows that are still to be divided by their root mean squares are a ``DeferredNorm`` (weft.kernels.deferred_norm).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
-
-from weft.kernels.deferred_norm import FactoredNorm
-
-DeferredNorm = FactoredNorm
-"""Normed rows that are still to be divided by their root mean squares."""
 
 
 @dataclass(frozen=True, slots=True)

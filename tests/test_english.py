@@ -16,8 +16,6 @@ TO_DO = (
     "console",
     "engine",
     "kernels",
-    "layers",
-    "models",
     "ops",
     "plan",
     "transport",

@@ -1,4 +1,6 @@
-"""Recipes: ways to compute a decoder layer over the ranks of a team. step_plan.py chooses one per forward pass.
+"""Recipes: ways to compute a decoder layer over the ranks of a team.
+
+step_plan.py chooses one per forward pass.
 
 embed(tokens, table) -> x                                               this rank's, as the recipe's type
 decoder_layer(x, residual, weights, step, cache) -> x, residual         x + residual are the hidden states

@@ -96,9 +96,9 @@ def test_of_equal_scores_the_first_part_of_the_first_rank_has_the_word(ranks, pa
 def test_wrong_arguments_are_refused():
     logits, rows = torch.zeros(2, 8), torch.zeros(2)
     longs = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="a temperature draws words, which takes seed"):
+    with pytest.raises(ValueError, match="a temperature needs random numbers; pass seed"):
         ops.sample_argmax(logits, 0, rows)
-    with pytest.raises(ValueError, match=r"words 16777210 .. 16777217 are not in 0 .. 2\*\*24 - 1"):
+    with pytest.raises(ValueError, match=r"token ids 16777210 .. 16777217 are not in 0 .. 2\*\*24 - 1"):
         ops.sample_argmax(logits, (1 << 24) - 6)
     with pytest.raises(ValueError, match=r"seed has shape \(3,\); it must be \(2,\)"):
         ops.sample_argmax(logits, 0, rows, torch.zeros(3, dtype=torch.int64), longs)

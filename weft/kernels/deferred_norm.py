@@ -1,12 +1,12 @@
-"""A norm whose rows are divided by their root mean square only in, or behind, the GEMM that follows.
+"""RMSNorm with a deferred RMS scale, which is applied in, or behind, the GEMM that follows.
 
 normed[t, :] = hidden[t, :] * weight / sqrt(mean(hidden[t, :]^2) + eps)
 normed @ w.T = ((hidden * weight) @ w.T)[t, :] / sqrt(mean(hidden[t, :]^2) + eps)
 
-The factor of a row is the same for all its columns, so it may come after the GEMM, in fp32, where it costs nothing. The GEMM
-can then start before the sum of squares of a whole row is known, and the programs that add up a row over the ranks
-(weft.ops.all_reduce_rms_norm) need not wait for each other. One rounding as before, of hidden * weight in the place of normed.
-Those may be larger than what fp16 holds; bf16 and fp32 have the exponents.
+A row's scale is the same for all its columns, so it may come after the GEMM, in fp32, where it costs nothing. The GEMM can then
+start before the sum of squares of a whole row is known, and the programs that reduce a row over the ranks
+(weft.ops.all_reduce_rms_norm) need not wait for each other. There is one rounding as before, of hidden * weight instead of
+normed. hidden * weight may exceed the range of fp16; bf16 and fp32 have the exponents.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """What ``matmul``, ``matmul_parts`` and ``matmul_silu_mul`` take in the place of the normed rows, and ``silu_mul`` and
-    ``qk_norm_rope`` in the place of a product of them.
+    """Rows, or a GEMM of them, whose RMS scale is still to be applied.
 
-    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype; or a product of that
-    squares  fp32 [..., parts], at least one: what adds up to the mean of each row's hidden^2
+    ``matmul``, ``matmul_parts`` and ``matmul_silu_mul`` take it in place of normalised rows; ``silu_mul``, ``qk_norm_rope`` and
+    ``decode_attention`` in place of a GEMM of such rows.
+
+    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype; or a GEMM of that
+    squares  fp32 [..., parts], at least one part: their sum is the mean of each row's hidden^2
     eps      of the norm
     """
 
@@ -33,7 +35,7 @@ class DeferredNorm:
     eps: float
 
     def normed(self) -> torch.Tensor:
-        """The normed rows after all, of the shape and dtype of ``scaled``: rounded twice."""
+        """The normalised rows, of the shape and dtype of ``scaled``; rounded twice."""
         return normed(self.scaled, self.squares, self.eps)
 
 
@@ -41,24 +43,25 @@ FactoredNorm = DeferredNorm  # the former name, which callers outside the attent
 
 
 def normed(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
+    """``DeferredNorm.normed`` of its three fields, for custom ops."""
     factor = torch.rsqrt(squares.sum(dim=-1, keepdim=True) + eps)
     return (scaled.float() * factor).to(scaled.dtype)
 
 
 @triton.jit
-def factors(squares, rows, there, eps, SQUARES: tl.constexpr):
-    """[n] fp32: what the ``rows`` [n] are to be multiplied by, of squares [M, SQUARES]; any number where not ``there``."""
+def rms_scale(squares, rows, exists, eps, SQUARES: tl.constexpr):
+    """RMS scale, fp32 [n], of ``rows`` [n] of squares [M, SQUARES]; any number where not ``exists``."""
     part = tl.arange(0, triton.next_power_of_2(SQUARES))
     at = squares + (rows.to(tl.int64) * SQUARES)[:, None] + part[None, :]
-    shares = tl.load(at, mask=there[:, None] & (part < SQUARES)[None, :], other=0.0)
+    shares = tl.load(at, mask=exists[:, None] & (part < SQUARES)[None, :], other=0.0)
     return tl.rsqrt(tl.sum(shares, axis=1) + eps)
 
 
 def check_squares(op: str, x: DeferredNorm, weight: torch.Tensor) -> None:
+    """ValueError unless the squares of ``x`` fit its rows and lie on the device of ``weight``."""
     rows, given = x.scaled.shape[0], x.squares
-    fits = (
-        given.dim() == 2 and given.shape[0] == rows and given.shape[1] > 0
-    )  # no part would say "not factored" to a kernel
+    # Kernels take 0 parts for "nothing is deferred".
+    fits = given.dim() == 2 and given.shape[0] == rows and given.shape[1] > 0
     if given.dtype != torch.float32 or not fits or given.device != weight.device:
         raise ValueError(
             f"{op}: squares is {given.dtype} {tuple(given.shape)} on {given.device}; pass what all_reduce_rms_norm "

@@ -1,4 +1,4 @@
-"""Online softmax over the keys and values of a paged cache: the attention stage of decoding, and its step.
+"""Online softmax over a paged cache: the attention stage of decoding, and its step.
 
 The method is FlashAttention's (Dao et al., 2022).
 """
@@ -36,7 +36,7 @@ class DecodeTile(NamedTuple):
 
 @triton.jit
 def accumulate(p, v, new, largest, total, acc):
-    """(total, acc) with one more block of keys, of weights ``p`` [..., ROWS, N] and values ``v`` [..., N, D].
+    """(total, acc) with one more block of keys: weights ``p`` [..., ROWS, N], values ``v`` [..., N, D].
 
     p is relative to the exponent ``new``; total [..., ROWS] and acc [..., ROWS, D] are relative to ``largest`` before, and to
     ``new`` after.
@@ -48,8 +48,11 @@ def accumulate(p, v, new, largest, total, acc):
 
 @triton.jit
 def sum_ways(x):
-    """[WAYS, ...] -> [...], by halves. Each split brings two ways into one thread, 16 bytes at a time; the sum along
-    axis 0 of values that lie in different warps would move each alone."""
+    """Sum along axis 0, [WAYS, ...] -> [...], by halves.
+
+    Each split brings two ways into one thread, 16 bytes at a time; ``tl.sum`` of values that lie in different warps would move
+    each element alone.
+    """
     if x.shape[0] == 1:
         return tl.reshape(x, (x.shape[1], x.shape[2]))
     else:
@@ -67,7 +70,7 @@ def ways(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
 
 @triton.jit
 def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.constexpr, TILE: tl.constexpr):
-    """Rows ``x`` [rows, D] over the tokens of one KV head: (mean of values [kept, D], log2 of the sum of weights [rows])
+    """(weighted mean of values [kept, D], log2 of the sum of weights [rows]) of rows ``x`` [rows, D].
 
     A token's weight is 2 ** (score * scale), so ``scale`` holds log2(e). The program takes block_n tokens a step, from first,
     first + stride, ... as far as they lie before ``length``. Without any token the mean is 0 and the sum has no meaning.

@@ -1,4 +1,4 @@
-"""A paged KV cache: which page holds a token, where its key and value are, and how new ones are written.
+"""A paged KV cache: the page and the address of a token, and the write of a new one.
 
 Token t of a sequence is at offset t % PAGE of the page that entry t // PAGE of the sequence's row of the page table names.
 """
@@ -11,14 +11,14 @@ import triton.language as tl
 
 
 class PagedCache(NamedTuple):
-    """Keys and values of one layer, each [pages, heads, page, dim] and contiguous; sizes are those of ``CacheSizes``."""
+    """Keys and values of one layer, each contiguous, [pages, heads, page, dim] by ``CacheSizes``."""
 
     key_pages: torch.Tensor
     value_pages: torch.Tensor
 
 
 class CacheSizes(NamedTuple):
-    """The sizes of a ``PagedCache``, a compile-time constant: KV heads, tokens of a page, elements of a head."""
+    """Sizes of a ``PagedCache``, a compile-time constant: KV heads, tokens a page, elements a head."""
 
     heads: int
     page: int
@@ -38,9 +38,9 @@ class Sequences(NamedTuple):
 
 @triton.jit
 def pages_at(table, start, end, local, PAGE: tl.constexpr):
-    """Pages of tokens start + ``local``, 0 where not before ``end``: a scalar where one page holds the whole block.
+    """Pages of tokens start + ``local``, 0 where not before ``end``; a scalar if one page holds all.
 
-    local  a block's tokens 0 .. BLOCK - 1, in any shape, which the result has else; ``start`` is a multiple of BLOCK
+    local  a block's tokens 0 .. BLOCK - 1 in any shape, else the result's; ``start`` is a multiple of BLOCK
     """
     if local.numel <= PAGE:
         return tl.load(table + start // PAGE, mask=start < end, other=0)

@@ -38,20 +38,20 @@ def norm_and_rotate(x, partner, scale, weight, partner_weight, cos, sin):
 
 @triton.jit
 def contiguous_halves(columns, HALF: tl.constexpr):
-    """``columns`` [1, 2 HALF], marked as two contiguous, aligned halves: for loads of more than one element."""
+    """``columns`` [1, 2 HALF], marked as two contiguous, aligned halves for vectorised loads."""
     return tl.max_contiguous(tl.multiple_of(columns, (1, HALF)), (1, HALF))
 
 
 @triton.jit
-def load_heads(heads, exists, part_stride, weight, D: tl.constexpr, PARTS: tl.constexpr):
+def load_heads(heads, exists, partial_stride, weight, D: tl.constexpr, PARTIALS: tl.constexpr):
     """(heads [n, D], their partners, weight, its partners) in fp32, for ``norm_and_rotate_heads``.
 
-    heads  pointers [n, 1] to the first elements, the sum of PARTS part_stride elements apart; exists: mask [n, 1]
+    heads  pointers [n, 1] to the first elements, the sum of PARTIALS partial_stride elements apart; exists: mask [n, 1]
     """
     column = tl.arange(0, D)[None, :]
     partner = contiguous_halves((column + D // 2) % D, D // 2)
-    own = sum_of_parts(heads + column, exists, part_stride, PARTS)
-    other = sum_of_parts(heads + partner, exists, part_stride, PARTS)
+    own = sum_of_parts(heads + column, exists, partial_stride, PARTIALS)
+    other = sum_of_parts(heads + partner, exists, partial_stride, PARTIALS)
     return own, other, tl.load(weight + column).to(tl.float32), tl.load(weight + partner).to(tl.float32)
 
 

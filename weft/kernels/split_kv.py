@@ -1,4 +1,4 @@
-"""Split-KV: one sequence's attention cut into partials, one of a program each, and joined by the last program.
+"""Split-KV: a sequence's attention in partials, each of one program, joined by the last one.
 
 The method is Flash-Decoding's (Dao et al., 2023).
 """
@@ -27,14 +27,15 @@ class Partials(NamedTuple):
 
 @triton.jit
 def split_count(length, splits, LEAST: tl.constexpr):
-    """Number of partials of a sequence of ``length`` tokens: at most ``splits``, of about LEAST tokens or more."""
+    """Number of partials of ``length`` tokens: at most ``splits``, of about LEAST tokens or more."""
     return tl.minimum(tl.maximum(tl.cdiv(length, LEAST), 1), splits)
 
 
 @triton.jit
 def store_or_join(mean, log_sum, count, out, partials, TILE: tl.constexpr):
-    """Finish partial program_id(1) of the ``count`` of pair program_id(0): mean [kept, D] and log_sum [rows], as of ``attend``.
+    """Finish partial program_id(1) of the ``count`` of pair program_id(0), as ``attend`` computed it.
 
+    mean   [kept, D], log_sum [rows]
     out    [pairs, group, D]: a pair's only partial, or all of them, joined by the program that arrives last
     order  all threads store a partial (CTA barrier) before its program arrives (release); the last program acquires
     TILE   ``DecodeTile``; where it is not split, ``partials`` is not touched

@@ -1,8 +1,8 @@
-"""decode_attention: from the projected new token of each sequence to its attention, in one kernel.
+"""decode_attention: qk_norm_rope and paged_attention in one kernel, for a decode step.
 
-What qk_norm_rope and paged_attention do one after the other, for a decode step. The queries of a KV head are few, so every
-program that attends for them norms and rotates them itself; the new key and value are made, and written into the cache, by the
-program whose part of the sequence they belong to, so nobody waits for anybody but in the join of the parts.
+The queries of a KV head are few, so each program normalises and rotates those that it attends for. The new key and value are
+computed, and written into the cache, by the program whose split-KV partial they belong to. So programs wait for each other only
+to join partials.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import DeferredNorm, check_squares, factors
+from weft.kernels.deferred_norm import DeferredNorm, check_squares, rms_scale
 from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
 from weft.kernels.partial_sums import sum_of_parts
@@ -45,17 +45,17 @@ def decode_attention_kernel(
     scale,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * heads, splits)
+    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b    grid: (B * heads, splits)
 
-    ``paged_attention_kernel``, with q, the last key and the last value of sequence b from its new token, projected[b]:
+    ``paged_attention_kernel``, where q and the last key and value of sequence b come from its new token, projected[b].
 
-    projected      ``Projected``; norms: ``HeadNorms``; the other arguments as of ``paged_attention_kernel``
-    position       lengths[b] - 1: the row of ``angles``, and the cell of the cache that the program of this token's partial
-                   writes before it attends. lengths[b] = 0: nothing is written
-    signals, waits none: each cell is written and read by one program; partials as of ``paged_attention_kernel``
+    projected       ``Projected``; norms: ``HeadNorms``; the others as for ``paged_attention_kernel``
+    position        lengths[b] - 1: row of ``angles``, and the cell of the cache that the program of this token's partial writes
+                    before it attends. lengths[b] = 0: nothing is written
+    signals, waits  none: each cell is written and read by one program; partials as in ``paged_attention_kernel``
     """
     D: tl.constexpr = SIZES.dim
     PAGE: tl.constexpr = SIZES.page
@@ -65,25 +65,25 @@ def decode_attention_kernel(
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
     wl.follow_previous_kernel()
-    # All at once; what the table holds behind the length is not used.
+    # All loads at once; pages behind the length are loaded and not used.
     length = tl.load(sequences.lengths + sequence)
     page = pages_at(table, first, max_pages * PAGE, ways(TILE.block_n, TILE.ways), PAGE)
     token = projected.qkv + sequence.to(tl.int64) * projected.stride
     q_heads = token + ((head * TILE.group + row) * D)[:, None]
     k_head = token + (SIZES.heads * TILE.group + head) * D
-    stride = projected.part_stride
-    queries = load_heads(q_heads, (row < TILE.group)[:, None], stride, norms.q_weight, D, PARTS)
-    # The new key and value: loaded by all programs here, so that the one that writes them waits for memory once only.
-    new_key = load_heads(k_head, column >= 0, stride, norms.k_weight, D, PARTS)
-    value = sum_of_parts(k_head + SIZES.heads * D + column, column >= 0, stride, PARTS)
+    stride = projected.partial_stride
+    queries = load_heads(q_heads, (row < TILE.group)[:, None], stride, norms.q_weight, D, PARTIALS)
+    # The new key and value are loaded by all programs, so that the one that writes them waits for memory only once.
+    new_key = load_heads(k_head, column >= 0, stride, norms.k_weight, D, PARTIALS)
+    value = sum_of_parts(k_head + SIZES.heads * D + column, column >= 0, stride, PARTIALS)
     factor = tl.full((1,), 1.0, tl.float32)
     if SQUARES > 0:
-        factor = factors(projected.squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, projected.eps, SQUARES)
+        factor = rms_scale(projected.squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, projected.eps, SQUARES)
     length = tl.minimum(length, max_pages * PAGE)
     count = split_count(length, splits, TILE.least)
     if TILE.block_n <= PAGE:
-        # Before the queries are made, which takes as long as the first keys need. Two blocks or four cost more than they
-        # save: 128 x 128 tokens on 2 KV heads of an H200 take 10.3 and 11.4 us, 8.8 with one.
+        # Prefetched before the queries are computed, which takes as long as the first keys need. More than one block costs
+        # more than it saves: 128 x 128 tokens on 2 KV heads of an H200 take 8.8 us with one and 10.3 with two.
         cell = cell_of(page, head, first % PAGE, SIZES)
         prefetch(cache.key_pages + cell, tl.minimum(length - first, TILE.block_n) * D)
         prefetch(cache.value_pages + cell, tl.minimum(length - first, TILE.block_n) * D)
@@ -113,22 +113,22 @@ def decode_attention(
     scale: float | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The new token of each sequence attends to all of its tokens, itself included: [B, Hq, D]. Its key and value go into the
-    paged cache.
+    """Attention [B, Hq, D] of each sequence's new token to all its tokens, itself included.
 
-    qkv                 [B, (Hq + 2 Hkv) * D], or parts of it, or a product of a factored norm, as of ``qk_norm_rope``
+    Its key and value are written into the paged cache first.
+
+    qkv                 [B, (Hq + 2 Hkv) * D], or split-K partials of it, or a ``DeferredNorm``, as for ``qk_norm_rope``
     q_weight, k_weight  [D], of the RMSNorm of each head
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
-    keys, values        [P, Hkv, S, D], contiguous, of one dtype, which is qkv's unless that is in parts; written in place
+    keys, values        [P, Hkv, S, D], contiguous, of one dtype, which is qkv's unless that is in partials; written in place
     pages               [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths             [B] int32: tokens to attend to, the new one, the last of them, included; at most max_pages * S and
                         max_positions. 0, a padding row: nothing is written, and its result is zeros
-    scale, tickets      as of ``paged_attention``
+    scale, tickets      as for ``paged_attention``
 
-    What ``qk_norm_rope`` and ``paged_attention`` give one after the other, but for fp32 roundings: D a power of two from 16 to
-    256, S one from 16 to 256. No two sequences of a call share the page of their new tokens. The same bits from run to run.
-    The host reads no lengths or pages: those out of range are not refused. No backward. ValueError for shapes, dtypes or
-    devices that do not fit.
+    Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings. D and S are powers of two from 16 to 256.
+    No two sequences of a call share the page of their new tokens. Results are the same bits from run to run. The host reads no
+    lengths or pages: those out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "decode_attention"
     norm = qkv if isinstance(qkv, DeferredNorm) else None
@@ -147,10 +147,10 @@ def decode_attention(
     if norm is not None:
         check_squares(op, norm, qkv)
         squares, norm_eps = norm.squares, norm.eps
+    scale = D**-0.5 if scale is None else scale
     return torch.ops.weft.decode_attention.default(
-        qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths,
-        D**-0.5 if scale is None else scale, tickets,
-    )  # fmt: skip
+        qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets
+    )
 
 
 def run(

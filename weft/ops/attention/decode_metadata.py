@@ -1,4 +1,4 @@
-"""decode_metadata: slots, lengths and rotary positions of one new token a sequence, in one kernel before the layers.
+"""decode_metadata: slots, lengths and positions of one new token a sequence, in one kernel.
 
 at = max(position, 0);  slot = page * S + at % S, page = pages[b, at // S];  length = position + 1        position -1: slot -1
 """
@@ -19,13 +19,13 @@ from weft.runtime.capabilities import launch_options
 BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["batch", "width", "ticket_count"])
+@triton.jit(do_not_specialize=["batch", "width", "counters"])
 def decode_metadata_kernel(
-    positions, pages, at, slots, lengths, tickets, batch, width, ticket_count, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    positions, pages, at, slots, lengths, arrivals, batch, width, counters, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write at, slots and lengths for each sequence as in the module's formula, and set all tickets to 0.
+    """Write at, slots and lengths by the module's formula, and set all arrival counters to 0.
 
-    grid: (cdiv(max(batch, ticket_count), BLOCK),)
+    grid: (cdiv(max(batch, counters), BLOCK),)
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < batch
@@ -37,17 +37,17 @@ def decode_metadata_kernel(
     tl.store(at + row, here, mask=exists)
     tl.store(slots + row, slot, mask=exists)
     tl.store(lengths + row, (position + 1).to(tl.int32), mask=exists)
-    tl.store(tickets + row, tl.zeros([BLOCK], tl.int32), mask=row < ticket_count)
+    tl.store(arrivals + row, tl.zeros([BLOCK], tl.int32), mask=row < counters)
 
 
 def decode_metadata(
     positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(at, slots, lengths, tickets)`` of one new token a sequence.
+    """``(at, slots, lengths, arrival counters)`` of one new token a sequence.
 
     positions  [B] int64, of the new tokens, each below max_pages * page_size; -1: padding
     pages      [B, max_pages] int32, contiguous
-    tickets    how many int32 zeros decode_attention wants: B * kv_heads
+    tickets    number of arrival counters that decode_attention needs: B * kv_heads int32 zeros
 
     lengths [B] int32 are for decode_attention; at and slots [B] int64 for qk_norm_rope before paged_attention. Padding has
     at 0, slot -1 and length 0.
@@ -66,14 +66,13 @@ def decode_metadata(
 def _decode_metadata(
     positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    at, slots, lengths, zeros = _outputs(positions, tickets)
+    outputs = _outputs(positions, tickets)
     grid = cdiv(max(len(positions), tickets), BLOCK)
     if grid > 0:
-        decode_metadata_kernel[(grid,)](
-            positions.contiguous(), pages.contiguous(), at, slots, lengths, zeros, len(positions), pages.shape[1], tickets,
-            PAGE=page_size, BLOCK=BLOCK, **launch_options(capabilities_of(positions.device)),
-        )  # fmt: skip
-    return at, slots, lengths, zeros
+        arguments = positions.contiguous(), pages.contiguous(), *outputs, len(positions), pages.shape[1], tickets
+        options = launch_options(capabilities_of(positions.device))
+        decode_metadata_kernel[(grid,)](*arguments, PAGE=page_size, BLOCK=BLOCK, **options)
+    return outputs
 
 
 @_decode_metadata.register_fake
@@ -84,9 +83,5 @@ def _(positions, pages, page_size, tickets):
 def _outputs(positions: torch.Tensor, tickets: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     batch = positions.shape[0]
     at, slots = (positions.new_empty((batch,)) for _ in range(2))
-    return (
-        at,
-        slots,
-        positions.new_empty((batch,), dtype=torch.int32),
-        positions.new_empty((tickets,), dtype=torch.int32),
-    )
+    lengths = positions.new_empty((batch,), dtype=torch.int32)
+    return at, slots, lengths, positions.new_empty((tickets,), dtype=torch.int32)

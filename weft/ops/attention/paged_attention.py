@@ -1,11 +1,11 @@
-"""paged_attention: one new token of each sequence attends to all of its tokens, in a cache of pages.
+"""paged_attention: attention of one new token of each sequence to all of its tokens in a paged cache.
 
-Split-KV decoding in one kernel. A program computes the query heads of one KV head (rows of one tile: each key is loaded
-once for all of them) over one part of one sequence; the last program of a sequence's head joins the parts. Into how many
-parts a sequence may be cut follows from shapes alone, so that a CUDA graph holds any lengths; into how many it is cut,
-the programs find from its length.
+Split-KV decoding in one kernel. A program computes the query heads of one KV head (rows of one tile, so that each key is loaded
+once for all of them) over one split-KV partial of one sequence. The last program of a sequence and KV head joins its partials.
+The largest number of partials follows from shapes alone, so that a CUDA graph holds any lengths; the programs derive the number
+of a sequence's partials from its length.
 
-What a program computes: weft.kernels.online_softmax.
+Device code: weft.kernels.online_softmax and weft.kernels.split_kv.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MIN_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """How the cache is read.
+    """Tile and split of a decoding attention.
 
     block_n     tokens of a step, a power of two, at least 16 for each of num_warps
-    least       tokens of a part at least, a multiple of block_n: shorter sequences are not cut
-    max_splits  parts of a sequence at most
-    per_sm      programs that an SM is to have, where there is work for them
+    least       tokens of a partial at least, a multiple of block_n: shorter sequences are not split
+    max_splits  partials of a sequence at most
+    per_sm      programs wanted on each SM, where there is work for them
     """
 
     block_n: int = 64
@@ -72,7 +72,7 @@ class AttentionConfig:
 def paged_attention_kernel(
     q, cache, sequences, out, partials, max_pages, scale, SIZES: tl.constexpr, TILE: tl.constexpr
 ):
-    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b        grid: (B * heads, splits)
+    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b    grid: (B * heads, splits)
 
     Program (b * heads + g, i) computes split-KV partial i of sequence b for its query heads g * group .. (g + 1) * group - 1. A
     sequence has one partial for each of ``splits``, or fewer, so that each has about TILE.least tokens; programs beyond them
@@ -91,7 +91,7 @@ def paged_attention_kernel(
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
     wl.follow_previous_kernel()
-    # All three at once; what the table holds behind the length is not used.
+    # All three loads at once; pages behind the length are loaded and not used.
     length = tl.load(sequences.lengths + sequence)
     page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
     x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
@@ -111,20 +111,20 @@ def paged_attention(
     scale: float | None = None,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for one token of each sequence, which the cache holds already.
+    """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for the newest token of each sequence.
 
     q             [B, Hq, D], fp16, bf16 or fp32
     keys, values  [P, Hkv, S, D], contiguous, of q's dtype; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths       [B] int32: tokens to attend to, the new one included, max_pages * S at most. 0, a padding row: zeros
     scale         D ** -0.5 where None
-    tickets       int32 zeros, B * Hkv or more, left as zeros: calls of one stream may share them. None: each call makes
-                  its own, by one small kernel more
+    tickets       arrival counters: int32 zeros, B * Hkv or more, left as zeros, so calls of one stream may share them. None:
+                  each call makes its own, which takes one more small kernel
 
-    Hkv divides Hq, D is a power of two from 16 to 256, S one from 16 to 256. Softmax and sums in fp32. The same bits from
-    run to run; B, max_pages and the lengths decide how sums are cut. What stands in ``pages`` and the cache behind a length
-    moves nothing. The host reads no lengths or pages: those out of range are not refused. No backward. ValueError for shapes,
-    dtypes or devices that do not fit.
+    Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
+    run; B, max_pages and the lengths decide how sums are split. ``pages`` and the cache behind a length do not change a result.
+    The host reads no lengths or pages: those out of range are not refused. No backward. ValueError for shapes, dtypes or
+    devices that do not fit.
     """
     op = "paged_attention"
     check_like(op, "q", q, None, FLOATS)
@@ -145,7 +145,7 @@ def paged_attention(
 
 
 def check_tickets(op: str, tickets: torch.Tensor | None, pairs: int, device: torch.device) -> None:
-    """ValueError unless there are none or one for each of ``pairs`` of sequence and KV head."""
+    """ValueError unless ``tickets`` is None or has ``pairs`` counters, one for a sequence and KV head."""
     if tickets is None:
         return
     check_like(op, "tickets", tickets, device, (torch.int32,))
@@ -156,8 +156,7 @@ def check_tickets(op: str, tickets: torch.Tensor | None, pairs: int, device: tor
 
 
 def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
-    """ValueError unless so many query heads share the KV heads of a cache evenly, and its pages have a size that kernels
-    read."""
+    """ValueError unless KV heads share ``q_heads`` evenly and kernels can read pages of this size."""
     heads, page = keys.shape[1:3]
     if page not in PAGE_SIZES:
         raise ValueError(
@@ -171,14 +170,16 @@ def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
 
 
 def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:
-    """For ``pairs`` of sequence and KV head: 16 KiB of keys a step, and as much of values, by programs of which an SM holds
-    two. From three pairs for two SMs on 8 KiB, and from four an SM on 4, by programs as much smaller, of which an SM holds
-    four, or eight: the first keys of all pairs are under way at once.
+    """Config for ``pairs`` of sequence and KV head.
+
+    A step takes 16 KiB of keys, and as much of values, at two programs an SM. With more than 3 pairs for 2 SMs it takes 8 KiB,
+    and with more than 4 pairs an SM 4 KiB, by programs as much smaller, of which an SM holds four or eight: the first keys of
+    all pairs are loaded at once.
 
     Figures: docs/decisions.md, "Attention".
     """
     block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
-    # The fewer parts there can be, the longer must a sequence be for a join to pay.
+    # The fewer partials there can be, the longer a sequence must be for a join to pay.
     least = 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
     if caps.arch not in ("sm_90", "sm_100") or dtype == torch.float32:
         stages = 2 if caps.arch.startswith("gfx") or dtype == torch.float32 else 3
@@ -191,7 +192,7 @@ def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> At
 
 
 def splits_for(pairs: int, tokens: int, config: AttentionConfig, sms: int) -> int:
-    """Into how many parts a sequence of at most ``tokens`` may be cut, where there are ``pairs`` of sequence and KV head."""
+    """Largest number of split-KV partials of a sequence of at most ``tokens``, one of ``pairs``."""
     return max(1, min(config.per_sm * sms // pairs, cdiv(tokens, config.least), config.max_splits))
 
 
@@ -220,7 +221,7 @@ def launch_of(
     tickets: torch.Tensor | None,
     config: AttentionConfig | None,
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """(grid, arguments from ``cache`` to ``max_pages``, keyword arguments) of a kernel that writes ``out`` [B, Hq, D]."""
+    """(grid, arguments ``cache`` to ``max_pages``, keyword arguments) of a kernel with ``out`` [B, Hq, D]."""
     (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
     caps, pairs, max_pages = capabilities_of(out.device), B * sizes.heads, sequences.pages.shape[1]
     config = config or config_for(pairs, D, out.dtype, caps)

@@ -1,8 +1,7 @@
-"""paged_prefill_attention: each new token of some prompts attends to all before it and to itself, in a cache of pages.
+"""paged_prefill_attention: causal attention of the new tokens of prompts to a paged cache.
 
-Which tokens are new, ``SequenceRanges`` say, on the device: one launch for sequences of any lengths, after any number of tokens
-that the cache holds before them. So a CUDA graph holds for all prompts that have as many tokens. Nothing but the cache holds
-keys: what wrote them there need not give them twice.
+``SequenceRanges`` hold on the device which tokens are new: one launch serves sequences of any lengths, after any number of
+cached tokens. So one CUDA graph serves all prompts with the same number of tokens. Keys are read from the cache only.
 
 The method is FlashAttention's online softmax (Dao et al., 2022), on rows that are the query heads of one KV head of
 neighbouring tokens: each key is loaded once for all of them.
@@ -34,13 +33,13 @@ from weft.runtime.copying import upload
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# Steps up to which a program masks all of them: one loop has all their loads in flight, two have not.
+# A program of at most this many steps masks all of them: all their loads are then in flight at once, in one loop.
 SHORT = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """A program's rows, each a query head of a token, over block_n keys a step, a power of two of at least 16."""
+    """Keys of a step, a power of two of at least 16, and how the kernel is compiled."""
 
     block_n: int = 64
     num_warps: int = 4
@@ -53,13 +52,13 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRanges:
-    """Which of T tokens are whose, on the device: made once for a pass, for all layers; ``make``.
+    """The ranges of T tokens that belong to each sequence, made once for a forward pass (``make``).
 
-    spans     [B + 2, 3] int32: (first_token, length, before) of each sequence, of what is nobody's, and an empty one
+    spans     [B + 2, 3] int32: (first_token, length, before) of each sequence, of the padding, and of an empty sequence
     tiles     [N, 2] int32: (sequence, tile of its rows) of each program of a KV head, those with most keys first
     block_m   rows of a tile, each a query head of a token
     group     query heads of a KV head
-    tokens    T, what is nobody's included
+    tokens    T, padding included
     longest   tokens of the longest sequence, those before included: what its row of pages must hold
     """
 
@@ -72,17 +71,23 @@ class SequenceRanges:
 
     @classmethod
     def make(
-        cls, sequences: Sequence[tuple[int, int]], group: int, dtype: torch.dtype, *, tokens: int | None = None,
-        batch: int | None = None, block_m: int | None = None,
-    ) -> SequenceRanges:  # fmt: skip
-        """In host memory. Sequence b goes on by ``length`` tokens after ``before`` others, (before, length) = sequences[b];
-        tokens lie one sequence after the other.
+        cls,
+        sequences: Sequence[tuple[int, int]],
+        group: int,
+        dtype: torch.dtype,
+        *,
+        tokens: int | None = None,
+        batch: int | None = None,
+        block_m: int | None = None,
+    ) -> SequenceRanges:
+        """Ranges in host memory, for tokens that lie one sequence after the other.
 
-        tokens, batch  as many of both as there is room for: sizes of tensors that depend on nothing else; None: as there are.
-                       Tokens behind the last sequence's are nobody's: they attend to nothing, and their rows become 0
-        block_m        None: what is fast for ``dtype``
+        sequences      (before, length) of each: it goes on by ``length`` tokens after ``before`` others
+        tokens, batch  capacities, on which alone the tensors' sizes depend; None: as many as given. Tokens behind the last
+                       sequence's are padding: they attend to nothing, and their rows become 0
+        block_m        None: the fast one for ``dtype``
 
-        ValueError for what does not fit.
+        ValueError for sequences or sizes that do not fit.
         """
         try:
             fits = all(len(span) == 2 and min(span) >= 0 and sum(span) == int(sum(span)) for span in sequences)
@@ -99,7 +104,7 @@ class SequenceRanges:
         if block_m < 16 or block_m & (block_m - 1):
             raise ValueError(f"block_m={block_m} is not a power of two of at least 16")
         rows, tiles, first = [], [], 0
-        # Without torch, which would start its threads for so little.
+        # Lists, not tensors: torch would start its threads for this.
         for sequence, (before, length) in enumerate([*sequences, (real - tokens, tokens - real)]):
             rows.append((first, length, before))
             first += length
@@ -107,14 +112,14 @@ class SequenceRanges:
                 keys = before + min((tile * block_m + block_m - 1) // group + 1, length)
                 tiles.append((-keys, sequence, tile))
         tiles = [(sequence, tile) for _, sequence, tile in sorted(tiles)]
-        # So many at most, since the last tile of each sequence, and of what is nobody's, may be ragged.
+        # The largest number of tiles: the last one of each sequence, and of the padding, may be ragged.
         room = len(tiles) if exact else cdiv(tokens * group, block_m) + batch
         rows += [(0, 0, 0)] * (batch + 2 - len(rows))
         tiles += [(batch + 1, 0)] * (room - len(tiles))
         longest = max((sum(span) for span in sequences), default=0)
         return cls(
             spans=torch.tensor(rows, dtype=torch.int32),
-            tiles=torch.tensor(tiles, dtype=torch.int32).view(-1, 2),  # of no tokens there are none
+            tiles=torch.tensor(tiles, dtype=torch.int32).view(-1, 2),  # there may be none
             block_m=block_m,
             group=group,
             tokens=tokens,
@@ -122,7 +127,7 @@ class SequenceRanges:
         )
 
     def to(self, device: torch.device) -> SequenceRanges:
-        """On ``device``. The host waits for nothing."""
+        """Copy to ``device`` without waiting."""
         return replace(self, spans=upload(self.spans, device), tiles=upload(self.tiles, device))
 
 
@@ -141,9 +146,9 @@ def over_keys(
     SIZES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The online softmax of rows ``x`` [BLOCK_M, D] over keys start .. end - 1 more; ``start`` is a multiple of BLOCK_N.
+    """The online softmax of rows ``x`` [BLOCK_M, D] over keys start .. end - 1 more.
 
-    A key's weight is 2 ** (score * scale), so ``scale`` holds log2(e).
+    ``start`` is a multiple of BLOCK_N.     A key's weight is 2 ** (score * scale), so ``scale`` holds log2(e).
     state   before and after: (largest exponent [BLOCK_M], sum of weights [BLOCK_M], weighted sum of values [BLOCK_M, D]), the
             sums relative to the exponent
     MASKED  row i sees keys up to position[i]; else all rows see all, and ``end`` is a multiple of BLOCK_N too
@@ -185,8 +190,9 @@ def paged_prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values        grid: (N * heads,)
+    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values
 
+    grid: (N * heads,)
     q, out  [T, heads * GROUP, D]. A sequence's rows are its tokens' query heads of one KV head, a token's one after the other;
             tile i has rows BLOCK_M * i and on
     cache   ``PagedCache``, of SIZES ``CacheSizes``
@@ -235,19 +241,18 @@ def paged_prefill_attention(
     spans: SequenceRanges | Sequence[tuple[int, int]],
     scale: float | None = None,
 ) -> torch.Tensor:
-    """softmax(q @ keys.T * scale) @ values -> [T, Hq, D]: each of T tokens, and those before it in its sequence.
+    """softmax(q @ keys.T * scale) @ values -> [T, Hq, D], for T new tokens in a causal order.
 
-    q             [T, Hq, D], fp16, bf16 or fp32: the new tokens of all sequences, whose keys and values the cache holds already
+    q             [T, Hq, D], fp16, bf16 or fp32: the new tokens of all sequences, whose keys and values are in the cache
     keys, values  [P, Hkv, S, D], contiguous, of q's dtype; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before`` others; T tokens in all,
                   one sequence after the other. Or the same as SequenceRanges on q's device, which many calls share
     scale         positive; D ** -0.5 where None
 
-    Hkv divides Hq, D is a power of two from 16 to 256, S one from 16 to 256. Softmax and sums in fp32. The same bits from
-    run to run; sizes decide how sums are cut. What stands in ``pages`` and the cache behind a sequence moves nothing. The host
-    reads no pages: those out of range are not refused. No backward. ValueError for shapes, dtypes, devices or spans that do not
-    fit.
+    Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
+    run; sizes decide how sums are split. ``pages`` and the cache behind a sequence do not change a result. The host reads no
+    pages: those out of range are not refused. No backward. ValueError for shapes, dtypes, devices or spans that do not fit.
     """
     op = "paged_prefill_attention"
     check_like(op, "q", q, None, FLOATS)
@@ -283,11 +288,10 @@ def paged_prefill_attention(
 
 
 def config_for(programs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> PrefillConfig:
-    """16 KiB of keys a step, and as much of values.
+    """Config for ``programs``: 16 KiB of keys a step, and as much of values.
 
-    H200, bf16, D=128, 16 heads on 2, with the norms before it in a CUDA graph, in microseconds, 3 stages (two programs an SM)
-    / 4 (one): 1 prompt of 128 tokens 7.6 / 6.8, 1 of 512 14.2 / 12.6, 4 of 512 24.7 / 34.3. Tiles of 128 rows with 8 warps take
-    as long as of 64 with 4, of 16 up to three times as long (benchmarks/lab/h200-prefill-attention.json).
+    4 stages where each SM has one program, else 3, so that it holds two: 4 prompts of 512 tokens, D=128, 16 heads on 2 take
+    24.7 us on an H200 with 3 stages and 34.3 with 4, one prompt 14.2 and 12.6 (benchmarks/lab/h200-prefill-attention.json).
     """
     if dtype == torch.float32:
         return PrefillConfig(block_n=16, num_stages=2)

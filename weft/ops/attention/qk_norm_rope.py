@@ -1,7 +1,7 @@
-"""qk_norm_rope: from the projected tokens to attention: head norms, rotation, and the new keys and values in the cache.
+"""qk_norm_rope: head norms and rotation of projected tokens, and the write of new keys and values.
 
-x = round-free fp32 of a head [D];  n = x / sqrt(mean(x^2) + eps) * weight
-(a, b) = halves of n;  rotated = (a cos - b sin, b cos + a sin)        the half-split order of Hugging Face checkpoints
+n = x / sqrt(mean(x^2) + eps) * weight                                  x: a head, [D], in fp32
+(a, b) = halves of n;  rotated = (a cos - b sin, b cos + a sin)         the half-split order of Hugging Face checkpoints
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import DeferredNorm, check_squares, factors
+from weft.kernels.deferred_norm import DeferredNorm, check_squares, rms_scale
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
 from weft.kernels.rms_norm import inverse_rms, squares_of
@@ -32,27 +32,30 @@ TILE = 2048
 class Projected(NamedTuple):
     """The QKV projection of tokens, as kernels take it.
 
-    qkv          [tokens, q_heads + 2 kv_heads, D]: query heads, key heads, value heads; rows ``stride`` elements apart. Or the
-                 split-K partials of that, fp32, part_stride elements apart
-    squares      fp32 [tokens, SQUARES]: token t of qkv is still to be multiplied by 1 / sqrt(sum(squares[t]) + eps), a deferred
-                 RMS scale. SQUARES 0: any tensor
+    qkv      [tokens, q_heads + 2 kv_heads, D]: query heads, key heads, value heads; tokens ``stride`` elements apart. Or its
+             split-K partials, fp32, partial_stride elements apart
+    squares  fp32 [tokens, SQUARES], a deferred RMS scale: token t of qkv times 1 / sqrt(sum(squares[t]) + eps). SQUARES 0:
+             none, and any tensor
     """
 
     qkv: torch.Tensor
     stride: int
-    part_stride: int
+    partial_stride: int
     squares: torch.Tensor
     eps: float
 
     @classmethod
     def of(cls, given: torch.Tensor | DeferredNorm) -> tuple[Projected, dict[str, int]]:
-        """The argument of a kernel, and its compile-time constants: PARTS split-K partials and SQUARES."""
+        """(kernel argument, its compile-time constants: the numbers of split-K partials and of squares)."""
         deferred = isinstance(given, DeferredNorm)
         qkv, squares, eps = (given.scaled, given.squares.contiguous(), given.eps) if deferred else (given, None, 0.0)
-        in_parts = qkv.dim() == 3
-        qkv = qkv.contiguous() if in_parts else rows_contiguous(qkv)
-        argument = cls(qkv, qkv.stride(-2), qkv.stride(0) if in_parts else 0, squares if deferred else qkv, eps)
-        return argument, {"PARTS": qkv.shape[0] if in_parts else 1, "SQUARES": squares.shape[1] if deferred else 0}
+        in_partials = qkv.dim() == 3
+        qkv = qkv.contiguous() if in_partials else rows_contiguous(qkv)
+        argument = cls(qkv, qkv.stride(-2), qkv.stride(0) if in_partials else 0, squares if deferred else qkv, eps)
+        return argument, {
+            "PARTIALS": qkv.shape[0] if in_partials else 1,
+            "SQUARES": squares.shape[1] if deferred else 0,
+        }
 
 
 @triton.jit
@@ -77,15 +80,15 @@ def qk_norm_rope_kernel(
     Q_HEADS: tl.constexpr,
     KEPT: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    """Head h of token t is row t * (Q_HEADS + 2 kv_heads) + h of the work.        grid: (cdiv(rows, ROWS),)
+    """Head h of token t is row t * (Q_HEADS + 2 kv_heads) + h of the work.    grid: (cdiv(rows, ROWS),)
 
     projected  ``Projected``; norms: ``HeadNorms``; cache, SIZES: ``PagedCache`` and its ``CacheSizes``
-    queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or the keys behind them too
-    keys       keys[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * page_size + offset
-    values     values[page, h, offset, :] = as they come, rounded
+    queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or also the keys behind them
+    keys       key_pages[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * page_size + offset
+    values     value_pages[page, h, offset, :] = the projected value, rounded
     slots[t] = -1: neither key nor value is written. No two tokens of a call share a slot.
     """
     D: tl.constexpr = SIZES.dim
@@ -104,8 +107,8 @@ def qk_norm_rope_kernel(
     source = projected.qkv + (token.to(tl.int64) * projected.stride + head * D)[:, None] + column
     low = tl.load(source, mask=exists[:, None], other=0.0)
     high = tl.load(source + HALF, mask=exists[:, None], other=0.0)
-    for part in tl.static_range(1, PARTS):
-        summand = source + part * tl.cast(projected.part_stride, tl.int64)
+    for part in tl.static_range(1, PARTIALS):
+        summand = source + part * tl.cast(projected.partial_stride, tl.int64)
         low += tl.load(summand, mask=exists[:, None], other=0.0)
         high += tl.load(summand + HALF, mask=exists[:, None], other=0.0)
     q_weight, k_weight = norms.q_weight + column, norms.k_weight + column
@@ -116,7 +119,7 @@ def qk_norm_rope_kernel(
     sin = tl.load(angle + HALF, mask=turns[:, None], other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if SQUARES > 0:
-        factor = factors(projected.squares, token, exists, projected.eps, SQUARES)[:, None]
+        factor = rms_scale(projected.squares, token, exists, projected.eps, SQUARES)[:, None]
         a, b = a * factor, b * factor
         low, high = a, b
     scale = inverse_rms(squares_of(a) + squares_of(b), norms.eps, D)[:, None]
@@ -144,19 +147,19 @@ def qk_norm_rope(
     values: torch.Tensor,
     with_keys: bool = False,
 ) -> torch.Tensor:
-    """q [T, Hq, D]: the queries normed and rotated; the new keys (likewise) and values go into the paged cache.
+    """Normalised and rotated queries [T, Hq, D]; new keys (likewise) and values go into the paged cache.
 
     qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
-                        Or fp32 [parts, T, (Hq + 2 Hkv) * D], contiguous: what is to be added up to them. Or a product of a
-                        factored norm, whose rows' factors are still to be applied
+                        Or fp32 [partials, T, (Hq + 2 Hkv) * D], contiguous: its split-K partials. Or a ``DeferredNorm``, whose
+                        RMS scale is applied here
     q_weight, k_weight  [D], of the RMSNorm of each head
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     positions           [T] int32 or int64, each 0 .. max_positions - 1
-    slots               [T] int64: page * S + offset in the page, no two alike; -1: written nowhere
-    keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or of parts any of the three; written in place
+    slots               [T] int64: page * S + offset in the page, no two alike; -1: not written
+    keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or for partials any of the three; written in place
     with_keys           the result is [T, Hq + Hkv, D]: the new keys behind the queries
 
-    D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. No host reads a position or slot: those
+    D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. The host reads no positions or slots: those
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     norm = qkv if isinstance(qkv, DeferredNorm) else None
@@ -191,18 +194,18 @@ def check_projected(
     *,
     tokens: str,
 ) -> None:
-    """ValueError unless qkv [``tokens``, ...] is of the heads of that cache, whole or in parts, and the others fit them."""
+    """ValueError unless qkv [``tokens``, ...] or its partials fit the cache's heads, and the others too."""
     check_is_tensor(op, "qkv", qkv)
-    in_parts = qkv.dim() == 3
-    check_like(op, "qkv", qkv, None, (torch.float32,) if in_parts else FLOATS)
+    in_partials = qkv.dim() == 3
+    check_like(op, "qkv", qkv, None, (torch.float32,) if in_partials else FLOATS)
     check_like(op, "keys", keys, qkv.device, FLOATS)
-    check_cache(op, keys, values, keys if in_parts else qkv)
+    check_cache(op, keys, values, keys if in_partials else qkv)
     _, kv_heads, _, D = keys.shape
     width = qkv.shape[-1] if qkv.dim() in (2, 3) else -1
     if width % D != 0 or width <= 2 * kv_heads * D or 0 in qkv.shape[:-2]:
         raise ValueError(
             f"{op}: qkv has shape {tuple(qkv.shape)}; with keys of {tuple(keys.shape)} it must be "
-            f"[{tokens}, (Hq + {2 * kv_heads}) * {D}], or 1 or more parts of that"
+            f"[{tokens}, (Hq + {2 * kv_heads}) * {D}], or 1 or more partials of that"
         )
     for name, x, shape, dtypes in (
         ("q_weight", q_weight, (D,), (keys.dtype,)),

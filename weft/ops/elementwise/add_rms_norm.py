@@ -1,4 +1,4 @@
-"""add_rms_norm: residual and RMSNorm in one kernel, for tokens that nobody else has a part of."""
+"""add_rms_norm: residual addition and RMSNorm in one kernel, for tokens that this rank holds whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, WIDTH: tl.cons
     """hidden[t, :] = round(x[t, :] + residual[t, :])
     normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)        grid: (rows,)
 
-    All [rows, WIDTH], contiguous. In fp32; the norm is of the rounded ``hidden``.
+    All [rows, WIDTH], contiguous. Computed in fp32; the norm is of the rounded ``hidden``.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
@@ -37,7 +37,7 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, WIDTH: tl.cons
 
 
 def warps_of(row_bytes: int) -> int:
-    """32 bytes of a row a thread, 16 warps at most."""
+    """Number of warps: 32 bytes of a row a thread, 16 warps at most."""
     return min(16, next_power_of_2(cdiv(row_bytes, 1024)))
 
 
@@ -50,8 +50,8 @@ def add_rms_norm(
     residual  of x's shape and dtype
     weight    [H] of x's dtype
 
-    New contiguous tensors of x's shape and dtype. ``hidden`` is rounded once, and normed is of the rounded one, as of
-    ``all_reduce_rms_norm``. No backward. ValueError for wrong arguments.
+    Both are new contiguous tensors of x's shape and dtype. ``hidden`` is rounded once and normed computed from the rounded
+    one, as by ``all_reduce_rms_norm``. No backward. ValueError for wrong arguments.
     """
     check_like("add_rms_norm", "x", x, None, FLOATS)
     check_scalar("add_rms_norm", "eps", eps)
@@ -75,10 +75,17 @@ def _add_rms_norm(
     width = x.shape[-1]
     if x.numel() > 0:
         add_rms_norm_kernel[(x.numel() // width,)](
-            x.contiguous(), residual.contiguous(), weight.contiguous(), normed, hidden, eps,
-            WIDTH=width, BLOCK=next_power_of_2(width), num_warps=warps_of(width * x.itemsize),
+            x.contiguous(),
+            residual.contiguous(),
+            weight.contiguous(),
+            normed,
+            hidden,
+            eps,
+            WIDTH=width,
+            BLOCK=next_power_of_2(width),
+            num_warps=warps_of(width * x.itemsize),
             **launch_options(capabilities_of(x.device)),
-        )  # fmt: skip
+        )
     return normed, hidden
 
 

@@ -1,4 +1,4 @@
-"""silu_mul: what stands between the two matrix products of a gated MLP, for those that do not compute it themselves."""
+"""silu_mul: the activation between the two GEMMs of a gated MLP, where no GEMM computes it itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import DeferredNorm, check_squares, factors
+from weft.kernels.deferred_norm import DeferredNorm, check_squares, rms_scale
 from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like
@@ -26,8 +26,8 @@ def silu_mul_kernel(
 ):
     """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles,), those along N first
 
-    gate_up  [M, 2 N], rows ``stride`` apart. In fp32, rounded once
-    squares  fp32 [M, SQUARES]: of gate_up's rows times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: as they are
+    gate_up  [M, 2 N], rows ``stride`` apart. Computed in fp32, rounded once
+    squares  fp32 [M, SQUARES], a deferred RMS scale: row m of gate_up times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: none
     """
     across = tl.cdiv(N, BLOCK)
     rows = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
@@ -38,18 +38,18 @@ def silu_mul_kernel(
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + N, mask=inside, other=0.0).to(tl.float32)
     if SQUARES > 0:
-        factor = factors(squares, rows, rows < M, eps, SQUARES)[:, None]
-        gate *= factor
-        up *= factor
+        scale = rms_scale(squares, rows, rows < M, eps, SQUARES)[:, None]
+        gate *= scale
+        up *= scale
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: torch.Tensor | DeferredNorm) -> torch.Tensor:
-    """silu(gate) * up -> [M, N], contiguous, in the dtype of ``gate_up``: computed in fp32 and rounded once.
+    """silu(gate) * up -> [M, N], contiguous, in the dtype of ``gate_up``; computed in fp32, rounded once.
 
-    gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; anything else is copied first. Or a product of
-             a factored norm, whose rows' factors are still to be applied
+    gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; any other layout is copied first. Or a
+             ``DeferredNorm``, whose RMS scale is applied here
 
     No backward. ValueError for another shape or dtype.
     """
@@ -75,10 +75,18 @@ def _silu_mul(gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -
         rows = min(MAX_ROWS, next_power_of_2(M))
         block = TILE // rows
         silu_mul_kernel[(cdiv(N, block) * cdiv(M, rows),)](
-            gate_up, gate_up.stride(0), gate_up if squares is None else squares.contiguous(), eps, out, M, N,
-            ROWS=rows, BLOCK=block, SQUARES=0 if squares is None else squares.shape[1],
+            gate_up,
+            gate_up.stride(0),
+            gate_up if squares is None else squares.contiguous(),
+            eps,
+            out,
+            M,
+            N,
+            ROWS=rows,
+            BLOCK=block,
+            SQUARES=0 if squares is None else squares.shape[1],
             **launch_options(capabilities_of(out.device)),
-        )  # fmt: skip
+        )
     return out
 
 

@@ -1,10 +1,10 @@
-"""top_p_mass: how much probability lies above each of 16 thresholds: one step of finding top-p's least logit.
+"""top_p_mass: probability mass above each of 16 thresholds, a step towards top-p's least logit.
 
-mass[b, n] = int(2**40 * exp((logits[b, n] - best[b]) / temperature[b]))          integers, so that no order of sums matters
-above[p, i, b] = sum of mass[b, n] over part p's n with key(logits[b, n]) >= low[b] + i * 2**shift,        i = 0 .. 15
+mass[b, n] = int(2**40 * exp((logits[b, n] - best[b]) / temperature[b]))          integers, so sums are the same in any order
+above[c, i, b] = sum of mass[b, n] over chunk c's n with key(logits[b, n]) >= low[b] + i * 2**shift,        i = 0 .. 15
 
-key is the logit as an int32 that compares as the fp32 does. `narrow` takes `low` to the greatest of the 16 thresholds that all
-parts and ranks together still have the wanted mass above, so after shift = 28, 24, .. 0 it is the exact least key that is kept.
+key is the logit as an int32 that compares as the fp32 does. `narrow` raises `low` to the greatest of the 16 thresholds above
+which all chunks and ranks together still have the wanted mass. After shift = 28, 24, .. 0 it is exactly the least key to keep.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS
-from weft.ops.vocab.sample_argmax import ordered, parts_of
+from weft.ops.vocab.sample_argmax import chunks_of, ordered
 from weft.runtime.capabilities import launch_options
 
 BLOCK = 256
@@ -28,14 +28,14 @@ LOWEST = -(1 << 31)
 SHIFTS = tuple(range(28, -1, -4))
 
 
-@triton.jit(do_not_specialize=["N", "part", "shift"])
+@triton.jit(do_not_specialize=["N", "chunk", "shift"])
 def top_p_mass_kernel(
-    logits, stride, best, temperature, low, above, N, part, shift, THRESHOLDS: tl.constexpr, BLOCK: tl.constexpr
+    logits, stride, best, temperature, low, above, N, chunk, shift, THRESHOLDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """above[p, i, b]: the module's, over words p * part .. of row b.        grid: (B, parts)"""
+    """above[c, i, b] as in the module's formula, of logits c * chunk .. of row b.        grid: (B, chunks)"""
     row = tl.program_id(0)
-    begin = tl.program_id(1) * part
-    end = tl.minimum(begin + part, N)
+    begin = tl.program_id(1) * chunk
+    end = tl.minimum(begin + chunk, N)
     wl.follow_previous_kernel()
     source = logits + row.to(tl.int64) * stride
     greatest, heat = tl.load(best + row), tl.maximum(tl.load(temperature + row), 1e-20)
@@ -52,18 +52,19 @@ def top_p_mass_kernel(
     tl.store(above + (tl.program_id(1) * THRESHOLDS + index) * tl.num_programs(0) + row, sums)
 
 
-@triton.jit(do_not_specialize=["parts", "shift"])
-def narrow_kernel(above, top_p, low, wanted, parts, shift, FIRST: tl.constexpr, THRESHOLDS: tl.constexpr):
-    """low[b] += 2**shift * the greatest i for which the sum over parts of above[p, i, b] >= wanted[b].        grid: (B,)
+@triton.jit(do_not_specialize=["chunks", "shift"])
+def narrow_kernel(above, top_p, low, wanted, chunks, shift, FIRST: tl.constexpr, THRESHOLDS: tl.constexpr):
+    """low[b] += 2**shift * the greatest i whose sum over chunks of above[c, i, b] >= wanted[b].
 
-    FIRST: wanted[b] = ceil(top_p[b] * all mass), at least 1. Where top_p is 1, low stays: everything is kept.
+    grid: (B,)
+    FIRST: wanted[b] = ceil(top_p[b] * all mass), at least 1. Where top_p is 1, low stays: all tokens are kept.
     """
     row, batch = tl.program_id(0), tl.num_programs(0)
     index = tl.arange(0, THRESHOLDS)
     wl.follow_previous_kernel()
     sums = tl.zeros([THRESHOLDS], tl.int64)
-    for part in range(0, parts):
-        sums += tl.load(above + (part * THRESHOLDS + index) * batch + row)
+    for chunk in range(0, chunks):
+        sums += tl.load(above + (chunk * THRESHOLDS + index) * batch + row)
     share = tl.load(top_p + row)
     if FIRST:
         total = tl.max(sums, axis=0)
@@ -80,10 +81,10 @@ def narrow_kernel(above, top_p, low, wanted, parts, shift, FIRST: tl.constexpr, 
 def top_p_mass(
     logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
 ) -> torch.Tensor:
-    """`above` [parts, 16, B] int64 of this rank's logits [B, N].
+    """`above` [chunks, 16, B] int64 of this rank's logits [B, N].
 
     logits             fp16, bf16 or fp32; -inf: never. Rows may be strided
-    best, temperature  [B] fp32: the row's greatest logit over all ranks; 0 counts as 1e-20
+    best, temperature  [B] fp32: the row's greatest logit over all ranks; temperature 0 counts as 1e-20
     low                [B] int32, LOWEST at first
     shift              one of SHIFTS, in this order
 
@@ -92,8 +93,10 @@ def top_p_mass(
     check_like("top_p_mass", "logits", logits, None, FLOATS)
     check_shape("top_p_mass", "logits", logits, ("B", "N"))
     for name, x, dtype in (
-        ("best", best, torch.float32), ("temperature", temperature, torch.float32), ("low", low, torch.int32),
-    ):  # fmt: skip
+        ("best", best, torch.float32),
+        ("temperature", temperature, torch.float32),
+        ("low", low, torch.int32),
+    ):
         check_like("top_p_mass", name, x, logits.device, (dtype,))
         check_shape("top_p_mass", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
@@ -102,7 +105,10 @@ def top_p_mass(
 
 
 def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
-    """`low` [B] int32 in place, from `above` [.., 16, B] of all parts and ranks. The first shift sets `wanted` [B] int64."""
+    """Raise `low` [B] int32 in place, by `above` [.., 16, B] of all chunks and ranks.
+
+    wanted  [B] int64, set by the first shift for those that follow
+    """
     torch.ops.weft.narrow.default(above, top_p, low, wanted, shift)
 
 
@@ -110,34 +116,42 @@ def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: 
 def _top_p_mass(
     logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
 ) -> torch.Tensor:
-    logits, (batch, words) = rows_contiguous(logits), logits.shape
+    logits, (batch, vocab) = rows_contiguous(logits), logits.shape
     caps = capabilities_of(logits.device)
-    parts, part = parts_of(max(1, batch), max(1, words), caps.sms)
-    above = torch.empty((parts, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
+    chunks, chunk = chunks_of(max(1, batch), max(1, vocab), caps.sms)
+    above = torch.empty((chunks, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
     if batch > 0:
-        top_p_mass_kernel[(batch, parts)](
-            logits, logits.stride(0), best.contiguous(), temperature.contiguous(), low, above, words, part, shift,
-            THRESHOLDS=THRESHOLDS, BLOCK=BLOCK, **launch_options(caps),
-        )  # fmt: skip
+        top_p_mass_kernel[(batch, chunks)](
+            logits,
+            logits.stride(0),
+            best.contiguous(),
+            temperature.contiguous(),
+            low,
+            above,
+            vocab,
+            chunk,
+            shift,
+            THRESHOLDS=THRESHOLDS,
+            BLOCK=BLOCK,
+            **launch_options(caps),
+        )
     return above
 
 
 @_top_p_mass.register_fake
 def _(logits, best, temperature, low, shift):
-    batch, words = logits.shape
-    parts, _ = parts_of(max(1, batch), max(1, words), capabilities_of(logits.device).sms)
-    return logits.new_empty((parts, THRESHOLDS, batch), dtype=torch.int64)
+    batch, vocab = logits.shape
+    chunks, _ = chunks_of(max(1, batch), max(1, vocab), capabilities_of(logits.device).sms)
+    return logits.new_empty((chunks, THRESHOLDS, batch), dtype=torch.int64)
 
 
 @custom_op("narrow", mutates_args=("low", "wanted"), backward=False)
 def _narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
     batch = low.shape[0]
     if batch > 0:
-        above = above.contiguous()
-        narrow_kernel[(batch,)](
-            above, top_p.contiguous(), low, wanted, above.numel() // (THRESHOLDS * batch), shift,
-            FIRST=shift == SHIFTS[0], THRESHOLDS=THRESHOLDS, num_warps=1, **launch_options(capabilities_of(low.device)),
-        )  # fmt: skip
+        above, options = above.contiguous(), launch_options(capabilities_of(low.device))
+        arguments = above, top_p.contiguous(), low, wanted, above.numel() // (THRESHOLDS * batch), shift
+        narrow_kernel[(batch,)](*arguments, FIRST=shift == SHIFTS[0], THRESHOLDS=THRESHOLDS, num_warps=1, **options)
 
 
 @_narrow.register_fake

@@ -1,4 +1,4 @@
-"""vocab_embedding: one rank's part of a vocabulary-parallel embedding: its own words' rows, zeros for the others'."""
+"""vocab_embedding: one rank's share of a vocabulary-parallel embedding; other ranks' rows are 0."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def vocab_embedding_kernel(tokens, weight, x, first, rows, WIDTH: tl.constexpr, 
     inside = column < WIDTH
     wl.follow_previous_kernel()
     local = tl.load(tokens + token) - first
-    mine = (local >= 0) & (local < rows)
-    row = tl.load(weight + local * WIDTH + column, mask=inside & mine, other=0.0)
+    is_local = (local >= 0) & (local < rows)
+    row = tl.load(weight + local * WIDTH + column, mask=inside & is_local, other=0.0)
     tl.store(x + token * WIDTH + column, row, mask=inside)
 
 
 def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    """x[T, H]: row t is that of word tokens[t] if it is one of `weight`'s, which are first, first + 1, …; else zeros.
+    """x[T, H]: row t is weight[tokens[t] - first] if this rank holds that row, else zeros.
 
-    tokens  [T] int64
-    weight  [rows, H], fp16, bf16 or fp32
+    tokens  [T] int64 token ids
+    weight  [rows, H], fp16, bf16 or fp32: the rows of token ids first .. first + rows - 1
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
@@ -52,10 +52,9 @@ def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> t
 def _vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     x = weight.new_empty((tokens.shape[0], weight.shape[1]))
     if x.numel() > 0:
-        vocab_embedding_kernel[(x.shape[0], cdiv(x.shape[1], BLOCK))](
-            tokens.contiguous(), weight.contiguous(), x, first, weight.shape[0],
-            WIDTH=x.shape[1], BLOCK=BLOCK, **launch_options(capabilities_of(x.device)),
-        )  # fmt: skip
+        grid, options = (x.shape[0], cdiv(x.shape[1], BLOCK)), launch_options(capabilities_of(x.device))
+        arguments = tokens.contiguous(), weight.contiguous(), x, first, weight.shape[0]
+        vocab_embedding_kernel[grid](*arguments, WIDTH=x.shape[1], BLOCK=BLOCK, **options)
     return x
 
 

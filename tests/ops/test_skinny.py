@@ -11,7 +11,7 @@ from tests.compiling import TARGETS, compiled
 from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft import ops
-from weft.kernels.deferred_norm import FactoredNorm
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.operands import operand
 from weft.ops import local
 from weft.ops.gemm import small_m, small_m_config
@@ -381,7 +381,7 @@ def test_parts_on_a_gpu(M, N, K, behind_a_norm):
     expected, of = reference(x, weight, False), x
     if behind_a_norm:
         squares = torch.rand((M, 20), device="cuda")
-        expected, of = expected * (squares.double().sum(1, keepdim=True) + 1e-6).rsqrt(), FactoredNorm(x, squares, 1e-6)
+        expected, of = expected * (squares.double().sum(1, keepdim=True) + 1e-6).rsqrt(), DeferredNorm(x, squares, 1e-6)
     parts = ops.matmul_parts(of, weight)
     assert parts.shape == (3, M, N) and parts.dtype == FP32
     assert_close(parts.sum(0).to(BF16), expected, K, what="their sum")

@@ -39,9 +39,6 @@ class DeferredNorm:
         return normed(self.scaled, self.squares, self.eps)
 
 
-FactoredNorm = DeferredNorm  # the former name, which callers outside the attention ops still import
-
-
 def normed(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
     """``DeferredNorm.normed`` of its three fields, for custom ops."""
     factor = torch.rsqrt(squares.sum(dim=-1, keepdim=True) + eps)

@@ -8,7 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
+
+from weft.kernels.deferred_norm import DeferredNorm
+
+__all__ = [
+    "AttentionWeights",
+    "DeferredNorm",
+    "LayerWeights",
+    "MLPWeights",
+    "NormWeights",
+    "PartialSum",
+    "SequenceShard",
+    "SplitK",
+    "VocabWeights",
+    "tensor_of",
+]
 
 
 @dataclass(frozen=True, slots=True)

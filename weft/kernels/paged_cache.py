@@ -26,7 +26,8 @@ class CacheSizes(NamedTuple):
 
     @classmethod
     def of(cls, keys: torch.Tensor) -> "CacheSizes":
-        return cls(*keys.shape[1:])
+        _, heads, page, dim = keys.shape
+        return cls(heads, page, dim)
 
 
 class Sequences(NamedTuple):

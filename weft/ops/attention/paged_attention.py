@@ -26,6 +26,7 @@ from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS, check_scalar
+from weft.plan.memo import remembered
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 
@@ -224,17 +225,27 @@ def launch_of(
     """(grid, arguments ``cache`` to ``max_pages``, keyword arguments) of a kernel with ``out`` [B, Hq, D]."""
     (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
     caps, pairs, max_pages = capabilities_of(out.device), B * sizes.heads, sequences.pages.shape[1]
-    config = config or config_for(pairs, D, out.dtype, caps)
-    splits = splits_for(pairs, max_pages * sizes.page, config, caps.sms)
+    group, tokens = q_heads // sizes.heads, max_pages * sizes.page
+    splits, options = chosen_for(pairs, tokens, group, D, out.dtype, caps, config)
     sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
-    options = {
-        "SIZES": sizes,
-        "TILE": tile_of(config, group=q_heads // sizes.heads, D=D, split=splits > 1),
+    arguments = cache, sequences, out, scratch_of(out, pairs, splits, tickets), max_pages
+    return (pairs, splits), arguments, {"SIZES": sizes, **options}
+
+
+@remembered
+def chosen_for(
+    pairs: int, tokens: int, group: int, D: int, dtype: torch.dtype, caps: Capabilities, config: AttentionConfig | None
+) -> tuple[int, dict[str, Any]]:
+    """(splits, keyword arguments but SIZES) for sequences of at most ``tokens``; None: config by rule."""
+    config = config or config_for(pairs, D, dtype, caps)
+    splits = splits_for(pairs, tokens, config, caps.sms)
+    tile = tile_of(config, group=group, D=D, split=splits > 1)
+    return splits, {
+        "TILE": tile,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         **launch_options(caps),
     }
-    return (pairs, splits), (cache, sequences, out, scratch_of(out, pairs, splits, tickets), max_pages), options
 
 
 def scratch_of(out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None) -> Partials:

@@ -1,4 +1,4 @@
-"""What the tests of a decode layer's own kernels share: sizes, data, and where a check runs."""
+"""Sizes, data and checks that the tests of attention, elementwise and vocabulary ops share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import weft
 from tests.ops.cases import BF16, FP16, FP32
 from weft.kernels.deferred_norm import DeferredNorm
 
-NORM_EPS = 1e-6
+EPS = 1e-6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
 
 
 def everywhere(check, device, *args):
-    """``check(device, *args)``: of CPU tensors on a virtual rank."""
+    """Run ``check(device, *args)``, on a virtual rank where the device is the CPU."""
     if device == "cpu":
         weft.simulate(lambda team: check(device, *args), 1)
     else:
@@ -30,11 +30,21 @@ def random(shape, dtype, device, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def undivided(x, parts):
-    """``x`` as a product of a factored norm, in so many parts; and what its rows are to be multiplied by, in fp64."""
+def deferred(x, parts):
+    """``x`` with a deferred RMS scale in ``parts``, and that scale in fp64."""
     generator = torch.Generator().manual_seed(parts)
     squares = (10 ** (2 * torch.rand((x.shape[0], parts), generator=generator))).to(x.device)
-    return DeferredNorm(x, squares, NORM_EPS), (squares.double().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+    return DeferredNorm(x, squares, EPS), (squares.double().sum(-1, keepdim=True) + EPS).rsqrt()
+
+
+def rms_norm(x, weight):
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def rotate(x, cos, sin):
+    """x [T, heads, D]; cos, sin [T, D/2]"""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]), dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +78,35 @@ HEADS = [
 SMALL = Heads(q_heads=4, kv_heads=1, D=64, page_size=16, dtype=FP32)
 
 
+def layer_arguments(heads=SMALL, tokens=3):
+    """Arguments of a qk_norm_rope, and of a paged_attention that is split."""
+    D, dtype = heads.D, heads.dtype
+    keys, values = heads.cache(40, "cpu")
+    qkv = random((tokens, (heads.q_heads + 2 * heads.kv_heads) * D), dtype, "cpu")
+    weight, angles = torch.ones(D, dtype=dtype), random((9, D), FP32, "cpu")
+    positions, slots = torch.arange(tokens), torch.arange(tokens) * 17
+    pages, lengths = torch.arange(20, dtype=torch.int32)[None], torch.full((1,), 300, dtype=torch.int32)
+    tickets = torch.zeros(heads.kv_heads, dtype=torch.int32)
+    return (
+        [qkv, weight, weight, EPS, angles, positions, slots, keys, values],
+        [qkv.view(tokens, -1, D)[:1, : heads.q_heads].contiguous(), keys, values, pages, lengths, 0.125, tickets],
+    )
+
+
+def changed(position, value, arguments):
+    """``arguments`` with another value at ``position``."""
+    return tuple(value if at == position else argument for at, argument in enumerate(arguments))
+
+
+def check_refused(op, arguments, message):
+    """``op`` refuses ``arguments`` in one line that says ``message``."""
+    with pytest.raises(ValueError) as refused:
+        op(*arguments)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
 def mutated(module, old, new, name, directory):
-    """``module`` with ``old`` replaced in its source, under another name; as it is where ``old`` is empty."""
+    """A copy of ``module`` under another name, with ``old`` replaced in its source; unchanged where ``old`` is empty."""
     source = Path(module.__file__).read_text()
     assert old in source
     file = directory / f"{name}.py"

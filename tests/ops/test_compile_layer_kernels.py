@@ -1,4 +1,4 @@
-"""The kernels of a decode layer that one rank computes by itself compile for every target and fit it."""
+"""The local kernels of a decode layer compile for every target and fit it."""
 
 import importlib
 import re
@@ -70,6 +70,19 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     return compiled(decode_attention_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
 
 
+def check_compiles(kernel, arch):
+    """The kernel waits for the one before it where ``arch`` has programmatic dependent launch."""
+    if arch.startswith("sm_"):
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch != "sm_80")
+
+
+def check_machine_code(kernel, directory):
+    """sm_90: nothing is loaded before the kernel before has finished, and no thread has a stack."""
+    ptx = kernel.asm["ptx"]
+    assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
+    assert stack_bytes(kernel, directory) == 0
+
+
 @pytest.mark.triton_internals
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("arch", TARGETS)
@@ -79,8 +92,7 @@ def test_compiles_and_fits(arch, name):
     for dtype in (torch.bfloat16, *others):
         kernel = built(name, arch, dtype)
         assert kernel.metadata.shared <= SHARED[arch], dtype
-        if arch.startswith("sm_"):
-            assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch != "sm_80")
+        check_compiles(kernel, arch)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +111,8 @@ def test_other_heads_compile_and_fit(dtype, D, group, page, tmp_path):
 def test_machine_code_on_sm_90(name, tmp_path):
     kernel = built(name, "sm_90")
     ptx = kernel.asm["ptx"]
-    # Nothing is read before what the kernel before has written is there.
-    before = ptx[: ptx.index("griddepcontrol.wait")]
-    assert "ld.global" not in before and "cp.async.cg" not in before
+    check_machine_code(kernel, tmp_path)
+    assert "cp.async.cg" not in ptx[: ptx.index("griddepcontrol.wait")]
     assert "griddepcontrol.launch_dependents" in ptx
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", ptx)
     if name.startswith("decode"):
@@ -109,7 +120,6 @@ def test_machine_code_on_sm_90(name, tmp_path):
         assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", ptx)) >= (12 if "parts" in name else 4)
     else:
         assert not re.search(r"(st|ld)\.global(\.\w+)*\.b16", ptx), "an element moves alone"
-    assert stack_bytes(kernel, tmp_path) == 0
     if name.startswith(("paged", "decode")):
         instruction = "wgmma.mma_async" if "prefill" in name else "mma.sync"
         assert "cp.async.cg.shared.global" in ptx and instruction in ptx
@@ -126,9 +136,9 @@ def test_as_many_programs_of_attention_fit_an_sm_90_as_are_counted_on(pairs, nam
     assert held >= max(config.per_sm, -(-pairs // 132)), "at 255 registers a thread"
 
 
-def test_a_part_is_stored_before_its_ticket():
-    """PTX of sm_90: the stores of a part, a CTA barrier, the ticket that acquires and releases."""
+def test_a_partial_is_stored_before_its_arrival():
+    """PTX of sm_90: the stores of a partial, a CTA barrier, the arrival that acquires and releases."""
     ptx = built("paged_attention", "sm_90").asm["ptx"]
-    ticket = ptx.index("atom.global.gpu.acq_rel.add")
-    barrier = ptx.rindex("bar.sync", 0, ticket)
-    assert ptx.rindex("st.global.v4.b32", 0, ticket) < barrier
+    arrival = ptx.index("atom.global.gpu.acq_rel.add")
+    barrier = ptx.rindex("bar.sync", 0, arrival)
+    assert ptx.rindex("st.global.v4.b32", 0, arrival) < barrier

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from weft.ops.gemm.small_m_config import SkinnyConfig
 
 import weft
 from tests.compiling import TARGETS, compiled
@@ -15,7 +16,6 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.operands import operand
 from weft.ops import local
 from weft.ops.gemm import small_m, small_m_config
-from weft.ops.gemm.small_m_config import SkinnyConfig
 from weft.runtime.capabilities import Capabilities, launch_options
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

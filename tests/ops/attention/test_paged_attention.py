@@ -1,4 +1,4 @@
-"""paged_attention against plain PyTorch in double, on a virtual rank and on a GPU; what orders its parts is needed."""
+"""paged_attention against plain PyTorch in double, on a virtual rank and on a GPU; what orders its partials is needed."""
 
 import importlib
 from dataclasses import dataclass, fields
@@ -10,7 +10,18 @@ import weft
 import weft.check
 from tests.ops.cases import FP32
 from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, mutated, random
+from tests.ops.layer_cases import (
+    DEVICES,
+    HEADS,
+    SMALL,
+    Heads,
+    changed,
+    check_refused,
+    everywhere,
+    layer_arguments,
+    mutated,
+    random,
+)
 from weft import ops
 from weft.kernels import split_kv
 from weft.kernels.paged_cache import PagedCache, Sequences
@@ -64,7 +75,7 @@ def check_paged_attention(device, case, calls=3):
     keys, values = heads.cache(total, device, 1)
     q = random((B, heads.q_heads, D), heads.dtype, device, 3)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(B)).tolist()
-    # What no sequence owns must not be read: neither such pages' ids, nor what lies in pages behind a length.
+    # Pages that no sequence owns must not be read, nor cells behind a length.
     pages = torch.full((B, max_pages), 1 << 24, dtype=torch.int32)
     owned = torch.zeros((total, S), dtype=torch.bool)
     for b, length in enumerate(case.lengths):
@@ -155,18 +166,53 @@ def test_a_replayed_graph_follows_lengths_and_pages():
         assert_identical(replayed, ops.paged_attention(q, keys, values, pages, lengths), what=f"lengths {new}")
 
 
+@pytest.mark.parametrize(
+    ("message", "position", "value"),
+    [
+        ("q has shape (4, 64); it must be (B, Hq, 64)", 0, torch.ones(4, 64)),
+        ("q has 0 heads and keys 1", 0, torch.ones(1, 0, 64)),
+        ("page_size=8 is not one of 16, 32, 64, 128, 256", 1, torch.ones(40, 1, 8, 64)),
+        ("pages has shape (2, 20); it must be (1, max_pages)", 3, torch.zeros((2, 20), dtype=torch.int32)),
+        ("pages.dtype=torch.int64 is not one of int32", 3, torch.zeros((1, 20), dtype=torch.int64)),
+        ("lengths has shape (); it must be (1,)", 4, torch.zeros((), dtype=torch.int32)),
+        ("contiguous row of B * Hkv=1 or more", 6, torch.zeros(0, dtype=torch.int32)),
+    ],
+)
+def test_wrong_arguments_are_refused(message, position, value):
+    arguments = changed(position, value, layer_arguments()[1])
+    # keys and values change together: else their shapes differ, and that is what is said.
+    check_refused(ops.paged_attention, changed(2, value, arguments) if position == 1 else arguments, message)
+
+
+def test_heads_that_kv_heads_do_not_share_evenly_are_refused():
+    cache, (_, _, _, *rest) = torch.ones(9, 2, 16, 64), layer_arguments()[1]
+    check_refused(ops.paged_attention, (torch.ones(1, 3, 64), cache, cache, *rest[:2]), "q has 3 heads and keys 2")
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ("block_n=48 is not a power of two", {"block_n": 48}),
+        ("least=100 is not a multiple of block_n=64", {"least": 100}),
+        ("per_sm=0 is not positive", {"per_sm": 0}),
+    ],
+)
+def test_wrong_configs_are_refused(message, field):
+    check_refused(lambda: attention.AttentionConfig(**field), (), message)
+
+
 MUTATIONS = {
     "no barrier": ("wl.gather_stores()", "pass", "missing-barrier"),
     "no release": ('sem="acq_rel"', 'sem="acquire"', "relaxed-order"),
     "no acquire": ('sem="acq_rel"', 'sem="release"', "relaxed-order"),
     "joined by the first": ("== count - 1", "== 0", "race"),
-    "tickets not put back": ("tl.store(partials.arrivals + pair, 0)", "pass", "divergence"),
+    "arrival counters not put back": ("tl.store(partials.arrivals + pair, 0)", "pass", "divergence"),
     "none": ("", "", None),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_what_orders_the_parts_is_needed(mutation, tmp_path):
+def test_what_orders_the_partials_is_needed(mutation, tmp_path):
     old, new, finding = MUTATIONS[mutation]
     name = f"mutant_{list(MUTATIONS).index(mutation)}"
     kernels = mutated(split_kv, old, new, f"{name}_kernels", tmp_path)

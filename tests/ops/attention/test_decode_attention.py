@@ -1,4 +1,4 @@
-"""decode_attention against plain PyTorch in double, on a virtual rank and on a GPU; and against the two ops that it joins."""
+"""decode_attention against plain PyTorch in double, on a virtual rank and on a GPU; and against the two ops that it fuses."""
 
 import importlib
 
@@ -9,8 +9,19 @@ import weft
 import weft.check
 from tests.ops.cases import BF16, FP32
 from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, mutated, random, undivided
-from tests.ops.test_layer_kernels import rms_norm, rotate
+from tests.ops.layer_cases import (
+    DEVICES,
+    EPS,
+    HEADS,
+    SMALL,
+    Heads,
+    deferred,
+    everywhere,
+    mutated,
+    random,
+    rms_norm,
+    rotate,
+)
 from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences
 from weft.kernels.rotary import HeadNorms
@@ -18,7 +29,6 @@ from weft.ops.attention.paged_attention import AttentionConfig
 
 decoding = importlib.import_module("weft.ops.attention.decode_attention")
 
-EPS = 1e-6
 QWEN = Heads(q_heads=16, kv_heads=2)
 SPLIT = AttentionConfig(block_n=16, least=16, num_warps=1)
 LENGTHS = ((1,), (0, 63, 64, 65, 128), (15, 16, 17, 31, 32, 33), (300, 0, 1))
@@ -51,7 +61,7 @@ class Case:
             self.qkv = torch.cat((self.qkv, self.qkv), dim=-1)[:, :width]
         self.given = self.qkv
         if squares:
-            self.given, self.factor = undivided(self.qkv, squares)
+            self.given, self.factor = deferred(self.qkv, squares)
         self.places = self.pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
         self.tickets = torch.zeros(B * heads.kv_heads + 1, dtype=torch.int32, device=device)
 
@@ -61,11 +71,11 @@ class Case:
         norms, sequences = HeadNorms(*self.weights, EPS), Sequences(*self.places)
         scale = self.heads.D**-0.5
         out = module.run(self.given, norms, self.angles, PagedCache(*cache), sequences, scale, self.tickets, config)
-        assert not self.tickets.any(), "tickets are left as they were"
+        assert not self.tickets.any(), "arrival counters are left as they were"
         return out, cache
 
     def expected(self):
-        """In fp64, but for queries, keys and values, which are rounded; what nobody writes as it was."""
+        """In fp64, but for queries, keys and values, which are rounded; cells that are not written as they were."""
         heads, D = self.heads, self.heads.D
         summed = (self.qkv.double().sum(0) if self.qkv.dim() == 3 else self.qkv.double()) * self.factor
         x = summed.view(len(self.lengths), -1, D)
@@ -115,14 +125,14 @@ def test_decode_attention(heads, device):
 @pytest.mark.parametrize(
     "kind", [{}, {"parts": 1}, {"parts": 3}, {"squares": 20}, {"strided": True}], ids=lambda kind: str(kind)
 )
-def test_what_it_is_given(heads, kind, device):
-    """Split into parts of 16 tokens, so that any of them may hold the new token."""
+def test_kinds_of_projection(heads, kind, device):
+    """Partials of 16 tokens, any of which may hold the new token."""
     everywhere(lambda device: check_decode_attention(device, heads, SPLIT, **kind), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_the_two_ops_that_it_joins(heads, device):
+def test_equals_the_two_ops_that_it_fuses(heads, device):
     def check(device):
         case = Case(heads, (5, 0, 70, 33), device)
         out, cache = case.run()
@@ -173,7 +183,7 @@ def test_a_replayed_graph_follows_lengths_and_pages():
 # What is changed, and what the simulator must find.
 MUTATIONS = {
     "none": ("", "", None),
-    "written by the first part": ("last // TILE.block_n % count == split", "split == 0", "race"),
+    "written by the first partial": ("last // TILE.block_n % count == split", "split == 0", "race"),
 }
 
 

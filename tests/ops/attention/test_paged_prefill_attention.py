@@ -88,7 +88,7 @@ def check_prompts(device, case, calls=2):
     total = sum(needed) + 2
     keys, values = heads.cache(total, device, 1)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(len(spans))).tolist()
-    # What no sequence owns must not be read: neither such pages' ids, nor what lies in pages behind a sequence.
+    # Pages that no sequence owns must not be read, nor cells behind a sequence.
     pages = torch.full((len(spans) + case.room[1], max([*needed, 1]) + case.spare), 1 << 24, dtype=torch.int32)
     owned = torch.zeros((total, S), dtype=torch.bool)
     for b, (before, length) in enumerate(spans):
@@ -106,7 +106,7 @@ def check_prompts(device, case, calls=2):
     chosen = prefill.PrefillConfig(**dict(case.config)) if case.config else None
     arguments = pages.to(device), made.spans, made.tiles, made.block_m, D**-0.5, chosen
     results = [prefill.run(q, PagedCache(keys, values), *arguments) for _ in range(calls)]
-    assert not results[0][real:].any(), "what is nobody's becomes 0"
+    assert not results[0][real:].any(), "padding becomes 0"
     at = 0
     for b, (before, length) in enumerate(spans):
         mine = pages[b, : needed[b]].long().to(device)

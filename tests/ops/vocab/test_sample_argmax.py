@@ -1,0 +1,105 @@
+"""sample_argmax and join_argmax against plain torch, over ragged sizes, and compiled for every target."""
+
+import pytest
+import torch
+
+from tests.compiling import TARGETS, compiled
+from tests.ops.layer_cases import DEVICES, everywhere, random
+from tests.ops.test_compile_layer_kernels import FP32, INTS, LONGS, caps_of, check_compiles, check_machine_code
+from weft import ops
+from weft.engine.sampling import gumbel
+from weft.ops.vocab.sample_argmax import join_argmax, join_argmax_kernel, sample_argmax_kernel
+from weft.ops.vocab.top_p_mass import LOWEST
+from weft.runtime.capabilities import launch_options
+
+SHAPES = [(1, 1), (1, 5000), (3, 1024), (5, 1025), (40, 70)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def inputs(batch, vocab, dtype, device):
+    logits = random((batch, vocab), dtype, device) * 4
+    logits[:, vocab // 3 : vocab // 3 + 2] = logits.amax(dim=1, keepdim=True)  # equal ones
+    temperature = torch.linspace(0, 2, batch, device=device)
+    seed, position = torch.arange(batch, device=device) * 12_345_678_901, torch.arange(batch, device=device)
+    return logits, temperature, seed, position
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_token_ids_are_those_of_the_greatest_scores(shape, dtype, device):
+    def check(device):
+        logits, temperature, seed, position = inputs(*shape, dtype, device)
+        padded = torch.cat((logits, logits + 100), dim=1)[:, : shape[1]]  # strided rows
+        assert join_argmax(ops.sample_argmax(padded, 7)).tolist() == (7 + logits.float().argmax(dim=1)).tolist()
+        tokens = torch.arange(7, 7 + shape[1], device=device)
+        scores = logits.float() + temperature[:, None] * gumbel(seed, position, tokens)
+        floor = torch.full((shape[0],), LOWEST, dtype=torch.int32, device=device)
+        for least in (None, floor):
+            pairs = ops.sample_argmax(logits, 7, temperature, seed, position, least)
+            assert join_argmax(pairs).tolist() == (7 + scores.argmax(dim=1)).tolist()
+            torch.testing.assert_close(pairs[..., 0].amax(dim=0), scores.amax(dim=1), rtol=1e-5, atol=1e-5)
+        # The floor is a logit as the integer of its bits, where it is positive.
+        best = logits.float().amax(dim=1)
+        positive = (best > 0).nonzero()[:, 0]
+        pairs = ops.sample_argmax(logits, 0, temperature, seed, position, best.contiguous().view(torch.int32))
+        kept = logits.float() == best[:, None]
+        tokens = torch.arange(shape[1], device=device)
+        scores = logits.float() + temperature[:, None] * gumbel(seed, position, tokens)
+        expected = scores.masked_fill(~kept, -float("inf")).argmax(dim=1)
+        assert join_argmax(pairs)[positive].tolist() == expected[positive].tolist()
+
+    everywhere(check, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("ranks", "chunks", "batch"), [(1, 1, 1), (4, 3, 5), (2, 64, 2)])
+def test_of_equal_scores_the_first_chunk_of_the_first_rank_wins(ranks, chunks, batch, device):
+    def check(device):
+        scores = random((ranks, chunks, batch), torch.float32, device).round()
+        tokens = torch.arange(scores.numel(), device=device).view_as(scores).float()
+        expected = tokens.flatten(0, 1).gather(0, scores.flatten(0, 1).argmax(dim=0)[None])[0]
+        found = join_argmax(torch.stack((scores, tokens), dim=-1))
+        assert found.dtype == torch.int64 and found.tolist() == expected.tolist()
+
+    everywhere(check, device)
+
+
+def test_wrong_arguments_are_refused():
+    logits, rows = torch.zeros(2, 8), torch.zeros(2)
+    longs = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="a temperature needs random numbers; pass seed"):
+        ops.sample_argmax(logits, 0, rows)
+    with pytest.raises(ValueError, match=r"token ids 16777210 .. 16777217 are not in 0 .. 2\*\*24 - 1"):
+        ops.sample_argmax(logits, (1 << 24) - 6)
+    with pytest.raises(ValueError, match=r"seed has shape \(3,\); it must be \(2,\)"):
+        ops.sample_argmax(logits, 0, rows, torch.zeros(3, dtype=torch.int64), longs)
+    with pytest.raises(ValueError, match="logits.dtype=torch.int64 is not one of"):
+        ops.sample_argmax(logits.long(), 0)
+    with pytest.raises(ValueError, match=r"pairs has shape \(2, 8\); it must be \(.., B, 2\)"):
+        join_argmax(logits)
+
+
+KERNELS = ("greedy", "drawn", "drawn with a floor", "join")
+
+
+def built(name, arch, dtype=torch.bfloat16):
+    options = launch_options(caps_of(arch))
+    if name == "join":
+        return compiled(join_argmax_kernel, FP32, LONGS, 256, BLOCK=256, num_warps=1, arch=arch, **options)
+    constants = {"SAMPLED": name != "greedy", "FLOORED": name.endswith("floor"), "BLOCK": 1024}
+    arguments = torch.zeros(16, dtype=dtype), 16, FP32, LONGS, LONGS, INTS, FP32, 64, 32, 32
+    return compiled(sample_argmax_kernel, *arguments, arch=arch, **constants, **options)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_compiles(arch, name):
+    for dtype in DTYPES:
+        check_compiles(built(name, arch, dtype), arch)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_machine_code_on_sm_90(name, tmp_path):
+    check_machine_code(built(name, "sm_90"), tmp_path)

@@ -1,14 +1,14 @@
-"""A decode step's attention between two products, in one kernel and in two, on one GPU: a laboratory.
+"""Decode attention between its two GEMMs on one GPU, in one kernel and in two: a laboratory.
 
     python -m benchmarks.lab.decode_attention --out benchmarks/lab/h200-decode-attention.json
 
-Eight query heads a KV head of 128, and as many KV heads as a rank of Qwen3-32B has, of four or two ranks, behind its qkv
-product (hidden size 5120) and before its o product. A time is that of one such triple in a CUDA graph of 8, each with weights
-and a cache of its own, less that of the two products alone; the median of replays, variants in turn.
+Eight query heads of 128 a KV head, and the KV heads of a rank of Qwen3-32B on four or two ranks, between the qkv and the o GEMM
+(hidden size 5120). A time is that of one such triple in a CUDA graph of 8, each with its own weights and cache, less that of
+the two GEMMs alone: the median of replays, variants in turn.
 
     two         qk_norm_rope, then paged_attention
-    64, 32, 16  decode_attention by programs that take so many tokens at a time, a warp for 16 of them
-    chosen      decode_attention as its rule has it
+    64, 32, 16  decode_attention by programs that take this number of tokens a step, a warp for 16 of them
+    chosen      decode_attention with the config of its rule
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.paged_attention import AttentionConfig
+from weft.plan.memo import forget
 from weft.runtime.files import put
 
 # The module: an op of the same name hides it.
-decoding = importlib.import_module("weft.ops.attention.paged_attention")
+attention = importlib.import_module("weft.ops.attention.paged_attention")
 GROUP, D, PAGE, HIDDEN, EPS, LAYERS = 8, 128, 64, 5120, 1e-6, 8
 BLOCKS = (64, 32, 16)
 # KV heads of a rank, sequences, and tokens of each.
@@ -44,7 +45,7 @@ SHAPES = (
 
 
 class Layers:
-    """Weights and caches of LAYERS layers, and what a step of ``batch`` sequences of ``length`` tokens is given."""
+    """Weights and caches of LAYERS layers, and inputs of a step of ``batch`` sequences."""
 
     def __init__(self, bench: Bench, kv_heads: int, batch: int, length: int) -> None:
         device = bench.device
@@ -57,7 +58,7 @@ class Layers:
         self.slots = self.pages[:, -1].long() * PAGE + self.at % PAGE
         self.angles = torch.randn(length, D, device=device)
         self.head_norm = torch.ones(D, device=device, dtype=BF16)
-        self.tickets = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
         self.qkv = bench.weights((GROUP + 2) * kv_heads * D, HIDDEN)
         self.o = bench.weights(HIDDEN, GROUP * kv_heads * D)
         self.x = DeferredNorm(
@@ -71,12 +72,12 @@ class Layers:
     def two(self, layer: int) -> torch.Tensor:
         norms = (self.head_norm, self.head_norm, EPS, self.angles)
         q = ops.qk_norm_rope(self.project(layer), *norms, self.at, self.slots, *self.caches[layer])
-        return ops.paged_attention(q, *self.caches[layer], self.pages, self.lengths, tickets=self.tickets)
+        return ops.paged_attention(q, *self.caches[layer], self.pages, self.lengths, tickets=self.arrivals)
 
     def one(self, layer: int) -> torch.Tensor:
         norms = (self.head_norm, self.head_norm, EPS, self.angles)
         projected, places = self.project(layer), (self.pages, self.lengths)
-        return ops.decode_attention(projected, *norms, *self.caches[layer], *places, tickets=self.tickets)
+        return ops.decode_attention(projected, *norms, *self.caches[layer], *places, tickets=self.arrivals)
 
     def none(self, layer: int) -> torch.Tensor:
         self.project(layer)
@@ -90,7 +91,7 @@ class Layers:
 
 
 def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, object]:
-    layers, rule = Layers(bench, kv_heads, batch, length), decoding.config_for
+    layers, rule = Layers(bench, kv_heads, batch, length), attention.config_for
     expected = layers.two(0).float()
 
     def us(attend: Callable[[int], torch.Tensor]) -> float:
@@ -99,7 +100,8 @@ def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, objec
         return bench.us(steps) / LAYERS
 
     def checked(config_for: Callable[..., AttentionConfig]) -> float:
-        decoding.config_for = config_for
+        attention.config_for = config_for
+        forget()
         try:
             error = ((layers.one(0).float() - expected).norm() / expected.norm()).item()
             if not error < 1e-2:
@@ -108,7 +110,8 @@ def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, objec
                 )
             return us(layers.one)
         finally:
-            decoding.config_for = rule
+            attention.config_for = rule
+            forget()
 
     def sized(block_n: int) -> Callable[..., AttentionConfig]:
         return lambda *given: replace(rule(*given), block_n=block_n, num_warps=block_n // 16)

@@ -106,7 +106,7 @@ def check_refused(op, arguments, message):
 
 
 def mutated(module, old, new, name, directory):
-    """A copy of ``module`` under another name, with ``old`` replaced in its source; unchanged where ``old`` is empty."""
+    """A copy of ``module`` under another name with ``old`` replaced in its source, unless it is empty."""
     source = Path(module.__file__).read_text()
     assert old in source
     file = directory / f"{name}.py"

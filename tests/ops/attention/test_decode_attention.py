@@ -1,4 +1,4 @@
-"""decode_attention against plain PyTorch in double, on a virtual rank and on a GPU; and against the two ops that it fuses."""
+"""decode_attention against plain PyTorch in double, and against the two ops that it fuses."""
 
 import importlib
 
@@ -35,7 +35,7 @@ LENGTHS = ((1,), (0, 63, 64, 65, 128), (15, 16, 17, 31, 32, 33), (300, 0, 1))
 
 
 class Case:
-    """Sequences of these lengths, with what decode_attention takes; their new tokens' cells hold NaN."""
+    """Arguments of decode_attention for sequences of these lengths; cells of new tokens hold NaN."""
 
     def __init__(self, heads, lengths, device, *, parts=0, squares=0, strided=False, seed=0):
         B, S, D = len(lengths), heads.page_size, heads.D
@@ -66,7 +66,7 @@ class Case:
         self.tickets = torch.zeros(B * heads.kv_heads + 1, dtype=torch.int32, device=device)
 
     def run(self, config=None, module=decoding):
-        """What comes out, and the cache after it."""
+        """(result, the cache after it)"""
         cache = [x.clone() for x in self.cache]
         norms, sequences = HeadNorms(*self.weights, EPS), Sequences(*self.places)
         scale = self.heads.D**-0.5
@@ -75,7 +75,7 @@ class Case:
         return out, cache
 
     def expected(self):
-        """In fp64, but for queries, keys and values, which are rounded; cells that are not written as they were."""
+        """(result, cache) in fp64, from rounded queries, keys and values; unwritten cells as they were."""
         heads, D = self.heads, self.heads.D
         summed = (self.qkv.double().sum(0) if self.qkv.dim() == 3 else self.qkv.double()) * self.factor
         x = summed.view(len(self.lengths), -1, D)
@@ -180,7 +180,7 @@ def test_a_replayed_graph_follows_lengths_and_pages():
         assert_identical(replayed, run(), what=f"lengths {new}")
 
 
-# What is changed, and what the simulator must find.
+# Text of the kernel, its replacement, and the finding that must follow.
 MUTATIONS = {
     "none": ("", "", None),
     "written by the first partial": ("last // TILE.block_n % count == split", "split == 0", "race"),

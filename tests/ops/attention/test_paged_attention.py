@@ -1,4 +1,4 @@
-"""paged_attention against plain PyTorch in double, on a virtual rank and on a GPU; what orders its partials is needed."""
+"""paged_attention against plain PyTorch in double; each thing that orders its partials is needed."""
 
 import importlib
 from dataclasses import dataclass, fields
@@ -31,7 +31,7 @@ attention = importlib.import_module("weft.ops.attention.paged_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attended:
-    """lengths of the sequences; max_pages: of the table, as many as the longest needs and ``spare`` more"""
+    """A case: the sequences' lengths; the table has as many pages as the longest needs and ``spare`` more."""
 
     heads: Heads
     lengths: tuple[int, ...]
@@ -129,7 +129,7 @@ def test_paged_attention_of_a_model(B, length):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_paged_attention_by_its_public_name(device):
-    """A scale, no tickets, strided queries, and lengths beyond the table, which count as what fits."""
+    """A scale, no arrival counters, strided queries, and lengths beyond the table, which are cut to fit."""
 
     def check(device):
         keys, values = SMALL.cache(4, device)

@@ -21,8 +21,11 @@ prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """chunks: (batch, length, before) of each, one after the other; spare: pages of the table that no sequence needs; room: for
-    more tokens and sequences"""
+    """A case of sequences, one after the other.
+
+    chunks  (batch, length, before) of each kind; spare: pages of the table that no sequence needs
+    room    capacity for more tokens and sequences
+    """
 
     heads: Heads
     chunks: tuple[tuple[int, int, int], ...]
@@ -70,7 +73,7 @@ PROMPTS = [
 
 
 def attended(q, keys, values, before):
-    """In double: q [length, heads, D] after ``before`` tokens; keys, values [tokens, kv_heads, D]."""
+    """Attention of q [length, heads, D] after ``before`` tokens, in double; keys [tokens, kv_heads, D]."""
     length, group = q.shape[0], q.shape[1] // keys.shape[1]
     x = q.double().transpose(0, 1)
     k, v = (part.double()[: before + length].transpose(0, 1).repeat_interleave(group, 0) for part in (keys, values))

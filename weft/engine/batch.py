@@ -1,4 +1,4 @@
-"""The batch that requests join and leave: what the scheduler decides is launched, and tokens come home a step later."""
+"""Continuous batch: launches what the scheduler decides, and collects tokens a step later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.scheduler import Scheduler, Sequence, SequenceRange
 
 
 class PendingTokens(NamedTuple):
-    """The tokens that a step has chosen, on their way to the host: of these sequences, at these slots."""
+    """Tokens of a step while they are copied to the host, with the (slot, sequence) pairs they belong to."""
 
     tokens: torch.Tensor
     copied: torch.cuda.Event | None
@@ -22,11 +22,11 @@ class PendingTokens(NamedTuple):
 
 
 class Batch:
-    """Sequences on a runner, by a scheduler. Collective: every rank makes the same calls, and gets the same tokens.
+    """Scheduled sequences on a runner.
 
-    On GPUs the host looks a step late: the next step is launched before it waits for this one's tokens. First tokens of an
-    answer it waits for at once, unless there are prompts to be read, which takes the host longer: behind them the GPU has a
-    decode step to do, long enough to launch the next.
+    Collective: every rank makes the same calls, and gets the same tokens. On GPUs the host runs one step ahead: it launches
+    the next step before it waits for the tokens of this one. It waits for the first tokens of an answer at once, unless
+    more prompts are to be read, which takes the host longer; meanwhile the GPU runs the decode step behind them.
     """
 
     def __init__(self, runner: Runner, chunk_tokens: int) -> None:
@@ -41,11 +41,11 @@ class Batch:
         return not self.scheduler.idle or bool(self._pending)
 
     def step(self) -> list[tuple[Sequence, int]]:
-        """Launches a chunk of the waiting prompts and one token for everyone who has been read. Returns the tokens that have
-        arrived meanwhile, in order: (sequence, token).
+        """Launch a chunk of the waiting prompts, then a decode step.
 
-        Before the next step the caller appends each to its sequence's `tokens`, or calls `scheduler.finish`. A sequence that
-        has ended may get one more token, which the caller drops. After an error, call `restart`.
+        Returns the tokens that have arrived, in order: (sequence, token). Before the next step the caller appends each
+        token to its sequence, or calls `scheduler.finish`. A sequence that has ended may get one more token, which the
+        caller drops. After an error, call `restart`.
         """
         first: list[PendingTokens] = []
         ranges = self.scheduler.next_chunk()
@@ -53,7 +53,7 @@ class Batch:
             self.runner.prefill([_chunk(part) for part in ranges])
             first = self._copy_to_host([part.sequence for part in ranges if part.last])
         decoding = self.scheduler.next_decode()
-        if decoding is None:  # pages have run out, and who gives way depends on what is in flight
+        if decoding is None:  # out of pages: the tokens in flight decide what is preempted
             self._pending.append(first)
             return self._collect(0)
         next_ones: list[PendingTokens] = []
@@ -67,7 +67,7 @@ class Batch:
         return self._collect(self._steps_behind if first or next_ones else 0)
 
     def restart(self) -> None:
-        """After a step that failed: what the device was told and the host has not heard of is forgotten, and told again."""
+        """Recover from a failed step: discard the tokens in flight and schedule them again."""
         self._pending.clear()
         self.scheduler.restart()
         self.runner.forget_slots()
@@ -81,7 +81,7 @@ class Batch:
         )
 
     def _copy_to_host(self, sequences: list[Sequence]) -> list[PendingTokens]:
-        """Begins to copy the tokens that were chosen last, of these sequences."""
+        """Start to copy the newest tokens of these sequences to the host."""
         if not sequences:
             return []
         on_gpu = self.team.device.type == "cuda"
@@ -95,7 +95,7 @@ class Batch:
         return [PendingTokens(tokens, copied, [(sequence.slot, sequence) for sequence in sequences])]
 
     def _collect(self, later: int) -> list[tuple[Sequence, int]]:
-        """The tokens of all steps in flight but the `later` last ones."""
+        """Wait for the tokens of all steps in flight except the last `later`."""
         arrived = []
         while len(self._pending) > later:
             for pending in self._pending.popleft():

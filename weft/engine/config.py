@@ -1,4 +1,4 @@
-"""Options of an engine: how a forward pass is computed, how much runs at once, and how large the KV cache is."""
+"""Options of an engine: parallel strategy, batch size, KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BATCH = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of `Engine`, `LLM` and `Runner`, equal on all ranks. ValueError for a value that no model can take.
+    """Options of `Engine`, `LLM` and `Runner`, equal on all ranks. ValueError for impossible values.
 
     mode             parallel strategy: "torch", "ag_rs", "gemm_ar", or "auto", which chooses by the tokens of a forward pass
     dtype            of weights, activations and KV cache; None: the checkpoint's

@@ -1,14 +1,17 @@
-"""Which pages of the KV cache are free."""
+"""Allocation of the KV cache's pages."""
 
 from __future__ import annotations
 
 
 class PagePool:
-    """Pages 1 .. pages - 1 of a PagedCache, whose page 0 is nobody's. The same calls give the same pages on every rank."""
+    """Free pages of a PagedCache, without page 0, which is reserved for padding.
+
+    Equal calls give equal pages on every rank.
+    """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages, self.page_size = pages, page_size
-        self._free = list(range(pages - 1, 0, -1))  # the end is taken first
+        self._free = list(range(pages - 1, 0, -1))  # taken from the end
 
     @property
     def free(self) -> int:
@@ -16,11 +19,11 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that one sequence could have, were it alone."""
+        """Number of pages that a sequence could have alone."""
         return self.pages - 1
 
     def needed(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def take(self, count: int) -> list[int]:
@@ -28,5 +31,5 @@ class PagePool:
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: list[int]) -> None:
-        """Their next owner's kernels come after those of the last in the same stream, so nothing need be waited for."""
+        """Free pages. The next owner's kernels follow in the same stream, so nothing has to be waited for."""
         self._free.extend(reversed(pages))

@@ -1,5 +1,6 @@
-"""New prompts of about one length, read by CUDA graphs: padded to one of a few shapes, so that launching a small prompt's
-kernels costs nothing. Others: weft.engine.ragged_prefill.
+"""Prefill of new prompts of similar length by CUDA graphs, padded to one of a few shapes.
+
+A graph saves the host time of launching the kernels of small prompts. Other prompts: weft.engine.ragged_prefill.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.copying import upload
 
 SHORTEST = 16
-# Padding that a shape may have: a pass of so many tokens reads the weights, whatever it is padded to.
+# Up to this many tokens padding is free, since a pass takes as long as reading the weights.
 FREE_TOKENS = 256
-# Beyond that, so many times the real tokens.
+# Largest ratio of padded to real tokens above that.
 SLACK = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """`tokens` of one sequence, after `before` that are cached. choose: its next token is chosen behind them."""
+    """Prompt tokens of one sequence, after `before` cached ones; `choose`: then its next token is chosen."""
 
     slot: int
     tokens: list[int]
@@ -37,7 +38,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Prompts, and tokens of each: powers of two."""
+    """Number of prompts and tokens per prompt: powers of two."""
 
     batch: int
     length: int
@@ -48,7 +49,7 @@ class Shape:
 
 
 def shape_of(chunks: Sequence[PrefillChunk]) -> Shape | None:
-    """What all fit without much padding; None where there is no such."""
+    """Shape that the chunks fit with little padding; None: there is none."""
     if any(chunk.before for chunk in chunks):
         return None
     batch = 1 << (len(chunks) - 1).bit_length()
@@ -59,25 +60,25 @@ def shape_of(chunks: Sequence[PrefillChunk]) -> Shape | None:
 
 
 class PaddedPrefill:
-    """`batch` new prompts of up to `length` tokens on static tensors. `load`, `run` (which may be captured), `chosen`.
+    """Prefill of `batch` new prompts of up to `length` tokens on static tensors.
 
-    A prompt's padding comes behind it, where causal attention does not see it, and is written nowhere. A missing prompt is all
-    padding.
+    Call `load`, then `run`, which may be captured; `chosen` holds the next tokens. A prompt's padding follows it, where
+    causal attention does not see it, and is not cached. A missing prompt is all padding.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache, batch: int, length: int) -> None:
         self.model, self.cache, self.batch, self.length = model, cache, batch, length
         device, width = model.team.device, -(-length // cache.page_size)
 
-        def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens, self.cache_slots = whole(batch * length), whole(batch * length)
-        self.table = whole(batch, width, dtype=torch.int32)
-        self.lengths, self.seed, self.chosen = whole(batch), whole(batch), whole(batch)
-        self.temperature, self.top_p = whole(batch, dtype=torch.float32), whole(batch, dtype=torch.float32)
+        self.tokens, self.cache_slots = zeros(batch * length), zeros(batch * length)
+        self.table = zeros(batch, width, dtype=torch.int32)
+        self.lengths, self.seed, self.chosen = zeros(batch), zeros(batch), zeros(batch)
+        self.temperature, self.top_p = zeros(batch, dtype=torch.float32), zeros(batch, dtype=torch.float32)
         self.first = torch.arange(batch, device=device) * length
-        # Padding may go on past the model's last position, which has no angle; any will do.
+        # Padding may exceed the model's last position, which has no rotary angle; any angle will do.
         positions = torch.arange(length, device=device).clamp(max=len(model.angles) - 1)
         plan, spans = model.plan(batch * length), [(0, length)] * batch
         self.step = Step(
@@ -91,7 +92,7 @@ class PaddedPrefill:
         )
 
     def load(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Of the host's lists; nothing is waited for."""
+        """Copy the batch's metadata to the device asynchronously."""
         missing = self.batch - len(chunks)
         size, width = self.cache.page_size, self.table.shape[1]
         tokens = torch.tensor([chunk.tokens + [0] * (self.length - len(chunk.tokens)) for chunk in chunks])
@@ -114,7 +115,7 @@ class PaddedPrefill:
             target.copy_(upload(torch.cat((source, rest)), target.device))
 
     def run(self, kind: Kind) -> None:
-        """Keys and values into the cache, the token after each prompt into `chosen`."""
+        """Write keys and values into the cache, and the token after each prompt into `chosen`."""
         cells = None if self.step.plan.fused else cells_of(self.cache_slots, self.cache.page_size)
         step = replace(self.step, cells=cells)
         logits = self.model(self.tokens, step, self.cache, self.first + self.lengths - 1)

@@ -1,4 +1,4 @@
-"""Loop of a rank's process behind an LLM: requests come in through a pipe, and rank 0 sends back what it generates."""
+"""Processes behind an LLM, one per GPU: both sides of the pipes between them and the parent."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class ProcessWorkers:
     def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
         """Yield the pieces of an answer; `keep` gets its statistics.
 
-        An answer that was not drawn to its end is computed to its end before the next begins, and can still be drawn. One that
-        was closed ends with the next verdict.
+        An answer that was not drawn to its end is computed to its end before the next begins, and can still be drawn; a closed
+        one ends with the next verdict.
         """
         answer = _Answer(request=encode(("request", (*requests, pace.every))), pace=pace)
 
@@ -107,7 +107,7 @@ class ProcessWorkers:
         try:
             self._asked.put(answer)
             self._changed.put(None)
-            if self._failure is not None:  # else the talker has still to look what is asked
+            if self._failure is not None:  # otherwise the talker will see the request
                 raise self._failure
             return pieces_of(take, leave, keep)
         except BaseException:
@@ -115,7 +115,7 @@ class ProcessWorkers:
             raise
 
     def close(self) -> None:
-        """End the ranks, in the middle of an answer with its next verdict."""
+        """End the ranks; in an answer, at its next verdict."""
         self._closed = True
         self._asked.put(None)
         self._changed.put(None)
@@ -160,14 +160,14 @@ class ProcessWorkers:
                 self._tell(verdict)
 
     def _verdict(self, answer: _Answer, received: int) -> bytes:
-        """Verdict on an answer of which so many steps have arrived. Waits for its caller, unless another request waits."""
+        """Verdict after `received` steps. Waits for the caller to draw them, unless a request waits."""
         while answer.pace.waits and not answer.left and answer.drawn < received and self._asked.empty():
             self._changed.get()
         return STOP if answer.left and answer.drawn < received else GO
 
     def _tell(self, message: bytes) -> None:
         for pipe in self._pipes:
-            with suppress(OSError):  # a rank that has ended, which ends the others
+            with suppress(OSError):  # a rank that has ended; launch ends the others
                 pipe.send_bytes(message)
 
     def _reason(self) -> BaseException:

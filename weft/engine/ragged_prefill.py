@@ -1,5 +1,6 @@
-"""Prompts of any lengths, and parts of them, read by CUDA graphs, one for each number of tokens: to launch their kernels one by
-one may take the host longer than they take the GPU (docs/decisions.md, "Prompts").
+"""Prefill of prompts, and of parts of prompts, by CUDA graphs: one per number of tokens.
+
+Launching the kernels one by one may take the host longer than they take the GPU (docs/experiments.md, "Prompts").
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from weft.parallel.step import PagedCache, Step
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
-# Of tokens: powers of two up to ROWS, then its multiples, and above 2048 those of a sixteenth of the next power of two. Rows in
-# between may take cuBLAS longer than the next multiple of 128 (docs/decisions.md, "Prompts").
+# Token counts: powers of two up to ROWS, then its multiples, and above 2048 multiples of a sixteenth of the next power of two.
+# cuBLAS may take longer for rows in between than for the next multiple of 128 (docs/experiments.md, "Prompts").
 SHORTEST, ROWS, STEPS = 16, 128, 16
-# Of sequences: a product of so few rows with the head takes as long as one of one row.
+# Sequence counts are powers of this: the head's GEMM takes as long for 8 rows as for one.
 BATCHES = 8
-# Bytes: kernels are compiled for pointers of this alignment.
+# Bytes; kernels are compiled for pointers of this alignment.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
-    """Tokens and sequences, of all together."""
+    """Number of tokens and of sequences of a pass."""
 
     tokens: int
     batch: int
 
 
 def ragged_shape_of(chunks: Sequence[PrefillChunk], max_batch: int) -> RaggedShape:
-    """The smallest that they all fit; `max_batch`: no sequences are more."""
+    """Smallest shape that the chunks fit; `max_batch` bounds the number of sequences."""
     tokens, batch = sum(len(chunk.tokens) for chunk in chunks), 1
     power = max(SHORTEST, 1 << (tokens - 1).bit_length())
     step = power if power <= ROWS else max(ROWS, power // STEPS)
@@ -49,14 +50,16 @@ def ragged_shape_of(chunks: Sequence[PrefillChunk], max_batch: int) -> RaggedSha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the host says of a pass, T tokens of S sequences. Padding: token 0 of nobody, which goes nowhere and attends to
-    nothing; sequences without a token, of whose choice nobody reads.
+    """Metadata of a pass of T tokens of S sequences.
+
+    Padding tokens have id 0, are not cached and attend to nothing; padding sequences have no tokens, and their choice is
+    ignored.
 
     tokens, positions, cache_slots        [T] int64
     table                                 [S, max_pages] int32
     spans, tiles                          of PrefillSpans
-    rows                                  [S] int64: of each sequence's last token
-    lengths, seed, temperature, top_p     [S]: tokens with those before, and how the next is chosen
+    rows                                  [S] int64: index of each sequence's last token
+    lengths, seed, temperature, top_p     [S]: tokens including cached ones, and sampling parameters
     """
 
     tokens: torch.Tensor
@@ -73,11 +76,11 @@ class Inputs:
 
     @property
     def nbytes(self) -> int:
-        """Of a tensor that holds all, for one copy to the device."""
+        """Size of one tensor that holds all fields, for one copy to the device."""
         return sum(cdiv(getattr(self, field.name).nbytes, ALIGNMENT) * ALIGNMENT for field in fields(self))
 
     def views(self, packed: torch.Tensor) -> Inputs:
-        """The same sizes in ``packed`` [nbytes] uint8."""
+        """Views of these shapes into `packed` [nbytes] uint8."""
         found, start = {}, 0
         for field in fields(self):
             like = getattr(self, field.name)
@@ -87,10 +90,10 @@ class Inputs:
 
 
 class RaggedPrefill:
-    """Up to `batch` sequences that go on by up to `tokens` tokens together, on static tensors. `load`, `run` (which may be
-    captured), `chosen`. Of a fused plan: unfused attention knows its sequences on the host.
+    """Prefill of up to `tokens` tokens of up to `batch` sequences on static tensors.
 
-    max_pages  of a sequence
+    Call `load`, then `run`, which may be captured; `chosen` holds the next tokens. For fused plans only: unfused attention
+    takes its sequence lengths from the host. max_pages: of a sequence.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache, tokens: int, batch: int, max_pages: int) -> None:
@@ -98,14 +101,14 @@ class RaggedPrefill:
         self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
         device = model.team.device
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
-        # What the host knows of its spans holds for all that will be loaded.
-        self._spans = self._spans_of([])
+        # The fields of its sequence ranges that stay on the host hold for every batch.
+        self._ranges = self._ranges_of([])
         like = self._inputs([])
         self._packed = torch.zeros(like.nbytes, dtype=torch.uint8, device=device)
         self._static = like.views(self._packed)
 
     def load(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Of the host's lists; nothing is waited for."""
+        """Copy the batch's metadata to the device asynchronously."""
         inputs = self._inputs(chunks)
         packed = torch.empty(len(self._packed), dtype=torch.uint8)
         there = inputs.views(packed)
@@ -114,7 +117,7 @@ class RaggedPrefill:
         self._packed.copy_(upload(packed, self._packed.device))
 
     def run(self, kind: Kind) -> None:
-        """Keys and values into the cache, the token after each sequence into `chosen`."""
+        """Write keys and values into the cache, and the token after each sequence into `chosen`."""
         now = self._static
         step = Step(
             positions=now.positions,
@@ -122,14 +125,14 @@ class RaggedPrefill:
             pages=now.table,
             angles=self.model.angles,
             plan=self.model.plan(self._tokens),
-            spans=replace(self._spans, spans=now.spans, tiles=now.tiles),
+            spans=replace(self._ranges, spans=now.spans, tiles=now.tiles),
         )
         logits = self.model(now.tokens, step, self.cache, now.rows)
         choice = Choice(temperature=now.temperature, top_p=now.top_p, seed=now.seed, position=now.lengths)
         self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=True))
 
     def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
-        """In host memory. Without torch, which would start its threads for so little."""
+        """Metadata of these chunks in host memory, by numpy: torch would start its threads for them."""
         size, table = self.cache.page_size, numpy.zeros((self._batch, self._max_pages), numpy.int32)
         for row, chunk in zip(table, chunks, strict=False):
             row[: len(chunk.pages)] = chunk.pages
@@ -138,14 +141,14 @@ class RaggedPrefill:
         cache_slots = [
             c.pages[at // size] * size + at % size for c, mine in zip(chunks, places, strict=True) for at in mine
         ]
-        params, spans = [chunk.params for chunk in chunks], self._spans_of(chunks)
+        params, ranges = [chunk.params for chunk in chunks], self._ranges_of(chunks)
         return Inputs(
             tokens=_padded([token for chunk in chunks for token in chunk.tokens], self._tokens, 0),
             positions=_padded([at for mine in places for at in mine], self._tokens, 0),
             cache_slots=_padded(cache_slots, self._tokens, -1),
             table=torch.from_numpy(table),
-            spans=spans.spans,
-            tiles=spans.tiles,
+            spans=ranges.spans,
+            tiles=ranges.tiles,
             rows=_padded([end - 1 for end in ends], self._batch, 0),
             lengths=_padded([mine.stop for mine in places], self._batch, 1),
             seed=_padded([p.seed for p in params], self._batch, 0),
@@ -153,8 +156,8 @@ class RaggedPrefill:
             top_p=_padded([p.top_p for p in params], self._batch, 1.0, torch.float32),
         )
 
-    def _spans_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
-        """In host memory."""
+    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
+        """Sequence ranges of these chunks in host memory."""
         sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
         sizes = {"tokens": self._tokens, "batch": self._batch}
         return PrefillSpans.make(sequences, self.model.group, self.model.dtype, **sizes)

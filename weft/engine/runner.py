@@ -1,4 +1,4 @@
-"""A batch of sequences on static tensors: prompts read in chunks, and decode steps that are one CUDA graph each."""
+"""Execution of a batch on static tensors: chunks of prompts, and decode steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from weft.models import Decoder
 from weft.models.memory import check_cache, free_bytes
 from weft.runtime.copying import upload
 
-# Of the KV cache, where nobody says how many pages: on virtual ranks, whose memory is the host's.
+# Default size of the KV cache on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
-# Passes of a shape that are launched kernel by kernel before it is captured, which takes as long as several of them. Of shapes
-# of new prompts there are few; of ragged ones many, and some may never come again.
+# Eager passes of a shape before it is captured, since a capture takes as long as several passes. There are few shapes of new
+# prompts; ragged shapes are many, and some never recur.
 LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
-# Shapes of prompts whose graphs are kept, those that came last: graphs take memory of the GPU, and there may be hundreds.
+# Most recently used prompt shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
 MOST_SHAPES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotState:
-    """What the host knows of a slot: the position of the token that goes into the next decode step, and its pages."""
+    """State of a batch slot; `position`: of the token that the next decode step takes."""
 
     position: int
     pages: list[int]
@@ -39,12 +39,12 @@ class SlotState:
 
 
 class Runner:
-    """tokens[slot] at positions[slot] → the next tokens[slot], in place. Collective: all ranks make the same calls.
+    """Executor of steps: tokens[slot] at positions[slot] → next tokens[slot], in place.
 
-    A decode step only reads and writes device tensors at fixed addresses, so it can be replayed as a CUDA graph. There is one
-    graph per batch bucket (powers of two, and max_batch) and kind of choice, captured when first needed. Prompts have one for
-    each shape, captured when the shape comes again (LAUNCHED_FIRST) and kept for a while (MOST_SHAPES). Unused slots have
-    position -1.
+    Collective: all ranks make the same calls. A decode step only reads and writes device tensors at fixed addresses, so it
+    can be replayed as a CUDA graph: one per batch bucket (powers of two, and max_batch) and kind of sampling, captured when
+    first needed. Prompts have one per shape, captured when the shape recurs (LAUNCHED_FIRST) and kept while it is recent
+    (MOST_SHAPES). Unused slots have position -1.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig) -> None:
@@ -68,7 +68,7 @@ class Runner:
         self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.buckets = [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
         self.capture_seconds = 0.0
-        # The largest passes so far, in tokens, padding included.
+        # Most tokens of one forward pass so far, padding included.
         self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[tuple[int | Shape | RaggedShape, Kind], torch.cuda.CUDAGraph] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
@@ -77,7 +77,7 @@ class Runner:
         self._states: dict[int, SlotState | None] = {}
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Writes prompts, or parts of them, into the cache; `tokens[slot]` is then the next token, of those with `choose`."""
+        """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`."""
         with self._without_autograd():
             self._prefill(chunks)
 
@@ -88,9 +88,9 @@ class Runner:
         else:
             self._launched[shape] += 1
             self.longest_prefill = max(self.longest_prefill, sum(len(chunk.tokens) for chunk in chunks))
-            # Sequences of one length are one attention.
+            # Sequences of equal length share an attention call.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
-            chosen = self._prefill_as_they_are(chunks)
+            chosen = self._prefill_eagerly(chunks)
         ends = [index for index, chunk in enumerate(chunks) if chunk.choose]
         if ends:
             slots = upload(torch.tensor([chunks[index].slot for index in ends]), self.team.device)
@@ -99,19 +99,19 @@ class Runner:
             self.tokens.index_copy_(0, slots, chosen)
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
-        """None where no graph reads such prompts."""
+        """Shape of the CUDA graph that reads these chunks; None: no graph does."""
         shape = shape_of(chunks)
-        # Unfused attention knows its sequences on the host.
+        # Unfused attention takes its sequence lengths from the host.
         ragged = shape is None and self.model.plan(1).fused
         return ragged_shape_of(chunks, self.max_batch) if ragged else shape
 
     def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape) -> torch.Tensor:
-        """The token after each, whether it is to have one or not, and of padding behind them: [shape.batch]"""
+        """Next token [shape.batch] after each chunk, with or without `choose`, padding last."""
         kind = max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY)
         prompts = self._prompts.pop(shape, None) or self._prompts_of(shape)
-        self._prompts[shape] = prompts  # in the order in which they came last
+        self._prompts[shape] = prompts  # least recently used first
         if len(self._prompts) > MOST_SHAPES:
-            self._drop(next(iter(self._prompts)))
+            self._evict(next(iter(self._prompts)))
         self.longest_prefill = max(self.longest_prefill, shape.tokens)
         prompts.load(chunks)
         self._replay((shape, kind), lambda: prompts.run(kind))
@@ -122,14 +122,14 @@ class Runner:
             return PaddedPrefill(self.model, self.cache, shape.batch, shape.length)
         return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, max_pages=self.table.shape[1])
 
-    def _drop(self, shape: Shape | RaggedShape) -> None:
-        """Its graphs and tensors; it is launched kernel by kernel again before it is captured again."""
+    def _evict(self, shape: Shape | RaggedShape) -> None:
+        """Free the graphs and tensors of a shape. Its next batches run eagerly until it is captured again."""
         self.team.synchronize()
         del self._prompts[shape], self._launched[shape]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != shape}
 
-    def _prefill_as_they_are(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
-        """The token after each that is to have one chosen."""
+    def _prefill_eagerly(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+        """Next token after each chunk with `choose`."""
         device = self.team.device
         width = max(len(chunk.pages) for chunk in chunks)
         table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
@@ -144,14 +144,14 @@ class Runner:
         chunks = [chunks[index] for index in chosen]
         params = [chunk.params for chunk in chunks]
         choice = Choice(
-            **_of_params(params, device),
+            **_sampling_tensors(params, device),
             position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
         )
         kind = max(p.kind for p in params)
         return choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
 
     def assign_slots(self, states: dict[int, SlotState]) -> None:
-        """Says who sits where in the next decode step; all other slots are empty. Sends only what the device does not know."""
+        """Assign batch slots for the next decode step; unlisted ones are empty. Sends changes only."""
         changed = {slot: state for slot, state in states.items() if self._states.get(slot) != state}
         gone = [slot for slot in self._states if slot not in states]
         if changed or gone:
@@ -159,11 +159,11 @@ class Runner:
         self._states = states
 
     def forget_slots(self) -> None:
-        """After an error, what the device knows of its slots is uncertain: the next `assign_slots` sends all."""
+        """Let the next `assign_slots` send all slots: after an error the device's copy is uncertain."""
         self._states = dict.fromkeys(range(self.max_batch))
 
     def move(self, moves: list[tuple[int, int]]) -> None:
-        """Moves the tokens of slots, (from, to); `assign_slots` comes before the next decode step."""
+        """Move the tokens of slots, (from, to); call `assign_slots` before the next decode step."""
         sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
 
@@ -176,11 +176,11 @@ class Runner:
             slots = slots[: len(changed)]
             pages = _padded([state.pages for state in changed.values()], self.table.shape[1]).to(torch.int32)
             self.table.index_copy_(0, slots, upload(pages, device))
-            for name, values in _of_params([state.params for state in changed.values()], device).items():
+            for name, values in _sampling_tensors([state.params for state in changed.values()], device).items():
                 getattr(self, name).index_copy_(0, slots, values)
 
     def decode(self) -> None:
-        """One more token for everyone who has a slot, and the positions after it, as of `step`."""
+        """Decode one token for every occupied slot and advance the positions."""
         batch = self.bucket(max(self._states) + 1)
         self.largest_decode = max(self.largest_decode, batch)
         self.step(batch, max(state.params.kind for state in self._states.values()))
@@ -191,16 +191,16 @@ class Runner:
         }
 
     def bucket(self, batch: int) -> int:
-        """The smallest bucket that holds so many slots."""
+        """Size of the smallest bucket that holds `batch` slots."""
         return next(size for size in self.buckets if size >= batch)
 
     def step(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
-        """One decode step of slots 0 .. batch - 1: their `tokens` become the next ones, their `positions` count on (-1 stays).
+        """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
 
-        batch  a bucket
-        kind   the greatest of the slots' `params.kind`; a lesser one would choose wrong
+        batch  size of a bucket
+        kind   greatest `params.kind` of the slots; a lesser one would sample wrongly
 
-        Captures the bucket's graph first where there is none. Returns before the GPU has ended.
+        Captures the bucket's graph if there is none. Returns before the GPU has finished.
         """
         with self._without_autograd():
             if not self.cuda_graph:
@@ -210,9 +210,9 @@ class Runner:
             self._graphs[batch, kind].replay()
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
-        """Makes the graph that `step` replays, unless it is there. Collective, and it waits for the GPU.
+        """Capture the graph that `step` replays, unless there is one. Collective; waits for the GPU.
 
-        `tokens`, `positions` and the cache stay as they are: all slots are empty while it warms up.
+        `tokens`, `positions` and the cache keep their values: all slots are empty during warm-up.
         """
         if (batch, kind) in self._graphs:
             return
@@ -229,7 +229,7 @@ class Runner:
 
     def _capture(self, key: tuple[int | Shape | RaggedShape, Kind], run: Callable[[], None]) -> None:
         begin = time.perf_counter()
-        # Eager steps first: kernels compile, cuBLAS and the ops take their workspaces, none of which a capture allows.
+        # Eager steps first: kernels compile, cuBLAS and the ops allocate workspaces, none of which a capture allows.
         side = torch.cuda.Stream(self.team.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -239,10 +239,10 @@ class Runner:
         self.team.synchronize()
         self.team.barrier()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what NCCL's watchdog thread asks CUDA meanwhile must not invalidate the capture.
+        # thread_local: CUDA calls of NCCL's watchdog thread must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
-        self._pool = self._pool or graph.pool()  # graphs run one after the other, so they can share their memory
+        self._pool = self._pool or graph.pool()  # graphs run one after the other, so they share memory
         self._graphs[key] = graph
         self.team.barrier()
         self.capture_seconds += time.perf_counter() - begin
@@ -261,12 +261,11 @@ class Runner:
         positions.add_(positions >= 0)
 
     def _without_autograd(self) -> AbstractContextManager:
-        """torch would look, op by op, for gradients that nobody asked for. Virtual ranks are of one thread, whose mode it would
-        be."""
+        """Inference mode, to save host time; not on virtual ranks, which share a thread."""
         return torch.inference_mode() if self.team.device.type == "cuda" else nullcontext()
 
     def _affordable_pages(self, fraction: float) -> int:
-        """The same on every rank: of the one that has least."""
+        """Number of KV pages that fit on the rank with the least free memory; equal on every rank."""
         data = self.model.new_cache(1, self.page_size).data
         page_bytes = data.numel() * data.element_size()
         if self.team.device.type == "cuda":
@@ -280,7 +279,7 @@ def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])
 
 
-def _of_params(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
+def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
     return {
         "temperature": upload(torch.tensor([p.temperature for p in params], dtype=torch.float32), device),
         "top_p": upload(torch.tensor([p.top_p for p in params], dtype=torch.float32), device),

@@ -1,10 +1,10 @@
-"""Who runs next: the whole policy. A function of the requests alone, so that every rank decides the same.
+"""Scheduling policy of a batch: a function of the requests alone, so that every rank decides the same.
 
-Requests are admitted in order, as slots and pages allow. Prompts are read in chunks of at most `chunk_tokens` tokens a step,
-all sequences together; after each chunk all sequences that have been read go on by one token. Pages are taken when they are
-needed. When there is none left, the youngest sequence gives its pages back and waits; it is read again later, its answer so
-far included (recomputation, as in vLLM). So the oldest always goes on, and a request that would not fit even alone has been
-refused.
+Requests are admitted in order, as batch slots and pages allow. A step reads at most `chunk_tokens` tokens of prompts, of all
+sequences together, and then decodes one token of every sequence whose prompt has been read. Pages are allocated when they are
+needed. When none is free, the youngest sequence is preempted: it returns its pages, waits, and is read again later together
+with its answer so far (recomputation, as in vLLM). So the oldest sequence always advances; a request that would not fit alone
+has been refused.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from weft.engine.params import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way.
+    """State of a request.
 
-    number    in the order of the engine's requests; -1: not among them yet
-    budget    tokens of the answer at most: of `params` and of the model
-    tokens    of the answer, as far as the host knows them
-    launched  of the answer, as far as the device was told to make them
-    cached    tokens, of the prompt or of the answer, whose keys are in the cache or will be when the device gets there
-    slot      its row in the batch; None while it waits
-    running   all but the token chosen last is cached: decode steps take it from here
+    number    index among the engine's requests; -1: not submitted yet
+    budget    maximum tokens of the answer, by `params` and by the model
+    tokens    answer, as far as the host knows it
+    launched  answer tokens that the device has been told to compute
+    cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
+    slot      batch slot; None while it waits
+    running   all tokens but the last one are cached: decode steps continue it
     """
 
     prompt: list[int]
@@ -43,7 +43,7 @@ class Sequence:
 
     @property
     def to_read(self) -> int:
-        """Tokens to be in the cache before the next one can be chosen."""
+        """Number of tokens that must be cached before the next one can be chosen."""
         return len(self.prompt) + self.launched
 
     @property
@@ -53,7 +53,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRange:
-    """Tokens start .. start + length of a sequence are to be read; `last`: its next token is then chosen."""
+    """Tokens start .. start + length of a sequence to read; `last`: then its next token is chosen."""
 
     sequence: Sequence
     start: int
@@ -62,6 +62,8 @@ class SequenceRange:
 
 
 class Scheduler:
+    """Queue of waiting requests, and the active ones with their batch slots and pages."""
+
     def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int) -> None:
         self.pool, self.max_batch, self.chunk_tokens = pool, max_batch, chunk_tokens
         self.waiting: deque[Sequence] = deque()
@@ -70,7 +72,7 @@ class Scheduler:
         self._free_slots = list(range(max_batch - 1, -1, -1))
 
     def check(self, name: str, sequence: Sequence) -> None:
-        """ValueError for one that could not run even alone. `name`: what the caller calls its prompt."""
+        """ValueError for a sequence that could not run even alone. `name`: of its prompt, for the message."""
         if (needed := self._pages_at_the_end(sequence)) > self.pool.capacity:
             raise ValueError(
                 f"{name} of {len(sequence.prompt)} tokens and an answer of up to {sequence.budget} need {needed} KV pages "
@@ -91,11 +93,11 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Some are still to be read, or read on."""
+        """True if some prompt has not been read to its end."""
         return bool(self.waiting) or not all(sequence.running for sequence in self.active)
 
     def finish(self, sequence: Sequence) -> None:
-        """Its answer has ended; it may be waiting, after a preemption."""
+        """Remove a sequence whose answer has ended; it may be waiting, after a preemption."""
         sequence.done = True
         if sequence.slot is None:
             self.waiting.remove(sequence)
@@ -103,7 +105,7 @@ class Scheduler:
             self._vacate(sequence)
 
     def next_chunk(self) -> list[SequenceRange]:
-        """What of which prompts to read in this step, oldest first."""
+        """Choose the prompt tokens of this step, oldest sequence first."""
         ranges: list[SequenceRange] = []
         left = self.chunk_tokens
         for sequence in self.active:
@@ -111,7 +113,7 @@ class Scheduler:
                 left -= self._read(sequence, left, ranges)
         while left and self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            # All its pages, and one for each of the others that may grow, lest it be preempted as soon as it has been read.
+            # One page more for each sequence that may grow: otherwise this one could be preempted as soon as it has been read.
             growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.active)
             if self.pool.needed(sequence.to_read) + growing > self.pool.free:
                 break
@@ -134,9 +136,10 @@ class Scheduler:
         return length
 
     def next_decode(self) -> list[Sequence] | None:
-        """Chooses who decodes one token, oldest first, and gives each the page it needs, preempting the youngest if necessary.
+        """Choose the sequences that decode one token, oldest first, and allocate their pages.
 
-        None: no page is free, and the youngest has tokens in flight. Collect them, then call again.
+        Preempts the youngest if needed. None: no page is free, and the youngest sequence has tokens in flight. Collect
+        them, then call again.
         """
         running = [s for s in self.active if s.running and s.launched < s.budget]
         ready: list[Sequence] = []
@@ -145,7 +148,7 @@ class Scheduler:
                 continue
             while len(sequence.pages) < self.pool.needed(sequence.cached + 1):
                 if self.pool.free:
-                    sequence.pages = sequence.pages + self.pool.take(1)  # anew: the runner compares
+                    sequence.pages = sequence.pages + self.pool.take(1)  # a new list: the runner compares
                     continue
                 youngest = self.active[-1]
                 if youngest.in_flight:
@@ -161,13 +164,13 @@ class Scheduler:
         return ready
 
     def restart(self) -> None:
-        """All wait again, and go on behind the tokens that the host knows."""
+        """Make all sequences wait again; they continue after the tokens that the host knows."""
         for sequence in reversed(self.active.copy()):
             sequence.launched = len(sequence.tokens)
             self._preempt(sequence)
 
     def compact(self) -> list[tuple[int, int]]:
-        """Sequences move from the highest slots to free lower ones, (from, to), so that a smaller bucket holds them."""
+        """Move sequences to lower free slots, for a smaller bucket. Returns pairs (from, to)."""
         moves = []
         for sequence in sorted(self.active, key=lambda s: -s.slot):
             lowest = self._free_slots[-1] if self._free_slots else sequence.slot

@@ -1,4 +1,4 @@
-"""Ranks behind an LLM: a process per GPU, virtual ranks made anew for every call, or the ranks that torchrun has started."""
+"""Ranks behind an LLM: virtual ranks, the ranks of torchrun, and what both share with processes."""
 
 from __future__ import annotations
 
@@ -62,21 +62,22 @@ class _Run:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def end(self) -> None:
-        """Let it end with the step that runs, and wait for that. (Python forgets a thread whose `join` was interrupted.)"""
+        """End it with the step that runs, and wait for that."""
         self.left.set()
+        # Not `join`: Python forgets a thread whose `join` was interrupted.
         while self.thread.is_alive() and not self.ended.wait(timeout=0.1):
             pass
 
 
 class VirtualWorkers:
-    """Virtual ranks of this process. An engine's tensors belong to one simulation, so every call loads the model again.
+    """Virtual ranks of this process, made anew for every call.
 
-    A process has one simulation at a time: the thread that runs it holds `_turn`. So an interrupt of the calling thread, at
-    whatever line, lets no second one begin.
+    An engine's tensors belong to one simulation, so every call loads the model again. A process has one simulation at a time:
+    the thread that runs it holds `_turn`. So no second one begins, wherever the calling thread is interrupted.
     """
 
     _turn = threading.Lock()
-    _latest: _Run | None = None  # of this process
+    _latest: _Run | None = None  # in this process
 
     def __init__(self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
         self._world_size, self._make, self._heap_bytes, self._progress = world_size, make, heap_bytes, progress
@@ -91,14 +92,14 @@ class VirtualWorkers:
     def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
         """Yield the pieces of an answer; `keep` gets its statistics. `pace` is for processes.
 
-        An answer that was not drawn to its end is computed to its end before the next begins. One that was closed ends with the
-        step that runs.
+        An answer that was not drawn to its end is computed to its end before the next begins; a closed one ends with the step
+        that runs.
         """
         messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         decisions: list[bool] = []
 
         def goes_on(done: int) -> bool:
-            """Decision after `done` steps. The first rank to ask decides for all; ranks take turns, so it needs no lock."""
+            """Decision after `done` steps, made by the first rank to ask. Ranks take turns: no lock."""
             if len(decisions) < done:
                 decisions.append(not run.left.is_set())
             return decisions[done - 1]
@@ -176,9 +177,10 @@ class RankWorkers:
 
 
 def pieces_of(take: Callable[[], Message], leave: Callable[[], None], keep: Keep) -> Pieces:
-    """Yield pieces until the statistics or an error come. Takes the first message at once, so that the call raises a refusal.
+    """Yield pieces until the statistics or an error arrive.
 
-    `leave` is called when no more will be drawn, by a garbage collector at any line of the program.
+    Takes the first message at once, so that the call raises a refusal. Calls `leave` when no more will be drawn: a garbage
+    collector may do so at any line of the program.
     """
 
     def drawn() -> Generator[Piece | None, None, None]:

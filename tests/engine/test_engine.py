@@ -11,7 +11,8 @@ import torch
 
 import weft
 from weft.engine import Engine, SamplingParams
-from weft.engine.outputs import as_prompts, join_pieces
+from weft.engine.outputs import join_pieces
+from weft.engine.params import as_prompts
 from weft.engine.prefill import Shape
 from weft.engine.ragged_prefill import RaggedShape
 from weft.engine.runner import Runner

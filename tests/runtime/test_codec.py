@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from weft.ops.gemm.config import GemmConfig
 
 import weft
-from weft.engine.outputs import as_prompts
-from weft.engine.params import SamplingParams
+from weft.engine.params import SamplingParams, as_prompts
 from weft.errors import NotExchangeable
 from weft.runtime import codec
 

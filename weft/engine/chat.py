@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.arguments import quoted
-from weft.engine.outputs import check_prompt
+from weft.engine.params import check_prompt
 from weft.engine.renderer import Renderer, RenderError, as_json
 from weft.errors import CheckpointError
 from weft.models.checkpoint import read_file, read_object

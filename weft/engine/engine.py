@@ -24,18 +24,17 @@ from weft.arguments import (
 )
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig
-from weft.engine.defaults import sampling_defaults, unused_defaults
-from weft.engine.outputs import (
-    Completion,
-    FinishReason,
-    Piece,
+from weft.engine.decoder import Decoder
+from weft.engine.outputs import Completion, FinishReason, Piece, Stats, join_pieces
+from weft.engine.params import (
     Prompt,
-    Stats,
+    SamplingParams,
     as_prompts,
     check_prompt,
-    join_pieces,
+    one_each,
+    sampling_defaults,
+    unused_defaults,
 )
-from weft.engine.params import SamplingParams, one_each
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.tokenizer import TextStream, load_tokenizer

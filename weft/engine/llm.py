@@ -14,10 +14,9 @@ from tokenizers import Tokenizer
 from weft.arguments import check_choice, check_heap_bytes, check_virtual_ranks, positive, quoted, shortened
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
-from weft.engine.defaults import sampling_defaults
 from weft.engine.engine import Engine, check_model
-from weft.engine.outputs import Completion, Piece, Prompt, Stats, as_prompts, join_pieces
-from weft.engine.params import SamplingParams, one_each
+from weft.engine.outputs import Completion, Piece, Stats, join_pieces
+from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
 from weft.engine.processes import ProcessWorkers
 from weft.engine.tokenizer import load_tokenizer
 from weft.engine.workers import GENERATE, STREAM, Pace, RankWorkers, VirtualWorkers

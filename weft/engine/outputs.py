@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal, NamedTuple
 
-from weft.arguments import is_integer, quoted
 from weft.runtime.codec import exchangeable
 
 FinishReason = Literal["eos", "stop", "length"]
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,33 +53,6 @@ class Stats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     preemptions: int = 0
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, text or token ids, is a list of one. ValueError for what is no prompt, before a rank meets with it."""
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts={quoted(prompts)} is not a string, a list of token ids or a list of these")
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
-        prompts = [prompts]
-    for index, prompt in enumerate(prompts):
-        check_prompt(f"prompts[{index}]", prompt)
-    # Plain values, as ranks exchange them: NumPy's integers and any sequence are welcome, too.
-    return [str(prompt) if isinstance(prompt, str) else list(map(int, prompt)) for prompt in prompts]
-
-
-def check_prompt(name: str, prompt: Prompt) -> None:
-    """Bytes and booleans are integers to Python, and not token ids."""
-    if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair
-            raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
-        return
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-        raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")
-    for index, token in enumerate(prompt):
-        if not is_integer(token):
-            raise ValueError(f"{name}[{index}]={quoted(token)} is not a token id")
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from numbers import Real
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 from weft.arguments import check_bool, is_integer, positive, quoted
+from weft.errors import CheckpointError
 from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from weft.models.checkpoint import Checkpoint
+
+Prompt = str | Sequence[int]
 
 HOTTEST = 1e30  # all words have long been alike, and times the noise, of up to 23, it is still far from fp32's infinity
 
@@ -86,3 +93,51 @@ class SamplingParams:
 def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:
     """The same for every prompt of a call, but each with its own seed, so that one prompt given twice is answered twice."""
     return [replace(params, seed=(params.seed + index * 0x9E3779B97F4A7C15) % (1 << 63)) for index in range(prompts)]
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:
+    """Parameters by generation_config.json. CheckpointError for values that mean nothing."""
+    found = checkpoint.generation_defaults()
+    tokens = SamplingParams().max_tokens if found.max_new_tokens is None else found.max_new_tokens
+    try:
+        return SamplingParams(temperature=found.temperature, top_p=found.top_p, max_tokens=tokens, stop=found.stop)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.directory}: generation_config.json: {error}") from None
+
+
+def unused_defaults(checkpoint: Checkpoint) -> list[str]:
+    """At most one line, on what generation_config.json asks for and weft does not do."""
+    unused = checkpoint.generation_defaults().unused
+    if not unused:
+        return []
+    return [
+        f"{checkpoint.directory}: generation_config.json: not used: {', '.join(unused)} (weft follows do_sample, temperature, "
+        f"top_p, max_new_tokens, stop_strings and eos_token_id)"
+    ]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, text or token ids, is a list of one. ValueError for what is no prompt, before a rank meets with it."""
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={quoted(prompts)} is not a string, a list of token ids or a list of these")
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
+        prompts = [prompts]
+    for index, prompt in enumerate(prompts):
+        check_prompt(f"prompts[{index}]", prompt)
+    # Plain values, as ranks exchange them: NumPy's integers and any sequence are welcome, too.
+    return [str(prompt) if isinstance(prompt, str) else list(map(int, prompt)) for prompt in prompts]
+
+
+def check_prompt(name: str, prompt: Prompt) -> None:
+    """Bytes and booleans are integers to Python, and not token ids."""
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair
+            raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
+        return
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")
+    for index, token in enumerate(prompt):
+        if not is_integer(token):
+            raise ValueError(f"{name}[{index}]={quoted(token)} is not a token id")

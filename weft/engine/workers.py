@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.engine.engine import Engine
-from weft.engine.outputs import Piece, Prompt, Stats
-from weft.engine.params import SamplingParams
+from weft.engine.outputs import Piece, Stats
+from weft.engine.params import Prompt, SamplingParams
 from weft.errors import WeftError
 from weft.models.checkpoint import Progress
 from weft.runtime.launch import launch

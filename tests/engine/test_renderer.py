@@ -87,7 +87,7 @@ def test_the_process_ends_with_its_renderer_and_with_this_process():
 def test_a_process_that_has_lost_its_parent_ends():
     for request, status in (
         ([], 0),
-        ([{"source": LOOP, "words": {}, "seconds": -0.9, "characters": 1}], -signal.SIGALRM),
+        ([{"source": LOOP, "variables": {}, "seconds": -0.9, "characters": 1}], -signal.SIGALRM),
     ):
         process = subprocess.Popen(
             [sys.executable, "-I", str(module._PROCESS)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL

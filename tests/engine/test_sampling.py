@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import weft
-from weft.engine.params import HOTTEST, Kind, SamplingParams
+from weft.engine.params import MAX_TEMPERATURE, Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens, gumbel
 from weft.parallel.vocabulary import VocabParallelHead
 
@@ -129,7 +129,7 @@ def test_a_temperature_near_zero_is_greedy():
 
 def test_at_the_greatest_temperature_all_tokens_are_alike_and_padding_is_none():
     logits = torch.tensor([9.0, 0.0, -9.0]).expand(20_000, -1)
-    tokens = choose(logits, HOTTEST, seed=torch.arange(20_000), world_size=2)
+    tokens = choose(logits, MAX_TEMPERATURE, seed=torch.arange(20_000), world_size=2)
     torch.testing.assert_close(torch.bincount(tokens, minlength=3) / 20_000, torch.full((3,), 1 / 3), rtol=0, atol=0.02)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: messages to the text that the model was trained to continue."""
+"""Chat template of a checkpoint: from messages to the text that the model was trained to continue."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
-# One for all templates of this process.
+# Shared by all templates of this process.
 _RENDERER = Renderer()
 
 
 class ChatTemplate:
-    """The Jinja template of chat_template.jinja, or else of tokenizer_config.json, run in a sandbox in another process.
+    """Jinja template of chat_template.jinja, else of tokenizer_config.json, rendered in another process.
 
-    renderer  its limits on time, memory and output; one that all templates of this process share if None
+    renderer  sets limits on time, memory and output; None: the one that all templates of this process share
 
-    CheckpointError where the directory has neither, or none that can be read.
+    CheckpointError where the directory has no readable template.
     """
 
     def __init__(self, directory: Path, renderer: Renderer | None = None) -> None:
@@ -37,8 +37,10 @@ class ChatTemplate:
             raise CheckpointError(f"{directory}: its chat template is not valid Jinja ({error})") from None
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt behind which the assistant's answer comes. `variables`: what else the template knows, such as
-        {"enable_thinking": False}. ValueError for messages that it refuses or fails on."""
+        """Prompt that the assistant's answer continues. ValueError for messages that the template refuses.
+
+        variables  further variables of the template, such as {"enable_thinking": False}
+        """
         if variables is not None and not isinstance(variables, Mapping):
             raise ValueError(f"variables={quoted(variables)} is not a dictionary")
         if not isinstance(messages, Sequence):
@@ -48,14 +50,14 @@ class ChatTemplate:
                 raise ValueError(
                     f"messages[{index}]={quoted(message)} is not a dictionary with a role, and mostly content"
                 )
-        words = {
+        known = {
             **self._special,
             **as_json("variables", variables or {}),
             "messages": as_json("messages", messages),
             "add_generation_prompt": True,
         }
         try:
-            return self._renderer.render(self._source, words)
+            return self._renderer.render(self._source, known)
         except RenderError as error:
             verb = "refuses" if error.kind == "refused" else "fails on"
             raise ValueError(f"the chat template {verb} these messages: {error}") from None
@@ -67,10 +69,10 @@ def prompt_of(
     messages: Sequence[Message],
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The token ids of what the template renders. ValueError as of `ChatTemplate.render`."""
+    """Token ids of the rendered prompt. ValueError as in `ChatTemplate.render`."""
     text = template.render(messages, variables)
     check_prompt("a message", text)
-    # The template has written the special tokens; the tokenizer must not add more.
+    # The template has written the special tokens already.
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 

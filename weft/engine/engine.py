@@ -1,4 +1,4 @@
-"""Text in, text out: a model, its tokenizer and a batch that requests join and leave, over all ranks of a team."""
+"""Inference engine over all ranks of a team: a model, its tokenizer and a continuous batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from weft.arguments import (
 )
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig
-from weft.engine.decoder import Decoder
 from weft.engine.outputs import Completion, FinishReason, Piece, Stats, join_pieces
 from weft.engine.params import (
     Prompt,
@@ -51,7 +50,9 @@ logger = logging.getLogger("weft")
 
 
 class Engine:
-    """A model on all ranks of `team`. Collective: all ranks pass the same arguments and get the same tokens.
+    """Inference engine on all ranks of `team`: text in, text out.
+
+    Collective: all ranks pass the same arguments and get the same tokens.
 
     model     checkpoint directory in Hugging Face format with tokenizer.json; None: the built-in model, which adds; a
               configuration of weft.models: random weights and no tokenizer, so prompts are token ids, for benchmarks
@@ -92,7 +93,7 @@ class Engine:
             self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
             self.tokenizer, self.eos_token_ids = load_tokenizer(checkpoint.directory), checkpoint.eos_token_ids()
             _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
-        # The table of rotary angles has max_position_embeddings rows: no more than a sequence can have here.
+        # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
         self.model: Decoder = Decoder(sizes, team, mode=config.mode, dtype=config.dtype, fused=config.fused)
         if checkpoint is None:
@@ -105,8 +106,8 @@ class Engine:
         self.batch = Batch(Runner(self.model, config), config.chunk_tokens)
         self._texts: dict[int, TextStream | None] = {}
         self._entered = 0
-        self._held: list[Piece] = []  # arrived, and not yet asked for
-        self._streamed: set[int] = set()  # requests whose pieces a stream gives
+        self._held: list[Piece] = []  # pieces that have arrived and were not yet given out
+        self._streamed: set[int] = set()  # requests whose pieces go to a stream
         self.stats = Stats(load_seconds=time.perf_counter() - begin)
 
     def generate(
@@ -120,13 +121,13 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """One Completion for each prompt, in order. Collective.
+        """Generate a Completion for each prompt, in order. Collective.
 
         prompts  text or lists of token ids
-        seed     prompt i draws with its own seed, derived from this one
-        the others  as of SamplingParams; None: as `defaults` say, 64 tokens and greedy where the checkpoint says nothing
+        seed     of prompt 0; the other prompts draw with seeds derived from it
+        others   as in SamplingParams; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint sets them
 
-        An answer is shorter than `max_new_tokens` where it would outgrow `max_seq_len`: finish_reason "length". ValueError for
+        An answer is shorter than `max_new_tokens` where it would exceed `max_seq_len`: finish_reason "length". ValueError for
         an empty prompt, for one that leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
         prompts = as_prompts(prompts)
@@ -152,10 +153,10 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> Generator[Piece, None, None]:
-        """Yields a Piece for each new token, as soon as the host has it; arguments as of `generate`.
+        """Yield a Piece for each new token, as soon as the host has it; arguments as in `generate`.
 
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
-        prompts from the batch. Bad arguments raise ValueError here, not at the first piece.
+        prompts from the batch. Invalid arguments raise ValueError here, not at the first piece.
         """
         if max_new_tokens is not None:
             max_new_tokens = positive("max_new_tokens", max_new_tokens)
@@ -166,15 +167,15 @@ class Engine:
         return self.answer(prompts, one_each(params, len(prompts)))
 
     def answer(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Generator[Piece, None, None]:
-        """As `stream`, with parameters for each prompt: `params[i]` are those of `prompts[i]`."""
+        """Yield pieces as `stream` does, with parameters for each prompt: `params[i]` for `prompts[i]`."""
         return _one_by_one(self.answer_in_steps(prompts, params))
 
     def answer_in_steps(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> Generator[list[Piece], None, None]:
-        """As `answer`, but yields once a step: a list of the pieces that have arrived with it, which may be empty."""
+        """Yield, once per step, a list of the pieces that have arrived, which may be empty; else as `answer`."""
         prompts, params = list(prompts), list(params)
-        # What is asked itself, which takes longer, only where it is not the same.
+        # Requests themselves take longer to exchange: only where their digests differ.
         digests = self.team.exchange(hashlib.sha256(encode((prompts, params), "prompts and params")).digest())
         asked = self.team.exchange((prompts, params)) if len(set(digests)) > 1 else []
         for rank, other in enumerate(asked):
@@ -195,8 +196,10 @@ class Engine:
         return self._answer(sequences)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Adds one request, which joins the batch when there is room. Returns its number, which `step` puts into its pieces as
-        `prompt`. Collective: all ranks submit the same requests between the same steps. ValueError as of `generate`."""
+        """Add a request, which joins the batch when there is room. Returns its number: `prompt` of its pieces.
+
+        Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`.
+        """
         sequence = self._sequence(self._encode("prompt", prompt), params)
         self.batch.scheduler.check("prompt", sequence)
         self._enter(sequence)
@@ -204,12 +207,14 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Some request has not ended, or some piece has not been given."""
+        """True while some request has not ended, or some piece was not given out."""
         return self.batch.has_work or bool(self._held)
 
     def step(self) -> list[Piece]:
-        """Launches a chunk of the waiting prompts and one token for everyone who has been read. Returns the pieces of submitted
-        requests that have arrived meanwhile, on GPUs those of the step before. Collective; call it while `has_work`."""
+        """Launch a chunk of the waiting prompts and a decode step; call it while `has_work`. Collective.
+
+        Returns the pieces of submitted requests that have arrived: on GPUs those of the step before.
+        """
         self._step()
         return self._take({piece.prompt for piece in self._held} - self._streamed)
 
@@ -223,13 +228,13 @@ class Engine:
             raise
 
     def _take(self, numbers: Set[int]) -> list[Piece]:
-        """The pieces held for these requests."""
+        """Remove and return the pieces held for these requests."""
         taken = [piece for piece in self._held if piece.prompt in numbers]
         self._held = [piece for piece in self._held if piece.prompt not in numbers]
         return taken
 
     def _answer(self, sequences: list[Running]) -> Generator[list[Piece], None, None]:
-        """Enters them, and steps until all have ended; they leave also where the caller stops drawing."""
+        """Submit sequences and step until all have ended. They leave when the caller stops drawing, too."""
         runner, scheduler = self.batch.runner, self.batch.scheduler
         begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
         for sequence in sequences:
@@ -239,7 +244,7 @@ class Engine:
         first_at, first_tokens, new_tokens = 0.0, 0, 0
         try:
             while True:
-                # Another stream's step may have brought them.
+                # Pieces may have arrived by another stream's step.
                 pieces = self._take(place.keys())
                 if not pieces and all(sequence.done for sequence in sequences):
                     break
@@ -258,7 +263,7 @@ class Engine:
             self._streamed -= place.keys()
         self.team.synchronize()
         seconds = time.perf_counter() - first_at
-        later = new_tokens - first_tokens  # of a prompt, the first two may arrive together
+        later = new_tokens - first_tokens  # the first two of a prompt may arrive together
         self.stats = Stats(
             load_seconds=self.stats.load_seconds,
             capture_seconds=runner.capture_seconds - captured,
@@ -335,7 +340,7 @@ class Engine:
 
 
 def check_model(model: Any, progress: Any) -> None:
-    """ValueError unless `model` is of a type that names or describes a model, and `progress` a function or None."""
+    """ValueError unless `model` names or describes a model, and `progress` is a function or None."""
     rule = "a checkpoint directory, a configuration of weft.models, or None for the built-in model"
     check_optional(check_instance, "model", model, (str, PathLike, DecoderConfig), rule)
     check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")

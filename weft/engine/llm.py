@@ -1,4 +1,4 @@
-"""A model over several GPUs from one ordinary Python process: the ranks are started, fed and ended here."""
+"""Inference over several GPUs from one ordinary Python process, which starts and ends the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.runtime.simulate import on_virtual_rank
 
 
 class LLM:
-    """Text in, text out, from one process, which need not know of ranks.
+    """Inference over several GPUs, text in, text out, from a process that need not know of ranks.
 
         with weft.LLM("path/of/Qwen3-32B", world_size=4) as llm:
             [answer] = llm.generate("The weft is", weft.SamplingParams(temperature=0.7, max_tokens=100))
@@ -40,20 +40,19 @@ class LLM:
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
                 process, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs if there are enough
-    heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted, where `chunk_tokens`
-                of a wide model need more, says how much
+    heap_bytes  symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted says how much is needed
+                where `chunk_tokens` of a wide model need more
     progress    called with (bytes read, bytes to read) while rank 0's weights load
     config      an EngineConfig; the default one if None
     options     fields of EngineConfig by name, in place of those of `config`
 
     `defaults` are the SamplingParams of a call that is given none: those of the checkpoint's generation_config.json, else
-    SamplingParams(). Settings in it that weft does not follow, and weights that are NaN, are logged once, in a line each
-    (logger "weft").
+    SamplingParams(). Settings that weft does not follow, and NaN weights, are logged once, a line each (logger "weft").
 
     On GPUs a script must be importable: guard its top level with `if __name__ == "__main__"`, since processes are spawned. An
-    error of a rank is raised here once, and ends all. Under torchrun, which has started the ranks already, every one of them
-    makes the LLM and the same calls, and gets the answers; pieces are drawn alike by all, and a stream is closed by all behind
-    the same piece. ValueError (CheckpointError for the directory), NotEnoughGPUs.
+    error of a rank is raised here once, and ends all. Under torchrun, which has started the ranks already, every rank makes the
+    LLM and the same calls, and gets the answers; all ranks draw the same pieces, and close a stream after the same one.
+    ValueError (CheckpointError for the directory), NotEnoughGPUs.
     """
 
     def __init__(
@@ -112,11 +111,13 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """One completion a prompt, in order. prompts: text or lists of token ids. params: one for all, or one each; None: the
-        checkpoint's (`defaults`).
+        """Generate a completion for each prompt, in order.
 
-        With one `params`, prompt i draws with its own seed, derived from `params.seed` (the first with that itself); pass a
-        list to choose every seed. ValueError for a prompt without an answer.
+        prompts  text or lists of token ids
+        params   one for all prompts, or a list of one each; None: `defaults`
+
+        With one `params`, the first prompt draws with its seed, and each other prompt with one derived from it; pass a list to
+        choose every seed. ValueError for a prompt that cannot be answered.
         """
         prompts = as_prompts(prompts)
         return join_pieces(self._ask(prompts, params, GENERATE), len(prompts))
@@ -124,12 +125,12 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[Piece, None, None]:
-        """Like `generate`, but yields pieces as tokens arrive.
+        """Yield pieces as tokens arrive; arguments as in `generate`.
 
         Closing or dropping the generator stops the answer: on GPUs the ranks run at most 64 more steps, virtual ranks end the
         one that runs, and `stats` stay those of the answer before. Leaving a `for` loop does not close a generator that still
         has a name; the next call then first computes its rest (under torchrun, beside its own). Use `contextlib.closing`.
-        On GPUs the ranks wait for a caller who falls 64 steps behind, and `stats` count that time.
+        On GPUs the ranks wait for a caller that falls 64 steps behind, and `stats` count that time.
         """
         return self._ask(as_prompts(prompts), params, STREAM)
 
@@ -140,10 +141,10 @@ class LLM:
         *,
         variables: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """The assistant's answers to one conversation or several, by the checkpoint's chat template.
+        """Generate the assistant's answers to one conversation or several, by the checkpoint's chat template.
 
         messages   [{"role": "user", "content": "..."}, ...]
-        variables  what else the template knows, such as {"enable_thinking": False}
+        variables  further variables of the template, such as {"enable_thinking": False}
         """
         return self.generate(self._rendered(messages, variables), params)
 
@@ -154,7 +155,7 @@ class LLM:
         *,
         variables: Mapping[str, Any] | None = None,
     ) -> Generator[Piece, None, None]:
-        """The same, a piece of some answer as soon as its token is there; as of `stream`."""
+        """Yield the pieces of these answers as tokens arrive, as `stream` does; arguments as in `chat`."""
         return self.stream(self._rendered(messages, variables), params)
 
     def _ask(
@@ -171,7 +172,7 @@ class LLM:
     def _rendered(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], variables: Mapping[str, Any] | None
     ) -> list[list[int]]:
-        """A prompt for each conversation."""
+        """Prompt of each conversation, as token ids."""
         if not messages:
             raise ValueError("messages is empty; pass at least one")
         if self.directory is None:
@@ -185,7 +186,7 @@ class LLM:
         return [prompt_of(template, tokenizer, conversation, variables) for conversation in conversations]
 
     def close(self) -> None:
-        """Ends the ranks. Does nothing the second time."""
+        """End the ranks. A second call does nothing."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -201,7 +202,7 @@ class LLM:
 
 
 def _check_virtual(model: Path | DecoderConfig, remedy: str) -> None:
-    """ValueError for a model that is too large for virtual ranks, WeftError for any where one of them asks for more."""
+    """ValueError for a model too large for virtual ranks; WeftError on a virtual rank."""
     if on_virtual_rank():
         raise WeftError(
             "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"

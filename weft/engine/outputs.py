@@ -1,4 +1,4 @@
-"""What comes out of an engine: pieces as they are generated, completions of them, and how long it took."""
+"""Output of an engine: pieces as they are generated, completions, and timing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FinishReason = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One prompt's answer.
+    """Answer to one prompt.
 
-    text:          without the end-of-sequence token or a stop token, and cut before a stop string
-    token_ids:     all that was generated, those included
-    finish_reason: "eos", "stop" (a stop string or token) or "length" (`max_tokens`, or the model's limit)
+    text           without the end-of-sequence or stop token, and cut before a stop string
+    token_ids      all generated tokens, these included
+    finish_reason  "eos", "stop" (a stop string or token) or "length" (`max_tokens`, or the model's limit)
     """
 
     text: str
@@ -27,7 +27,7 @@ class Completion:
 
 @exchangeable
 class Piece(NamedTuple):
-    """One generated token of one prompt. `text` may be empty while a character or a stop string is undecided."""
+    """Generated token of one prompt; `text` may be empty while a character or a stop string is undecided."""
 
     prompt: int
     text: str
@@ -38,12 +38,12 @@ class Piece(NamedTuple):
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Seconds: load_seconds of the engine, the rest of its latest generation.
+    """Timing of the latest generation, in seconds, and of loading the engine.
 
-    capture_seconds:     making the CUDA graphs that this generation was the first to need; part of the times below
-    time_to_first_token: from the start to the first token of any prompt on the host
-    tokens_per_second:   all tokens that came after those (two of a prompt may come together), over the time since; 0: none
-    preemptions:         how often a sequence gave its KV pages to an older one, to be read again later
+    capture_seconds      capture of CUDA graphs that this generation was the first to need; part of the times below
+    time_to_first_token  from the start to the first token of any prompt on the host
+    tokens_per_second    tokens after the first ones (two of a prompt may arrive together), over the time since; 0: none
+    preemptions          how often a sequence gave its KV pages to an older one, to be read again later
     """
 
     load_seconds: float
@@ -56,6 +56,7 @@ class Stats:
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:
+    """Completions of `prompts` prompts, from all their pieces."""
     texts: list[list[str]] = [[] for _ in range(prompts)]
     token_ids: list[list[int]] = [[] for _ in range(prompts)]
     reasons: list[FinishReason] = ["length"] * prompts

@@ -1,4 +1,4 @@
-"""What a request asks for."""
+"""Requests: prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 
-HOTTEST = 1e30  # all words have long been alike, and times the noise, of up to 23, it is still far from fp32's infinity
+# Far beyond a uniform distribution, and times the noise (up to 23) still far from fp32's infinity.
+MAX_TEMPERATURE = 1e30
 
 
 class Kind(IntEnum):
-    """How much the choice of a token takes: each can do what those before it can."""
+    """Kind of sampling; each also serves the requests of the kinds before it."""
 
     GREEDY = 0
     SAMPLED = 1
@@ -31,17 +32,16 @@ class Kind(IntEnum):
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """temperature 0: the most likely token; else one drawn from softmax(logits / temperature).
+    """Sampling parameters of a request. ValueError for an invalid value.
 
-    top_p       only the most likely tokens that together reach it are drawn
-    max_tokens  of the answer; it is shorter where it would outgrow the model
-    seed        fixes the random numbers, which depend on seed, position and token only. Logits still round differently for
-                another world size, batch or GPU, so an answer may change there
-    stop        strings that end an answer, and are not part of it
-    stop_token_ids  tokens that do, whose text is not part of it
-    ignore_eos  go on after an end-of-sequence token
-
-    ValueError for a value that means nothing.
+    temperature     0: the most likely token (greedy); otherwise tokens are drawn from softmax(logits / temperature)
+    top_p           draw only from the most likely tokens whose probabilities together reach it
+    max_tokens      of the answer, which is shorter where it would exceed the model's limit
+    seed            of the random numbers, which depend on seed, position and token only; logits still round differently for
+                    another world size, batch or GPU, so answers may differ there
+    stop            strings that end an answer; they are not part of it
+    stop_token_ids  tokens that end an answer; their text is not part of it
+    ignore_eos      continue after an end-of-sequence token
     """
 
     temperature: float = 0.0
@@ -66,16 +66,16 @@ class SamplingParams:
             if not isinstance(value := getattr(self, name), Real) or isinstance(value, bool):
                 raise ValueError(f"{name}={quoted(value)} is not a number")
         object.__setattr__(self, "max_tokens", positive("max_tokens", self.max_tokens))
-        if not 0 <= self.temperature <= HOTTEST:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {HOTTEST:g}"
+                f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={quoted(self.top_p)} is not in (0, 1]; 1 keeps every token")
         if not is_integer(self.seed) or not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={quoted(self.seed)} is not an integer in 0 .. 2**63 - 1")
         object.__setattr__(self, "seed", int(self.seed))
-        # Plain values, as ranks exchange them: NumPy's numbers and strings are welcome, too.
+        # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
         for name in ("temperature", "top_p"):
             object.__setattr__(self, name, float(getattr(self, name)))
         check_bool("ignore_eos", self.ignore_eos)
@@ -91,12 +91,12 @@ class SamplingParams:
 
 
 def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:
-    """The same for every prompt of a call, but each with its own seed, so that one prompt given twice is answered twice."""
+    """Parameters for each prompt of a call, with seeds of their own: equal prompts get different answers."""
     return [replace(params, seed=(params.seed + index * 0x9E3779B97F4A7C15) % (1 << 63)) for index in range(prompts)]
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:
-    """Parameters by generation_config.json. CheckpointError for values that mean nothing."""
+    """Sampling parameters of generation_config.json. CheckpointError for invalid values."""
     found = checkpoint.generation_defaults()
     tokens = SamplingParams().max_tokens if found.max_new_tokens is None else found.max_new_tokens
     try:
@@ -106,7 +106,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:
 
 
 def unused_defaults(checkpoint: Checkpoint) -> list[str]:
-    """At most one line, on what generation_config.json asks for and weft does not do."""
+    """Warning for settings of generation_config.json that weft does not follow: no line or one."""
     unused = checkpoint.generation_defaults().unused
     if not unused:
         return []
@@ -117,19 +117,19 @@ def unused_defaults(checkpoint: Checkpoint) -> list[str]:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, text or token ids, is a list of one. ValueError for what is no prompt, before a rank meets with it."""
+    """List of prompts; one prompt, text or token ids, becomes a list of one. ValueError for other values."""
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts={quoted(prompts)} is not a string, a list of token ids or a list of these")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Integral)):
         prompts = [prompts]
     for index, prompt in enumerate(prompts):
         check_prompt(f"prompts[{index}]", prompt)
-    # Plain values, as ranks exchange them: NumPy's integers and any sequence are welcome, too.
+    # Plain values, as ranks exchange them, also from NumPy's integers and other sequences.
     return [str(prompt) if isinstance(prompt, str) else list(map(int, prompt)) for prompt in prompts]
 
 
 def check_prompt(name: str, prompt: Prompt) -> None:
-    """Bytes and booleans are integers to Python, and not token ids."""
+    """ValueError unless it is text or a sequence of token ids, which bytes and booleans are not."""
     if isinstance(prompt, str):
         try:
             prompt.encode()

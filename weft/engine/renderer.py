@@ -1,4 +1,4 @@
-"""Render chat templates, which come from strangers, in a process with limits on time, memory and output."""
+"""Renderer of untrusted chat templates, in a process with limits on time, memory and output."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import Any
 from weft.errors import WeftError
 
 SECONDS = 5.0
-# Of output. A context of a million tokens has four million.
+# Limit on the output: a context of a million tokens has four million characters.
 CHARACTERS = 16 << 20
 MEMORY = 1 << 30
-# For a process that starts on a machine with other things to do.
-_PATIENCE_SECONDS = 60.0
+# Limit on the start of the process, which is slow on a busy machine.
+_START_SECONDS = 60.0
 _PROCESS = Path(__file__).with_name("template_process.py")
 
 
 class RenderError(Exception):
-    """``kind``: "invalid" (no template), "refused" (by the template itself) or "failed"."""
+    """Rendering error. ``kind``: "invalid" (not a template), "refused" (by the template) or "failed"."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -35,9 +35,10 @@ class RenderError(Exception):
 
 
 class Renderer:
-    """One process, started when it is first needed and again after it had to be ended. It ends with this object.
+    """Process that renders templates, started when first needed and after it had to be ended.
 
-    Threads take turns. 0.2 s for the first text, under a millisecond for each further one of an ordinary template.
+    It ends with this object. Threads take turns. 0.2 s for the first text, under a millisecond for each further one of an
+    ordinary template.
     """
 
     def __init__(self, seconds: float = SECONDS, characters: int = CHARACTERS, memory: int = MEMORY) -> None:
@@ -48,29 +49,29 @@ class Renderer:
         self._owner = os.getpid()
 
     def compile(self, source: str) -> None:
-        """RenderError unless it is a template."""
+        """RenderError unless `source` is a template."""
         self._ask(source, None)
 
-    def render(self, source: str, words: dict[str, Any]) -> str:
-        """RenderError where there is no text. ``words``: what JSON can hold."""
-        return self._ask(source, words)["text"]
+    def render(self, source: str, variables: dict[str, Any]) -> str:
+        """Rendered text, with JSON values as variables. RenderError where there is none."""
+        return self._ask(source, variables)["text"]
 
     def close(self) -> None:
         if self._end is not None:
             self._end()
         self._process = self._end = None
 
-    def _ask(self, source: str, words: dict[str, Any] | None) -> dict[str, str]:
-        request = {"source": source, "words": words, "seconds": self.seconds, "characters": self.characters}
+    def _ask(self, source: str, variables: dict[str, Any] | None) -> dict[str, str]:
+        request = {"source": source, "variables": variables, "seconds": self.seconds, "characters": self.characters}
         with self._lock:
             try:
-                if self._owner != os.getpid() and self._end is not None:  # a fork's: it is another process's child
+                if self._owner != os.getpid() and self._end is not None:  # after a fork: another process's child
                     self._end.detach()
                     self._process = self._end = None
                 if self._process is None or self._process.poll() is not None:
                     self._start()
                 answer = self._exchange(request, self.seconds)
-            except BaseException:  # an interrupt, too: what comes late would be taken for the next answer
+            except BaseException:  # also interrupts: a late answer would be taken for the next one
                 self.close()
                 raise
         for kind in ("invalid", "refused", "failed"):
@@ -80,7 +81,7 @@ class Renderer:
 
     def _start(self) -> None:
         self.close()
-        # -I: neither the current folder nor the environment decides what it imports; the path of this process does.
+        # -I: only the path of this process decides what it imports, not the current folder or the environment.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-B", str(_PROCESS)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
@@ -90,12 +91,12 @@ class Renderer:
             os.set_blocking(pipe.fileno(), False)
         path = [os.path.abspath(folder) for folder in sys.path]
         try:
-            self._exchange({"path": path, "memory": self.memory}, _PATIENCE_SECONDS)
+            self._exchange({"path": path, "memory": self.memory}, _START_SECONDS)
         except RenderError as error:
             raise WeftError(f"the process that renders chat templates does not start: {error}") from None
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, str]:
-        """The process's answer to the message, both in one line. RenderError "failed" for one that does not come."""
+        """Answer of the process to a message; each is one line. RenderError "failed" if none arrives."""
         process, deadline = self._process, time.monotonic() + seconds
         left = memoryview(json.dumps(message).encode() + b"\n")
         found = bytearray()
@@ -132,7 +133,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def as_json(name: str, value: Any, depth: int = 0) -> Any:
-    """The value as lists and dictionaries that JSON holds. ValueError, which names the place, for what is none."""
+    """Convert `value` to JSON's types. ValueError, which names the place, where that is impossible."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Real):  # NumPy's

@@ -1,7 +1,8 @@
-"""The process that renders chat templates, which may loop for ever: run as a file, it imports jinja2 and nothing of weft.
+"""Main program of the process that renders chat templates. It imports jinja2, and nothing of weft.
 
-A line of JSON comes in and one goes out: first {"path", "memory"} (sys.path, bytes), then {"source", "words", "seconds",
-"characters"} any number of times; words None: only compiled. Answers are {"text"}, {"invalid"}, {"refused"} or {"failed"}.
+Each request and each answer is a line of JSON. The first request is {"path", "memory"} (sys.path, bytes); then {"source",
+"variables", "seconds", "characters"} any number of times, where variables null compiles only. Answers are {"text"},
+{"invalid"}, {"refused"} or {"failed"}.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from typing import Any
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes our stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes stdin
     hello = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = hello["path"]
     environment = make_environment()
     compiled = lru_cache(8)(environment.from_string)  # compiling takes milliseconds
-    compiled("{{ range(2) | list | tojson }}").render()  # what jinja2 imports late
+    compiled("{{ range(2) | list | tojson }}").render()  # late imports of jinja2, before the limits
     limit(resource.RLIMIT_AS, hello["memory"])
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_CORE, 0)
     say({})
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
-        # The parent ends this process when the time is up; if the parent is dead, the alarm does.
+        # The parent ends this process when the time is up; the alarm does if the parent is gone.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1)
         say(answer(compiled, request))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def limit(kind: int, value: int) -> None:
-    """Not above what there is already."""
+    """Lower a resource limit; a lower one stays."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
@@ -49,13 +50,13 @@ def answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str,
         template = compiled(request["source"])
     except TemplateError as error:
         return {"invalid": line_of(error)}
-    except Exception as error:  # of constants, which are computed here
+    except Exception as error:  # in constants, which are computed here
         return {"invalid": f"{type(error).__name__}: {line_of(error)}".removesuffix(": ")}
-    if request["words"] is None:
+    if request["variables"] is None:
         return {}
     try:
         pieces, left = [], request["characters"]
-        for piece in template.generate(request["words"]):
+        for piece in template.generate(request["variables"]):
             left -= len(piece)
             if left < 0:
                 return {"failed": f"it writes more than {request['characters']:,} characters"}
@@ -63,7 +64,7 @@ def answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str,
         return {"text": "".join(pieces)}
     except TemplateError as error:
         return {"refused": line_of(error)}
-    except Exception as error:  # of its own arithmetic, or of content that is None
+    except Exception as error:  # in its own arithmetic, or where content is None
         return {"failed": f"{type(error).__name__}: {line_of(error)}".removesuffix(": ")}
 
 
@@ -77,13 +78,13 @@ def say(message: dict[str, str]) -> None:
 
 
 def make_environment() -> Any:
-    """Jinja environment that templates are written for: transformers' settings, names and its tag `generation`."""
+    """Jinja environment with transformers' settings, names and tag `generation`."""
     from jinja2 import nodes  # torch needs it too
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Marks what the assistant has said, for training. Here it is only a scope."""
+        """Tag around the assistant's text, for training; here only a scope."""
 
         tags = {"generation"}
 
@@ -100,7 +101,7 @@ def make_environment() -> Any:
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Without Jinja's own escapes for HTML."""
+    """Filter `tojson` without Jinja's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, up to a stop string."""
+"""Tokenizer of a checkpoint, and the text of a growing sequence of tokens up to a stop string."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Tokenizer from tokenizer.json, with the tokens that only tokenizer_config.json names, as transformers adds them.
+    """Tokenizer of tokenizer.json, with the tokens that tokenizer_config.json adds, as in transformers.
 
     Without transformers: importing it would take longer than loading a small model.
     """
@@ -64,7 +64,7 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with what older checkpoints keep in special_tokens_map.json and added_tokens.json."""
+    """Content of tokenizer_config.json, and of older checkpoints' special_tokens_map and added_tokens."""
 
     def read(name: str) -> dict[str, Any]:
         return read_object(directory / name) if (directory / name).exists() else {}
@@ -94,8 +94,8 @@ def _special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 class TextStream:
     """Text of a growing sequence of tokens: pieces that, joined, are the text before a stop string.
 
-    Of several stop strings the first to be complete counts. Held back until decided: the bytes of an unfinished
-    character, and an ending that a stop string may begin with.
+    The first stop string that is complete counts. Bytes of an unfinished character, and an ending that may begin a stop string,
+    are held back until they are decided.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -116,7 +116,7 @@ class TextStream:
         return self._release()
 
     def finish(self) -> tuple[str, bool]:
-        """What was held back, now that no token follows."""
+        """Text that was held back, now that no token follows, as from `push`."""
         self.held += self._new_text()
         self.first = self.read = len(self.token_ids)
         text, stopped = self._release()
@@ -138,5 +138,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest ending of `text` that `stop` begins with."""
+    """Length of the longest ending of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -8,23 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import nn
-
-from weft.kernels.deferred_norm import DeferredNorm
-
-__all__ = [
-    "AttentionWeights",
-    "DeferredNorm",
-    "LayerWeights",
-    "MLPWeights",
-    "NormWeights",
-    "PartialSum",
-    "SequenceShard",
-    "SplitK",
-    "VocabWeights",
-    "tensor_of",
-]
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def launch(
 def launch_on_pipes(
     main: Callable[..., Any], pipes: Sequence[Connection], *, args: Sequence[Any] = (), heap_bytes: int | None = None
 ) -> list[Any]:
-    """Run ``main(team, pipe, *args)`` on a process per GPU, otherwise as ``launch``; rank r gets ``pipes[r]``.
+    """Run ``main(team, pipe, *args)`` as ``launch`` does, on GPUs; rank r gets ``pipes[r]``.
 
     Only the caller and its ranks hold such a pipe. The caller closes its copies of ``pipes`` when this returns.
     """

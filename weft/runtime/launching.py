@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -29,33 +30,55 @@ class Launch:
 
     kernel     a ``@triton.jit`` function whose constexpr parameters come after all others
     constants  constexpr parameters and compiler options by name, as ``kernel[grid](…, **constants)`` takes them
+    fixed      arguments that are the same in every call; they come after the first ``before`` others
 
     The first call with arguments of a kind goes through Triton, which compiles; later ones launch the compiled kernel. Where
     ``JITFunction.run`` has been replaced (simulated ranks), every call goes through it.
     """
 
-    __slots__ = ("_compiled", "_constants", "_constexprs", "_kernel")
+    __slots__ = ("_before", "_compiled", "_constants", "_constexprs", "_fixed", "_kernel")
 
-    def __init__(self, kernel: JITFunction, constants: Mapping[str, Any]) -> None:
-        self._kernel, self._constants = kernel, dict(constants)
+    def __init__(
+        self, kernel: JITFunction, constants: Mapping[str, Any], fixed: tuple[Any, ...] = (), before: int = 0
+    ) -> None:
+        self._kernel, self._constants, self._fixed, self._before = kernel, dict(constants), fixed, before
         self._constexprs = tuple(constants[p.name] for p in kernel.params if p.is_constexpr and p.name in constants)
         self._compiled: dict[tuple, CompiledKernel] = {}
 
-    def __call__(self, programs: int, *arguments: Any) -> None:
-        """Run ``programs`` programs on the current stream; ``arguments`` are those that are not constexpr."""
+    def __call__(self, programs: int, *varying: Any) -> None:
+        """Run ``programs`` programs on the current stream; ``varying``: arguments neither constexpr nor fixed."""
+        arguments = (*varying[: self._before], *self._fixed, *varying[self._before :])
         if JITFunction.run is not _TRITON_RUN:
             self._kernel[(programs,)](*arguments, **self._constants)
             return
         kind: list[Any] = []
-        _describe(arguments, kind)
+        _describe(varying, kind)
         compiled = self._compiled.get(key := tuple(kind))
         if compiled is None:
             made = self._kernel[(programs,)](*arguments, **self._constants)
             if isinstance(made, CompiledKernel):
                 self._compiled[key] = made
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            return
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        if _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:  # a profiler's
             compiled[(programs, 1, 1)](*arguments, *self._constexprs, stream=stream)
+        else:
+            compiled.run(
+                programs,
+                1,
+                1,
+                stream,
+                compiled.function,
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+                *arguments,
+                *self._constexprs,
+            )
+
+
+_HOOKS = knobs.runtime
 
 
 def _describe(arguments: tuple, kind: list[Any]) -> None:

@@ -114,7 +114,7 @@ def address_at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
 
 
 def _offset(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
-    """Bytes from the start of the heap to the symmetric ``tensor``, which is contiguous, for a ``peer`` that exists."""
+    """Offset of the symmetric ``tensor`` in the heap. ValueError unless it is contiguous and ``peer`` a rank."""
     if not isinstance(tensor, torch.Tensor):
         check_instance("tensor", tensor, torch.Tensor, "a tensor")
     if type(peer) is not int:

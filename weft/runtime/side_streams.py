@@ -36,7 +36,7 @@ class SideStreams:
             self._recorded = 0
 
     def fork(self) -> None:
-        """Every stream waits for all work submitted so far to the current stream, which is stream 0 from here on."""
+        """Every stream waits for the work submitted so far to the current stream, stream 0 from here on."""
         if self._on_gpu:
             self._main = current_stream(self._device)
             self._side = [stream for stream in self._streams if stream != self._main][: self._count - 1]

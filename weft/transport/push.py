@@ -316,7 +316,7 @@ def launch(
     prepared = known.get(key)
     if prepared is None:
         prepared = known[key] = _Prepared.make(kernel, team, plan, out.dtype, constants)
-    prepared.launch(min(tiles, prepared.programs), x, out, n, prepared.buffer, prepared.epochs, team.view, *arguments)
+    prepared.launch(min(tiles, prepared.programs), x, out, n, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +325,6 @@ class _Prepared:
 
     launch: Launch
     programs: int
-    buffer: torch.Tensor
-    epochs: torch.Tensor
 
     @classmethod
     def make(cls, kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> _Prepared:
@@ -341,7 +339,7 @@ class _Prepared:
         found = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
         options = {"num_warps": plan.num_warps, **target_options(team, slots.registers)}
         buffer = slots.buffer.view(dtype if dtype.itemsize == itemsize else torch.int16)
-        return cls(Launch(kernel, found | options), slots.programs, buffer, slots.epochs)
+        return cls(Launch(kernel, found | options, (buffer, slots.epochs, team.view), before=3), slots.programs)
 
 
 def target_options(team: Team, registers: int) -> dict[str, int | bool]:

@@ -75,7 +75,7 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
     block = tile.block(descriptors, getattr(chosen, "piece", 1))
     options = tile.options(descriptors, arch)
     if op == "matmul":
-        return compiled(matmul_kernel, a, K, b, K, x, split, rows, N, K, tiles, block, arch=arch, **options)
+        return compiled(matmul_kernel, a, K, b, K, x, split, rows, N, K, tiles, None, block, arch=arch, **options)
     if op == "all_gather_matmul":
         return compiled(
             all_gather_matmul_kernel, a, K, a, b, K, x, WORDS, WORDS, split, rows, N, K, tiles, block, team, arch=arch,

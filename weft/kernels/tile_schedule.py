@@ -23,14 +23,18 @@ order that does not depend on which one is last.
 
       programs   | whole | whole | whole | 1/4 |       16 of 132 in the last round, 400 tiles, whole = 396
 
+Panels of equal size are located by arithmetic. A schedule of other panels is data: a table with a row for each tile
+(``tile_table``), which ``look_up`` reads.
+
 The functions are plain integer arithmetic: kernels call them, and ``plan`` runs the same source on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -84,6 +88,23 @@ def make_tiles(
     )
 
 
+def tile_table(panels: Sequence[int], columns: int, *, block_m: int, block_n: int, group: int) -> torch.Tensor:
+    """A schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit and tile column of each tile.
+
+    Panel p has ``panels[p]`` rows, perhaps none, which come after those of the panels before it; it is owner p's. Rows of a tile
+    from the limit on belong to the next panel.
+    """
+    entries: list[tuple[int, ...]] = []
+    begin = 0
+    for owner, rows in enumerate(panels):
+        tiles = make_tiles(rows, columns, panels=1, block_m=block_m, block_n=block_n, group=group)
+        for tile in range(tiles.count):
+            *_, row, column = locate.fn(tile, tiles)
+            entries.append((owner, begin + row * block_m, begin + rows, column))
+        begin += rows
+    return torch.tensor(entries, dtype=torch.int32).view(-1, 4)
+
+
 def as_argument(tiles: Tiles) -> Tiles:
     """Kernel argument for ``tiles``: odd numbers above 1. Triton compiles another kernel for an integer that is 1 or a
     multiple of 16, and one kernel should do for all shapes."""
@@ -118,6 +139,13 @@ def locate(tile, tiles):
     # Rows left in the panel, in the chunk, in the group: the last of each may be short.
     height = min(min(tiles.rows - chunk * tiles.chunk, tiles.chunk) - first_row, tiles.group)
     return panel, chunk, chunk * tiles.chunk + first_row + tile % height, tile // height
+
+
+@triton.jit
+def look_up(tile, table):
+    """Number → (owner, first row, row limit, tile column) of a ``tile_table``."""
+    entry = table + tile.to(tl.int64) * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def address_at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
 
 
 def _offset(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
-    """Offset of the symmetric ``tensor`` in the heap. ValueError unless it is contiguous and ``peer`` a rank."""
+    """Offset in the heap of the symmetric, contiguous ``tensor``; ValueError for one that is not."""
     if not isinstance(tensor, torch.Tensor):
         check_instance("tensor", tensor, torch.Tensor, "a tensor")
     if type(peer) is not int:

@@ -13,7 +13,16 @@ import triton.language as tl
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.gemm_tile import Operand, Outgoing, SplitK, gemm_tile, join_partials, leave_partial, store_tile
 from weft.kernels.operands import can_describe, rows_contiguous
-from weft.kernels.tile_schedule import MAX_PARTIALS, as_argument, from_argument, locate, make_tiles, work_at, work_steps
+from weft.kernels.tile_schedule import (
+    MAX_PARTIALS,
+    as_argument,
+    from_argument,
+    locate,
+    look_up,
+    make_tiles,
+    work_at,
+    work_steps,
+)
 from weft.ops.case import Case, Inputs
 from weft.ops.gemm import cublas, matmul_deferred_norm, persistent, small_m
 from weft.ops.gemm.cublas import Cublas
@@ -39,8 +48,10 @@ class Persistent:
 
 
 @triton.jit(do_not_specialize=["M"])
-def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, block):
+def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, table, block):
     """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,); the tiles from place ``tiles.whole`` on are split along K
+
+    table  None: the tiles of one panel of M rows; else a ``tile_table``, whose panels may differ in size
 
     signals, waits  none: the last program to leave a partial sum of a split tile adds up the others (join_partials)
     """
@@ -49,15 +60,19 @@ def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, block):
     depth = tl.cdiv(K, block.k)
     for step in range(0, work_steps(tiles, depth)):
         number, first, last = work_at(step, tiles, depth)
-        panel, chunk, tile_row, tile_column = locate(number, tiles)
-        row, column = tile_row * block.m, tile_column * block.n
+        if table is None:
+            panel, chunk, tile_row, tile_column = locate(number, tiles)
+            row, limit = tile_row * block.m, M
+        else:
+            owner, row, limit, tile_column = look_up(number, table)
+        column = tile_column * block.n
         acc = gemm_tile(a, b, row, column, K, first, last, Outgoing(out, out, 0), block, False)
         if last - first == depth:
-            store_tile(out, acc, row, column, 0, M, N)
+            store_tile(out, acc, row, column, 0, limit, N)
         elif leave_partial(acc, split, number, tiles, depth, block):
             for at in range(0, block.m, block.join_rows):
                 x = join_partials(split, number, at, tiles, depth, block)
-                store_tile(out, x, row + at, column, 0, M, N)
+                store_tile(out, x, row + at, column, 0, limit, N)
 
 
 def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
@@ -153,6 +168,7 @@ def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> tor
         N,
         K,
         as_argument(tiles),
+        None,
         tile.block(descriptors),
         **tile.options(descriptors, caps.arch),
     )

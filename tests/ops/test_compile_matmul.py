@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.kernels.gemm_tile import SplitK
-from weft.kernels.operands import operand
+from weft.kernels.operands import descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, make_tiles
 from weft.ops.gemm.matmul import matmul_kernel
 from weft.ops.op import find_op
@@ -66,8 +66,8 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
     chosen = chosen or design_for(arch, rows, dtype, op, world_size)
     tile, x = chosen.tile, torch.zeros((64, 64), dtype=dtype)
     K = 5120 if descriptors else 5001
-    a = operand(x, tile.block_m, tile.block_k, descriptors)
-    b = operand(x, tile.block_n, tile.block_k, descriptors)
+    a = descriptor_or_self(x, tile.block_m, tile.block_k, descriptors)
+    b = descriptor_or_self(x, tile.block_n, tile.block_k, descriptors)
     panels = 1 if op in ("matmul", "matmul_all_reduce") else world_size
     tiles = make_tiles(rows, N, panels=panels, block_m=tile.block_m, block_n=tile.block_n, group=tile.group, chunks=4)
     tiles = as_argument(tiles._replace(whole=tiles.count - 5))

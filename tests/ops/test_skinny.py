@@ -13,7 +13,7 @@ from tests.ops.closeness import assert_close, assert_identical
 from tests.ops.test_compile_matmul import SHARED, stack_bytes
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.operands import operand
+from weft.kernels.operands import descriptor_or_self
 from weft.ops import local
 from weft.ops.gemm import small_m, small_m_config
 from weft.runtime.capabilities import Capabilities, launch_options
@@ -172,7 +172,7 @@ def built(arch, M, N, K, gated, dtype=BF16, squares=0, in_parts=False):
     caps = capabilities_of(arch)
     config = small_m_config.config_for(M, N, K, caps, gated, in_parts, factored=in_parts and squares > 0)
     x = torch.zeros((64, 64), dtype=dtype)
-    rows, weight = (operand(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
+    rows, weight = (descriptor_or_self(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
     out = torch.zeros(8) if config.parts > 1 else x
     kernel = compiled(
         small_m.skinny_kernel, rows, weight, x, K, out, M, N, K, config.parts, config.ahead, torch.zeros(8), 1e-6, arch=arch,

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.kernels.operands import RowScales, ScaledMatrix
+
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
@@ -33,6 +35,11 @@ class DeferredNorm:
     scaled: torch.Tensor
     squares: torch.Tensor
     eps: float
+
+    @property
+    def operand(self) -> ScaledMatrix:
+        """The rows and their scales as a GEMM takes them."""
+        return ScaledMatrix(self.scaled, RowScales(self.squares, self.eps))
 
     def normed(self) -> torch.Tensor:
         """The normalised rows, of the shape and dtype of ``scaled``; rounded twice."""
@@ -54,9 +61,16 @@ def rms_scale(squares, rows, exists, eps, SQUARES: tl.constexpr):
     return tl.rsqrt(tl.sum(shares, axis=1) + eps)
 
 
-def check_squares(op: str, x: DeferredNorm, weight: torch.Tensor) -> None:
-    """ValueError unless the squares of ``x`` fit its rows and lie on the device of ``weight``."""
-    rows, given = x.scaled.shape[0], x.squares
+def operand_of(x: torch.Tensor | DeferredNorm) -> ScaledMatrix:
+    """The operand that a caller passes as ``x``: a matrix, or rows with a deferred RMS scale."""
+    return x.operand if isinstance(x, DeferredNorm) else ScaledMatrix(x)
+
+
+def check_scales(op: str, x: ScaledMatrix, weight: torch.Tensor) -> None:
+    """ValueError unless the scales of ``x``, if any, fit its rows and lie on the device of ``weight``."""
+    if x.scales is None:
+        return
+    rows, given = x.data.shape[0], x.scales.squares
     # Kernels take 0 parts for "nothing is deferred".
     fits = given.dim() == 2 and given.shape[0] == rows and given.shape[1] > 0
     if given.dtype != torch.float32 or not fits or given.device != weight.device:

@@ -1,11 +1,31 @@
-"""Layouts of matrices that kernels take: dense rows, and tensor descriptors where rows begin on 16 bytes."""
+"""Matrices that kernels take: their layouts, and the scales that a GEMM applies.
+
+Rows are dense, and read by tensor descriptors where they begin on 16 bytes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class RowScales(NamedTuple):
+    """Scales of a matrix's rows, also a kernel's argument: 1 / sqrt(sum(squares[m]) + eps) for row m.
+
+    squares  fp32 [rows, parts]
+    """
+
+    squares: torch.Tensor
+    eps: float
+
+
+class ScaledMatrix(NamedTuple):
+    """A GEMM operand: a matrix, and the scales of its rows that the GEMM applies to its fp32 sums, if any."""
+
+    data: torch.Tensor
+    scales: RowScales | None = None
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -25,7 +45,7 @@ def can_describe(*matrices: torch.Tensor) -> bool:
     return all(x.data_ptr() % 16 == 0 and row_stride(x) * x.element_size() % 16 == 0 for x in matrices)
 
 
-def operand(x: torch.Tensor, block_rows: int, block_k: int, descriptors: bool) -> Any:
+def descriptor_or_self(x: torch.Tensor, block_rows: int, block_k: int, descriptors: bool) -> Any:
     """Kernel argument for the matrix ``x``: a descriptor of [block_rows, block_k] blocks, or ``x`` itself."""
     if not descriptors:
         return x

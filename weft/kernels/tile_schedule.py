@@ -91,8 +91,8 @@ def make_tiles(
 def tile_table(panels: Sequence[int], columns: int, *, block_m: int, block_n: int, group: int) -> torch.Tensor:
     """A schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit and tile column of each tile.
 
-    Panel p has ``panels[p]`` rows, perhaps none, which come after those of the panels before it; it is owner p's. Rows of a tile
-    from the limit on belong to the next panel.
+    Panel p has ``panels[p]`` rows, perhaps none, behind those of the panels before it; it is owner p's. Rows of a tile from the
+    limit on belong to the next panel.
     """
     entries: list[tuple[int, ...]] = []
     begin = 0

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import DeferredNorm, check_squares, rms_scale
+from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
 from weft.kernels.partial_sums import sum_of_parts
@@ -145,7 +145,7 @@ def decode_attention(
         check_scalar(op, "scale", scale)
     squares, norm_eps = None, 0.0
     if norm is not None:
-        check_squares(op, norm, qkv)
+        check_scales(op, norm.operand, qkv)
         squares, norm_eps = norm.squares, norm.eps
     scale = D**-0.5 if scale is None else scale
     return torch.ops.weft.decode_attention.default(

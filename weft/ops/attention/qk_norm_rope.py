@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import DeferredNorm, check_squares, rms_scale
+from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
 from weft.kernels.rms_norm import inverse_rms, squares_of
@@ -176,7 +176,7 @@ def qk_norm_rope(
     check_flag("qk_norm_rope", "with_keys", with_keys)
     squares, norm_eps = None, 0.0
     if norm is not None:
-        check_squares("qk_norm_rope", norm, qkv)
+        check_scales("qk_norm_rope", norm.operand, qkv)
         squares, norm_eps = norm.squares, norm.eps
     return torch.ops.weft.qk_norm_rope.default(
         qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.deferred_norm import DeferredNorm, check_squares, rms_scale
+from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.operands import rows_contiguous
 from weft.ops.custom_op import custom_op
 from weft.ops.local import capabilities_of, check_like
@@ -62,7 +62,7 @@ def silu_mul(gate_up: torch.Tensor | DeferredNorm) -> torch.Tensor:
         )
     if norm is None:
         return torch.ops.weft.silu_mul.default(gate_up, None, 0.0)
-    check_squares("silu_mul", norm, gate_up)
+    check_scales("silu_mul", norm.operand, gate_up)
     return torch.ops.weft.silu_mul.default(gate_up, norm.squares, norm.eps)
 
 

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.gemm_tile import Operand, Outgoing, SplitK, gemm_tile, join_partials, leave_partial, store_tile
-from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.kernels.tile_schedule import (
     MAX_PARTIALS,
     as_argument,
@@ -83,11 +83,10 @@ def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
     to the result, in fp32, where the small-M kernel computes it, else to ``a`` before; then there is no backward.
     ValueError for shapes, dtypes or devices that do not fit.
     """
-    if isinstance(a, DeferredNorm):
-        check_operands("matmul", a.scaled, b, None)
-        return matmul_deferred_norm.product("matmul", a, b)
-    check_operands("matmul", a, b, None)
-    return MATMUL.dispatch(a, b)
+    x = operand_of(a)
+    check_operands("matmul", x.data, b, None)
+    check_scales("matmul", x, b)
+    return MATMUL.dispatch(x.data, b) if x.scales is None else matmul_deferred_norm.product(x, b)
 
 
 class Matmul(GemmOp):
@@ -134,7 +133,7 @@ class Matmul(GemmOp):
         if isinstance(design, Cublas):
             return cublas.run(design, a, b)
         a, b = rows_contiguous(a), rows_contiguous(b)
-        return small_m.run(a, b, design) if isinstance(design, SmallM) else _run_persistent(design, a, b)
+        return small_m.run(ScaledMatrix(a), b, design) if isinstance(design, SmallM) else _run_persistent(design, a, b)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a, b = rows_contiguous(a), rows_contiguous(b)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.deferred_norm import DeferredNorm, check_squares, normed
-from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.deferred_norm import normed
+from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.gemm import cublas, small_m
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.small_m_rule import choose_small_m
@@ -17,10 +17,9 @@ from weft.ops.local import capabilities_of
 from weft.ops.op import Op, define
 
 
-def product(op: str, x: DeferredNorm, weight: torch.Tensor) -> torch.Tensor:
-    """``op``, "matmul" or "matmul_silu_mul", of arguments whose ``squares`` alone are not checked yet."""
-    check_squares(op, x, weight)
-    return _PRODUCT_OF_NORM.dispatch(x.scaled, x.squares, x.eps, weight, op == "matmul_silu_mul")
+def product(x: ScaledMatrix, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    """``matmul``, or if ``gated`` ``matmul_silu_mul``, of checked arguments with scales."""
+    return _PRODUCT_OF_NORM.dispatch(x.data, x.scales.squares, x.scales.eps, weight, gated)
 
 
 class ProductOfNorm(Op):
@@ -34,7 +33,8 @@ class ProductOfNorm(Op):
         call = GemmCall(M, N, K, scaled.dtype, can_describe(scaled, weight), deferred_norm=True)
         design, _ = choose_small_m(call, capabilities_of(scaled.device), gated=gated)
         if design is not None:
-            return small_m.run(scaled, weight, design, gated=gated, squares=squares.contiguous(), eps=eps)
+            operand = ScaledMatrix(scaled, RowScales(squares.contiguous(), eps))
+            return small_m.run(operand, weight, design, gated=gated)
         if gated:
             return torch.ops.weft.silu_mul.default(cublas.matmul(scaled, weight), squares, eps)
         return torch.ops.weft.matmul.default(normed(scaled, squares, eps), weight)

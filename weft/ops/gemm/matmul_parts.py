@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.deferred_norm import DeferredNorm, check_squares
-from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
+from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.gemm import small_m
 from weft.ops.gemm.gemm_op import GemmCall, check_operands
 from weft.ops.gemm.small_m_rule import SmallM, choose_small_m
@@ -19,23 +19,23 @@ from weft.plan.memo import once
 
 
 def matmul_parts(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor | DeferredNorm:
-    """What becomes ``matmul(x, weight)`` in the kernel that reads it: fp32 [parts, M, N] where K is split, to be added up in
-    this order and rounded; else that product itself, [M, N] in x's dtype; or of a factored norm where the library multiplies,
-    ``x.scaled`` times the weight, whose rows' factors are still to be applied.
+    """``matmul(x, weight)``, finished by the kernel that reads it.
 
-    x       [M, K], fp16, bf16 or fp32, or a factored norm
+    x       [M, K], fp16, bf16 or fp32, or rows with a deferred RMS scale
     weight  [N, K] of x's dtype
 
-    Which of the three depends on shapes, dtype and device alone. No backward. ValueError as of ``matmul``.
+    Returns split-K partials fp32 [partials, M, N] where K is split, which the reader adds up in this order and rounds; else the
+    result [M, N] in x's dtype; or, of rows with a deferred scale that cuBLAS multiplies, a DeferredNorm of the result. Shapes,
+    dtype and device alone decide among the three. No backward. ValueError as of ``matmul``.
     """
-    if not isinstance(x, DeferredNorm):
-        check_operands("matmul_parts", x, weight, None)
+    operand = operand_of(x)
+    check_operands("matmul_parts", operand.data, weight, None)
+    check_scales("matmul_parts", operand, weight)
+    if operand.scales is None:
         return _MATMUL_PARTS.dispatch(x, weight, None, 0.0)
-    check_operands("matmul_parts", x.scaled, weight, None)
-    check_squares("matmul_parts", x, weight)
-    if _plan(x.scaled, weight, deferred_norm=True) is None:
-        return DeferredNorm(torch.ops.weft.matmul.default(x.scaled, weight), x.squares, x.eps)
-    return _MATMUL_PARTS.dispatch(x.scaled, weight, x.squares, x.eps)
+    if _plan(operand.data, weight, deferred_norm=True) is None:
+        return DeferredNorm(torch.ops.weft.matmul.default(operand.data, weight), *operand.scales)
+    return _MATMUL_PARTS.dispatch(operand.data, weight, *operand.scales)
 
 
 def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM | None:
@@ -63,8 +63,8 @@ class MatmulParts(Op):
         design = _plan(x, weight, squares is not None)
         if _partials(design, x.shape[1]) > 1:
             x, weight = map(_described, (x, weight))
-            squares = None if squares is None else squares.contiguous()
-            return small_m.run(x, weight, design, squares=squares, eps=eps, summed=False)
+            scales = None if squares is None else RowScales(squares.contiguous(), eps)
+            return small_m.run(ScaledMatrix(x, scales), weight, design, summed=False)
         if squares is None:
             return torch.ops.weft.matmul.default(x, weight)
         return torch.ops.weft.product_of_norm.default(x, squares, eps, weight, False)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
+from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.gemm import cublas, matmul_deferred_norm, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp
@@ -28,7 +28,8 @@ def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> tor
     two results are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
     design that M decides (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    rows = x.scaled if isinstance(x, DeferredNorm) else x
+    operand = operand_of(x)
+    rows = operand.data
     check_is_tensor("matmul_silu_mul", "x", rows)
     for name, matrix, dtypes in (("x", rows, FLOATS), ("weight", weight, (rows.dtype,))):
         check_like("matmul_silu_mul", name, matrix, rows.device, dtypes)
@@ -44,9 +45,10 @@ def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> tor
         raise ValueError(
             f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
         )
-    if isinstance(x, DeferredNorm):
-        return matmul_deferred_norm.product("matmul_silu_mul", x, weight)
-    return MATMUL_SILU_MUL.dispatch(x, weight)
+    check_scales("matmul_silu_mul", operand, weight)
+    if operand.scales is None:
+        return MATMUL_SILU_MUL.dispatch(rows, weight)
+    return matmul_deferred_norm.product(operand, weight, gated=True)
 
 
 class MatmulSiluMul(GemmOp):
@@ -65,7 +67,7 @@ class MatmulSiluMul(GemmOp):
         """``matmul_silu_mul`` of checked arguments with dense rows by ``design``."""
         self.check_design(design)
         if isinstance(design, SmallM):
-            return small_m.run(x, weight, design, gated=True)
+            return small_m.run(ScaledMatrix(x), weight, design, gated=True)
         return torch.ops.weft.silu_mul.default(cublas.run(design, x, weight), None, 0.0)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

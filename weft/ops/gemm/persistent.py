@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.kernels.gemm_tile import SplitK
-from weft.kernels.operands import can_describe, operand, row_stride
+from weft.kernels.operands import can_describe, descriptor_or_self, row_stride
 from weft.kernels.tile_schedule import MAX_PARTIALS, Tiles, whole_places
 from weft.ops.gemm.tile import Tile
 
@@ -42,8 +42,8 @@ def agree(op: str, team: Team, names: tuple[str, ...], values: tuple[Any, ...]) 
 def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> tuple[tuple, bool]:
     """(a, a_stride, b, b_stride) as a kernel is given them, and whether they are descriptors."""
     descriptors = can_describe(a, b)
-    one = operand(a, tile.block_m, tile.block_k, descriptors), row_stride(a)
-    return (*one, operand(b, tile.block_n, tile.block_k, descriptors), row_stride(b)), descriptors
+    one = descriptor_or_self(a, tile.block_m, tile.block_k, descriptors), row_stride(a)
+    return (*one, descriptor_or_self(b, tile.block_n, tile.block_k, descriptors), row_stride(b)), descriptors
 
 
 def programs_for(team: Team, tiles: Tiles, tile: Tile, split: bool) -> int:

@@ -27,7 +27,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, gemm_tile
-from weft.kernels.operands import operand, row_stride
+from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self, row_stride
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.runtime.arithmetic import cdiv
@@ -84,8 +84,7 @@ def small_m_kernel(
     K,
     partials,
     ahead,
-    squares,
-    eps,
+    scales,
     block,
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
@@ -95,7 +94,7 @@ def small_m_kernel(
 
     x, weight       descriptors; weight_rows, stride: the same weight as pointer and row stride, for the prefetch
     out             [M, N] if partials is 1; else fp32 [partials, 1 or 2 if GATED, M, N], which sum_partials_kernel adds up
-    squares         fp32 [M, SQUARES]: row m's results times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: no scale
+    scales          ``RowScales`` of SQUARES parts, by which row m's results are multiplied. SQUARES 0: none
     block           ``Block``: block.m rows of x and block.n of the weight; if TRANSPOSED the other way round
 
     signals, waits  none but the kernel before
@@ -123,7 +122,7 @@ def small_m_kernel(
     if SQUARES > 0:
         # Asked for now, added up behind the product: they are under way meanwhile.
         of_row = tl.arange(0, triton.next_power_of_2(SQUARES))
-        asked = squares + m[:, None] * SQUARES + of_row[None, :]
+        asked = scales.squares + m[:, None] * SQUARES + of_row[None, :]
         of_rows = tl.load(asked, mask=(m < M)[:, None] & (of_row < SQUARES)[None, :], other=0.0)
     if GATED:
         acc, up = gated_tile(x, weight, N, row, column, first, last, block, TRANSPOSED)
@@ -137,7 +136,7 @@ def small_m_kernel(
     # (one after the other, 16 x 12800 x 5120 gated).
     wl.let_next_kernel_start()
     if SQUARES > 0:
-        factor = tl.rsqrt(tl.sum(of_rows, axis=1) + eps)
+        factor = tl.rsqrt(tl.sum(of_rows, axis=1) + scales.eps)
         if TRANSPOSED:
             factor = factor[None, :]
         else:
@@ -190,19 +189,17 @@ def sum_partials_kernel(source, out, size, partials, GATED: tl.constexpr, BLOCK:
 
 
 def run(
-    x: torch.Tensor,
+    operand: ScaledMatrix,
     weight: torch.Tensor,
     design: SmallM,
     *,
     gated: bool = False,
-    squares: torch.Tensor | None = None,
-    eps: float = 0.0,
     summed: bool = True,
 ) -> torch.Tensor:
     """out[M, N] of operands with dense rows, each on 16 bytes; if not ``summed``, the split-K partials fp32 [partials, M, N].
-
-    squares, eps  the deferred RMS scale of x's rows (weft.kernels.deferred_norm); contiguous
+    Scales are contiguous.
     """
+    x, scales = operand
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
     partials = design.partials_of(K)
@@ -212,8 +209,8 @@ def run(
         sums = torch.empty((partials, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
     tiles = cdiv(M, design.block_m) * cdiv(N, design.block_n)
     small_m_kernel[(tiles * partials,)](
-        operand(x, design.block_m, design.block_k, True),
-        operand(weight, design.block_n, design.block_k, True),
+        descriptor_or_self(x, design.block_m, design.block_k, True),
+        descriptor_or_self(weight, design.block_n, design.block_k, True),
         weight,
         row_stride(weight),
         sums,
@@ -222,10 +219,9 @@ def run(
         K,
         partials,
         design.ahead,
-        sums if squares is None else squares,
-        eps,
+        scales or RowScales(sums, 0.0),
         block_of(design),
-        SQUARES=0 if squares is None else squares.shape[1],
+        SQUARES=0 if scales is None else scales.squares.shape[1],
         **constants(design, gated),
         **options,
     )

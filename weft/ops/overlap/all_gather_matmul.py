@@ -12,7 +12,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.gemm_tile import Operand, Outgoing, gemm_tile, join_partials, leave_partial, store_tile
-from weft.kernels.operands import can_describe, operand, row_stride, rows_contiguous
+from weft.kernels.operands import can_describe, descriptor_or_self, row_stride, rows_contiguous
 from weft.kernels.tile_schedule import (
     as_argument,
     at_place,
@@ -423,10 +423,10 @@ def _run_fused(
         )
         launch(
             programs,
-            operand(shard, tile.block_m, tile.block_k, descriptors),
+            descriptor_or_self(shard, tile.block_m, tile.block_k, descriptors),
             row_stride(shard),
-            operand(gathered, tile.block_m, tile.block_k, descriptors),
-            operand(b, tile.block_n, tile.block_k, descriptors),
+            descriptor_or_self(gathered, tile.block_m, tile.block_k, descriptors),
+            descriptor_or_self(b, tile.block_n, tile.block_k, descriptors),
             row_stride(b),
             out,
             space.landed.view,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.kernels.tile_schedule import make_tiles, slot_of
 from weft.ops.case import Case, Inputs, sum_of
 from weft.ops.collectives.all_reduce import ALL_REDUCE
@@ -197,7 +197,7 @@ def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, i
 def _run_sequential(design: Sequential, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     gemm, collective = design.gemm.design, design.collective
     if isinstance(gemm, SmallM) and collective is not None and collective.name == "one_shot":
-        partial = small_m.run(rows_contiguous(a), rows_contiguous(b), gemm, summed=False)
+        partial = small_m.run(ScaledMatrix(rows_contiguous(a)), rows_contiguous(b), gemm, summed=False)
         if partial.dim() == 3:
             return ALL_REDUCE.run_of_partials(partial, a.dtype, team)
     else:

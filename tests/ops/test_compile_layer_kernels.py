@@ -49,7 +49,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6)
         constexprs = {"SIZES": sizes, "Q_HEADS": 16, "KEPT": 18 if in_parts else 16, "ROWS": TILE // D}
         arguments = projected, norms, FP32, INTS, LONGS, x, cache, 640
-        counts = {"PARTS": 3, "SQUARES": 0} if in_parts else {"PARTS": 1, "SQUARES": 20}
+        counts = {"PARTIALS": 3, "SQUARES": 0} if in_parts else {"PARTIALS": 1, "SQUARES": 20}
         return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
     if name == "paged_prefill_attention":
         spans = SequenceRanges.make([(0, 128)], group, dtype)
@@ -65,7 +65,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     if name.startswith("paged_attention"):
         return compiled(paged_attention_kernel, x, *arguments, arch=arch, **constexprs, **options)
     projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6)
-    counts = {"PARTS": 3, "SQUARES": 0} if in_parts else {"PARTS": 1, "SQUARES": 20}
+    counts = {"PARTIALS": 3, "SQUARES": 0} if in_parts else {"PARTIALS": 1, "SQUARES": 20}
     arguments = projected, norms, FP32, *arguments
     return compiled(decode_attention_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
 

@@ -1,4 +1,4 @@
-"""The `weft` command: flags to dataclasses, and what comes back printed. Nothing else happens here."""
+"""Command `weft`: turns flags into dataclasses and prints results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -218,7 +218,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
     from weft.engine import Engine
 
     talks = team.rank == 0
-    write_any_text()  # on GPUs this is a process of its own
+    write_any_text()  # on GPUs each rank is a process
     with _loading(talks) as progress:
         engine = Engine(options.model, team, config=options.engine, progress=progress)
     pieces = engine.stream(options.inputs, **options.sampling)
@@ -234,7 +234,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
 
 
 def _print_answers(prompts: list[str], pieces: Iterator[Piece]) -> None:
-    """One prompt: its text as it comes. Several grow at once: a line each on a terminal, at the end elsewhere."""
+    """Print answers: one as it grows; several a line each, growing on a terminal, else at the end."""
     if len(prompts) == 1:
         typer.echo(prompts[0], nl=False)
         for piece in pieces:
@@ -243,7 +243,7 @@ def _print_answers(prompts: list[str], pieces: Iterator[Piece]) -> None:
         return
     console = Console(soft_wrap=True)
     answers = list(prompts)
-    with Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else _nothing() as live:
+    with Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         for piece in pieces:
             answers[piece.prompt] += piece.text
             if live is not None:
@@ -270,7 +270,7 @@ def _print_speed(engine: Engine, team: Team) -> None:
 
 @contextmanager
 def _loading(shown: bool) -> Iterator:
-    """Yields progress(bytes so far, bytes in all) for the engine, drawn on stderr where that is a terminal."""
+    """Yield the engine's progress(bytes read, bytes to read), a bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     if not shown or not console.is_terminal:
         yield None
@@ -319,8 +319,3 @@ def _print_findings(findings: list[Finding]) -> None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"--{name} {shortened(value)} is unknown; choose one of {', '.join(allowed)}")
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None

@@ -1,5 +1,4 @@
-"""What the subcommands of `weft` share: errors as one line, a line that says how far it is, what simulated ranks
-can run, lists and files among flags."""
+"""Shared parts of the subcommands of `weft`: errors as one line, progress, lists and files in flags."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from weft.runtime.files import check_target
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
 
-# What a flag may say → torch's name.
+# Value of a flag → torch's name.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
 T = TypeVar("T")
 
 
 def talks() -> bool:
-    """One process prints: under torchrun every rank comes here."""
+    """True in the process that prints: under torchrun, rank 0."""
     from weft.runtime.launch import coordinates
 
     where = coordinates()
@@ -43,7 +42,7 @@ def talks() -> bool:
 
 @contextmanager
 def progress(shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yields say(line): the last line on a terminal, all of them elsewhere, on stderr."""
+    """Yield say(line), which shows the last line on a terminal, and every line elsewhere, on stderr."""
     console = Console(stderr=True, highlight=False)
     if not shown:
         yield lambda line: None
@@ -55,7 +54,7 @@ def progress(shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    """None twice."""
+    """Positive integers of a comma-separated flag, each once. ValueError for others."""
     found = words(flag, text)
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
         raise ValueError(f"--{flag} {shortened(text)} is not a list of positive numbers, as in 2,4")
@@ -63,7 +62,7 @@ def numbers(flag: str, text: str | None) -> tuple[int, ...]:
 
 
 def words(flag: str, text: str | None) -> tuple[str, ...]:
-    """() where the flag was not given. ValueError where it was, with nothing in it."""
+    """Names of a comma-separated flag; () if it was not given. ValueError if it names nothing."""
     if text is None:
         return ()
     found = tuple(word.strip() for word in text.split(",") if word.strip())
@@ -73,14 +72,14 @@ def words(flag: str, text: str | None) -> tuple[str, ...]:
 
 
 def check_simulable(model: str, config: DecoderConfig, small: str) -> None:
-    """ValueError for a model that is too large for simulated ranks. ``small``: the flags of one that is not."""
+    """ValueError for a model too large for simulated ranks. ``small``: flags of one that is not."""
     from weft.models.config import check_simulable
 
     check_simulable(f"--model {model}", config, f"run it on a machine with GPUs, or run {small}")
 
 
 def check_torchrun(device: str) -> None:
-    """WeftError where every process of torchrun would make all the virtual ranks, or this one has no GPU."""
+    """WeftError if each process of torchrun would make all virtual ranks, or this one has no GPU."""
     import torch
 
     from weft.runtime.launch import coordinates
@@ -96,7 +95,7 @@ def check_torchrun(device: str) -> None:
 
 
 def check_output(flag: str, file: Path | None) -> None:
-    """ValueError unless a file can be written there, which is tried: root may write to /proc by its mode, and cannot."""
+    """ValueError unless a file can be written there. Tries it: a file's mode may say otherwise."""
     if file is None:
         return
     try:
@@ -113,7 +112,7 @@ def check_output(flag: str, file: Path | None) -> None:
 
 @contextmanager
 def one_line_errors(traceback: bool) -> Iterator[None]:
-    """Say on stderr what a caller got wrong or a file refused, exit status 2. All else is a bug: a traceback."""
+    """Report errors of callers and files as one line on stderr, exit status 2; others as a traceback."""
     try:
         yield
     except (WeftError, ValueError, OSError) as error:
@@ -123,7 +122,7 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
 
 
 def fail(error: Exception) -> NoReturn:
-    """End the command with one line on stderr and exit status 2; without a line and with 1 where its reader has left."""
+    """End the command with a line on stderr and exit status 2; silently with 1 if its reader has left."""
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
         _drop_output()
         sys.exit(1)
@@ -134,13 +133,13 @@ def fail(error: Exception) -> NoReturn:
     sys.exit(2)
 
 
-# Where an error without a file name is one of standard output.
+# Errors that concern standard output if they name no file.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _LONG = re.compile(r"\S{300,}")
 
 
 def message_of(error: Exception) -> str:
-    """The error's message, with an end to long names in it; of an OSError the file and the reason."""
+    """Message of an error, long names shortened; for an OSError the file and the reason."""
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, WeftError) and error.strerror:
         where = error.filename if error.filename is not None else "standard output"
@@ -150,7 +149,7 @@ def message_of(error: Exception) -> str:
 
 
 def without_long_names(text: str) -> str:
-    """The text, with runs of 300 characters or more shortened."""
+    """Shorten runs of 300 characters or more in a text."""
     return _LONG.sub(lambda match: shortened(match[0]), text)
 
 
@@ -162,7 +161,7 @@ def write_any_text() -> None:
 
 
 def _drop_output() -> None:
-    """Drop what is still buffered: it has no reader, and Python would try again at its end, and complain."""
+    """Drop buffered output: it has no reader, and Python would fail on it again at its end."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -189,7 +188,7 @@ def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
 
 
 class Commands(TyperGroup):
-    """The subcommands of `weft`, which an interrupt, a closed pipe or a full disk ends without a traceback."""
+    """Subcommands of `weft`, which an interrupt, a closed pipe or a full disk ends without a traceback."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _short_usage_errors():
@@ -201,7 +200,7 @@ class Commands(TyperGroup):
             try:
                 return super().main(*args, **extra)
             finally:
-                if sys.stdout is not None:  # it was closed before Python began
+                if sys.stdout is not None:  # None if it was closed before Python began
                     sys.stdout.flush()  # not later, where nothing would turn its error into a line
         except OSError as error:
             if "--traceback" in sys.argv:
@@ -219,7 +218,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _short_usage_errors() -> Iterator[None]:
-    """Usage errors of typer repeat what was typed: shorten it."""
+    """Shorten usage errors of typer, which repeat what was typed."""
     try:
         yield
     except Exception as error:

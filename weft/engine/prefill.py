@@ -1,20 +1,23 @@
-"""Prefill of new prompts of similar length by CUDA graphs, padded to one of a few shapes.
+"""Prefill by CUDA graphs on static tensors, and the one of new prompts of similar length, padded to one of a few shapes.
 
 A graph saves the host time of launching the kernels of small prompts. Other prompts: weft.engine.ragged_prefill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
+import numpy
 import torch
 
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
 from weft.models import Decoder
 from weft.ops import PrefillSpans
-from weft.parallel.step import PagedCache, Step, cells_of, runs
+from weft.parallel.step import Chunk, PagedCache, Step, cells_of, runs
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
 SHORTEST = 16
@@ -22,6 +25,8 @@ SHORTEST = 16
 FREE_TOKENS = 256
 # Largest ratio of padded to real tokens above that.
 SLACK = 1.25
+# Bytes; kernels are compiled for pointers of this alignment.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,132 @@ class PrefillChunk:
     pages: list[int]
     params: SamplingParams
     choose: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Metadata of a pass of T tokens of S sequences.
+
+    Padding tokens have id 0, are not cached and attend to nothing; padding sequences have no tokens, and their choice is
+    ignored.
+
+    tokens, positions, cache_slots        [T] int64
+    table                                 [S, max_pages] int32
+    spans, tiles                          of PrefillSpans
+    rows                                  [S] int64: index of each sequence's last token
+    lengths, seed, temperature, top_p     [S]: tokens including cached ones, and sampling parameters
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    cache_slots: torch.Tensor
+    table: torch.Tensor
+    spans: torch.Tensor
+    tiles: torch.Tensor
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    seed: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one tensor that holds all fields, for one copy to the device."""
+        return sum(cdiv(getattr(self, field.name).nbytes, ALIGNMENT) * ALIGNMENT for field in fields(self))
+
+    def views(self, packed: torch.Tensor) -> Inputs:
+        """Views of these shapes into `packed` [nbytes] uint8."""
+        found, start = {}, 0
+        for field in fields(self):
+            like = getattr(self, field.name)
+            found[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
+            start += cdiv(like.nbytes, ALIGNMENT) * ALIGNMENT
+        return Inputs(**found)
+
+
+class StaticPrefill(ABC):
+    """Prefill of up to `batch` sequences, up to `tokens` tokens together, on static tensors.
+
+    Call `load`, then `run`, which may be captured; `chosen` holds the next tokens. max_pages: of a sequence.
+    """
+
+    runs: tuple[Chunk, ...] = ()  # of Step.chunks
+
+    def __init__(self, model: Decoder, cache: PagedCache, tokens: int, batch: int, max_pages: int) -> None:
+        self.model, self.cache, self.plan = model, cache, model.plan(tokens)
+        self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
+        device = model.team.device
+        self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
+        # The fields of its sequence ranges that stay on the host hold for every batch.
+        self._ranges = self._ranges_of([])
+        like = self._inputs([])
+        self._packed = torch.zeros(like.nbytes, dtype=torch.uint8, device=device)
+        self._static = like.views(self._packed)
+
+    def load(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Copy the batch's metadata to the device asynchronously."""
+        inputs = self._inputs(chunks)
+        packed = torch.empty(len(self._packed), dtype=torch.uint8)
+        there = inputs.views(packed)
+        for field in fields(Inputs):
+            getattr(there, field.name).numpy()[...] = getattr(inputs, field.name).numpy()
+        self._packed.copy_(upload(packed, self._packed.device))
+
+    def run(self, kind: Kind) -> None:
+        """Write keys and values into the cache, and the token after each sequence into `chosen`."""
+        now, fused = self._static, self.plan.fused
+        step = Step(
+            positions=now.positions,
+            slots=now.cache_slots,
+            cells=None if fused else cells_of(now.cache_slots, self.cache.page_size),
+            pages=now.table,
+            angles=self.model.angles,
+            plan=self.plan,
+            chunks=self.runs,
+            spans=replace(self._ranges, spans=now.spans, tiles=now.tiles) if fused else None,
+        )
+        logits = self.model(now.tokens, step, self.cache, now.rows)
+        choice = Choice(temperature=now.temperature, top_p=now.top_p, seed=now.seed, position=now.lengths)
+        self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
+
+    @abstractmethod
+    def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
+        """Index of each chunk's first token in the pass."""
+
+    @abstractmethod
+    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
+        """Sequence ranges of these chunks in host memory."""
+
+    def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
+        """Metadata of these chunks in host memory, by numpy: torch would start its threads for them."""
+        size, table = self.cache.page_size, numpy.zeros((self._batch, self._max_pages), numpy.int32)
+        tokens, positions = numpy.zeros((2, self._tokens), numpy.int64)
+        cache_slots, rows = numpy.full(self._tokens, -1, numpy.int64), []
+        for row, chunk, start in zip(table, chunks, self._starts(chunks), strict=False):
+            pages = numpy.array(chunk.pages[: self._max_pages], numpy.int64)
+            row[: len(pages)] = pages
+            at = numpy.arange(chunk.before, chunk.before + len(chunk.tokens))
+            here = slice(start, start + len(at))
+            tokens[here], positions[here], cache_slots[here] = chunk.tokens, at, pages[at // size] * size + at % size
+            rows.append(start + len(at) - 1)
+        params, ranges = [chunk.params for chunk in chunks], self._ranges_of(chunks)
+
+        def padded(values: list[float], value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values + [value] * (self._batch - len(values)), dtype=dtype)
+
+        return Inputs(
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            cache_slots=torch.from_numpy(cache_slots),
+            table=torch.from_numpy(table),
+            spans=ranges.spans,
+            tiles=ranges.tiles,
+            rows=padded(rows, 0),
+            lengths=padded([chunk.before + len(chunk.tokens) for chunk in chunks], 1),
+            seed=padded([p.seed for p in params], 0),
+            temperature=padded([p.temperature for p in params], 0.0, torch.float32),
+            top_p=padded([p.top_p for p in params], 1.0, torch.float32),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,65 +190,19 @@ def shape_of(chunks: Sequence[PrefillChunk]) -> Shape | None:
     return Shape(batch, length) if fits else None
 
 
-class PaddedPrefill:
-    """Prefill of `batch` new prompts of up to `length` tokens on static tensors.
+class PaddedPrefill(StaticPrefill):
+    """Prefill of `batch` new prompts of up to `length` tokens. A missing prompt is all padding.
 
-    Call `load`, then `run`, which may be captured; `chosen` holds the next tokens. A prompt's padding follows it, where
-    causal attention does not see it, and is not cached. A missing prompt is all padding.
+    A prompt's padding follows it, where causal attention does not see it, and is not cached.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache, batch: int, length: int) -> None:
-        self.model, self.cache, self.batch, self.length = model, cache, batch, length
-        device, width = model.team.device, -(-length // cache.page_size)
+        self._length, self._sequences = length, [(0, length)] * batch
+        self.runs = runs(self._sequences)
+        super().__init__(model, cache, batch * length, batch, cdiv(length, cache.page_size))
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
+        return range(0, len(chunks) * self._length, self._length)
 
-        self.tokens, self.cache_slots = zeros(batch * length), zeros(batch * length)
-        self.table = zeros(batch, width, dtype=torch.int32)
-        self.lengths, self.seed, self.chosen = zeros(batch), zeros(batch), zeros(batch)
-        self.temperature, self.top_p = zeros(batch, dtype=torch.float32), zeros(batch, dtype=torch.float32)
-        self.first = torch.arange(batch, device=device) * length
-        # Padding may exceed the model's last position, which has no rotary angle; any angle will do.
-        positions = torch.arange(length, device=device).clamp(max=len(model.angles) - 1)
-        plan, spans = model.plan(batch * length), [(0, length)] * batch
-        self.step = Step(
-            positions=positions.repeat(batch),
-            slots=self.cache_slots,
-            pages=self.table,
-            angles=model.angles,
-            plan=plan,
-            chunks=runs(spans),
-            spans=PrefillSpans.make(spans, model.group, model.dtype).to(device) if plan.fused else None,
-        )
-
-    def load(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Copy the batch's metadata to the device asynchronously."""
-        missing = self.batch - len(chunks)
-        size, width = self.cache.page_size, self.table.shape[1]
-        tokens = torch.tensor([chunk.tokens + [0] * (self.length - len(chunk.tokens)) for chunk in chunks])
-        pages = torch.tensor([(chunk.pages + [0] * width)[:width] for chunk in chunks])
-        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
-        places = torch.arange(self.length).expand(len(chunks), -1)
-        cache_slots = pages.gather(1, places // size) * size + places % size
-        cache_slots = torch.where(places < lengths[:, None], cache_slots, -1)
-        params = [chunk.params for chunk in chunks]
-        for target, source, padding in (
-            (self.tokens, tokens.flatten(), 0),
-            (self.cache_slots, cache_slots.flatten(), -1),
-            (self.table, pages.to(torch.int32), 0),
-            (self.lengths, lengths, 1),
-            (self.seed, torch.tensor([p.seed for p in params]), 0),
-            (self.temperature, torch.tensor([p.temperature for p in params]), 0.0),
-            (self.top_p, torch.tensor([p.top_p for p in params]), 1.0),
-        ):
-            rest = source.new_full((missing * (len(source) // len(chunks)), *source.shape[1:]), padding)
-            target.copy_(upload(torch.cat((source, rest)), target.device))
-
-    def run(self, kind: Kind) -> None:
-        """Write keys and values into the cache, and the token after each prompt into `chosen`."""
-        cells = None if self.step.plan.fused else cells_of(self.cache_slots, self.cache.page_size)
-        step = replace(self.step, cells=cells)
-        logits = self.model(self.tokens, step, self.cache, self.first + self.lengths - 1)
-        choice = Choice(temperature=self.temperature, top_p=self.top_p, seed=self.seed, position=self.lengths)
-        self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))
+    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
+        return PrefillSpans.make(self._sequences, self.model.group, self.model.dtype)

@@ -110,37 +110,13 @@ class Engine:
         self._streamed: set[int] = set()  # requests whose pieces go to a stream
         self.stats = Stats(load_seconds=time.perf_counter() - begin)
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        ignore_eos: bool = False,
-    ) -> list[Completion]:
-        """Generate a Completion for each prompt, in order. Collective.
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
+        """Generate a Completion for each prompt, in order. Collective. Arguments and errors as in `stream`.
 
-        prompts  text or lists of token ids
-        seed     of prompt 0; the other prompts draw with seeds derived from it
-        others   as in SamplingParams; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint sets them
-
-        An answer is shorter than `max_new_tokens` where it would exceed `max_seq_len`: finish_reason "length". ValueError for
-        an empty prompt, for one that leaves no room in `max_seq_len`, and where ranks pass different arguments.
+        An answer is shorter than `max_new_tokens` where it would exceed `max_seq_len`: finish_reason "length".
         """
         prompts = as_prompts(prompts)
-        pieces = self.stream(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
-        return join_pieces(pieces, len(prompts))
+        return join_pieces(self.stream(prompts, **sampling), len(prompts))
 
     def stream(
         self,
@@ -153,10 +129,15 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> Generator[Piece, None, None]:
-        """Yield a Piece for each new token, as soon as the host has it; arguments as in `generate`.
+        """Yield a Piece for each new token, as soon as the host has it.
+
+        prompts  text or lists of token ids
+        seed     of prompt 0; the other prompts draw with seeds derived from it
+        others   as in SamplingParams; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint sets them
 
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
-        prompts from the batch. Invalid arguments raise ValueError here, not at the first piece.
+        prompts from the batch. Raised here, not at the first piece: ValueError for invalid arguments, for a prompt that is
+        empty or leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
         if max_new_tokens is not None:
             max_new_tokens = positive("max_new_tokens", max_new_tokens)

@@ -1,4 +1,4 @@
-"""Prefill by CUDA graphs on static tensors, and the one of new prompts of similar length, padded to one of a few shapes.
+"""Prefill on static tensors, for CUDA graphs: its base, and new prompts padded to one of a few shapes.
 
 A graph saves the host time of launching the kernels of small prompts. Other prompts: weft.engine.ragged_prefill.
 """

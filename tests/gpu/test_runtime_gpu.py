@@ -1,4 +1,4 @@
-"""Teams, words and debug-mode waits on real GPUs: the same mains as on virtual ranks."""
+"""Teams, primitives and debug-mode waits on real GPUs: the same mains as on virtual ranks."""
 
 import os
 
@@ -16,7 +16,7 @@ WORLD_SIZES = [pytest.param(w, marks=pytest.mark.gpu(w)) for w in (1, 2, 4)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_teams_and_words_do_what_they_promise(world_size):
+def test_teams_and_primitives_keep_their_promises(world_size):
     for rank, wrong in enumerate(weft.launch(behaviour.run_all, world_size, "cuda", heap_bytes=64 << 20)):
         assert not any(wrong.values()), f"rank {rank}: {wrong}"
 

@@ -1,4 +1,4 @@
-"""Channels: chunks of every rank, by kernels and by copy engines, over several calls; the same code as signals by hand."""
+"""Channels: the code of signals by hand, and refusal of misuse. tests/runtime/behaviour.py runs them."""
 
 import difflib
 import re
@@ -21,18 +21,6 @@ def a_channel_view(chunks=8):
     return ChannelView(
         torch.zeros(4, chunks, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), tl.constexpr(chunks)
     )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_chunks_of_kernels_and_of_copy_engines_arrive(world_size):
-    for check in (behaviour.chunks_of_kernels, behaviour.chunks_of_copy_engines):
-        assert weft.simulate(check, world_size) == [[]] * world_size
-
-
-@pytest.mark.parametrize("main", [behaviour.chunks_of_kernels, behaviour.chunks_of_copy_engines])
-def test_nothing_in_a_call_is_left_to_chance(main):
-    report = weft.check(main, 2, schedules=12)
-    assert report.ok, str(report)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def test_help_shows_a_primitive_s_own_signature_and_docstring(name):
 
 
 def test_a_documented_primitive_is_to_triton_what_it_was():
-    """The same type to it, the same source, and the same key of its caches."""
+    """Same type, source and cache key."""
     plain = triton.jit(bulk.put.fn)
     assert isinstance(wl.put, triton.JITFunction) and type(plain) is triton.JITFunction
     assert wl.put.cache_key == plain.cache_key and wl.put.src == plain.src and wl.put.params[5].name == "BLOCK"

@@ -1,4 +1,4 @@
-"""What the words become: they compile for every GPU, and on sm_90 the PTX shows what they promise."""
+"""Lowerings of the primitives: they compile for every GPU, and the PTX of sm_90 shows their promises."""
 
 import re
 
@@ -19,7 +19,7 @@ SIGNALS = torch.zeros(8, dtype=torch.int32)
 
 
 def positions(ptx, *needles):
-    """Where each needle first stands after the one before it; fails if one is missing."""
+    """First position of each needle after the one before it; fails if one is missing."""
     at, found = 0, []
     for needle in needles:
         at = ptx.find(needle, at)
@@ -30,7 +30,7 @@ def positions(ptx, *needles):
 
 
 @triton.jit
-def every_word(x, out, signals, n, team, BLOCK: tl.constexpr):
+def every_primitive(x, out, signals, n, team, BLOCK: tl.constexpr):
     me = wl.rank(team)
     offsets = tl.arange(0, BLOCK)
     for peer in tl.static_range(wl.num_ranks(team)):
@@ -49,15 +49,15 @@ def every_word(x, out, signals, n, team, BLOCK: tl.constexpr):
     wl.gather_stores()
     wl.quiet(team)
     wl.barrier(team)
-    words = wl.lamport_load(x + offsets, offsets < n, team)
-    wl.lamport_store(out + offsets, words, offsets < n)
+    data = wl.lamport_load(x + offsets, offsets < n, team)
+    wl.lamport_store(out + offsets, data, offsets < n)
     wl.lamport_clear(x + offsets, offsets < n)
     now = wl.next_epoch(signals)
     wl.advance_epoch(signals, now)
 
 
 @triton.jit
-def every_shmem_word(x, out, signals, n, team):
+def every_shmem_primitive(x, out, signals, n, team):
     pe = (wl.shmem.my_pe(team) + 1) % wl.shmem.n_pes(team)
     wl.shmem.putmem_block(x, out, n, pe, team)
     wl.shmem.putmem_nbi_block(x, out, n, pe, team)
@@ -112,10 +112,10 @@ def use_multimem(x, team, BLOCK: tl.constexpr):
     [*((arch, 0) for arch in TARGETS), ("sm_90", 1_000_000), ("gfx942", 1_000_000)],
     ids=lambda value: {0: "release", 1_000_000: "debug"}.get(value, value),
 )
-def test_every_word_compiles(arch, patience_us):
+def test_every_primitive_compiles(arch, patience_us):
     view = a_view(patience_us=patience_us)
-    assert compiled(every_word, X, X, SIGNALS, 100, view, 1024, arch=arch).asm
-    assert compiled(every_shmem_word, X, X, SIGNALS, 100, view, arch=arch).asm
+    assert compiled(every_primitive, X, X, SIGNALS, 100, view, 1024, arch=arch).asm
+    assert compiled(every_shmem_primitive, X, X, SIGNALS, 100, view, arch=arch).asm
 
 
 def test_all_ranks_run_the_same_machine_code():
@@ -140,7 +140,7 @@ def store_then_release(x, signals, tickets, team, BLOCK: tl.constexpr):
 
 
 def test_on_gfx942_every_wave_s_stores_are_in_memory_before_the_barrier_of_a_release():
-    """Of more than one wave: the one that releases does not wait for the others' stores."""
+    """The wave that releases does not wait for the stores of other waves."""
     asm = compiled(store_then_release, X, SIGNALS, SIGNALS, a_view(), 4096, arch="gfx942", num_warps=4).asm["amdgcn"]
     done = ("s_waitcnt vmcnt(0)", "buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)", "s_barrier")
     found = positions(asm, *done, "global_atomic_swap", "s_barrier")
@@ -157,7 +157,7 @@ def test_on_an_amd_gpu_without_a_lowering_notify_is_a_compile_time_error_that_sa
 
 
 def test_notify_without_tma_has_the_barrier_before_the_release_on_sm_80():
-    ptx = compiled(every_word, X, X, SIGNALS, 100, a_view(), 1024, arch="sm_80").asm["ptx"]
+    ptx = compiled(every_primitive, X, X, SIGNALS, 100, a_view(), 1024, arch="sm_80").asm["ptx"]
     assert "cp.async.bulk" not in ptx and "fence.proxy" not in ptx
     positions(ptx, "st.global", "bar.sync", "st.release.sys.global")
 
@@ -213,7 +213,7 @@ def _whole_story(error):
 
 
 def test_put_comes_after_what_the_program_stored_and_before_what_it_stores():
-    """By other threads than those that copy."""
+    """The threads that store are not those that copy."""
     ptx = compiled(put_between_stores, X, X, 1 << 10, a_view(), BLOCK=1024, arch="sm_90").asm["ptx"]
     positions(ptx, "st.global", "bar.sync", "ld.global", "st.global", "bar.sync", "st.global")
 

@@ -1,4 +1,4 @@
-"""Signals of every type that is accepted: a loop in the code, values that count modulo their width. The rest is refused."""
+"""Signals of every accepted type: a loop in the code, values modulo their width. Others are refused."""
 
 import re
 
@@ -96,7 +96,7 @@ BIG = [
 
 
 def is_reached(seen: int, wanted: int, bits: int) -> bool:
-    """``wait``'s promise in Python's numbers: the signed difference, modulo the width."""
+    """Condition of ``wait`` in Python integers: the signed difference, modulo the width."""
     return (seen - wanted) % 2**bits < 2 ** (bits - 1)
 
 
@@ -130,7 +130,7 @@ def test_what_a_simulated_wait_lets_through(dtype, kernel):
 
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_notifies_count_past_the_sign_bit(dtype):
-    """From just below it: each rank adds, then sets, and waits for the other's."""
+    """Start just below it: each rank adds, then sets, and waits for the other's."""
     bits = WIDTHS[dtype]
     start = 2 ** (bits - 1) - 2
 
@@ -278,7 +278,10 @@ MISUSES = re.findall(r'if CASE == "(.*)":', misuses.src)
 
 
 def refused(kernel, *args, tensors=()) -> tuple[str, str]:
-    """What the compiler and the simulator say to a kernel, of their ``tensors`` and then ``args``; fails if one takes it."""
+    """Messages of the compiler and the simulator for a kernel; fails if one accepts it.
+
+    The kernel gets the ``tensors``, then the ``args``.
+    """
     with pytest.raises(triton.CompilationError) as compiler:
         compiled(
             kernel, *(torch.zeros(16, dtype=dtype) for dtype in tensors), *args[:1], a_view(2), *args[1:], arch="sm_90"
@@ -316,7 +319,7 @@ def one_primitive(x, n, team, WHICH: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", REFUSED, ids=str)
 def test_nothing_but_an_integer_of_32_or_64_bits_is_a_signal(dtype):
-    """A dtype that was forgotten makes bf16, into which 4 bytes of a notify would not fit."""
+    """The default dtype is bf16, which the 4 bytes of a notify would overrun."""
     for primitive in ("notify", "wait", "put_signal", "put_signal_nbi", "signal_op", "next_epoch"):
         compiler, simulator = refused(one_primitive, 1, primitive, tensors=(dtype,))
         assert simulator.startswith(f"{primitive}: ") and "team.signals(" in simulator and simulator in compiler
@@ -328,7 +331,7 @@ def meet(team):
 
 
 def test_a_barrier_meets_in_grids_of_one_dimension_only():
-    """Programs that differ in another index share counters, so that one may pass before a peer's has come."""
+    """Programs that differ in another index share counters, so that one may pass before its peers arrive."""
     for grid in ((2, 2), (1, 1, 2), (1025,)):
         with pytest.raises(weft.errors.WeftError, match=r"barrier in a grid of .*launch "):
             weft.simulate(lambda team, grid=grid: meet[grid](team.view), 2)
@@ -360,13 +363,13 @@ def hand_over(box, out, signal, value, team, BLOCK: tl.constexpr):
     wl.notify(signal, peer, value, team)
     wl.wait(signal, value, team)
     tl.store(out + at, tl.load(box + at))
-    # Nobody writes the box again before both have read it.
+    # Neither rank writes the box again before both have read it.
     wl.notify(signal + 1, peer, value, team)
     wl.shmem.signal_wait_until(signal + 1, wl.shmem.CMP_GT, value - 1, team)
 
 
 def hand_over_at_the_sign_bit(team):
-    """For each type the values around its sign bit, and around 0; a wait that lets too early shows in what is read."""
+    """Hand over values around the sign bit and around 0; a wait that ends too early gives old data."""
     got = []
     for dtype, bits in WIDTHS.items():
         signed = {32: torch.int32, 64: torch.int64}[bits]

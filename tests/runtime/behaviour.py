@@ -1,4 +1,4 @@
-"""What teams and words must do on any device: mains that run on virtual ranks and on GPUs alike.
+"""Behaviour of teams and primitives on any device: mains for virtual ranks and for GPUs.
 
 Each returns a list of what went wrong on this rank, so that one launch can run many of them and keep going.
 """
@@ -45,7 +45,7 @@ def tiles_pushed_behind_a_signal(team):
 
 
 @triton.jit
-def bulk_words(source, target, signals, n, team):
+def bulk_primitives(source, target, signals, n, team):
     me = wl.rank(team)
     right = (me + 1) % wl.num_ranks(team)
     wl.put_signal(target, source, n, signals, 1, right, team, BLOCK=16)
@@ -60,7 +60,7 @@ def bulk_words(source, target, signals, n, team):
 
 
 def puts_and_gets(team):
-    """put_signal, get, barrier and their OpenSHMEM spelling, for sizes around a block."""
+    """put_signal, get, barrier and their OpenSHMEM names, for sizes around a block."""
     wrong = []
     left, right = (team.rank - 1) % team.size, (team.rank + 1) % team.size
     for n in (1, 16, 37, 64):
@@ -68,7 +68,7 @@ def puts_and_gets(team):
         signals = team.signals(4, name="signals")
         source.copy_(torch.arange(64) + 100 * (team.rank % 2))
         team.barrier()
-        bulk_words[(1,)](source, target, signals, n, team.view)
+        bulk_primitives[(1,)](source, target, signals, n, team.view)
         got = target.float().view(4, 64).cpu()
         for row, origin in enumerate([left, right, left, left]):
             expected = torch.cat([torch.arange(n) + 100.0 * (origin % 2), torch.zeros(64 - n)]).bfloat16().float()
@@ -98,7 +98,7 @@ def barrier_many_times(board, out, team, ROUNDS: tl.constexpr):
 
 
 def barriers(team):
-    """After a barrier everybody sees what everybody stored before it, twice in a row and in several programs."""
+    """Barriers make the earlier stores of all ranks visible, twice in a row and in several programs."""
     programs = min(4, team.max_programs(4))
     board = team.zeros((programs, team.size), torch.int32)
     out = team.local(programs, torch.int32)
@@ -118,7 +118,7 @@ def lamport_exchange(x, inbox, out, team, N: tl.constexpr):
 
 
 def data_that_are_their_own_flag(team):
-    """Lamport words carry zeros of both signs, infinities and NaN."""
+    """Lamport data may be zeros of both signs, infinities and NaN."""
     wrong = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         special = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), float("nan"), -1.5, 3.0, 1e-7])
@@ -172,7 +172,7 @@ def flags_behind_copies(team):
 
 @triton.jit
 def push_chunks(x, out, got, landed, team, N: tl.constexpr):
-    """Chunks of N elements: of each rank as many as there are programs, to every rank."""
+    """Send one chunk of N elements for each program to every rank."""
     call = wl.next_call(landed)
     me, chunk, at = wl.rank(team), tl.program_id(0), tl.arange(0, N)
     row, world = tl.num_programs(0) * N, wl.num_ranks(team)
@@ -190,7 +190,7 @@ def push_chunks(x, out, got, landed, team, N: tl.constexpr):
 
 
 def chunks_of_kernels(team):
-    """A channel that kernels begin, notify and wait on, four calls with other data, two halves of the buffer in turn."""
+    """A channel of kernels alone, in four calls with other data and alternating halves of the buffer."""
     n, chunks, wrong = 16, 3, []
     out, landed = team.empty((2, team.size, chunks * n), torch.float32), team.channel(4, name="landed")
     x = torch.empty(chunks * n, device=team.device)
@@ -235,7 +235,7 @@ def chunks_of_copy_engines(team):
 
 
 def allocation_errors(team):
-    """Ranks that allocate differently learn it, all of them, and the team goes on."""
+    """Ranks that allocate differently all raise an error, and the team stays usable."""
     wrong = []
     try:
         team.empty(8 if team.rank == 0 or team.size == 1 else 4)
@@ -261,8 +261,10 @@ def push_to_next(x, team, N: tl.constexpr):
 
 
 def fresh_tensors_are_pushed_into(team):
-    """What ``empty`` has returned is there on all ranks: a push may come before the peer has gone on. Also in the bytes of a
-    tensor that was freed, and in a team within the team."""
+    """Tensors of ``empty`` exist on all ranks: a push may arrive before the peer's call has returned.
+
+    Also in the bytes of a tensor that was freed, and in a team within the team.
+    """
     wrong, inner = [], team.subset(list(range(team.size)), heap_bytes=4 << 20)
     for group in (team, inner):
         for attempt in range(2):
@@ -316,7 +318,10 @@ def wait_for_nobody(landed, team):
 
 
 def wait_in_vain(team, folder):
-    """Rank 0 waits for a signal that no rank sends; what each rank learns goes into a file, as the GPU is lost after it."""
+    """Rank 0 waits for a signal that no rank sends; each rank's error goes into a file.
+
+    The GPU cannot be used afterwards.
+    """
     landed = team.signals(2, name="landed")
     try:
         wait_for_nobody[(1,)](landed, team.view)

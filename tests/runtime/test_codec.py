@@ -1,4 +1,4 @@
-"""What ranks tell each other survives the way as it was, or is refused by name; bytes of others never get further."""
+"""Messages between ranks arrive unchanged or are refused by name; foreign bytes are refused."""
 
 import collections
 import enum
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.ops.gemm.config import GemmConfig
+from weft.ops.gemm.tile import Tile
 
 import weft
 from weft.engine.params import SamplingParams, as_prompts
@@ -82,7 +82,7 @@ def test_plain_values_come_back_as_they_were(value):
         -(1 << 63), 1 << 63, -(1 << 64), 10**400, -0.0, math.nan, math.inf, "\ud800", "\0ä", b"\0", (), [], {},
         list(range(1000)), [*range(20), 1 << 63], [*range(20), True], {True: 1, "1": 2, (1, (2,)): [3]},
         torch.Size((2, 3)), torch.bfloat16, Pair(1, [Pair(2)]), Colour.RED, Point(x=1.0, more={Colour.RED: Pair(1)}),
-        GemmConfig(block_m=64, block_n=128, block_k=32), SamplingParams(temperature=0.5, stop=("a",), stop_token_ids=(3, 1)),
+        Tile(block_m=64, block_n=128, block_k=32), SamplingParams(temperature=0.5, stop=("a",), stop_token_ids=(3, 1)),
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
@@ -222,7 +222,7 @@ def word(number):
         (b"o" + word(9) + b"os.system" + word(1) + b"s" + word(4) + b"true", "'os.system', which this rank has not marked"),
         (b"e" + word(9) + b"os.system" + b"N", "which this rank has not marked"),
         (b"a" + word(7) + b"1234567", "ValueError"),
-        (codec.encode(GemmConfig(block_m=64, block_n=64, block_k=64))[5:].replace(b"\x40", b"\x41", 1), "power of two"),
+        (codec.encode(Tile(block_m=64, block_n=64, block_k=64))[5:].replace(b"\x40", b"\x41", 1), "power of two"),
     ],
     ids=range(14),
 )  # fmt: skip

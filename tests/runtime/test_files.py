@@ -1,4 +1,4 @@
-"""Files that the user names are written whole, through no link, and what cannot be written is said in one line."""
+"""Files that the user names are written atomically, through no link; errors are one line."""
 
 import errno
 import os

@@ -98,7 +98,7 @@ if __name__ == "__main__":
 
 
 def test_a_rank_that_ends_leaves_no_semaphore_behind(tmp_path):
-    """torch.compile makes one in each rank: Python's resource tracker complained of them after every such launch."""
+    """torch.compile makes one in each rank, of which Python's resource tracker would warn."""
     script = tmp_path / "leaving.py"
     script.write_text(LEAVING)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)

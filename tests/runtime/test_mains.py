@@ -1,4 +1,4 @@
-"""A main whose body would never run is refused by every door that takes one."""
+"""A main whose body would never run is refused by every function that takes one."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Host-side rendezvous end in time, whatever the other ranks do. Threads stand for ranks; the store is torch's own."""
+"""Host-side rendezvous are bounded in time. Threads stand for ranks; the store is torch's own."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +93,7 @@ def test_a_team_has_one_name_on_all_its_ranks_whatever_else_some_of_them_made(mo
     ],
 )
 def test_an_sm_holds_what_its_registers_and_warps_allow(num_warps, registers, programs):
-    """Registers are given out 8 a thread at a time, and there are 64 warps however few registers they need."""
+    """Registers are allocated 8 a thread at a time, and an SM has at most 64 warps."""
     assert cuda.resident_programs(num_warps, registers) == programs
 
 

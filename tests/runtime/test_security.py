@@ -1,4 +1,4 @@
-"""What ranks that launch starts open, and what is refused that others have written for them."""
+"""Sockets of ranks that launch starts, and refusal of messages that other programs wrote."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ LOOPBACK = {"127.0.0.1", "::1"}
 
 
 class OnCPU:
-    """What `launch._worker` needs of a team, without a GPU: the store, torch's group and the rendezvous are the real ones."""
+    """A team without a GPU for `launch._worker`, with the real store, torch group and rendezvous."""
 
     def __init__(self, job, rank):
         os.environ.update(GLOO_SOCKET_IFNAME="eth0", NCCL_COMM_ID="0.0.0.0:1234")
@@ -130,7 +130,7 @@ class Attack:
 
 
 def stranger_writes(store, secret, key, data):
-    """What rank 1 says of it, alone with a stranger who has written as rank 0."""
+    """Error of rank 1 when another program has written as rank 0."""
     store.set(key, data)
     rendezvous = Rendezvous(store, "team.0-1.1", 1, 2, 5.0, secret)
     with pytest.raises(ForeignMessage) as caught:

@@ -52,7 +52,7 @@ def test_two_simulations_share_no_team():
 
 
 class OneRank:
-    """A platform of one rank in plain memory, as far as a Team needs it."""
+    """Platform of one rank in plain memory."""
 
     rank, size, deltas, device = 0, 1, (0,), torch.device("cpu")
     caps = capabilities.simulated(1, 8)

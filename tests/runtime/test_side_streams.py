@@ -1,4 +1,4 @@
-"""Side streams are streams that differ from each other and from the caller's, whichever of torch's few streams that is."""
+"""Side streams differ from each other and from the caller's, whichever stream of torch's pool that is."""
 
 import itertools
 
@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Stream:
-    """One of IN_POOL streams of a priority, handed out in turn, as torch does; equal where it is the same one."""
+    """One of IN_POOL streams of a priority, handed out in turn as by torch."""
 
     turns: dict[int, itertools.count] = {}
 
@@ -44,14 +44,14 @@ def pool(monkeypatch):
 def test_streams_of_weft_are_distinct_while_there_are_enough(pool):
     held = [own_stream(DEVICE) for _ in range(20)]
     for _ in range(IN_POOL - 20):
-        Stream(DEVICE)  # somebody else's
+        Stream(DEVICE)  # of other code
     held += [own_stream(DEVICE) for _ in range(12)]
     assert len(set(held)) == IN_POOL
-    held.append(own_stream(DEVICE))  # none is left: one of them again, and no endless search
+    held.append(own_stream(DEVICE))  # none is left: one of them again
     assert len(set(held)) == IN_POOL
     first = held[0].handle
     held.clear()
-    assert first in {own_stream(DEVICE).handle for _ in range(IN_POOL)}  # given back with their owners
+    assert first in {own_stream(DEVICE).handle for _ in range(IN_POOL)}  # freed with their owners
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""Teams: symmetric memory, collective host calls, and errors that name ranks and values and hang nobody."""
+"""Teams: symmetric memory, collective host calls, errors that name ranks and values on every rank."""
 
 import threading
 
@@ -113,8 +113,8 @@ def test_teams_are_found_by_name_and_init_makes_another():
         return second.exchange(team.rank)
 
     assert weft.simulate(main, 2) == [[0, 1]] * 2
-    with pytest.raises(ValueError, match="no team called 'nobody'"):
-        find_team("nobody")
+    with pytest.raises(ValueError, match="no team called 'other'"):
+        find_team("other")
 
 
 def test_a_subset_is_a_team_of_its_own():
@@ -231,7 +231,7 @@ def test_a_heap_in_pieces_says_how_large_the_largest_is_and_how_much_would_do():
 
 
 def test_no_workspace_is_made_while_a_graph_is_captured(monkeypatch):
-    """What fills it would be recorded and not done; and what a call made before it failed must not be left for the next."""
+    """Its fill would be recorded and not run, and a call that fails must leave nothing to the next one."""
     capturing = threading.local()
     monkeypatch.setattr(VirtualPlatform, "is_capturing", lambda _: getattr(capturing, "now", False))
 

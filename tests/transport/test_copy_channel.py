@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import weft
-from weft.transport.copy_channel import MAX_CHUNKS, Segments, await_chunk, await_flags
+from weft.transport.copy_channel import MAX_CHUNKS, Segments, await_chunk
 
 
 def gathered(team, halves=2, calls=4, by_place=False):
@@ -27,7 +27,7 @@ def gathered(team, halves=2, calls=4, by_place=False):
         for chunk in range(2):
             if by_place:
                 for rank in (rank for rank in range(world) if rank != me):
-                    await_flags(space.flags[rank : rank + 1, chunk:], space.epoch, team)
+                    await_chunk(space.rows_from(rank), chunk, 0)
             else:
                 await_chunk(space.landed, chunk, (me + 1) % world, world - 1)
         found.append(buffer.mean(1).tolist())

@@ -18,7 +18,6 @@ TO_DO = (
     "kernels",
     "ops",
     "plan",
-    "transport",
 )
 
 LONGEST = 100

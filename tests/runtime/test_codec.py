@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.ops.gemm.tile import Tile
 
 import weft
 from weft.engine.params import SamplingParams, as_prompts
 from weft.errors import NotExchangeable
+from weft.ops.gemm.tile import Tile
 from weft.runtime import codec
 
 

@@ -26,17 +26,22 @@ class Stream:
     def __hash__(self) -> int:
         return hash(self.handle)
 
-    def record_event(self) -> "Stream":
-        return self
 
-    def wait_event(self, recorded: "Stream") -> None:
-        assert recorded != self
+class Event:
+    """Event that only other streams than the one that recorded it may wait for."""
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def wait(self, stream: Stream) -> None:
+        assert stream != self.stream
 
 
 @pytest.fixture
 def pool(monkeypatch):
     monkeypatch.setattr(Stream, "turns", {})
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(side_streams, "on_stream", lambda stream: stream)
     monkeypatch.setattr(streams, "_taken", type(streams._taken)())
 
@@ -80,15 +85,21 @@ def test_the_current_stream_is_looked_up_by_its_handle(monkeypatch):
 @pytest.fixture
 def current(monkeypatch):
     """The streams that were current on device 0, one after the other."""
-    found = ["caller's"]
+    found = [CALLERS]
     monkeypatch.setattr(streams, "_current", lambda index: found[-1])
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_stream", found.append)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(streams, "_set", found.append)
     return found
 
 
 class Side:
     device_index = 0
+
+    def __init__(self, cuda_stream: int = 1) -> None:
+        self.cuda_stream = cuda_stream
+
+
+CALLERS = Side(0)
 
 
 def test_the_former_stream_is_current_again_after_an_error_too(current):
@@ -96,16 +107,16 @@ def test_the_former_stream_is_current_again_after_an_error_too(current):
     with pytest.raises(RuntimeError, match="in between"), on_stream(side):
         assert current[-1] is side
         raise RuntimeError("in between")
-    assert current == ["caller's", side, "caller's"]
+    assert current == [CALLERS, side, CALLERS]
 
 
 def test_a_stream_that_is_current_is_set_only_for_its_device(current, monkeypatch):
     side = Side()
     with on_stream(side):
         with on_stream(side):
-            assert current == ["caller's", side]
-        assert current == ["caller's", side]
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+            assert current == [CALLERS, side]
+        assert current == [CALLERS, side]
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
         with on_stream(side):
-            assert current == ["caller's", side, side]
-    assert current[-1] == "caller's"
+            assert current == [CALLERS, side, side]
+    assert current[-1] is CALLERS

@@ -114,7 +114,7 @@ def address_at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
 
 
 def _offset(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
-    """Offset in the heap of the symmetric, contiguous ``tensor``; ValueError for one that is not."""
+    """Offset of the symmetric ``tensor`` in the heap. ValueError if it is strided or ``peer`` no rank."""
     if not isinstance(tensor, torch.Tensor):
         check_instance("tensor", tensor, torch.Tensor, "a tensor")
     if type(peer) is not int:

@@ -36,7 +36,7 @@ class SideStreams:
             self._recorded = 0
 
     def fork(self) -> None:
-        """Every stream waits for the work submitted so far to the current stream, stream 0 from here on."""
+        """Have every stream wait for the work so far of the current stream, which becomes stream 0."""
         if self._on_gpu:
             self._main = current_stream(self._device)
             self._side = [stream for stream in self._streams if stream != self._main][: self._count - 1]
@@ -60,12 +60,12 @@ class SideStreams:
         return self._record(current_stream(self._device)) if self._on_gpu else None
 
     def after(self, mark: torch.cuda.Event | None) -> None:
-        """The current stream waits for the work of ``mark``."""
+        """Have the current stream wait for the work before ``mark``."""
         if mark is not None:
             mark.wait(current_stream(self._device))
 
     def join(self) -> None:
-        """Stream 0 waits for all streams."""
+        """Have stream 0 wait for all streams."""
         if self._on_gpu:
             for stream in (*self._side, self._urgent):
                 self._record(stream).wait(self._main)

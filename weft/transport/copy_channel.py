@@ -1,6 +1,4 @@
-"""Calls whose data copy engines carry: buffers that alternate by call, a channel for what has come, and the two kernels that
-begin a call and wait for chunks.
-"""
+"""Calls whose data copy engines carry: alternating buffers, a channel, kernels that begin and wait."""
 
 from __future__ import annotations
 
@@ -26,18 +24,20 @@ STAGING = "staging"
 
 
 def staging_bytes_of(team: Team) -> int:
-    """Largest staging buffer that a copy-engine collective may use unasked: the largest one there is, or what half of the
-    largest free piece of the heap holds, since other ops need workspaces too. A power of two, or 0."""
+    """Largest staging buffer that "auto" may use for copy-engine collectives: a power of two, or 0.
+
+    The largest existing one, or what half of the heap's largest free block holds, since other ops need workspaces too.
+    """
     free = team.largest_free_bytes() // 2
     return max(max(team.workspace(STAGING, dict), default=0), 1 << free.bit_length() >> 1)
 
 
 @triton.jit
 def begin_kernel(landed, filled, entered, team):
-    """Begins the next call; ends once this half of every rank's buffer may be overwritten.        grid: (W - 1,)
+    """Begin the next call; end once this half of every rank's buffer may be overwritten.    grid: (W - 1,)
 
     landed   the channel; copy engines send the number of the call as its flags
-    filled   [W - 1]  this rank's, of this half: the last call that filled it, as each program has noted it
+    filled   [W - 1]  this rank's, for this half: the last call that filled it, one copy for each program
     entered  [W]      symmetric: entered[s] = e, once rank s has ended call e - 1
 
     signals  program p, to its peer me + 1 + p: entered[me] = this call
@@ -57,8 +57,8 @@ def begin_kernel(landed, filled, entered, team):
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def wait_kernel(landed, first, chunk, team):
-    """Ends once ``chunk`` of ranks first, first + 1, … (mod W) is here, and the data before it.        grid: (ranks,)"""
-    wl.follow_previous_kernel()  # what is set up meanwhile waits for this one's end
+    """End once ``chunk`` of ranks first, first + 1, … (mod W) has arrived.        grid: (ranks,)"""
+    wl.follow_previous_kernel()  # a next kernel that starts early waits for this one's end
     source = (first + tl.program_id(0)) % wl.num_ranks(team)
     wl.chunk_wait(wl.current_call(landed), source, chunk, team)
 
@@ -75,15 +75,15 @@ def _wait(team: Team, programs: int, landed: ChannelView, first: int, chunk: int
 
 @dataclass(slots=True, kw_only=True)
 class Segments:
-    """The buffers of calls whose data copy engines carry, the channel that says what has come, and begin_kernel's notes.
+    """Workspace of calls whose data copy engines carry: buffers, their channel, state of begin_kernel.
 
-    buffers  [halves, …]  symmetric: two, for every other call, or one for all
+    buffers  [halves, …]  symmetric: two halves that alternate by call, or one
     landed   rows of MAX_CHUNKS flags: a row for each place in ``buffers`` that a peer fills
-    ready    [W, programs]  symmetric: of share_kernel
-    calls    made by the host. All ranks make the same ones, so they agree on the half. The device proves that it is free:
-             a half is written again only after every rank has ended the call that read it (begin_kernel). Halves alternate,
-             so that wait is over before it begins. In a CUDA graph with an odd number of calls, whose replays use one half
-             twice in a row, and where there is one half only, it waits for the peer to end its last call.
+    ready    [W, programs]  symmetric: signals of share_kernel
+    calls    number of calls that the host has made. All ranks make the same ones, so they agree on the half. The device proves
+             that it is free: a half is written again only after every rank has ended the call that read it (begin_kernel).
+             With alternating halves that wait is over before it begins. In a CUDA graph with an odd number of calls, whose
+             replays use one half twice in a row, and with one half only, it waits for the peer to end its last call.
     """
 
     buffers: torch.Tensor
@@ -97,7 +97,7 @@ class Segments:
 
     @classmethod
     def make(cls, team: Team, buffers: torch.Tensor, flags: int, programs: int = 0) -> Segments:
-        """``flags``: rows of them. ``programs``: at most, of share_kernel. Collective."""
+        """``flags``: number of rows. ``programs``: most programs of share_kernel. Collective."""
         return cls(
             buffers=buffers,
             landed=Channel.make(team, flags, MAX_CHUNKS, "landed"),
@@ -116,7 +116,7 @@ class Segments:
         return self.landed.epoch
 
     def begin(self, team: Team) -> torch.Tensor:
-        """The next call's half of ``buffers``, free for every rank to write behind this in the current stream."""
+        """Begin a call in the current stream. Returns its half of ``buffers``, which all ranks may write."""
         half = self.calls % len(self.buffers)
         self.calls += 1
         launch = launch_of(team, begin_kernel, (), lambda: {"num_warps": 1})
@@ -124,7 +124,7 @@ class Segments:
         return self.buffers[half]
 
     def send(self, team: Team, target: torch.Tensor, source: torch.Tensor, row: int, number: int, peer: int) -> None:
-        """``Channel.send`` with a row of flags that is chosen by place in ``buffers``, not by source."""
+        """``Channel.send`` with a row of flags chosen by place in ``buffers``, not by source."""
         team.copy_engine.put(target, source, peer)
         team.copy_engine.signal(self._flag(row, number), self._flag(-1, 0), peer)
 
@@ -138,7 +138,7 @@ class Segments:
         return rows
 
     def _flag(self, row: int, number: int) -> torch.Tensor:
-        """flags[row, number] as a tensor; row -1: the word of the epoch. Views are kept: making one takes microseconds."""
+        """View flags[row, number], or the epoch for row -1, cached since making it takes microseconds."""
         flag = self._flags.get((row, number))
         if flag is None:
             flag = self.epoch[:1] if row < 0 else self.flags[row, number : number + 1]

@@ -1,4 +1,4 @@
-"""How one transfer between ranks is cut up: tiles of a push, or pieces of a copy."""
+"""Plan of a push: its transport, the bytes of a row, and the programs that send it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TRANSPORTS = ("lamport", "keyed")
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushPlan:
-    """How tiles travel (weft.transport.push).
+    """Transport and tile sizes of a push (weft.transport.push).
 
     transport        "lamport" or "keyed"
-    row_bytes        bytes to one peer at once: a power of two of at least 16, or in all_reduce_rms_norm, which cuts rows
+    row_bytes        bytes sent to one peer at once: a power of two of at least 16; in all_reduce_rms_norm, which cuts rows
                      into even parts, a multiple of 16
-    num_warps        of a program, a power of two
-    programs_per_sm  at most; fewer where registers do not suffice
+    num_warps        warps of a program, a power of two
+    programs_per_sm  most programs of an SM; fewer where registers do not suffice
     """
 
     transport: str
@@ -43,6 +43,8 @@ class PushPlan:
 
 
 def word_of(nbytes: int) -> torch.dtype:
-    """Widest integer dtype whose size divides ``nbytes``, one rank's part; it moves data bit for bit. Single bytes travel
-    widened to two, which never read as unwritten."""
+    """Widest integer dtype whose size divides ``nbytes``, one rank's part; it moves data bit for bit.
+
+    Single bytes are sent widened to two, which never read as unwritten.
+    """
     return torch.int32 if nbytes % 4 == 0 else torch.int16 if nbytes % 2 == 0 else torch.int8

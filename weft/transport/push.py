@@ -1,25 +1,25 @@
-"""A tile exchanged between all ranks, in registers: the one step that every collective here is made of.
+"""Push transport: an exchange of one tile between all ranks, in registers; collectives consist of it.
 
     received[s] = what rank s sent me      rows, received: [ROWS, BLOCK], ROWS = world size rounded to a power of two
 
 An all-gather exchanges W copies of a tile, an all-to-all W different ones, a reduce-scatter sums what it received, a
-one-shot all-reduce sums W copies, a two-shot all-reduce exchanges, sums and exchanges again. What a rank sends itself
-stays in its registers. An exchange has two halves, ``send`` and ``receive``; between them a program loads and sends its
+one-shot all-reduce sums W copies, a two-shot all-reduce exchanges, sums and exchanges again. A rank's own row stays in
+its registers. An exchange has two halves, ``send`` and ``receive``; between them a program loads and sends its
 next tile, so that the links are busy while it waits.
 
-Each program owns a *slot* of the workspace and counts what it sends in a word of device memory, its epoch. Program p of
+Each program owns a *slot* of the workspace (its receive buffers) and counts its sends in device memory: its epoch. Program p of
 a rank exchanges only with the programs p of the others, and all ranks make the same calls with the same sizes, so
 epoch e of slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses
 fewer slots, and the epochs of the others stand still.
 
     slot     stages[e % S] is [W, WIDTH]: row s is written by rank s; S = stages_of(bytes of a row), at least 6
-    lamport  numbers are their own flag (weft.language.lamport): one link crossing, no fence; -0.0 arrives as +0.0
-    keyed    the same for any bits: words XOR a key that makes none of the tile "unwritten"; W keys follow the rows
+    lamport  numbers are their own flag (weft.language.lamport): one hop over the link, no fence; -0.0 arrives as +0.0
+    keyed    the same for any bits: int words XOR a key for which none of the tile reads as unwritten; W keys follow the rows
 
-Flags after the data (``notify``, ``wait``) would cost a fence and a second crossing: at W=2 they took 142 us for an
-all-gather of 64 MiB that keyed does in 108, 7.4 for 1 MiB in 5.2 (H200).
+Flags after the data (``notify``, ``wait``) would cost a fence and a second hop: an all-gather of 64 MiB took 142 us with them
+and 108 with keyed (H200, W=2).
 
-Who signals whom: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
+Signals: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
 
 Reuse. A stage may be overwritten once its reader has cleared it. A program sends epoch k into the stage of epoch k - S, so the
 peer must have cleared k - S by then. A ``receive`` clears what the ``receive`` before it read, and if ``ordered`` returns only
@@ -48,7 +48,7 @@ a - 1 + S >= a + n + 2 or later. That lies behind the two that a peer may send i
 anything in it, so it comes after words that this rank sent in its next launch. Looking costs a round trip to memory for each
 tile, in line behind the stores to peers: 4 to 14 % of an all-gather of 4 to 32 MiB at W=2.
 
-Progress. All programs of a grid are resident: there are no more than fit (``launch``). A send waits for nobody, and each
+Progress. All programs of a grid are resident: there are no more than fit (``launch``). A send does not wait, and each
 program makes its exchanges in order without waiting for another program of its rank. Kernels that share the slots are
 ordered by one stream.
 """
@@ -69,59 +69,61 @@ from weft.runtime.launching import Launch
 from weft.runtime.team import Team
 from weft.transport.plans import PushPlan
 
-# Of narrow rows, whose launches have one exchange or two a program, and of wide ones, which large messages take: bf16, W=2, us,
-# with 7 / 11 / 19 stages of wide rows: all-gather of 32 MiB 56.1 / 53.3 / 53.3, 64 MiB 107 / 104.5 / 101.2
-# (benchmarks/lab/h200-x2-stages.json).
+# Stages of a slot: of narrow rows, whose launches have one exchange or two a program, and of wide rows, for large messages. An
+# all-gather of 64 MiB takes 107 us with 7 stages of wide rows and 101 with 19 (H200, W=2; benchmarks/lab/h200-x2-stages.json).
 STAGES: tl.constexpr = tl.constexpr(7)
 WIDE_STAGES: tl.constexpr = tl.constexpr(19)
 WIDE_BYTES: tl.constexpr = tl.constexpr(4096)
 KEY_BYTES: tl.constexpr = tl.constexpr(16)
-# Keys take whole lines of memory, as the rows of all plans do: so every row of every stage begins on a line, and what a
-# warp stores at a peer travels in whole packets.
+# Keys take whole lines of memory, as the rows of all plans do: so every row of every stage begins on a line, and a warp's
+# stores to a peer fill whole packets.
 LINE_BYTES: tl.constexpr = tl.constexpr(128)
 UNWRITTEN = {2: (torch.int16, -(2**15)), 4: (torch.int32, -(2**31))}  # the bits of -0.0 by item size
 
 
 @triton.jit
 def send_order(team, ROWS: tl.constexpr):
-    """``peers[i]``, [ROWS] int32: who gets row i, this rank last. Rotated, so that not all write to rank 0 first."""
+    """Receiver of each row, [ROWS] int32, this rank last; rotated, so that not all write to rank 0 first."""
     return (wl.rank(team) + 1 + tl.arange(0, ROWS)) % wl.num_ranks(team)
 
 
 @triton.jit
 def is_rank(team, ROWS: tl.constexpr):
-    """[ROWS, 1] int1: rows that stand for a rank (world sizes that are not powers of two have more rows)."""
+    """Mask [ROWS, 1] of rows that stand for a rank; there are more if W is not a power of two."""
     return tl.arange(0, ROWS)[:, None] < wl.num_ranks(team)
 
 
 @triton.jit
 def is_sent(team, ROWS: tl.constexpr):
-    """[ROWS, 1] int1: rows in ``send_order`` that leave this rank."""
+    """Mask [ROWS, 1] of rows in ``send_order`` that leave this rank."""
     return tl.arange(0, ROWS)[:, None] < wl.num_ranks(team) - 1
 
 
 @triton.jit
 def count_tiles(length, TILE: tl.constexpr):
-    """Tiles of TILE elements in ``length`` (int64, since the sum in ``cdiv`` may pass 2**31), int32."""
+    """Number of tiles in ``length`` elements, int32; ``length`` is int64, since ``cdiv`` may pass 2**31."""
     return tl.cast(tl.cdiv(length, TILE), tl.int32)
 
 
 @triton.jit
 def tile_rest(length, start, TILE: tl.constexpr):
-    """How many of the TILE elements from ``start`` (int64) lie before ``length``: int32, for masks of few registers."""
+    """Number of the TILE elements from ``start`` (int64) that lie before ``length``, int32.
+
+    In 32 bits, so that masks take few registers.
+    """
     return tl.cast(tl.minimum(length - start, TILE), tl.int32)
 
 
 @triton.constexpr_function
 def key_bytes(transport, world_size):
-    """What follows the rows of a stage. For the host too."""
+    """Bytes of keys after the rows of a stage; also for the host."""
     line = LINE_BYTES.value
     return -(-world_size * KEY_BYTES.value // line) * line if transport == "keyed" else 0
 
 
 @triton.constexpr_function
 def stages_of(row_bytes):
-    """How many stages a slot of such rows has. For the host too."""
+    """Number of stages of a slot with rows of ``row_bytes``; also for the host."""
     return WIDE_STAGES.value if row_bytes >= WIDE_BYTES.value else STAGES.value
 
 
@@ -152,8 +154,10 @@ def my_slot(buffer, WIDTH: tl.constexpr, TRANSPORT: tl.constexpr, team):
 
 @triton.jit
 def find_key(rows):
-    """A key, 0 if it will do, for which no word of ``rows`` XOR key reads as unwritten. There is one: a tile has fewer
-    words than there are keys."""
+    """Smallest key for which no int word of ``rows`` XOR key reads as unwritten.
+
+    There is one, since a tile has fewer int words than there are keys.
+    """
     dtype: tl.constexpr = rows.dtype
     UNWRITTEN_WORD: tl.constexpr = -(2 ** (dtype.primitive_bitwidth - 1))
     key = tl.full((), 0, dtype)
@@ -164,11 +168,11 @@ def find_key(rows):
 
 @triton.jit
 def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
-    """Row i of ``rows`` [ROWS, BLOCK] goes to ``send_order(team)[i]``; waits for nobody.
+    """Send row i of ``rows`` [ROWS, BLOCK] to ``send_order(team)[i]``, without waiting.
 
-    ``slot``: ``my_slot``, of the dtype of ``rows``. ``epoch``: how many this program has sent, this one included.
-    ``WIDTH``: columns that travel, the same in every call that shares the slot. All ranks' programs of this id call it
-    the same number of times. See the module for order and reuse.
+    ``slot``: ``my_slot``, of the dtype of ``rows``. ``epoch``: number of sends of this program, this one included.
+    ``WIDTH``: columns that are sent, the same in every call that shares the slot. The programs of this id on all ranks call
+    it the same number of times. See the module for order and reuse.
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCK: tl.constexpr = rows.shape[1]
@@ -192,7 +196,7 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def send_columns(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """A tile of BLOCK columns of x[W, length]: row s to rank s, zeros beyond its end."""
+    """Send a tile of BLOCK columns of x[W, length]: row s to rank s, zeros beyond its end."""
     columns = tl.arange(0, BLOCK)
     start = tl.cast(tile, tl.int64) * BLOCK
     mask = is_sent(team, ROWS) & (columns < tile_rest(length, start, BLOCK))[None, :]
@@ -202,16 +206,16 @@ def send_columns(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: 
 
 @triton.jit
 def clears_in_order(slot, exchanges, WIDTH: tl.constexpr):
-    """Whether a launch of so many exchanges a program must see each clearing in memory before it goes on: bool."""
+    """True if a launch with ``exchanges`` per program must poll until its clearings are visible."""
     return exchanges > stages_of(row_bytes_of(slot.dtype.element_ty, WIDTH)) - 3
 
 
 @triton.jit
 def receive(own, slot, epoch, before, team, ordered, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, BLOCK]: row s from rank s, ``own`` [BLOCK] in this rank's, 0 beyond W and in columns from WIDTH on.
+    """Receive [ROWS, BLOCK]: row s from rank s, with ``own`` [BLOCK] as this rank's row.
 
-    ``epoch`` as of its ``send``; ``before``: the epoch that this program received before it, cleared when this returns, or
-    unless ``ordered`` (clears_in_order) when the launch ends.
+    Rows beyond W and columns from WIDTH on are 0. ``epoch``: that of its ``send``. ``before``: the epoch that this program
+    received before it, cleared when this returns, or, unless ``ordered`` (clears_in_order), when the launch ends.
     """
     BLOCK: tl.constexpr = own.shape[0]
     world: tl.constexpr = wl.num_ranks(team)
@@ -237,25 +241,27 @@ def receive(own, slot, epoch, before, team, ordered, ROWS: tl.constexpr, TRANSPO
 
 @triton.jit
 def keep_epoch(epochs, epoch):
-    """At a program's end: it has sent, and received, ``epoch`` tiles. Their number modulo the stages is all that is needed,
-    and must never wrap elsewhere."""
-    tl.debug_barrier()  # all threads have read the word before it changes
+    """Store ``epoch``, the tiles that a program has sent and received, at its end.
+
+    Stored modulo the stages, so that it never wraps elsewhere.
+    """
+    tl.debug_barrier()  # all threads have read it before it changes
     tl.store(epochs + tl.program_id(0), epoch % (STAGES * WIDE_STAGES))
 
 
 @triton.jit
 def sum_of_ranks(received):
-    """[ROWS, BLOCK] -> [BLOCK] fp32: summed over the ranks in an order that is the same on all of them."""
+    """Sum of [ROWS, BLOCK] over the ranks, [BLOCK] fp32, in an order that is the same on all of them."""
     return tl.sum(received.to(tl.float32), axis=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """The workspace of one plan and item size, shared by all collectives of a team that use it.
+    """Workspace of one plan and item size, shared by all collectives of a team that use it.
 
     buffer     uint8 [programs * stages * (W * row_bytes + keys)], symmetric
-    epochs     int32 [programs]: how many tiles each has sent, modulo the stages of all plans
-    registers  of a thread at most, so that so many programs are resident
+    epochs     int32 [programs]: tiles that each has sent, modulo the stages of all plans
+    registers  most registers of a thread for which all ``programs`` are resident
     """
 
     buffer: torch.Tensor
@@ -265,7 +271,7 @@ class Slots:
 
 
 def slots_of(team: Team, plan: PushPlan, itemsize: int) -> Slots:
-    """Made at the first call, which is collective."""
+    """The team's slots for a plan and item size. Collective at the first call, which makes them."""
 
     def make() -> Slots:
         registers = registers_of(plan, team.size)
@@ -276,15 +282,17 @@ def slots_of(team: Team, plan: PushPlan, itemsize: int) -> Slots:
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)
         epochs = team.local((programs,), torch.int32)
-        team.barrier()  # nobody writes into a peer's buffer before the peer has cleared it
+        team.barrier()  # no rank writes into a peer's buffer before the peer has cleared it
         return Slots(buffer=buffer, epochs=epochs, programs=programs, registers=registers)
 
     return team.workspace(("exchange", plan, itemsize), make)
 
 
 def registers_of(plan: PushPlan, world_size: int) -> int:
-    """What a thread may take: what whole tiles need (sm_90, tests/ops/test_compile_collectives.py). Ragged sizes would
-    take up to 250, and not all programs were resident; held to this they spill."""
+    """Most registers of a thread: those that whole tiles need (sm_90).
+
+    Ragged sizes would take up to 250, and then not all programs are resident; with this bound they spill.
+    """
     if 32 * plan.num_warps * plan.programs_per_sm * 128 <= 65536:
         return 128
     tile = next_power_of_2(world_size) * next_power_of_2(plan.row_bytes) // (32 * plan.num_warps)
@@ -302,14 +310,15 @@ def launch(
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """Run ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)`` with a program for each
-    of ``tiles``, or as many as can be resident. Elements travel in the dtype of ``out``. A kernel sends PART elements
-    to a peer at once, or where it has no such constant BLOCK. ValueError where these are not ``plan.row_bytes``.
+    """Run a push kernel with a program for each of ``tiles``, or as many as can be resident.
 
-    All of them are resident, by ``team.max_programs``: programs end without the kernels behind them, which start only when
-    all of these run, and kernels beside or before them end by themselves. Not a cooperative launch, by which the driver would
-    refuse more: it starts 1 us later. All-gather of 1 MiB at W=4 10.9 us with it, 9.8 without, all_reduce_rms_norm of
-    128 x 5120 19.3 and 17.8.
+    The call is ``kernel(x, out, n, buffer, epochs, team, *arguments, BLOCK, ROWS, TRANSPORT, ...)``. Elements are sent in the
+    dtype of ``out``. A kernel sends PART elements to a peer at once, or BLOCK if it has no such constant. ValueError if these
+    are not ``plan.row_bytes``.
+
+    All programs are resident, by ``team.max_programs``: they end without the kernels behind them, which start only when all
+    of these run, and kernels beside or before them end by themselves. It is no cooperative launch, by which the driver would
+    refuse more: that starts 1 us later (H200).
     """
     known = team.workspace("pushes", dict)
     key = kernel.__name__, plan, out.dtype, *constants.values()
@@ -321,19 +330,19 @@ def launch(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """All of a launch that does not depend on its tensors: the slots, seen in the dtype that travels, and the kernel."""
+    """Parts of a launch that depend on no tensor: the kernel, and the slots in the dtype that is sent."""
 
     launch: Launch
     programs: int
 
     @classmethod
     def make(cls, kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> _Prepared:
-        itemsize = max(2, dtype.itemsize)  # bytes travel as words of two
+        itemsize = max(2, dtype.itemsize)  # single bytes are sent widened to two
         block = next_power_of_2(plan.row_bytes // itemsize)
         if constants.get("PART", block) * itemsize != plan.row_bytes:
             raise ValueError(
-                f"row_bytes={plan.row_bytes} is not a power of two: {block * itemsize} bytes would go to a peer at once, for "
-                f"which the workspace has no room; pass {block * itemsize}"
+                f"row_bytes={plan.row_bytes} is not a power of two: {block * itemsize} bytes would go to a peer at once, more "
+                f"than the workspace holds; pass {block * itemsize}"
             )
         slots = slots_of(team, plan, itemsize)
         found = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
@@ -343,6 +352,6 @@ class _Prepared:
 
 
 def target_options(team: Team, registers: int) -> dict[str, int | bool]:
-    """Launch options that only some targets know: a bound on registers, and what ``wl.follow_previous_kernel`` needs."""
+    """Launch options of some targets: a bound on registers, and those of ``wl.follow_previous_kernel``."""
     bound = {"maxnreg": registers} if team.caps.arch.startswith("sm_") else {}
     return bound | launch_options(team.caps)

@@ -12,9 +12,6 @@ import pytest
 WEFT = Path(__file__).parent.parent / "weft"
 # Parts of weft that are still to be put into plain English. To be emptied.
 TO_DO = (
-    "cli",
-    "console",
-    "engine",
     "kernels",
     "ops",
     "plan",

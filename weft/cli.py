@@ -286,7 +286,10 @@ def _loading(shown: bool) -> Iterator:
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
-    """Say what is here, what weft will use and why, and how to get what is missing. Exit status 1: nothing can run."""
+    """Say what is here, what weft will use and why, and how to get what is missing.
+
+    Exit status 1: nothing can run.
+    """
     from weft.runtime.doctor import examine, runnable
 
     findings = examine()

@@ -15,7 +15,7 @@ import torch
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
 from weft.models import Decoder
-from weft.ops import PrefillSpans
+from weft.ops import SequenceRanges
 from weft.parallel.step import Chunk, PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
@@ -50,7 +50,7 @@ class Inputs:
 
     tokens, positions, cache_slots        [T] int64
     table                                 [S, max_pages] int32
-    spans, tiles                          of PrefillSpans
+    spans, tiles                          of SequenceRanges
     rows                                  [S] int64: index of each sequence's last token
     lengths, seed, temperature, top_p     [S]: tokens including cached ones, and sampling parameters
     """
@@ -132,7 +132,7 @@ class StaticPrefill(ABC):
         """Index of each chunk's first token in the pass."""
 
     @abstractmethod
-    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
+    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> SequenceRanges:
         """Sequence ranges of these chunks in host memory."""
 
     def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
@@ -204,5 +204,5 @@ class PaddedPrefill(StaticPrefill):
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
         return range(0, len(chunks) * self._length, self._length)
 
-    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
-        return PrefillSpans.make(self._sequences, self.model.group, self.model.dtype)
+    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> SequenceRanges:
+        return SequenceRanges.make(self._sequences, self.model.group, self.model.dtype)

@@ -1,6 +1,6 @@
 """Prefill of prompts, and of parts of prompts, by CUDA graphs: one per number of tokens.
 
-Launching the kernels one by one may take the host longer than they take the GPU (docs/experiments.md, "Prompts").
+Launching the kernels one by one may take the host longer than they take the GPU (docs/decisions.md, "Prompts").
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from weft.engine.prefill import PrefillChunk, StaticPrefill
-from weft.ops import PrefillSpans
+from weft.ops import SequenceRanges
 from weft.runtime.arithmetic import cdiv
 
 # Token counts: powers of two up to ROWS, then its multiples, and above 2048 multiples of a sixteenth of the next power of two.
-# cuBLAS may take longer for rows in between than for the next multiple of 128 (docs/experiments.md, "Prompts").
+# cuBLAS may take longer for rows in between than for the next multiple of 128 (docs/decisions.md, "Prompts").
 SHORTEST, ROWS, STEPS = 16, 128, 16
 # Sequence counts are powers of this: the head's GEMM takes as long for 8 rows as for one.
 BATCHES = 8
@@ -47,7 +47,7 @@ class RaggedPrefill(StaticPrefill):
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
         return accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
 
-    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> PrefillSpans:
+    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> SequenceRanges:
         sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
         sizes = {"tokens": self._tokens, "batch": self._batch}
-        return PrefillSpans.make(sequences, self.model.group, self.model.dtype, **sizes)
+        return SequenceRanges.make(sequences, self.model.group, self.model.dtype, **sizes)

@@ -78,7 +78,7 @@ class GenerateFlags:
         bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
     ] = False
     world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None
-    mode: Annotated[str, typer.Option(help="auto, torch, ag_rs or gemm_ar")] = DEFAULTS["mode"]
+    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = DEFAULTS["mode"]
     max_new_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None
     temperature: Annotated[
         float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")
@@ -130,8 +130,8 @@ class GenerateOptions:
         import torch
 
         from weft.engine import EngineConfig
-        from weft.layers import MODES
         from weft.models import DecoderConfig
+        from weft.parallel.step_plan import MODES, OLD_MODES
 
         inputs = shown = flags.prompt or ["123+456="]
         if flags.dummy_weights:
@@ -150,7 +150,7 @@ class GenerateOptions:
             model = _directory(flags.model)
             if flags.chat:
                 inputs, shown = _as_chat(inputs, model), [f"{prompt}\n" for prompt in inputs]
-        _one_of("mode", flags.mode, MODES)
+        _one_of("mode", flags.mode, (*MODES, *OLD_MODES))
         _one_of("dtype", flags.dtype, ("auto", *DTYPES))
         engine = EngineConfig(
             dtype=None if flags.dtype == "auto" else getattr(torch, DTYPES[flags.dtype]),

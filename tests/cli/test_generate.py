@@ -71,7 +71,7 @@ def test_the_plan_is_shown():
 
 def test_dtypes_have_the_names_of_torch_and_of_weft_bench(monkeypatch):
     made = []
-    monkeypatch.setattr(engine_module, "build", lambda *given, dtype, **named: made.append(dtype) or 1 / 0)
+    monkeypatch.setattr(engine_module, "Decoder", lambda *given, dtype, **named: made.append(dtype) or 1 / 0)
     for name in ("fp32", "float32", "bf16", "bfloat16"):
         with pytest.raises(ZeroDivisionError):
             raise weft("--world-size", 1, "--dtype", name).exception

@@ -65,7 +65,7 @@ def test_an_mlp_over_ranks_is_the_whole_mlp(config, mode, world_size):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_an_mlp_of_many_tokens_takes_them_as_they_arrive(config, fused, world_size, monkeypatch):
-    monkeypatch.setattr("weft.parallel.step_plan.LIBRARY_ROWS", 0)
+    monkeypatch.setattr("weft.parallel.step_plan.overlaps", lambda tokens, world_size: True)
     whole, mode = randomised(hf.Qwen3MLP(config)), "sequence_parallel"
     x = torch.randn(24, 32)
 

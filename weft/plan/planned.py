@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from weft.plan.memo import remembered
 from weft.plan.table import Row
 from weft.runtime.capabilities import Capabilities
-from weft.transport.copy_channel import staging_bytes_of
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
 UNLIMITED = 1 << 62
 AUTO = "auto"
+# Key of the team's staging buffers, by capacity: those of copy-engine collectives.
+STAGING = "staging"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +62,12 @@ def machine_of(team: Team) -> Machine:
     if found is None:
         found = known[team.heap_changes] = machine(team.caps, team.size, staging_bytes_of(team))
     return found
+
+
+def staging_bytes_of(team: Team) -> int:
+    """Largest staging buffer that a copy-engine collective may use unasked: a power of two, or 0.
+
+    It is the largest one there is, or what half of the largest free piece of the heap holds, since other ops need workspaces too.
+    """
+    free = team.largest_free_bytes() // 2
+    return max(max(team.workspace(STAGING, dict), default=0), 1 << free.bit_length() >> 1)

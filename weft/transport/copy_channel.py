@@ -19,17 +19,6 @@ if TYPE_CHECKING:
 
 # Signals that a rank keeps for each peer's rows.
 MAX_CHUNKS = 8
-# Key of the team's staging buffers, by capacity: those of copy-engine collectives.
-STAGING = "staging"
-
-
-def staging_bytes_of(team: Team) -> int:
-    """Largest staging buffer that "auto" may use for copy-engine collectives: a power of two, or 0.
-
-    The largest existing one, or what half of the heap's largest free block holds, since other ops need workspaces too.
-    """
-    free = team.largest_free_bytes() // 2
-    return max(max(team.workspace(STAGING, dict), default=0), 1 << free.bit_length() >> 1)
 
 
 @triton.jit

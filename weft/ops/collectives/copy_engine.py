@@ -32,12 +32,13 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.partial_sums import added
 from weft.kernels.tile_schedule import slot_of
+from weft.plan.planned import STAGING
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_of
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import STAGING, Segments, await_chunk
+from weft.transport.copy_channel import Segments, await_chunk
 from weft.transport.plans import LINE_BYTES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.ops.registration import check_is_tensor
-from weft.runtime import capabilities
+from weft.runtime import capabilities, simulate
 
 # Programs resident at once in the simulator. These ops' programs wait for nobody, so any number is right.
 _SIMULATED_SMS = 8
@@ -18,10 +18,7 @@ def capabilities_of(device: torch.device) -> capabilities.Capabilities:
     """Of the device of a call's tensors. ValueError for the CPU outside a simulation."""
     if device.type != "cpu":
         return _probe(device)
-    # Only here: the simulator's packages need not be installed where there are GPUs.
-    from weft.simulator.interpreter.patching import is_active
-
-    if not is_active():
+    if not simulate.on_virtual_rank():
         raise ValueError(
             "tensors are on cpu: kernels run on GPUs, and inside weft.simulate; move them with .to('cuda')"
         )

@@ -433,8 +433,8 @@ class CountingSteps:
 def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, monkeypatch):
     def launch_on_pipes(main, pipes, args, heap_bytes):
         with private_folder() as folder:
-            seat = launch._Seat(Given(folder, b""), 2, 0, heap_bytes, False)
-            launch._run(2, (Alone, seat, pickle.dumps((main, args))), pipes)
+            job = launch._Job(Given(folder, b""), 2, 0, heap_bytes, False)
+            launch._run(2, (Alone, job, pickle.dumps((main, args))), pipes)
 
     monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
     stats, loaded, params = [], [], [SamplingParams(max_tokens=LONG)]

@@ -18,7 +18,7 @@ def capabilities_of(device: torch.device) -> capabilities.Capabilities:
     """Of the device of a call's tensors. ValueError for the CPU outside a simulation."""
     if device.type != "cpu":
         return _probe(device)
-    if not simulate.on_virtual_rank():
+    if not simulate.is_running():
         raise ValueError(
             "tensors are on cpu: kernels run on GPUs, and inside weft.simulate; move them with .to('cuda')"
         )

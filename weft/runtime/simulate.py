@@ -93,6 +93,14 @@ def on_virtual_rank() -> bool:
     return getattr(_THIS_THREAD, "cluster", None) is not None
 
 
+def is_running() -> bool:
+    """True while a simulation runs in this process, in whichever thread."""
+    # Only here: the simulator's packages need not be installed where there are GPUs.
+    from weft.simulator.interpreter.patching import is_active
+
+    return is_active()
+
+
 def platform_of_this_thread(heap_bytes: int | None) -> Any:
     """A new virtual platform for the rank whose host code this thread runs; None outside a simulation."""
     return _THIS_THREAD.cluster.platform(_THIS_THREAD.rank, heap_bytes) if on_virtual_rank() else None

@@ -127,7 +127,7 @@ class Op:
         """This rank's tensors of ``case``, contiguous."""
         raise NotImplementedError
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> Any:
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> Any:
         """The result at ``rank`` of every rank's inputs in plain torch: in fp64, or bit for bit where ``accuracy`` is exact."""
         raise NotImplementedError
 

@@ -93,8 +93,8 @@ class AllGather(Collective):
     copy_engine_from = {2: 256 << 20, 4: 128 << 20, 8: ENDLESS}
     copies = {2: CopyEngine(pieces=(3, 1))}
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        return torch.cat([x for (x,) in everyone])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        return torch.cat([x for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """``x`` checked, any strides. Returns a new contiguous tensor of shape [W * x.shape[0], ...]."""

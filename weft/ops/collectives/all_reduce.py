@@ -177,8 +177,8 @@ class AllReduce(Collective):
     def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
         return shots_rule(whole, world_size, ONE_SHOT_LIMIT)
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        return sum_of([x for (x,) in everyone])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        return sum_of([x for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""

@@ -84,8 +84,8 @@ class AllToAll(Collective):
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
     copies = {2: CopyEngine(pieces=(3, 1))}
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        return torch.cat([part_of(x, rank, case.world_size) for (x,) in everyone])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        return torch.cat([part_of(x, rank, case.world_size) for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""

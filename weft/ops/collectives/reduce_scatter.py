@@ -82,8 +82,8 @@ class ReduceScatter(Collective):
     # Two ranks' parts are long, and the engines wait for their sum: more programs.
     copies = {2: CopyEngine(pieces=(3, 1), programs=132), 8: CopyEngine(pieces=(3, 1))}
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        return sum_of([part_of(x, rank, case.world_size) for (x,) in everyone])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        return sum_of([part_of(x, rank, case.world_size) for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """``x`` checked, any strides. Returns a new contiguous tensor of shape [x.shape[0] / W, ...]."""

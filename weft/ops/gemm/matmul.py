@@ -121,8 +121,8 @@ class Matmul(GemmOp):
         design = "cublas" if machine.caps.is_simulated else AUTO
         return self.plan(GemmCall(M, N, K, dtype, aligned, design=design), machine)
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        return product(*everyone[rank])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        return product(*by_rank[rank])
 
     def call(self, case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return matmul(a, b) if case.design == AUTO else self.run(case.design, None, a, b)

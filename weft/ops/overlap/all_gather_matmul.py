@@ -253,8 +253,8 @@ class AllGatherMatmul(Overlapped):
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        result = product(torch.cat([a for a, _ in everyone]), everyone[rank][1])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        result = product(torch.cat([a for a, _ in by_rank]), by_rank[rank][1])
         return rotated(result, rank, case.world_size) if dict(case.fields).get("local_first") else result
 
     def call(self, case: Case, team: Team, a_shard: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

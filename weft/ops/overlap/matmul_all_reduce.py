@@ -139,8 +139,8 @@ class MatmulAllReduce(Overlapped):
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        return sum_of([product(a, b) for a, b in everyone])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        return sum_of([product(a, b) for a, b in by_rank])
 
     def call(self, case: Case, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return matmul_all_reduce(a, b, team) if case.design == AUTO else self.run(case.design, team, a, b)

@@ -121,11 +121,11 @@ class MatmulReduceScatter(Overlapped):
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         world = case.world_size
         if dict(case.fields).get("local_first"):
-            everyone = [(rotated(a, -other % world, world), b) for other, (a, b) in enumerate(everyone)]
-        return part_of(sum_of([product(a, b) for a, b in everyone]), rank, world)
+            by_rank = [(rotated(a, -other % world, world), b) for other, (a, b) in enumerate(by_rank)]
+        return part_of(sum_of([product(a, b) for a, b in by_rank]), rank, world)
 
     def call(self, case: Case, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         local_first = dict(case.fields).get("local_first", False)

@@ -89,7 +89,7 @@ def test_slots_of_an_owner_are_each_for_one_peer():
     for world in range(2, 9):
         for owner in range(world):
             ranks_after = [(owner + 1 + d) % world for d in range(world - 1)]
-            slots = [schedule.slot_of.fn(source, owner, world) for source in ranks_after]
+            slots = [schedule.buffer_of.fn(source, owner, world) for source in ranks_after]
             assert slots == list(range(world - 1))
 
 

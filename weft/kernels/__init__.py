@@ -1,1 +1,1 @@
-"""Device code that several ops share, and what its operands must be. Nothing here chooses how a call runs."""
+"""Device code that several ops share, and its operands. No plan is chosen here."""

@@ -1,4 +1,4 @@
-"""The one GEMM body: an output tile, its split-K partial sums, and how it is stored.
+"""GEMM of one output tile, shared by all kernels: its split-K partials, and how it is stored.
 
 ``C[M, N] = A[M, K] @ B[N, K].T``, accumulated in fp32. Operands are read through tensor descriptors (TMA on NVIDIA from
 sm_90 on, ordinary loads elsewhere) or, where a row does not start on 16 bytes, through masked pointer loads, chosen by a
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A GEMM operand inside a kernel: a tensor descriptor over [rows, K], or a pointer to rows ``stride`` elements apart."""
+    """A GEMM operand in a kernel: a tensor descriptor over [rows, K], or a pointer to rows ``stride`` apart."""
 
     data: tl.tensor
     stride: tl.tensor
@@ -53,10 +53,10 @@ class Outgoing(NamedTuple):
 
 
 class SplitK(NamedTuple):
-    """Where split-K partial tiles meet, passed to kernels as the argument ``split``.
+    """Scratch memory of split-K partials, passed to kernels as the argument ``split``.
 
     partials  fp32 [programs, tile]: each program's partial tile
-    arrivals  int32 [split tiles]: counts the partial tiles that are there; 0 between kernels
+    arrivals  int32 [split tiles]: arrival counters of the partial tiles; 0 between kernels
     """
 
     partials: tl.tensor
@@ -65,12 +65,12 @@ class SplitK(NamedTuple):
 
 @triton.jit
 def gemm_tile(a, b, row, column, K, first, last, outgoing, block, COPIES: tl.constexpr):
-    """acc[block.m, block.n] (fp32) = a[row : row + block.m, k] @ b[column : column + block.n, k].T over the steps
-    first .. last - 1 of block.k along K
+    """acc[block.m, block.n] (fp32) = a[row : row + block.m, k] @ b[column : column + block.n, k].T
 
+    k     steps first .. last - 1 of block.k columns
     a, b  ``Operand``. Rows outside count as zeros. The order of additions depends on block.k and ``first``.
 
-    COPIES: along the way it copies ``outgoing``, block.piece elements a step and the rest at the end, so that a link takes them
+    COPIES: the loop copies ``outgoing``, block.piece elements a step and the rest at the end, so that a link is loaded
     evenly. The source is memory of this program that a CTA barrier has made readable.
     """
     BLOCK_M: tl.constexpr = block.m
@@ -80,21 +80,21 @@ def gemm_tile(a, b, row, column, K, first, last, outgoing, block, COPIES: tl.con
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     moved = 0
     if COPIES:
-        lanes = tl.arange(0, PIECE)
-        piece = tl.load(outgoing.source + lanes, mask=lanes < outgoing.count, other=0.0)
+        element = tl.arange(0, PIECE)
+        piece = tl.load(outgoing.source + element, mask=element < outgoing.count, other=0.0)
     if block.descriptors:
         for k in range(first * BLOCK_K, last * BLOCK_K, BLOCK_K):
             acc = tl.dot(a.data.load([row, k]), b.data.load([column, k]).T, acc, input_precision="ieee")
             if COPIES:
                 # Loaded a step ago: the tensor cores do not wait for it.
-                tl.store(outgoing.target + moved + lanes, piece, mask=lanes < outgoing.count - moved)
+                tl.store(outgoing.target + moved + element, piece, mask=element < outgoing.count - moved)
                 moved += PIECE
-                piece = tl.load(outgoing.source + moved + lanes, mask=lanes < outgoing.count - moved, other=0.0)
+                piece = tl.load(outgoing.source + moved + element, mask=element < outgoing.count - moved, other=0.0)
     else:
         m, n, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         a_stride = a.stride + 16 * wl.zero_here()
         b_stride = b.stride + 16 * wl.zero_here()
-        # 64-bit to the tile, 32-bit in it: half the registers of a pointer for each element.
+        # 64-bit offsets to the tile, 32-bit ones in it: half the registers of a pointer for each element.
         a_tile = a.data + tl.cast(row, tl.int64) * a_stride
         b_tile = b.data + tl.cast(column, tl.int64) * b_stride
         for k in range(first * BLOCK_K, last * BLOCK_K, BLOCK_K):
@@ -105,7 +105,7 @@ def gemm_tile(a, b, row, column, K, first, last, outgoing, block, COPIES: tl.con
             y = tl.load(b_tile + (n[None, :] * b_stride + (k + depth)[:, None]), mask=y_mask, other=0.0)
             acc = tl.dot(x, y, acc, input_precision="ieee")
     if COPIES:
-        # As much at once as the registers hold: each round is a trip to the L2 and back.
+        # As much at once as the registers hold: each round costs the latency of the L2.
         REST: tl.constexpr = min(BLOCK_M * BLOCK_N, 8192)
         source = outgoing.source + 16 * wl.zero_here()
         while moved < outgoing.count:
@@ -118,7 +118,7 @@ def gemm_tile(a, b, row, column, K, first, last, outgoing, block, COPIES: tl.con
 
 @triton.jit
 def leave_partial(acc, split, place, tiles, depth, block):
-    """Store this program's partial sum of a split-K tile; True for the last program to do so, which joins them.
+    """Store this program's partial of a split-K tile; True for the last program, which joins them.
 
     The arrival counter is left at 0 for the next kernel of this stream.
     """
@@ -136,7 +136,7 @@ def leave_partial(acc, split, place, tiles, depth, block):
 
 @triton.jit
 def join_partials(split, place, row, tiles, depth, block):
-    """Rows row .. row + block.join_rows - 1 of a split-K tile, fp32: its partial sums in the order of the programs."""
+    """Sum of a split-K tile's partials in program order, fp32: rows row .. row + block.join_rows - 1."""
     low, end = contributors(place, tiles, depth)
     partials = split.partials + row * block.n
     x = tl.load(partials + low.to(tl.int64) * (block.m * block.n) + packed(block.join_rows, block.n, block.n))
@@ -147,9 +147,9 @@ def join_partials(split, place, row, tiles, depth, block):
 
 @triton.jit
 def store_tile(out, x, row, column, first_row, rows, N):
-    """out[first_row + row :, column :] = x, cut off at ``rows`` rows (counted from ``first_row``) and N columns.
+    """out[first_row + row :, column :] = x, without rows from ``rows`` on and columns from N on.
 
-    ``out`` has rows of N elements, one after the other.
+    ``out`` has rows of N elements, one after the other; ``rows`` counts from ``first_row``.
     """
     N += 16 * wl.zero_here()
     m = row + tl.arange(0, x.shape[0])
@@ -160,12 +160,14 @@ def store_tile(out, x, row, column, first_row, rows, N):
 
 @triton.jit
 def packed(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets of the first ROWS rows and COLUMNS columns of a tile of BLOCK_N columns in memory of whole tiles, one after the
-    other: no masks, every row on 16 bytes."""
+    """Offsets [ROWS, COLUMNS] in a stored tile of BLOCK_N columns.
+
+    Stored tiles are whole and lie one after the other: no masks, and every row begins on 16 bytes.
+    """
     return tl.arange(0, ROWS)[:, None] * BLOCK_N + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def halves(x):
-    """The left and the right columns of a tile. A thread has some of both, so that nothing is moved."""
+    """Left and right columns of a tile. A thread holds some of both, so no data moves."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))

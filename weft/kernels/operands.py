@@ -1,6 +1,6 @@
-"""Matrices that kernels take: their layouts, and the scales that a GEMM applies.
+"""Matrix operands of kernels: their layouts, and the row scales that a GEMM applies.
 
-Rows are dense, and read by tensor descriptors where they begin on 16 bytes.
+Rows are dense. Tensor descriptors read them where they begin on 16 bytes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class ScaledMatrix(NamedTuple):
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """``x`` where its rows are dense and do not overlap (a slice of rows or columns is), else a dense copy."""
+    """``x`` if its rows are dense and do not overlap, as in a slice of a matrix; else a dense copy."""
     dense = x.shape[1] == 1 or x.stride(1) == 1
     apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]
     return x if dense and apart else x.contiguous()
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """Elements from row to row. The stride of a single row means nothing: one that any descriptor takes."""
+    """Elements from row to row; for a single row, a stride that any descriptor takes."""
     return x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 16) * 16
 
 
 def can_describe(*matrices: torch.Tensor) -> bool:
-    """True if tensor descriptors reach them all: base and every row on 16 bytes."""
+    """True if tensor descriptors can read all ``matrices``: base and every row begin on 16 bytes."""
     return all(x.data_ptr() % 16 == 0 and row_stride(x) * x.element_size() % 16 == 0 for x in matrices)
 
 

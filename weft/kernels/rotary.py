@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.partial_sums import sum_of_parts
+from weft.kernels.partial_sums import sum_of_partials
 from weft.kernels.rms_norm import inverse_rms, squares_of
 
 
@@ -50,8 +50,8 @@ def load_heads(heads, exists, partial_stride, weight, D: tl.constexpr, PARTIALS:
     """
     column = tl.arange(0, D)[None, :]
     partner = contiguous_halves((column + D // 2) % D, D // 2)
-    own = sum_of_parts(heads + column, exists, partial_stride, PARTIALS)
-    other = sum_of_parts(heads + partner, exists, partial_stride, PARTIALS)
+    own = sum_of_partials(heads + column, exists, partial_stride, PARTIALS)
+    other = sum_of_partials(heads + partner, exists, partial_stride, PARTIALS)
     return own, other, tl.load(weight + column).to(tl.float32), tl.load(weight + partner).to(tl.float32)
 
 

@@ -1,7 +1,7 @@
-"""The one tile schedule of the GEMM kernels: the order of the output tiles, and the chunk and signal of each.
+"""Tile schedule of the GEMM kernels: the order of the output tiles, and the chunk and signal of each.
 
 Each tile of the output has a number, the same on every rank. They are numbered panel by panel, in a panel chunk by
-chunk, in a chunk in groups of tile rows: what the L2 holds of A and B is used before the next is touched, and no group
+chunk, in a chunk in groups of tile rows: the rows of A and B in the L2 are reused before the next are read, and no group
 straddles a chunk, so that no tile waits for rows it does not need.
 
     panel    rows that belong to one rank (a shard of A, a block of the scattered C); one panel of all rows otherwise
@@ -18,7 +18,7 @@ once, and no two wait for one.
 
 Tiles that do not fill the last round of programs would leave most of them idle for as long as a whole tile takes: 400
 tiles on 132 SMs are 3.03 rounds and cost 4. So the places from ``whole`` on are *split* along K, each over several programs
-that leave partial sums in scratch memory. The last program to arrive at a tile adds up all of them, in an
+that leave split-K partials in scratch memory. The last program to arrive at a tile adds all of them up, in an
 order that does not depend on which one is last.
 
       programs   | whole | whole | whole | 1/4 |       16 of 132 in the last round, 400 tiles, whole = 396
@@ -40,8 +40,8 @@ import triton.language as tl
 
 from weft.runtime.arithmetic import cdiv
 
-# Programs that share a split tile, at most. Adding a partial sum costs one program about 1.5 µs on H200 (128 x 256), and 33 of
-# them cost more than the idle round that they save.
+# Most programs that share a split tile. Adding one partial takes about 1.5 µs on H200 (128 x 256), and 33 of them take
+# longer than the idle round that they save.
 MAX_PARTIALS = tl.constexpr(4)
 
 
@@ -65,7 +65,7 @@ class Tiles(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tile lies: ``row`` counts tile rows within the panel, ``chunk`` chunks within the panel."""
+    """Position of a tile: its panel, its chunk and tile row in the panel, its tile column."""
 
     panel: int
     chunk: int
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 def make_tiles(
     rows: int, columns: int, *, panels: int, block_m: int, block_n: int, group: int, chunks: int = 1
 ) -> Tiles:
-    """``panels`` panels of ``rows`` rows and ``columns`` columns of the output, cut into block_m x block_n."""
+    """Tiles of block_m x block_n over ``panels`` panels of ``rows`` rows and ``columns`` columns."""
     tile_rows, tile_columns = cdiv(rows, block_m), cdiv(columns, block_n)
     return Tiles(
         count=panels * tile_rows * tile_columns,
@@ -89,7 +89,7 @@ def make_tiles(
 
 
 def tile_table(panels: Sequence[int], columns: int, *, block_m: int, block_n: int, group: int) -> torch.Tensor:
-    """A schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit and tile column of each tile.
+    """Schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit, tile column of each tile.
 
     Panel p has ``panels[p]`` rows, perhaps none, behind those of the panels before it; it is owner p's. Rows of a tile from the
     limit on belong to the next panel.
@@ -106,8 +106,10 @@ def tile_table(panels: Sequence[int], columns: int, *, block_m: int, block_n: in
 
 
 def as_argument(tiles: Tiles) -> Tiles:
-    """Kernel argument for ``tiles``: odd numbers above 1. Triton compiles another kernel for an integer that is 1 or a
-    multiple of 16, and one kernel should do for all shapes."""
+    """Kernel argument for ``tiles``, encoded as odd numbers above 1.
+
+    Triton compiles another kernel for an integer that is 1 or a multiple of 16; one kernel is to serve all shapes.
+    """
     return Tiles(*(2 * field + 3 for field in tiles))
 
 
@@ -126,7 +128,7 @@ def from_argument(tiles):
 
 @triton.jit
 def locate(tile, tiles):
-    """Number → (panel, chunk, row, column)."""
+    """(panel, chunk, row, column) of the tile with this number."""
     of_panel = tiles.rows * tiles.columns
     panel = tile // of_panel
     tile = tile % of_panel
@@ -143,38 +145,38 @@ def locate(tile, tiles):
 
 @triton.jit
 def look_up(tile, table):
-    """Number → (owner, first row, row limit, tile column) of a ``tile_table``."""
+    """(owner, first row, row limit, tile column) of the tile with this number in a ``tile_table``."""
     entry = table + tile.to(tl.int64) * 4
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
 
 
 @triton.jit
 def first_tile(owner, tiles, world):
-    """The first number that ``owner`` owns; for ``owner == world`` the number of tiles."""
+    """First tile number that ``owner`` owns; for ``owner == world`` the number of tiles."""
     return owner * tiles.count // world
 
 
 @triton.jit
 def owner_of(tile, tiles, world):
-    """Number → the rank that owns it: the inverse of ``first_tile``."""
+    """Rank that owns the tile with this number: the inverse of ``first_tile``."""
     return ((tile + 1) * world - 1) // tiles.count
 
 
 @triton.jit
 def at_place(place, start, tiles):
-    """The number of the tile at ``place`` (0 .. count - 1) of the order that begins at number ``start``."""
+    """Number of the tile at ``place`` (0 .. count - 1) of the order that begins at ``start``."""
     return (start + place) % tiles.count
 
 
 @triton.jit
-def slot_of(source, owner, world):
-    """Index of ``source``'s buffer among ``owner``'s ``world - 1`` receive buffers; buffer d is for rank owner + 1 + d."""
+def buffer_of(source, owner, world):
+    """Index of ``source``'s receive buffer at ``owner``: buffer d of W - 1 is for rank owner + 1 + d."""
     return (source + world - owner - 1) % world
 
 
 @triton.jit
 def place_of(owner, rank, world, local_first: tl.constexpr):
-    """Index of ``owner``'s row block in the buffers of ``rank``: rank order, or rotated so that the local block is first."""
+    """Index of ``owner``'s row block at ``rank``: in rank order, or rotated so that its own block is first."""
     return (owner + world - rank) % world if local_first else owner
 
 

@@ -15,7 +15,7 @@ import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
-from weft.kernels.partial_sums import sum_of_parts
+from weft.kernels.partial_sums import sum_of_partials
 from weft.kernels.rotary import HeadNorms, load_heads, load_rotation, norm_and_rotate_heads
 from weft.kernels.split_kv import split_count, store_or_join
 from weft.ops.attention.paged_attention import LOG2_E, AttentionConfig, check_heads, check_tickets, launch_of
@@ -75,7 +75,7 @@ def decode_attention_kernel(
     queries = load_heads(q_heads, (row < TILE.group)[:, None], stride, norms.q_weight, D, PARTIALS)
     # The new key and value are loaded by all programs, so that the one that writes them waits for memory only once.
     new_key = load_heads(k_head, column >= 0, stride, norms.k_weight, D, PARTIALS)
-    value = sum_of_parts(k_head + SIZES.heads * D + column, column >= 0, stride, PARTIALS)
+    value = sum_of_partials(k_head + SIZES.heads * D + column, column >= 0, stride, PARTIALS)
     factor = tl.full((1,), 1.0, tl.float32)
     if SQUARES > 0:
         factor = rms_scale(projected.squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, projected.eps, SQUARES)

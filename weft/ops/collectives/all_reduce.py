@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.partial_sums import product_of_parts
+from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import Case, Inputs, sum_of
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
@@ -82,7 +82,7 @@ def all_reduce_kernel(
 @triton.jit
 def summand(x, out, n, at, mask, SUMMANDS: tl.constexpr):
     """This rank's contribution at offsets ``at``, in out's dtype."""
-    return product_of_parts(x + at, mask, n, SUMMANDS, out.dtype.element_ty)
+    return rounded_sum(x + at, mask, n, SUMMANDS, out.dtype.element_ty)
 
 
 @triton.jit

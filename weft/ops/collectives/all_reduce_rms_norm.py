@@ -23,7 +23,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.partial_sums import product_of_parts
+from weft.kernels.partial_sums import rounded_sum
 from weft.kernels.rms_norm import norm as rms_norm
 from weft.kernels.rms_norm import squares_of
 from weft.ops.case import Case, Draw, Inputs
@@ -172,11 +172,11 @@ def all_reduce_rms_norm_kernel(
             to_peer = send_order(team, ROWS)[:, None]
             there = is_sent(team, ROWS) & (to_peer < rest) & inside[None, :]
             asked = x + (first + to_peer) * WIDTH + columns[None, :]
-            rows = product_of_parts(asked, there, part_stride, SUMMANDS, dtype)
+            rows = rounded_sum(asked, there, part_stride, SUMMANDS, dtype)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
-            own = product_of_parts(x + mine, exists, part_stride, SUMMANDS, dtype)
+            own = rounded_sum(x + mine, exists, part_stride, SUMMANDS, dtype)
             before = tl.load(norm.residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
@@ -199,7 +199,7 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = product_of_parts(x + place, inside, part_stride, SUMMANDS, dtype)
+            own = rounded_sum(x + place, inside, part_stride, SUMMANDS, dtype)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)

@@ -31,7 +31,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.partial_sums import added
-from weft.kernels.tile_schedule import slot_of
+from weft.kernels.tile_schedule import buffer_of
 from weft.plan.planned import STAGING
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -107,13 +107,13 @@ def exchange(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
         pieces = list(cut(targets[me], plan.pieces))
         for step in range(1, world):
             peer = (me + step) % world
-            slot = slot_of.fn(me, peer, world)
+            slot = buffer_of.fn(me, peer, world)
             for number, piece in enumerate(pieces if step == world - 1 else uncut):
                 space.send(team, slots[slot, piece], sources[peer][piece], slot, number, peer)
         copy(targets[me], sources[me], team, plan.programs)
         for step in range(1, world):
             peer = (me - step) % world
-            slot = slot_of.fn(peer, me, world)
+            slot = buffer_of.fn(peer, me, world)
             for number, piece in enumerate(pieces if step == world - 1 else uncut):
                 await_chunk(space.landed, number, slot)
                 is_last = step == world - 1 and number == len(pieces) - 1
@@ -154,10 +154,10 @@ def add_and_share(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
             team.copy_engine.fork()
             for step in range(1, world):
                 peer = (me + step) % world
-                slot = slot_of.fn(me, peer, world)
+                slot = buffer_of.fn(me, peer, world)
                 space.send(team, results[slot, piece], targets[me][piece], world - 1 + slot, number, peer)
         for number, peer, piece in _in_order(targets, [(me - step) % world for step in range(1, world)], plan):
-            slot = slot_of.fn(peer, me, world)
+            slot = buffer_of.fn(peer, me, world)
             await_chunk(space.rows_from(world - 1), number, slot)
             is_last = piece.stop == targets[peer].numel()
             copy(targets[peer][piece], results[slot, piece], team, None if is_last else plan.programs)
@@ -168,7 +168,7 @@ def _push_pieces(space: Segments, slots: torch.Tensor, sources: Parts, team: Tea
     """Every peer's part goes to its slot for this rank: the first piece to all, then the second, …"""
     world, me = team.size, team.rank
     for number, peer, piece in _in_order(sources, [(me + step) % world for step in range(1, world)], plan):
-        slot = slot_of.fn(me, peer, world)
+        slot = buffer_of.fn(me, peer, world)
         space.send(team, slots[slot, piece], sources[peer][piece], slot, number, peer)
 
 

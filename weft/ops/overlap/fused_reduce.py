@@ -27,12 +27,12 @@ from weft.kernels.gemm_tile import (
 from weft.kernels.tile_schedule import (
     as_argument,
     at_place,
+    buffer_of,
     first_tile,
     from_argument,
     locate,
     owner_of,
     place_of,
-    slot_of,
     work_at,
     work_steps,
 )
@@ -188,7 +188,7 @@ def matmul_reduce_kernel(
         first_row = 0 if REPLICATE else place_of(owner, me, world, LOCAL_FIRST) * rows
         receiver = owner_of(tl.maximum(sending, 0), tiles, world)
         sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
-        slot = slot_of(me, receiver, world)
+        slot = buffer_of(me, receiver, world)
         there = received + tl.cast(slot, tl.int64) * buffers.slot_size + sent.to(tl.int64) * TILE
         outgoing = Outgoing(send, wl.symm_at(there, receiver, team), tl.where(sending < 0, 0, TILE))
         acc = gemm_tile(a, b, first_row + row, column, K, first, last, outgoing, block, True)
@@ -206,7 +206,7 @@ def matmul_reduce_kernel(
             here = received + tile.to(tl.int64) * TILE
             result = buffers.results + number.to(tl.int64) * TILE if REPLICATE else here
             last_step = step + 1 == steps
-            slot = slot_of(me, owner, world)
+            slot = buffer_of(me, owner, world)
             if owner == me:
                 for peer in tl.range(0, world - 1):
                     wl.wait(buffers.arrived + peer * buffers.flags + tile, now, team)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
-from weft.kernels.tile_schedule import make_tiles, slot_of
+from weft.kernels.tile_schedule import buffer_of, make_tiles
 from weft.ops.case import Case, Inputs, sum_of
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
@@ -284,7 +284,7 @@ def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int
     world, me = team.size, team.rank
     for step in range(1, world):
         peer = (me + step) % world
-        space.send(team, results[me, : mine.numel()], mine, world - 1 + slot_of.fn(me, peer, world), block, peer)
+        space.send(team, results[me, : mine.numel()], mine, world - 1 + buffer_of.fn(me, peer, world), block, peer)
 
 
 def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.partial_sums import added
-from weft.kernels.tile_schedule import place_of, slot_of
+from weft.kernels.tile_schedule import buffer_of, place_of
 from weft.ops.gemm import cublas
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -204,7 +204,7 @@ def send_partials(
                 owner = (me + place) % world if how.local_first else place
                 # Of one rank's rows the piece, of several ranks' all.
                 mine = partial[rows_of(place, M, world)][piece]
-                slot, at = slot_of.fn(me, owner, world), piece.start * N
+                slot, at = buffer_of.fn(me, owner, world), piece.start * N
                 space.send(team, received[slot, at : at + mine.numel()], mine.view(-1), slot, flag, owner)
             yield number, piece, computed
 

@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A GEMM operand in a kernel: a tensor descriptor over [rows, K], or a pointer to rows ``stride`` apart."""
+    """GEMM operand in a kernel: a tensor descriptor over [rows, K], or a pointer to rows ``stride`` apart."""
 
     data: tl.tensor
     stride: tl.tensor

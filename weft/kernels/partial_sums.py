@@ -24,7 +24,7 @@ def rounded_sum(source, mask, stride, PARTIALS: tl.constexpr, dtype: tl.constexp
 
 @triton.jit
 def added(own, received, stride, at, n, BUFFERS: tl.constexpr):
-    """own[at] + received[0, at] + received[1, at] + …, in fp32; 0 from n on. ``received`` is [BUFFERS, stride]."""
+    """own[at] + the sum of received[BUFFERS, stride][:, at], in order, in fp32; 0 from n on."""
     x = tl.load(own + at, mask=at < n, other=0.0).to(tl.float32)
     for buffer in tl.static_range(0, BUFFERS):
         source = received + tl.cast(buffer, tl.int64) * stride

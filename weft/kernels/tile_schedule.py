@@ -89,7 +89,7 @@ def make_tiles(
 
 
 def tile_table(panels: Sequence[int], columns: int, *, block_m: int, block_n: int, group: int) -> torch.Tensor:
-    """Schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit, tile column of each tile.
+    """Schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit, tile column per tile.
 
     Panel p has ``panels[p]`` rows, perhaps none, behind those of the panels before it; it is owner p's. Rows of a tile from the
     limit on belong to the next panel.
@@ -176,7 +176,7 @@ def buffer_of(source, owner, world):
 
 @triton.jit
 def place_of(owner, rank, world, local_first: tl.constexpr):
-    """Index of ``owner``'s row block at ``rank``: in rank order, or rotated so that its own block is first."""
+    """Index of ``owner``'s row block at ``rank``: in rank order, or rotated, its own block first."""
     return (owner + world - rank) % world if local_first else owner
 
 

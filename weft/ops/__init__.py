@@ -1,4 +1,4 @@
-"""What a model calls: collectives and overlapped matrix products, each a ``torch.library`` custom op."""
+"""Ops of models: collectives, GEMMs that overlap with them, attention, norms, sampling."""
 
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decode_attention import decode_attention

@@ -1,4 +1,4 @@
-"""Cases of ops: one call's sizes and data, its inputs, and the judgement of its result.
+"""Cases of ops: the sizes and data of one call, its inputs, and the tolerance of its result.
 
 One table for each op (``Op.cases``) drives the simulator's tests, the GPU suite, ``weft check`` and the check before a
 benchmark; one function of dtype and reduction length (``tolerance``) bounds the distance of a result from the reference.
@@ -25,7 +25,7 @@ Inputs = tuple[torch.Tensor, ...]
 class Case:
     """One call of an op on every rank.
 
-    op      its name
+    op      name of the op
     sizes   (M, N, K) of a GEMM: rows of the whole GEMM, N and K of one rank's; else the shape of the first tensor at each rank
     design  a design's name, "auto", or a design
     data    "random", "special" (with -0.0, NaN, infinities and the dtype's largest) or "subnormal"
@@ -67,8 +67,8 @@ class Accuracy:
     """How exact the result of a case is.
 
     terms       terms of each sum, in fp32
-    partials    partial sums that are rounded to the dtype on the way
-    exact       nothing is computed: bits arrive as they were sent
+    partials    partial sums that are rounded to the dtype before they are added up
+    exact       bits arrive as they were sent; no arithmetic
     replicated  all ranks get the same bits
     """
 
@@ -79,13 +79,13 @@ class Accuracy:
 
 
 def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float, float]:
-    """(relative to the element, relative to the reference's RMS) for a sum of ``terms`` terms in fp32 rounded to ``dtype``.
+    """Tolerance of a sum of ``terms`` fp32 terms, relative to (the element, the reference's RMS).
 
-    Half a unit in the last place of the rounding, doubled; the fp32 sum's error grows like a random walk, six of its
-    standard deviations are allowed. ``partials``: partial sums that are rounded to ``dtype`` on the way, each as
-    large as the whole over the root of their number. NCCL's ring rounds W - 1 times, and cuBLAS may add split-K partials in
-    halves, so four roundings' worth is allowed for any number of them: a term that is left out shows all the same (64 of
-    K = 5120 are 0.11 of the RMS, four roundings in bf16 0.03).
+    The rounding to ``dtype`` errs by half a unit in the last place; twice that is allowed. The error of the fp32 sum grows like
+    a random walk; six standard deviations are allowed. ``partials``: partial sums that are rounded to ``dtype`` before they are
+    added up, each as large as the whole over the root of their number. NCCL's ring rounds W - 1 times, and cuBLAS may add
+    split-K partials in 16 bits, so four roundings are allowed for any number of partials. A missing term still shows: 64 of
+    K = 5120 are 0.11 of the RMS, four roundings in bf16 0.03.
     """
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     return eps, 6 * FP32_EPS * math.sqrt(max(terms, 1)) + (4 * eps if partials else 0.0)
@@ -93,10 +93,12 @@ def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float,
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Input tensors of one rank and call of a case: equal in every process, other data for every name, rank and call.
+    """Random input tensors of one rank and call of a case.
 
-    case, rank, call  the number of the call among several of the case
-    device            where the tensors lie
+    They depend on the case, the name, the rank and the call only, so every process draws the same.
+
+    call    number of the call among several of the case
+    device  of the tensors
     """
 
     case: Case
@@ -105,11 +107,14 @@ class Draw:
     device: torch.device | str = "cpu"
 
     def own(self, name: str, shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
-        """A tensor of ``case.dtype`` that every rank has another of, as ``case.data`` says; random data times ``scale``."""
+        """Tensor of ``case.dtype`` with data by ``case.data``, different on each rank.
+
+        Random data is multiplied by ``scale``.
+        """
         return self._values(f"{name} of {self.rank}", shape, scale)
 
     def shared(self, name: str, shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
-        """The same for a tensor that is equal on all ranks."""
+        """Tensor as of ``own``, but equal on all ranks."""
         return self._values(name, shape, scale)
 
     def _values(self, name: str, shape: Sequence[int], scale: float) -> torch.Tensor:
@@ -131,7 +136,7 @@ class Draw:
 
 
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in another layout (``Case.layout``)."""
+    """Values of ``x`` in another layout (``Case.layout``)."""
     if layout == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "offset":

@@ -1,4 +1,4 @@
-"""``weft.ops.explain``: the plan of a call on this machine, and the reason for it. Nothing is computed here."""
+"""``weft.ops.explain``: the plan of a call on this machine, with its reason. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from weft.runtime.capabilities import Capabilities
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The plan of one call. str() gives it as text: the call, the design with its fields and plans within it, and the reason.
+    """Plan of one call; str() is its text.
+
+    The text has the call, the design with its fields and the plans within it, and the reason.
 
     op       the op's name
-    call     the call, for a person
+    call     the call as text
     planned  weft.plan.planned.Planned
     """
 
@@ -43,7 +45,7 @@ class Explanation:
 
     @property
     def row(self) -> Row | None:
-        """The row of ``weft tune`` that the plan was taken from; None: a rule."""
+        """Row of ``weft tune`` that the plan came from; None: a rule."""
         return self.planned.row
 
     @property
@@ -72,10 +74,10 @@ def explain(
     op          name of an op in weft.ops, or its alias on the command line
     shape       of a collective's input at each rank; of all_reduce_rms_norm's x
     M, N, K     of a GEMM: rows of the whole GEMM, N and K of one rank's
-    world_size  the number of GPUs here if None; at least 1
-    caps        ``team.caps``; this machine's if None
+    world_size  number of ranks, at least 1; None: the number of GPUs here
+    caps        ``team.caps``; None: capabilities of this machine
     algorithm   the design to ask for
-    own_first   as of all_gather_matmul
+    own_first   as in all_gather_matmul
 
         weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4)
         weft.ops.explain("all_reduce", (16, 5120), world_size=4)
@@ -104,7 +106,7 @@ def explain(
     fields = {}
     if own_first:
         if "local_first" not in found.options:
-            raise ValueError(f"explain: own_first=True changes nothing of {found.name}'s plan; leave it out")
+            raise ValueError(f"explain: own_first=True does not change the plan of {found.name}; leave it out")
         fields["local_first"] = True
     here = machine(caps or _here(world_size), world_size)
     call = found.call_of([given[name] for name in found.sizes], dtype, here, algorithm, **fields)
@@ -117,7 +119,7 @@ def explain(
 
 
 def _lines(planned: Planned, label: str, indent: str = "  ") -> Iterator[str]:
-    """The design, its reason, and below them the plans within the design."""
+    """Lines for a design, its reason, and below them the plans within it."""
     fields = {field.name: getattr(planned.design, field.name) for field in dataclasses.fields(planned.design)}
     shown = ", ".join(f"{name}={value}" for name, value in _flat(fields))
     yield f"{indent}{label:4}  {planned.name}{': ' if shown else ''}{shown}"
@@ -128,7 +130,7 @@ def _lines(planned: Planned, label: str, indent: str = "  ") -> Iterator[str]:
 
 
 def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the fields, with those of dataclasses within them in their place; plans and None are left out."""
+    """(name, value) of the fields, without plans and None; a nested dataclass is replaced by its fields."""
     for name, value in fields.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, Planned):
             yield from _flat({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
@@ -144,7 +146,7 @@ def _check_dtype(op: Op, dtype: torch.dtype) -> None:
 
 
 def _here(world_size: int) -> Capabilities:
-    """This machine's GPU; simulated ranks where there is none."""
+    """Capabilities of this machine's GPU, or of simulated ranks where there is none."""
     if torch.cuda.is_available():
         return capabilities.probe(torch.cuda.current_device(), [])
     return capabilities.simulated(world_size, 8)

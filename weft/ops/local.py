@@ -1,4 +1,4 @@
-"""What the ops share that one rank computes by itself: no team, so the device says what it can do."""
+"""Capabilities and checks for ops of one rank, which have no team: by the tensors' device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from weft.ops.registration import check_is_tensor
 from weft.runtime import capabilities, simulate
 
-# Programs resident at once in the simulator. These ops' programs wait for nobody, so any number is right.
+# Programs resident at once in the simulator. Programs of these ops wait for no others, so any number is right.
 _SIMULATED_SMS = 8
 
 
 def capabilities_of(device: torch.device) -> capabilities.Capabilities:
-    """Of the device of a call's tensors. ValueError for the CPU outside a simulation."""
+    """Capabilities of the device of a call's tensors. ValueError for the CPU outside a simulation."""
     if device.type != "cpu":
         return _probe(device)
     if not simulate.is_running():
@@ -31,7 +31,7 @@ def _probe(device: torch.device) -> capabilities.Capabilities:
 
 
 def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None, dtypes: Sequence[torch.dtype]) -> None:
-    """``x`` lies on ``device`` (None: on any) and has one of ``dtypes``, else ValueError."""
+    """ValueError unless ``x`` lies on ``device`` (None: any) and has one of ``dtypes``."""
     try:
         fits = x.dtype in dtypes and (device is None or x.device == device)
     except AttributeError:
@@ -46,7 +46,7 @@ def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None,
 
 
 def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str]) -> None:
-    """``x`` has ``shape``, in which a word stands for any size, else ValueError."""
+    """ValueError unless ``x`` has ``shape``, in which a string stands for any size."""
     fits = x.dim() == len(shape) and all(
         isinstance(want, str) or size == want for size, want in zip(x.shape, shape, strict=True)
     )

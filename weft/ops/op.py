@@ -1,4 +1,4 @@
-"""``Op``: all that weft knows of one op, in one object; the registry of all ops; and how an op becomes a torch op.
+"""``Op``, the object of one op, with the registry of all ops and their definition as torch ops.
 
     plan = op.plan(call, machine)         # pure and memoised: which design, and why
     out = op.run(plan.design, team, …)    # decides nothing
@@ -21,20 +21,20 @@ from weft.plan.memo import once
 from weft.plan.planned import AUTO, Machine, Planned
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
-# As torch.library.custom_op tags its ops: known to torch.compile, and called with the strides that were traced.
+# The tags of torch.library.custom_op: known to torch.compile, and called with the strides that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 class Op:
-    """One op. A subclass fills in what is its own; ``register`` makes the one instance known.
+    """One op. A subclass overrides the parts that differ; ``register`` enters its only instance.
 
     name     of the function in weft.ops, of ``torch.ops.weft.NAME``, and in tables, reports and results
-    alias    on the command line, accepted wherever the name is
-    designs  the ways to compute it by name, each a frozen dataclass with that design's own fields; the order is that of reports
+    alias    name on the command line, accepted wherever the name is
+    designs  ways to compute it by name, each a frozen dataclass with that design's own fields, in the order of reports
     sizes    names of the sizes that its plan depends on: ("M", "N", "K"), or ("shape",), the input of each rank; () for an op
              without a plan
-    options  names of ``call_of``'s further fields
-    dtypes   that it takes; None: any of 1, 2, 4 or 8 bytes
+    options  names of further fields of ``call_of``
+    dtypes   supported dtypes; None: any of 1, 2, 4 or 8 bytes
     mutates  names of the tensor arguments that it writes
     internal names of designs that no caller asks for
 
@@ -59,14 +59,14 @@ class Op:
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def plan(self, call: Any, machine: Machine) -> Planned:
-        """The design of ``call`` on ``machine``, and the reason. ``call.design`` may name one; "auto" chooses.
+        """Design of ``call`` on ``machine``, with its reason; ``call.design`` may name it.
 
-        Pure: nothing is timed, allocated or sent. The same object for the same arguments.
+        Pure: nothing is timed, allocated or sent. Equal arguments get the same object.
         """
         return once((self.name, call, machine), lambda: self.choose(call, machine))
 
     def choose(self, call: Any, machine: Machine) -> Planned:
-        """``plan`` without its memory: a row of the table if one decides, else the rule."""
+        """``plan`` without memoisation: from the row of the table if one decides, else by the rule."""
         found = self.tuned(call, machine)
         if found is not None and call.design in (AUTO, found.name):
             return found
@@ -80,39 +80,39 @@ class Op:
     def call_of(
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
     ) -> Any:
-        """The call of aligned, contiguous tensors of ``sizes`` (``self.sizes``). ValueError where they do not fit the op."""
+        """Call of aligned, contiguous tensors of ``sizes`` (``self.sizes``). ValueError if they do not fit."""
         raise NotImplementedError
 
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
-        """The name of the design where no row decides, and the reason as a sentence."""
+        """Name of the design where no row decides, and the reason as a sentence."""
         raise NotImplementedError
 
     def default(self, name: str, call: Any, machine: Machine) -> Any:
-        """The design of this name with the fields that a call gets where no row decides."""
+        """Design of this name with the fields for a call where no row decides."""
         raise NotImplementedError
 
     def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        """Where rows for ``call`` stand in the tables: (op, shape, world size)."""
+        """Key of rows for ``call`` in the tables: (op, shape, world size)."""
         raise NotImplementedError
 
     def found(self, call: Any, machine: Machine) -> table.Found | None:
-        """The row that decides ``call``, if one does."""
+        """Row that decides ``call``, or None."""
         op, shape, world_size = self.table_key(call, machine)
         return table.find(op, shape, call.dtype, world_size, machine.caps)
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
-        """The plan of the row that decides ``call``, if one does."""
+        """Plan of the row that decides ``call``, or None."""
         found = self.found(call, machine)
         if found is None:
             return None
         return Planned(found.row.design, self.from_row(found.row, call, machine), found.reason, found.row)
 
     def from_row(self, row: table.Row, call: Any, machine: Machine) -> Any:
-        """The design that ``row`` names, with its fields. ValueError where the design's fields have changed since."""
+        """Design of ``row``, with its fields. ValueError if the design's fields have changed since."""
         return row.as_design(self.designs)
 
     def no_row(self, call: Any, machine: Machine) -> str:
-        """Why no row decided, as the end of a sentence."""
+        """Reason why no row decided, as the end of a sentence."""
         op, shape, world_size = self.table_key(call, machine)
         return table.why_none(op, shape, call.dtype, world_size, machine.caps)
 
@@ -124,23 +124,26 @@ class Op:
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """This rank's tensors of ``case``, contiguous."""
+        """Tensors of ``case`` at this rank, contiguous."""
         raise NotImplementedError
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> Any:
-        """The result at ``rank`` of every rank's inputs in plain torch: in fp64, or bit for bit where ``accuracy`` is exact."""
+        """Result at ``rank`` in plain torch, in fp64; bit for bit where ``accuracy`` is exact.
+
+        by_rank  inputs of every rank
+        """
         raise NotImplementedError
 
     def accuracy(self, case: Case) -> Accuracy:
-        """How exact the result is."""
+        """Accuracy that the result must have."""
         raise NotImplementedError
 
     def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> Any:
-        """The public function, or ``run`` where ``case.design`` is a design, with the tensors of ``inputs``."""
+        """Call the public function, or ``run`` if ``case.design`` is a design, with tensors of ``inputs``."""
         raise NotImplementedError
 
     def cases(self) -> Iterator[Case]:
-        """The cases that simulated ranks and GPUs run."""
+        """Cases that simulated ranks and GPUs run."""
         return iter(())
 
     def large_cases(self) -> Iterator[Case]:
@@ -148,33 +151,36 @@ class Op:
         return iter(())
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
-        """Bytes that leave each rank, at least."""
+        """Least number of bytes that leave each rank."""
         return 0
 
     def flops(self, sizes: Sequence[int]) -> int:
-        """Floating-point operations of each rank that count: of the GEMM."""
+        """Floating-point operations of each rank's GEMM; 0 without one."""
         return 0
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def dispatch(self, *arguments: Any) -> Any:
-        """The torch op; ``forward`` at once where torch's dispatcher would add nothing but its time, half of a small op's.
+        """Call the torch op, or ``forward`` directly where torch's dispatcher would only add its time.
 
-        Gradients, tracing, modes and the profiler need the dispatcher.
+        That time is half of a small op's. Gradients, tracing, modes and the profiler need the dispatcher.
         """
         if torch.compiler.is_compiling() or not _is_plain(arguments):
             return self.torch_op(*arguments)
         return self.forward(*arguments)
 
     def forward(self, *arguments: Any) -> Any:
-        """The torch op. Its annotations are the schema; a team travels by its name. Returns new tensors, never an argument."""
+        """Implementation of the torch op. Returns new tensors, never an argument.
+
+        The annotations are the schema; a team is passed by its name.
+        """
         raise NotImplementedError
 
     def fake(self, *arguments: Any) -> Any:
-        """Empty tensors like ``forward``'s results, for tracing."""
+        """Empty tensors like the results of ``forward``, for tracing."""
         raise NotImplementedError
 
-    # Where gradients are supported: (ctx, inputs, output) and (ctx, *gradients), as of torch.library.register_autograd.
+    # Where gradients are supported: (ctx, inputs, output) and (ctx, *gradients), as for torch.library.register_autograd.
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
 
@@ -183,8 +189,10 @@ class Op:
 
 
 def _is_plain(arguments: Sequence[Any]) -> bool:
-    """True if the dispatcher has nothing to do for a call: tensors of torch's own type, no gradient asked for, no tracing, no
-    mode, no profiler."""
+    """True if the dispatcher has nothing to do for a call.
+
+    Tensors are of torch's own types; no gradient, tracing, mode or profiler is active.
+    """
     with_gradients = torch.is_grad_enabled()
     for x in arguments:
         if isinstance(x, torch.Tensor):
@@ -208,9 +216,9 @@ _OPS: dict[str, Op] = {}
 def define(op: Op) -> None:
     """Define ``torch.ops.weft.NAME``.
 
-    A call passes the dispatcher and ``forward``, no more; under autograd torch's own formula wrapper comes before it, and in
-    ``torch.inference_mode()`` nothing does. ``torch.library.custom_op`` wraps the kernel several times over (a check that no
-    output aliases an input, a guard against Dynamo, a counter of mutations). Its promises to torch.compile are the same.
+    A call passes the dispatcher and ``forward`` only; under autograd torch's own wrapper of the formula comes before them.
+    ``torch.library.custom_op`` would wrap the kernel several times (a check that no output aliases an input, a guard against
+    Dynamo, a counter of mutations). Its promises to torch.compile are the same.
     """
     schema = torch.library.infer_schema(op.forward, mutates_args=tuple(op.mutates))
     _LIBRARY.define(op.name + schema, tags=_TAGS)
@@ -225,7 +233,7 @@ def define(op: Op) -> None:
 
 
 def register(op: Op) -> None:
-    """Define the torch op, and put ``op`` into the registry."""
+    """Define the torch op and enter ``op`` into the registry."""
     define(op)
     _OPS[op.name] = op
 
@@ -236,7 +244,7 @@ def registered() -> Iterator[Op]:
 
 
 def find_op(name: str) -> Op:
-    """The op of this name or alias. ValueError if there is none, with all there are."""
+    """Op of this name or alias. ValueError, with all names, if there is none."""
     wanted = name.replace("-", "_") if isinstance(name, str) else ""
     for op in _OPS.values():
         if wanted in (op.name, op.alias.replace("-", "_")):

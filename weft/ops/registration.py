@@ -1,4 +1,4 @@
-"""What every op's public function checks before it calls its custom op. ``torch.compile`` traces through these."""
+"""Argument checks of the public functions of ops, which torch.compile traces through."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ITEM_SIZES = (1, 2, 4, 8)
 
 
 def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None = None) -> None:
-    """``x`` lies on the team's device and has one of ``dtypes`` (None: any of 1, 2, 4 or 8 bytes), else ValueError."""
+    """ValueError unless ``x`` is on the team's device, in one of ``dtypes`` (None: of 1, 2, 4 or 8 bytes)."""
     try:
-        # Eager calls cost the host some 20 µs: what is wrong is looked for only where something is.
+        # An eager call takes the host about 20 µs, so the error is only looked for once there is one.
         fits = (x.dtype.itemsize in ITEM_SIZES if dtypes is None else x.dtype in dtypes) and x.device == team.device
     except AttributeError:
         fits = False
@@ -37,7 +37,7 @@ def _refuse_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequ
     if dtypes is None:
         raise ValueError(
             f"{op}: {name}.dtype={x.dtype} has {x.dtype.itemsize} bytes an element, not 1, 2, 4 or 8; "
-            f"pass it as {name}.view(...) of a type that has"
+            f"pass {name}.view(...) with such a dtype"
         )
     allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
@@ -52,7 +52,7 @@ def check_is_tensor(op: str, name: str, x: torch.Tensor) -> None:
 def check_team(op: str, team: Team) -> torch.device:
     """The team's device. ValueError unless ``team`` is a Team."""
     if not isinstance(team, Team):
-        raise ValueError(f"{op}: team={quoted(team)} is not a Team; pass what weft.init() made or main(team) got")
+        raise ValueError(f"{op}: team={quoted(team)} is not a Team; pass the team of weft.init() or of main(team)")
     return team.device
 
 
@@ -63,19 +63,19 @@ def check_flag(op: str, name: str, value: bool) -> None:
 
 
 def check_scalar(op: str, name: str, value: float) -> None:
-    """ValueError unless ``value`` is a number, or one that torch.compile has left open."""
+    """ValueError unless ``value`` is a number, or a symbolic one of torch.compile."""
     if type(value) is not float and not isinstance(value, (torch.SymInt, torch.SymFloat)):
         check_number(f"{op}: {name}", value, -math.inf, math.inf, "a number")
 
 
 def check_count(op: str, name: str, value: int) -> None:
-    """ValueError unless ``value`` is an integer of at least 0, or one that torch.compile has left open."""
+    """ValueError unless ``value`` is an integer of at least 0, or a symbolic one of torch.compile."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
         check_int(f"{op}: {name}", value, 0)
 
 
 def check_even(op: str, name: str, x: torch.Tensor, team: Team) -> None:
-    """Dimension 0 of ``x`` divides into one part for each rank, else ValueError."""
+    """ValueError unless dimension 0 of ``x`` is divisible by the number of ranks."""
     check_has_rows(op, name, x)
     check_divides(op, f"{name}.shape[0]", x.shape[0], team.size)
 
@@ -94,7 +94,7 @@ def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def check_list(op: str, name: str, value: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The list. ValueError unless ``value`` is a list or tuple with at least one member."""
+    """``value`` as a list. ValueError unless it is a list or tuple with at least one member."""
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f"{op}: {name}={quoted(value)} is neither a tensor nor a list of at least one; pass a tensor")
     return list(value)
@@ -106,7 +106,7 @@ def check_choice(op: str, name: str, value: str, choices: Sequence[str]) -> None
 
 
 def as_words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """The bits of ``x``, any strides, as a flat tensor of ``word``: a view where they lie so, else of a copy."""
+    """Bits of ``x``, any strides, as a flat tensor of int words: a view if aligned and dense, else a copy."""
     flat = x.contiguous().view(-1)
     if flat.data_ptr() % word.itemsize != 0:
         flat = flat.clone()

@@ -1,4 +1,4 @@
-"""Choices that are made once for the same arguments: eager calls would make the host repeat each of them, every time."""
+"""Memoised choices: made once for equal arguments, so that eager calls do not repeat them on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _results: dict[Hashable, Any] = {}
 def once(key: Hashable, make: Callable[[], T]) -> T:
     """``make()`` at the first call with ``key``, the same result afterwards, until ``forget``.
 
-    A key that holds a size left open by torch.compile has no hash: then ``make()`` every time.
+    A key with a symbolic size of torch.compile has no hash: then ``make()`` runs at every call.
     """
     try:
         return _results[key]
@@ -33,7 +33,7 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def remembered(function: F) -> F:
-    """A decorator: ``function``'s results by its arguments, until ``forget``; not for sizes left open by torch.compile."""
+    """Memoise ``function`` by its arguments, until ``forget``; calls with symbolic sizes are not stored."""
     cached = functools.lru_cache(MOST)(function)
     _caches.append(cached)
 

@@ -20,12 +20,12 @@ STAGING = "staging"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A design, and why a call gets it.
+    """Design of a call, with the reason.
 
     name    of the design, as in ``Op.designs``
     design  a frozen dataclass with that design's own fields; plans of other ops may be among them
-    reason  a sentence for a person: the row's file, key and microseconds, or the rule
-    row     the row of ``weft tune`` that it was taken from; None: a rule
+    reason  a sentence: the row's file, key and microseconds, or the rule
+    row     row of ``weft tune`` that it came from; None: a rule
     """
 
     name: str
@@ -36,9 +36,9 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """All that a plan may depend on besides its call; the same object for the same values (``machine``).
+    """Inputs of a plan besides its call; equal values are the same object (``machine``).
 
-    caps           of this rank's GPU
+    caps           capabilities of this rank's GPU
     world_size     ranks of the team
     staging_bytes  largest staging buffer that copy-engine collectives may use: a power of two; equal on all ranks, since the
                    heaps are filled alike
@@ -51,12 +51,12 @@ class Machine:
 
 @remembered
 def machine(caps: Capabilities, world_size: int, staging_bytes: int = UNLIMITED) -> Machine:
-    """The Machine of these values."""
+    """Machine with these values."""
     return Machine(caps=caps, world_size=world_size, staging_bytes=staging_bytes)
 
 
 def machine_of(team: Team) -> Machine:
-    """The machine of ``team`` as its heap is filled now."""
+    """Machine of ``team``, with its heap as filled now."""
     known = team.workspace("machines", dict)
     found = known.get(team.heap_changes)
     if found is None:

@@ -1,14 +1,14 @@
-"""Measured choices: a JSON file in tables/ for each GPU and world size, written by ``weft tune`` and read by plans.
+"""Tables of measured designs: a JSON file in tables/ per GPU and world size, written by ``weft tune``.
 
 {"schema": 2, "gpu": "NVIDIA H200", "world_size": 4, "simulated": false, "rows": [
  {"op": "all_gather_matmul", "dtype": "bfloat16", "shape": [2048, 2560, 5120], "design": "pipelined",
   "config": {"chunks": 1, …}, "us": 71.2, …},
 ]}
 
-A row was measured at ``shape`` and stands for its bucket: N and K as they are and M, or the bytes of a collective, to the
-nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
-every one of them; there is none for unknown GPUs, and plans fall back to rules. A row of design "cublas" names an algorithm of
-cuBLAS and stands for its shape alone. Rows come from ``weft tune``, except those whose ``versions`` name a file in
+A row was measured at ``shape`` and stands for its bucket: the same N and K, and M, or the bytes of a collective, rounded to
+the nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
+each of them. Plans without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of
+cuBLAS and stands for its own shape only. Rows come from ``weft tune``, except those whose ``versions`` name a file in
 benchmarks/lab.
 """
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SCHEMA = 2
-# In every dimension, as a factor of two to this power: beyond it another tile or algorithm is as likely as this one.
+# Largest distance of a row in each dimension, in powers of two: beyond it another tile or algorithm is as likely.
 REACH = 1.0
-# A wrong N or K costs more than a wrong M: they decide how many tiles a round has and how long one takes.
+# A wrong N or K costs more than a wrong M: they decide the number of tiles and the time of one.
 COLUMN_WEIGHT = 2.0
-# Ops whose ranks may hold different shares of K and must agree all the same on `agreed_of` a row: K does not choose it.
+# Ops whose ranks may hold different shares of K but must agree on `agreed_of` a row, so K does not decide it.
 SHARED_K = ("matmul_reduce_scatter", "matmul_all_reduce")
 # The design whose rows stand for their shape alone.
 EXACT = "cublas"
@@ -47,13 +47,13 @@ EXACT = "cublas"
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The best of the candidates at one shape.
+    """Best of the candidates at one shape.
 
     shape       (M, N, K) of one rank's GEMM with the M of the whole GEMM, or (bytes,) of the whole tensor
-    design      its name in ``Op.designs``
-    config      the design's fields
-    us          its time, the maximum over the ranks of the median (of a collective the geometric mean of a call alone and of
-                one in a row); default_us: the time of the op without this row
+    design      name in ``Op.designs``
+    config      fields of the design
+    us          time: the maximum over the ranks of the median (for a collective, the geometric mean of an isolated call and
+                of one in a series); default_us: time of the op without this row
     candidates  number of designs timed
     versions    of weft, torch and Triton
     """
@@ -71,12 +71,12 @@ class Row:
 
     @property
     def key(self) -> str:
-        """The bucket that the row stands for: all_gather_matmul bfloat16 2048x2560x5120."""
+        """Bucket of the row as text: all_gather_matmul bfloat16 2048x2560x5120."""
         shape = self.shape if self.design == EXACT else bucket(self.shape)
         return f"{self.op} {self.dtype} {'x'.join(map(str, shape))}"
 
     def as_design(self, designs: Mapping[str, type]) -> Any:
-        """The design, an instance of one of ``designs``. ValueError where its fields have changed since."""
+        """Instance of one of ``designs``. ValueError if its fields have changed since."""
         try:
             return built(designs[self.design], self.config)
         except (KeyError, TypeError) as error:
@@ -86,7 +86,7 @@ class Row:
 
 
 def built(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """The dataclass ``kind`` of ``fields`` as JSON has them: dataclasses within it are dicts, tuples are lists."""
+    """Dataclass ``kind`` from ``fields`` in JSON's form: nested dataclasses are dicts, tuples are lists."""
     types = get_type_hints(kind)
     found = {}
     for name, value in fields.items():
@@ -98,7 +98,7 @@ def built(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def agreed_of(row: Row) -> tuple:
-    """What a row decides that ranks with different shares of K must have alike: how the output is cut up."""
+    """Choices of a row that ranks with different shares of K must share: how the output is divided."""
     tile = row.config.get("tile", {})
     return row.design, *(tile.get(name) for name in ("block_m", "block_n", "group")), row.config.get("chunks")
 
@@ -121,7 +121,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A row that was found for a shape. ``exact``: the shape lies in the row's own bucket."""
+    """Row that was found for a shape. ``exact``: the shape lies in the row's own bucket."""
 
     row: Row
     file: Path
@@ -129,7 +129,7 @@ class Found:
 
     @property
     def reason(self) -> str:
-        """The row as a person would look for it: file, key, microseconds, and how near it is."""
+        """Text to find the row by: file, key, microseconds, and whether it is exact."""
         gain = f", the default {self.row.default_us:.4g}" if self.row.default_us else ""
         near = "" if self.exact else ", the nearest row"
         return (
@@ -138,7 +138,7 @@ class Found:
 
 
 def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> Found | None:
-    """The row for one call, or None. ``op``: the op's name, or name+variant. Simulated ranks have no rows."""
+    """Row for one call, or None. ``op``: the op's name, or name+variant. Simulated ranks have no rows."""
     if caps.is_simulated:
         return None
     return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape))
@@ -146,10 +146,10 @@ def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, cap
 
 @remembered
 def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...]) -> Found | None:
-    """The nearest row that was measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None if all are far away.
+    """Nearest row measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None beyond REACH.
 
-    Where none of ``dtype`` is near, a bf16 row that moves as many bytes does as well: for collectives, and for GEMMs in fp16
-    unless the row names an algorithm of cuBLAS.
+    Where no row of ``dtype`` is near, a bf16 row of as many bytes is taken: for collectives, and for fp16 GEMMs unless the row
+    names an algorithm of cuBLAS.
     """
     file = file_for(gpu, world_size)
     if not file.is_file():
@@ -162,8 +162,11 @@ def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...
 
 
 def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], file: Path) -> Found | None:
-    """The nearest of ``rows``. Where ranks may differ in K, M and N alone decide ``agreed_of`` the row (of the rows with that M
-    and N, the one with the largest K, which has most to lose); among rows alike in it, K chooses."""
+    """Nearest of ``rows``, or None.
+
+    Where ranks may differ in K, only M and N decide ``agreed_of`` the row: among rows of that M and N, the one with the largest
+    K, which loses most from a wrong choice. K then chooses among the rows that agree with it.
+    """
     deciding = 2 if op in SHARED_K else len(shape)
     near = [
         (far, tuple(-size for size in row.shape[deciding:]), row.shape, row)
@@ -182,7 +185,7 @@ def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], fi
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float | None:
-    """In powers of two; None beyond REACH."""
+    """Distance of two shapes in powers of two; None beyond REACH."""
     if 0 in one or 0 in other:
         return None
     steps = [abs(math.log2(a / b)) for a, b in zip(one, other, strict=True)]
@@ -190,17 +193,17 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float | None:
 
 
 def bucket(shape: Sequence[int]) -> tuple[int, ...]:
-    """M or bytes to the nearest power of two, N and K as they are."""
+    """Bucket of ``shape``: M or bytes rounded to the nearest power of two, the same N and K."""
     return (2 ** round(math.log2(shape[0])), *shape[1:])
 
 
 def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "tables") -> Path:
-    """nvidia-h200.w4.json in this folder."""
+    """Path of the table, such as nvidia-h200.w4.json."""
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.w{world_size}.json"
 
 
 def why_none(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
-    """Why no row decided a call, as the end of a sentence."""
+    """Reason why no row decided a call, as the end of a sentence."""
     if caps.is_simulated or (world_size == 1 and not op.startswith("matmul")):
         return ""
     file = file_for(caps.device_name, world_size)
@@ -216,7 +219,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def read(path: Path) -> Table:
-    """ValueError, with the file's name, for what is not a table of this schema."""
+    """Read a table. ValueError, with the file's name, unless it is one of this schema."""
     try:
         document = json.loads(path.read_text())
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
@@ -228,7 +231,7 @@ def read(path: Path) -> Table:
 
 
 def write(path: Path, table: Table) -> None:
-    """A line for each row. The file is there whole or as it was before, whenever the run is killed."""
+    """Write ``table``, a line for each row, atomically."""
     head = {"schema": SCHEMA, "gpu": table.gpu, "world_size": table.world_size, "simulated": table.simulated}
     rows = [json.dumps(dataclasses.asdict(row), ensure_ascii=False) for row in table.rows]
     text = json.dumps(head)[:-1] + ', "rows": [\n ' + ",\n ".join(rows) + "\n]}\n"

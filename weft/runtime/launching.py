@@ -45,27 +45,30 @@ class Launch:
         self._constexprs = tuple(constants[p.name] for p in kernel.params if p.is_constexpr and p.name in constants)
         self._compiled: dict[tuple, CompiledKernel] = {}
 
-    def __call__(self, programs: int, *varying: Any) -> None:
-        """Run ``programs`` programs on the current stream; ``varying``: arguments neither constexpr nor fixed."""
+    def __call__(self, programs: int | tuple[int, int], *varying: Any) -> None:
+        """Run ``programs`` programs, or a grid of them, on the current stream; ``varying``: arguments neither constexpr nor
+        fixed."""
         arguments = (*varying[: self._before], *self._fixed, *varying[self._before :])
+        grid = programs if isinstance(programs, tuple) else (programs,)
         if JITFunction.run is not _TRITON_RUN:
-            self._kernel[(programs,)](*arguments, **self._constants)
+            self._kernel[grid](*arguments, **self._constants)
             return
         kind: list[Any] = []
         _describe(varying, kind)
         compiled = self._compiled.get(key := tuple(kind))
         if compiled is None:
-            made = self._kernel[(programs,)](*arguments, **self._constants)
+            made = self._kernel[grid](*arguments, **self._constants)
             if isinstance(made, CompiledKernel):
                 self._compiled[key] = made
             return
+        width, height = programs if isinstance(programs, tuple) else (programs, 1)
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:  # a profiler's
-            compiled[(programs, 1, 1)](*arguments, *self._constexprs, stream=stream)
+            compiled[(width, height, 1)](*arguments, *self._constexprs, stream=stream)
         else:
             compiled.run(
-                programs,
-                1,
+                width,
+                height,
                 1,
                 stream,
                 compiled.function,
@@ -93,6 +96,8 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
             kind.append(x.data_ptr() & 15)
         elif isinstance(x, int):
             kind.append(1 if x == 1 else 16 * (x & 15 == 0) + 32 * (not -(2**31) <= x < 2**31))
+        elif x is None:
+            kind.append(None)
         elif isinstance(x, TeamView):
             continue
         elif isinstance(x, tuple):
@@ -113,4 +118,18 @@ def launch_of(team: Team, kernel: JITFunction, key: Hashable, constants: Callabl
     found = launches.get(at := (kernel.__name__, key))
     if found is None:
         found = launches[at] = Launch(kernel, constants())
+    return found
+
+
+_ON_DEVICES: dict[Hashable, Launch] = {}
+
+
+def launch_on(
+    device: torch.device, kernel: JITFunction, key: Hashable, constants: Callable[[], Mapping[str, Any]]
+) -> Launch:
+    """The ``Launch`` of ``kernel`` on ``device``, for ops without a team; else like ``launch_of``."""
+    # By identity, which the Launch keeps alive: kernels of the same name may differ.
+    found = _ON_DEVICES.get(at := (device, id(kernel), key))
+    if found is None:
+        found = _ON_DEVICES[at] = Launch(kernel, constants())
     return found

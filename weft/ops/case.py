@@ -26,10 +26,12 @@ class Case:
     """One call of an op on every rank.
 
     op      name of the op
-    sizes   (M, N, K) of a GEMM: rows of the whole GEMM, N and K of one rank's; else the shape of the first tensor at each rank
+    sizes   (M, N, K) of a GEMM: rows of the whole GEMM, N and K of one rank's; else the shape of the first tensor at each rank,
+            or sizes that the op's ``inputs`` names
     design  a design's name, "auto", or a design
     data    "random", "special" (with -0.0, NaN, infinities and the dtype's largest) or "subnormal"
-    layout  "contiguous", "transposed" (not contiguous) or "offset" (contiguous, not 16-byte aligned)
+    layout  "contiguous", "transposed" (not contiguous), "strided" (rows of a wider tensor) or "offset" (contiguous, not 16-byte
+            aligned)
     fields  (name, value) of the op's further arguments, such as ("local_first", True)
     """
 
@@ -41,6 +43,10 @@ class Case:
     data: str = "random"
     layout: str = "contiguous"
     fields: tuple[tuple[str, Any], ...] = ()
+
+    def field(self, name: str) -> Any:
+        """The value of a further argument; None where the case leaves it out."""
+        return dict(self.fields).get(name)
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes)) or "0d"
@@ -106,29 +112,33 @@ class Draw:
     call: int = 0
     device: torch.device | str = "cpu"
 
-    def own(self, name: str, shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
-        """Tensor of ``case.dtype`` with data by ``case.data``, different on each rank.
+    def own(
+        self, name: str, shape: Sequence[int], scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Tensor of ``dtype`` (None: ``case.dtype``) with data by ``case.data``, different on each rank.
 
         Random data is multiplied by ``scale``.
         """
-        return self._values(f"{name} of {self.rank}", shape, scale)
+        return self._values(f"{name} of {self.rank}", shape, scale, dtype or self.case.dtype)
 
-    def shared(self, name: str, shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
+    def shared(
+        self, name: str, shape: Sequence[int], scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Tensor as of ``own``, but equal on all ranks."""
-        return self._values(name, shape, scale)
+        return self._values(name, shape, scale, dtype or self.case.dtype)
 
-    def _values(self, name: str, shape: Sequence[int], scale: float) -> torch.Tensor:
+    def _values(self, name: str, shape: Sequence[int], scale: float, dtype: torch.dtype) -> torch.Tensor:
         case = self.case
         seed = zlib.crc32(f"{case} {name} {self.call}".encode())
         where = {"generator": torch.Generator(self.device).manual_seed(seed), "device": self.device}
-        if not case.dtype.is_floating_point:
-            return torch.randint(-100, 100, tuple(shape), **where).to(case.dtype)
+        if not dtype.is_floating_point:
+            return torch.randint(-100, 100, tuple(shape), **where).to(dtype)
         x = torch.randn(tuple(shape), **where)
         if case.data == "subnormal":
-            return (x.double() * torch.finfo(case.dtype).smallest_normal / 8).to(case.dtype)
-        x = (x * scale if scale != 1.0 else x).to(case.dtype)
+            return (x.double() * torch.finfo(dtype).smallest_normal / 8).to(dtype)
+        x = (x * scale if scale != 1.0 else x).to(dtype)
         if case.data == "special":
-            flat, odd = x.view(-1), [-0.0, torch.nan, torch.inf, -torch.inf, torch.finfo(case.dtype).max, -0.0]
+            flat, odd = x.view(-1), [-0.0, torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max, -0.0]
             flat[: flat.numel() // 2] = -0.0
             at = torch.randperm(flat.numel(), **where)[: len(odd)]
             flat[at] = torch.tensor(odd[: len(at)], dtype=x.dtype, device=x.device)
@@ -139,6 +149,8 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     """Values of ``x`` in another layout (``Case.layout``)."""
     if layout == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "strided":
+        return torch.cat((x, x), dim=-1)[..., : x.shape[-1]]
     if layout == "offset":
         room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
         room[1:] = x.reshape(-1)

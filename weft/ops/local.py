@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from weft.arguments import is_integer, quoted
 from weft.ops.registration import check_is_tensor
+from weft.plan.planned import Machine, machine
 from weft.runtime import capabilities, simulate
 
 # Programs resident at once in the simulator. Programs of these ops wait for no others, so any number is right.
@@ -23,6 +25,11 @@ def capabilities_of(device: torch.device) -> capabilities.Capabilities:
             "tensors are on cpu: kernels run on GPUs, and inside weft.simulate; move them with .to('cuda')"
         )
     return capabilities.simulated(1, _SIMULATED_SMS)
+
+
+def machine_on(device: torch.device) -> Machine:
+    """The machine of ops that one rank computes by itself: ``device``'s capabilities and a world size of 1."""
+    return machine(capabilities_of(device), 1)
 
 
 @functools.lru_cache
@@ -53,3 +60,10 @@ def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str])
     if not fits:
         wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be ({wanted})")
+
+
+def check_sizes(op: str, names: Sequence[str], sizes: Sequence[int]) -> None:
+    """ValueError unless the sizes of a call to be planned are positive integers."""
+    for name, size in zip(names, sizes, strict=True):
+        if not is_integer(size) or size < 1:
+            raise ValueError(f"{op}: {name}={quoted(size)} is no positive integer; pass 1 or more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 
 import weft
 from tests.ops.cases import BF16, FP16, FP32
+from tests.ops.closeness import assert_close, assert_identical
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.ops.case import Draw, lay_out
 
 EPS = 1e-6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
@@ -24,6 +27,27 @@ def everywhere(check, device, *args):
         weft.simulate(lambda team: check(device, *args), 1)
     else:
         check(device, *args)
+
+
+def check_cases(device, op, calls=2):
+    """Each case of ``op`` several times, against its reference."""
+    for case in op.cases():
+        for call in range(calls):
+
+            def inputs(case=case, call=call):
+                return tuple(lay_out(x, case.layout) for x in op.inputs(case, 0, Draw(case, 0, call, device)))
+
+            results, expected = op.call(case, None, *inputs()), op.reference(case, 0, [inputs()])
+            accuracy, several = op.accuracy(case), isinstance(results, tuple)
+            for actual, right in zip(
+                results if several else (results,), expected if several else (expected,), strict=True
+            ):
+                assert actual.is_contiguous(), f"{case}: the result is not contiguous"
+                if accuracy.exact:
+                    assert_identical(actual, right, what=f"{case} call {call}")
+                else:
+                    assert actual.dtype == case.dtype, f"{case}: dtype {actual.dtype}"
+                    assert_close(actual, right, accuracy.terms, partials=accuracy.partials, what=f"{case} call {call}")
 
 
 def random(shape, dtype, device, seed=0):
@@ -110,7 +134,8 @@ def mutated(module, old, new, name, directory):
     source = Path(module.__file__).read_text()
     assert old in source
     file = directory / f"{name}.py"
-    file.write_text(source.replace(old, new or old).replace('custom_op("', f'custom_op("{name}_'))
+    # Registered ops stay one of a name.
+    file.write_text(re.sub(r"(?m)^register\(.*\)$", "", source.replace(old, new or old)))
     spec = importlib.util.spec_from_file_location(name, file)
     mutant = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)

@@ -9,12 +9,23 @@ import weft
 import weft.check
 from tests.ops.cases import FP32
 from tests.ops.closeness import assert_identical
-from tests.ops.layer_cases import EPS, layer_arguments, random
+from tests.ops.layer_cases import DEVICES, EPS, check_cases, everywhere, layer_arguments, random
 from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences
+from weft.ops.op import registered
 from weft.runtime.arithmetic import cdiv
 
 attention = importlib.import_module("weft.ops.attention.paged_attention")
+
+
+FAMILIES = tuple(f"weft.ops.{family}." for family in ("attention", "elementwise", "vocab"))
+OPS = [op for op in registered() if type(op).__module__.startswith(FAMILIES) and any(True for _ in op.cases())]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_case(op, device):
+    everywhere(check_cases, device, op)
 
 
 def test_no_races():
@@ -35,6 +46,8 @@ def test_no_races():
 
 class Launch:
     """A stand-in for a kernel, which records the grids it is launched with."""
+
+    params = ()
 
     def __init__(self):
         self.grids = []

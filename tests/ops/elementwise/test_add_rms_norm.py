@@ -1,30 +1,22 @@
-"""add_rms_norm against plain PyTorch in double, on a virtual rank and on a GPU."""
+"""add_rms_norm: the rounding of its sum, and refused arguments; its cases run with all others."""
 
 import pytest
 import torch
 
 from tests.ops.cases import BF16, FP16, FP32
-from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.layer_cases import DEVICES, EPS, check_refused, everywhere, random, rms_norm
+from tests.ops.closeness import assert_identical
+from tests.ops.layer_cases import DEVICES, EPS, check_refused, everywhere, random
 from weft import ops
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-def test_add_rms_norm(dtype, device):
+def test_hidden_is_rounded_once(dtype, device):
     def check(device):
-        for shape in ((1,), (7, 1), (1, 96), (3, 5, 640), (130, 33), (2, 5120), (0, 16)):
+        for shape in ((7, 1), (3, 5, 640)):
             x, residual = random(shape, dtype, device, 1), random(shape, dtype, device, 2)
-            weight = 1 + random(shape[-1:], dtype, device, 3) / 8
-            hidden = x.double() + residual.double()
-            for turned in (False, True):
-                if turned:
-                    x, residual = (y.transpose(0, -1).contiguous().transpose(0, -1) for y in (x, residual))
-                normed, actual = ops.add_rms_norm(x, residual, weight, EPS)
-                assert normed.is_contiguous() and actual.is_contiguous()
-                assert_identical(actual, hidden.float().to(dtype), what=f"hidden {shape}")
-                expected = rms_norm(actual.double(), weight.double())
-                assert_close(normed, expected, shape[-1], what=f"normed {shape}")
+            _, hidden = ops.add_rms_norm(x, residual, torch.ones(shape[-1:], dtype=dtype, device=device), EPS)
+            assert_identical(hidden, (x.double() + residual.double()).float().to(dtype), what=f"hidden {shape}")
 
     everywhere(check, device)
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.rms_norm import norm, squares_of
-from weft.ops.collectives.all_reduce_rms_norm import MAX_ROW_BYTES
-from weft.ops.custom_op import custom_op
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_on
+
+MAX_ROW_BYTES = 65536
+CASES_EPS = 1e-6
 
 
 @triton.jit
@@ -64,31 +71,54 @@ def add_rms_norm(
             f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
             f"{MAX_ROW_BYTES}; use torch's rms_norm"
         )
-    return torch.ops.weft.add_rms_norm.default(x, residual, weight, eps)
+    return ADD_RMS_NORM.dispatch(x, residual, weight, eps)
 
 
-@custom_op("add_rms_norm", backward=False)
-def _add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    normed, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    width = x.shape[-1]
-    if x.numel() > 0:
-        add_rms_norm_kernel[(x.numel() // width,)](
-            x.contiguous(),
-            residual.contiguous(),
-            weight.contiguous(),
-            normed,
-            hidden,
-            eps,
-            WIDTH=width,
-            BLOCK=next_power_of_2(width),
-            num_warps=warps_of(width * x.itemsize),
-            **launch_options(capabilities_of(x.device)),
-        )
-    return normed, hidden
+class AddRMSNorm(Op):
+    name, alias = "add_rms_norm", "add-rms-norm"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        x, residual = draw.own("x", case.sizes), draw.own("residual", case.sizes)
+        return x, residual, 1 + draw.own("weight", case.sizes[-1:]) / 8
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual, weight = (x.double() for x in everyone[rank])
+        hidden = x + residual
+        rounded = hidden.float().to(case.dtype).double()
+        return rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * weight, hidden
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[-1])
+
+    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(*tensors, CASES_EPS)
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (FP16, BF16, FP32):
+            for sizes in ((1,), (7, 1), (1, 96), (3, 5, 640), (130, 33), (2, 5120), (0, 16)):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
+            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 640), layout="transposed")
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+        width = x.shape[-1]
+        if x.numel() > 0:
+            row_bytes, caps = width * x.itemsize, capabilities_of(x.device)
+
+            def constants() -> dict[str, Any]:
+                sizes = {"WIDTH": width, "BLOCK": next_power_of_2(width), "num_warps": warps_of(row_bytes)}
+                return {**sizes, **launch_options(caps)}
+
+            launch = launch_on(x.device, add_rms_norm_kernel, (width, row_bytes), constants)
+            rows = x.numel() // width
+            launch(rows, x.contiguous(), residual.contiguous(), weight.contiguous(), normed, hidden, eps)
+        return normed, hidden
+
+    def fake(self, x, residual, weight, eps):
+        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
 
 
-@_add_rms_norm.register_fake
-def _(x, residual, weight, eps):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+ADD_RMS_NORM = AddRMSNorm()
+register(ADD_RMS_NORM)

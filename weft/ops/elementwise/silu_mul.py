@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,15 +12,18 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.operands import rows_contiguous
-from weft.ops.custom_op import custom_op
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_on
 
 # Elements of a program's tile: 8 a thread of 4 warps, so that bf16 is loaded 16 bytes at a time.
 TILE = 1024
 MAX_ROWS = 4
+CASES_EPS = 1e-6
 
 
 @triton.jit
@@ -61,35 +67,65 @@ def silu_mul(gate_up: torch.Tensor | DeferredNorm) -> torch.Tensor:
             f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"
         )
     if norm is None:
-        return torch.ops.weft.silu_mul.default(gate_up, None, 0.0)
+        return SILU_MUL.dispatch(gate_up, None, 0.0)
     check_scales("silu_mul", norm.operand, gate_up)
-    return torch.ops.weft.silu_mul.default(gate_up, norm.squares, norm.eps)
+    return SILU_MUL.dispatch(gate_up, norm.squares, norm.eps)
 
 
-@custom_op("silu_mul", backward=False)
-def _silu_mul(gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
-    M, N = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((M, N), dtype=gate_up.dtype, device=gate_up.device)
-    if out.numel() > 0:
-        gate_up = rows_contiguous(gate_up)
-        rows = min(MAX_ROWS, next_power_of_2(M))
-        block = TILE // rows
-        silu_mul_kernel[(cdiv(N, block) * cdiv(M, rows),)](
-            gate_up,
-            gate_up.stride(0),
-            gate_up if squares is None else squares.contiguous(),
-            eps,
-            out,
-            M,
-            N,
-            ROWS=rows,
-            BLOCK=block,
-            SQUARES=0 if squares is None else squares.shape[1],
-            **launch_options(capabilities_of(out.device)),
-        )
-    return out
+class SiluMul(Op):
+    name, alias = "silu_mul", "silu-mul"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        gate_up, parts = draw.own("gate_up", case.sizes, 3.0), case.field("squares")
+        if parts is None:
+            return (gate_up,)
+        return gate_up, 1 + draw.own("squares", (case.sizes[0], parts), 5.0, FP32).square()
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        gate_up, *squares = (x.double() for x in everyone[rank])
+        for parts in squares:
+            gate_up = gate_up * (parts.sum(-1, keepdim=True) + CASES_EPS).rsqrt()
+        gate, up = gate_up.chunk(2, dim=1)
+        return gate * torch.sigmoid(gate) * up
+
+    def accuracy(self, case: Case) -> Accuracy:
+        # Scale, exponential and product are rounded one after the other.
+        return Accuracy(terms=4 if case.field("squares") is None else 64)
+
+    def call(self, case: Case, team: Any, gate_up: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
+        return silu_mul(gate_up if squares is None else DeferredNorm(gate_up, squares, CASES_EPS))
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (FP16, BF16, FP32):
+            for M, N in ((1, 1), (1, 1024), (2, 513), (3, 300), (130, 257), (0, 8), (5, 0)):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N))
+            for layout in ("transposed", "strided"):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 600), layout=layout)
+            for M, N, parts in ((1, 1, 1), (5, 513, 20), (130, 257, 3), (0, 8, 2)):
+                fields = (("squares", parts),)
+                for layout in ("contiguous", "strided"):
+                    yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N), layout=layout, fields=fields)
+
+    def forward(self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
+        M, N = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((M, N), dtype=gate_up.dtype, device=gate_up.device)
+        if out.numel() > 0:
+            gate_up, caps = rows_contiguous(gate_up), capabilities_of(out.device)
+            rows = min(MAX_ROWS, next_power_of_2(M))
+            block, parts = TILE // rows, 0 if squares is None else squares.shape[1]
+            launch = launch_on(
+                out.device,
+                silu_mul_kernel,
+                (rows, parts),
+                lambda: {"ROWS": rows, "BLOCK": block, "SQUARES": parts, **launch_options(caps)},
+            )
+            squares = gate_up if squares is None else squares.contiguous()
+            launch(cdiv(N, block) * cdiv(M, rows), gate_up, gate_up.stride(0), squares, eps, out, M, N)
+        return out
+
+    def fake(self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
-@_silu_mul.register_fake
-def _(gate_up, squares, eps):
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+SILU_MUL = SiluMul()
+register(SILU_MUL)

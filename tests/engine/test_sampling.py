@@ -5,7 +5,8 @@ import torch
 
 import weft
 from weft.engine.params import MAX_TEMPERATURE, Kind, SamplingParams
-from weft.engine.sampling import Choice, choose_tokens, gumbel
+from weft.engine.sampling import Choice, choose_tokens
+from weft.ops.vocab.sample_argmax import gumbel_noise
 from weft.parallel.vocabulary import VocabParallelHead
 
 DRAWS = 100_000
@@ -60,12 +61,12 @@ def test_tokens_of_one_seed_are_as_frequent_along_the_positions():
 
 def test_noise_is_gumbel_and_of_seed_position_and_word_alike():
     words = torch.arange(1000)
-    noise = gumbel(torch.arange(100), torch.zeros(100, dtype=torch.int64), words)
+    noise = gumbel_noise(torch.arange(100), torch.zeros(100, dtype=torch.int64), words)
     cumulative = torch.exp(-torch.exp(-noise.double())).flatten().sort().values
     uniform = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
     assert (cumulative - uniform).abs().max() < 0.006  # Kolmogorov-Smirnov: 1.95 / sqrt(100,000) at 0.001
     assert noise.unique().numel() > 99_000
-    along = gumbel(torch.zeros(100, dtype=torch.int64), torch.arange(100), words)
+    along = gumbel_noise(torch.zeros(100, dtype=torch.int64), torch.arange(100), words)
     for other in (along, noise.roll(1, 0), noise.roll(1, 1)):
         assert abs(torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1]) < 0.02
 

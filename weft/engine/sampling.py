@@ -17,13 +17,10 @@ import torch
 
 from weft import ops
 from weft.engine.params import Kind
+from weft.ops.vocab.sample_argmax import gumbel_noise
 from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow
 from weft.parallel.vocabulary import VocabParallelHead, all_gather
 
-# Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed integers.
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _UNIT = 2.0**40  # mass of the most likely token; the masses of 2**18 tokens sum up below 2**63
 _KEY_BITS = 32
 
@@ -57,7 +54,7 @@ def choose_tokens(
         return _draw_fused(head, logits, choice, kind)
     ids = torch.arange(head.start, head.start + head.local_size, device=logits.device)
     # The noise is multiplied by the temperature, not the logits divided by it: 0 is then greedy, and nothing overflows.
-    scores = logits + choice.temperature[:, None] * gumbel(choice.seed, choice.position, ids)
+    scores = logits + choice.temperature[:, None] * gumbel_noise(choice.seed, choice.position, ids)
     if kind == Kind.NUCLEUS:
         scores = scores.masked_fill(~nucleus(head, logits, choice.temperature, choice.top_p), float("-inf"))
     return head.argmax(scores, fused=False)
@@ -66,31 +63,14 @@ def choose_tokens(
 def _draw_fused(head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: Kind) -> torch.Tensor:
     floor = None
     if kind == Kind.NUCLEUS:
-        best = _over_ranks(head, ops.best_words(logits, head.start))[..., 0].flatten(0, 1).amax(dim=0)
+        best = _over_ranks(head, ops.sample_argmax(logits, head.start))[..., 0].flatten(0, 1).amax(dim=0)
         floor = torch.full_like(choice.seed, LOWEST, dtype=torch.int32)
         wanted = torch.empty_like(choice.seed)
         for shift in SHIFTS:
-            above = ops.likelihood_above(logits, best, choice.temperature, floor, shift)
+            above = ops.top_p_mass(logits, best, choice.temperature, floor, shift)
             narrow(_over_ranks(head, above), choice.top_p, floor, wanted, shift)
-    pairs = ops.best_words(logits, head.start, choice.temperature, choice.seed, choice.position, floor)
-    return ops.join_words(_over_ranks(head, pairs))
-
-
-def gumbel(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise [B, n] fp32, -log(-log u); u: 32 random bits of (seed[B], position[B], ids[n])."""
-    stream = _mix(_mix(seed) + position)
-    bits = (_mix(stream[:, None] + ids * _GAMMA) >> 32) & 0xFFFFFFFF
-    # 1 - u instead of u: the greatest noise, which wins, comes from the u closest to 1.
-    rest = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-rest))
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Mix the 64 bits of each int64 (finaliser of splitmix64, a bijection)."""
-    x = x + _GAMMA
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    pairs = ops.sample_argmax(logits, head.start, choice.temperature, choice.seed, choice.position, floor)
+    return ops.join_argmax(_over_ranks(head, pairs))
 
 
 def nucleus(

@@ -68,6 +68,7 @@ def explain(
     K: int | None = None,
     algorithm: str = "auto",
     own_first: bool = False,
+    **sizes: int,
 ) -> Explanation:
     """Print the plan of a call of ``op`` with its reason, and return it.
 
@@ -78,9 +79,11 @@ def explain(
     caps        ``team.caps``; None: capabilities of this machine
     algorithm   the design to ask for
     own_first   as in all_gather_matmul
+    sizes       of an op on one rank, by the names that it lists (``Op.sizes``)
 
         weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4)
         weft.ops.explain("all_reduce", (16, 5120), world_size=4)
+        weft.ops.explain("sample_argmax", batch=8, vocab=37984)
 
     ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
@@ -98,8 +101,8 @@ def explain(
     check_bool("explain: own_first", own_first)
     _check_dtype(found, dtype)
     check_choice(found.name, "algorithm", algorithm, found.algorithms)
-    given = {"shape": shape, "M": M, "N": N, "K": K}
-    if [name for name, value in given.items() if value is not None] != list(found.sizes):
+    given = {"shape": shape, "M": M, "N": N, "K": K, **sizes}
+    if {name for name, value in given.items() if value is not None} != set(found.sizes):
         needed = ", ".join(f"{name}=" for name in found.sizes)
         rest = ", ".join(name for name in given if name not in found.sizes)
         raise ValueError(f"explain: {found.name} needs {needed} and no {rest}")
@@ -110,9 +113,9 @@ def explain(
         fields["local_first"] = True
     here = machine(caps or _here(world_size), world_size)
     call = found.call_of([given[name] for name in found.sizes], dtype, here, algorithm, **fields)
-    sizes = tuple(shape) if shape is not None else f"M={M} N={N} K={K}"
+    given_as = tuple(shape) if shape is not None else " ".join(f"{name}={given[name]}" for name in found.sizes)
     where = f"{name_of(dtype)}, world_size={world_size}, {here.caps.device_name}"
-    text = f"{found.name} {'of ' if shape is not None else ''}{sizes} {where}"
+    text = f"{found.name} {'of ' if shape is not None else ''}{given_as} {where}"
     explanation = Explanation(found.name, text, found.plan(call, here))
     print(explanation)
     return explanation

@@ -23,7 +23,7 @@ NAME = "fused"
 
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
-    return ops.embed_rows(tokens, table.weight, table.start)
+    return ops.vocab_embedding(tokens, table.weight, table.start)
 
 
 def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ class FusedNorm:
         return PartialSum(fused.matmul_split(gated, w.down))  # matmul_parts
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
-        return PartialSum(fused.embed(tokens, table))  # embed_rows
+        return PartialSum(fused.embed(tokens, table))  # vocab_embedding
 
     def logits(
         self, x: PartialSum, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
@@ -118,7 +118,7 @@ class Replicated:
         return ops.matmul_all_reduce(gated, w.down, self.team)  # matmul_all_reduce
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
-        x = self.local.embed(tokens, table)  # embed_rows
+        x = self.local.embed(tokens, table)  # vocab_embedding
         return ops.all_reduce(x, self.team)  # all_reduce
 
     def logits(

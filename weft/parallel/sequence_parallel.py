@@ -58,7 +58,7 @@ class SequenceParallel:
         )
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
-        x = self.local.embed(tokens, table)  # embed_rows
+        x = self.local.embed(tokens, table)  # vocab_embedding
         padding = -len(tokens) % self.team.size
         x = F.pad(x, (0, 0, 0, padding)) if padding else x
         return SequenceShard(ops.reduce_scatter(x, self.team))  # reduce_scatter

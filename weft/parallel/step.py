@@ -108,7 +108,7 @@ class Step:
         The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
         if plan.fused:
-            at, slots, lengths, tickets = ops.decode_places(positions, pages, page_size, len(positions) * kv_heads)
+            at, slots, lengths, tickets = ops.decode_metadata(positions, pages, page_size, len(positions) * kv_heads)
             cells = None
         else:
             at = positions.clamp(min=0)

@@ -72,7 +72,7 @@ class VocabParallelHead(VocabParallel):
         """
         assert self.vocab_size <= 1 << 24
         if plan_layer(1, mode=self.mode, team=self.team).fused if fused is None else fused:
-            return ops.join_words(all_gather(ops.best_words(logits, self.start)[None], self.team, self.mode))
+            return ops.join_argmax(all_gather(ops.sample_argmax(logits, self.start)[None], self.team, self.mode))
         pairs = all_gather(best_pairs(logits, self.start)[None], self.team, self.mode)
         return best_of(pairs.view(self.team.size, -1, 2))
 

@@ -1,42 +1,14 @@
-"""top_p_mass and narrow against plain torch, over ragged sizes, and compiled for every target."""
+"""top_p_mass and narrow compiled for every target, and refused arguments; the cases run with all others."""
 
 import pytest
 import torch
 
 from tests.compiling import TARGETS, compiled
-from tests.ops.layer_cases import DEVICES, everywhere
 from tests.ops.test_compile_layer_kernels import FP32, INTS, LONGS, caps_of, check_compiles, check_machine_code
-from tests.ops.vocab.test_sample_argmax import DTYPES, inputs
+from tests.ops.vocab.test_sample_argmax import DTYPES
 from weft import ops
-from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow, narrow_kernel, top_p_mass_kernel
+from weft.ops.vocab.top_p_mass import narrow_kernel, top_p_mass_kernel
 from weft.runtime.capabilities import launch_options
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 5000), (3, 300), (17, 70)], ids=str)
-def test_narrowing_ends_at_the_least_logit_that_top_p_keeps(shape, dtype, device):
-    def check(device):
-        logits, _, _, _ = inputs(*shape, dtype, device)
-        batch = shape[0]
-        temperature = torch.linspace(0.5, 2, batch, device=device)
-        top_p = torch.linspace(0.3, 1.0, batch, device=device)
-        low = torch.full((batch,), LOWEST, dtype=torch.int32, device=device)
-        wanted = torch.zeros(batch, dtype=torch.int64, device=device)
-        for shift in SHIFTS:
-            above = ops.top_p_mass(logits, logits.float().amax(dim=1), temperature, low, shift)
-            narrow(above, top_p, low, wanted, shift)
-        for row in range(batch):
-            if top_p[row] == 1:
-                assert low[row] == LOWEST
-                continue
-            ordered, tokens = torch.softmax(logits[row].double() / temperature[row], -1).sort(descending=True)
-            count = int((ordered.cumsum(-1) - ordered < top_p[row]).sum())
-            least = logits[row, tokens[count - 1]].float()
-            bits = (least + 0.0).view(torch.int32).item()
-            assert low[row].item() == (bits if bits >= 0 else bits ^ 0x7FFFFFFF)
-
-    everywhere(check, device)
 
 
 def test_wrong_arguments_are_refused():

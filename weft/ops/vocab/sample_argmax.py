@@ -9,15 +9,21 @@ number generators, 2014), so they do not depend on how the vocabulary is split o
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.operands import rows_contiguous
-from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_count
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 
@@ -26,6 +32,48 @@ MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 BLOCK = 1024
 MAX_CHUNKS = 64
+# The first token id in cases.
+CASES_FIRST = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """A program for each chunk of a row. chunks: of a row; chunk: logits of each, the last one's included."""
+
+    chunks: int
+    chunk: int
+
+
+class LogitsCall(NamedTuple):
+    """What the plan of an op on logits [batch, vocab] of one rank depends on."""
+
+    batch: int
+    vocab: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+class LogitsOp(Op):
+    """An op whose programs share out the logits of a row. sizes: rows of logits, and token ids of this rank."""
+
+    designs = {"chunks": Chunks}
+    sizes = ("batch", "vocab")
+    dtypes = FLOATS
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> LogitsCall:
+        check_sizes(self.name, self.sizes, sizes)
+        return LogitsCall(*sizes, dtype, design)
+
+    def choose(self, call: LogitsCall, machine: Machine) -> Planned:
+        batch, vocab = max(1, call.batch), max(1, call.vocab)
+        chunk = cdiv(vocab, min(MAX_CHUNKS, cdiv(2 * machine.caps.sms, batch)))
+        chunk = cdiv(chunk, BLOCK) * BLOCK
+        reason = f"about two programs for each of {machine.caps.sms} SMs, at most {MAX_CHUNKS} chunks of a row"
+        return Planned("chunks", Chunks(chunks=cdiv(vocab, chunk), chunk=chunk), reason)
+
+    def plan_of(self, logits: torch.Tensor) -> Chunks:
+        """The design for ``logits`` [batch, vocab]."""
+        return self.plan(LogitsCall(*logits.shape, logits.dtype), machine_on(logits.device)).design
 
 
 @triton.jit
@@ -140,7 +188,7 @@ def sample_argmax(
             check_shape("sample_argmax", name, x, (batch,))
         elif temperature is not None and name in ("seed", "position"):
             raise ValueError(f"sample_argmax: a temperature needs random numbers; pass {name}")
-    return torch.ops.weft.sample_argmax.default(logits, first, temperature, seed, position, floor)
+    return SAMPLE_ARGMAX.dispatch(logits, first, temperature, seed, position, floor)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -169,65 +217,151 @@ def join_argmax(pairs: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"join_argmax: pairs has shape {tuple(pairs.shape)}; it must be (.., B, 2), as of sample_argmax"
         )
-    return torch.ops.weft.join_argmax.default(pairs)
+    return JOIN_ARGMAX.dispatch(pairs)
 
 
-def chunks_of(batch: int, vocab: int, sms: int) -> tuple[int, int]:
-    """(chunks of a row, logits of a chunk): about two programs for an SM."""
-    chunk = cdiv(vocab, min(MAX_CHUNKS, cdiv(2 * sms, batch)))
-    chunk = cdiv(chunk, BLOCK) * BLOCK
-    return cdiv(vocab, chunk), chunk
+def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise [B, n] fp32 in plain torch, -log(-log u); u: 32 random bits of (seed[B], position[B], ids[n])."""
+    stream = _mix(_mix(seed) + position)
+    bits = (_mix(stream[:, None] + ids * GAMMA.value) >> 32) & 0xFFFFFFFF
+    # 1 - u instead of u: the greatest noise, which wins, comes from the u closest to 1.
+    rest = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-rest))
 
 
-@custom_op("sample_argmax", backward=False)
-def _sample_argmax(
-    logits: torch.Tensor,
-    first: int,
-    temperature: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    position: torch.Tensor | None,
-    floor: torch.Tensor | None,
-) -> torch.Tensor:
-    logits, (batch, vocab) = rows_contiguous(logits), logits.shape
-    caps = capabilities_of(logits.device)
-    chunks, chunk = chunks_of(max(1, batch), max(1, vocab), caps.sms)
-    pairs = torch.empty((chunks, batch, 2), dtype=torch.float32, device=logits.device)
-    if batch > 0:
-        optional = (x if x is None else x.contiguous() for x in (temperature, seed, position, floor))
-        sample_argmax_kernel[(batch, chunks)](
-            logits,
-            logits.stride(0),
-            *optional,
-            pairs,
-            vocab,
-            first,
-            chunk,
-            SAMPLED=temperature is not None,
-            FLOORED=floor is not None,
-            BLOCK=BLOCK,
-            **launch_options(caps),
-        )
-    return pairs
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Mix the 64 bits of each int64 (finaliser of splitmix64, a bijection)."""
+    x = x + GAMMA.value
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MIX_1.value
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX_2.value
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-@_sample_argmax.register_fake
-def _(logits, first, temperature, seed, position, floor):
-    batch, vocab = logits.shape
-    chunks, _ = chunks_of(max(1, batch), max(1, vocab), capabilities_of(logits.device).sms)
-    return logits.new_empty((chunks, batch, 2), dtype=torch.float32)
+class SampleArgmax(LogitsOp):
+    name, alias = "sample_argmax", "sample-argmax"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Logits, two of each row equal and the greatest; if sampled, temperatures, seeds and positions."""
+        batch, vocab = case.sizes
+        logits = draw.own("logits", case.sizes, 4.0)
+        logits[:, vocab // 3 : vocab // 3 + 2] = logits.amax(dim=1, keepdim=True)
+        if not case.field("sampled"):
+            return (logits,)
+        row = torch.arange(batch, device=logits.device)
+        return logits, torch.linspace(0, 2, batch, device=logits.device), row * 12_345_678_901, row
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        logits, *sampling = everyone[rank]
+        scores = logits.float()
+        if sampling:
+            temperature, seed, position = sampling
+            ids = CASES_FIRST + torch.arange(logits.shape[1], device=logits.device)
+            scores = scores + temperature[:, None] * gumbel_noise(seed, position, ids)
+        return CASES_FIRST + scores.argmax(dim=1)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(self, case: Case, team: Any, logits: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor:
+        """The joined token ids."""
+        if isinstance(case.design, str):
+            return join_argmax(sample_argmax(logits, CASES_FIRST, *sampling))
+        optional = (*sampling, None) if sampling else (None,) * 4
+        return join_argmax(self.run(case.design, None, logits, CASES_FIRST, *optional))
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (FP16, BF16, FP32):
+            for sizes in ((1, 1), (1, 5000), (3, 1024), (5, 1025), (40, 70)):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, layout="strided")
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("sampled", True),))
+        design = Chunks(chunks=3, chunk=384)
+        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 1025), design=design, fields=(("sampled", True),))
+
+    def run(
+        self,
+        design: Chunks,
+        team: None,
+        logits: torch.Tensor,
+        first: int,
+        temperature: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        position: torch.Tensor | None,
+        floor: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``sample_argmax`` of checked arguments."""
+        self.check_design(design)
+        logits, (batch, vocab) = rows_contiguous(logits), logits.shape
+        pairs = torch.empty((design.chunks, batch, 2), dtype=torch.float32, device=logits.device)
+        if batch > 0:
+            optional = (x if x is None else x.contiguous() for x in (temperature, seed, position, floor))
+            sample_argmax_kernel[(batch, design.chunks)](
+                logits,
+                logits.stride(0),
+                *optional,
+                pairs,
+                vocab,
+                first,
+                design.chunk,
+                SAMPLED=temperature is not None,
+                FLOORED=floor is not None,
+                BLOCK=BLOCK,
+                **launch_options(capabilities_of(logits.device)),
+            )
+        return pairs
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        first: int,
+        temperature: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        position: torch.Tensor | None,
+        floor: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.run(self.plan_of(logits), None, logits, first, temperature, seed, position, floor)
+
+    def fake(self, logits, first, temperature, seed, position, floor):
+        return logits.new_empty((self.plan_of(logits).chunks, logits.shape[0], 2), dtype=torch.float32)
 
 
-@custom_op("join_argmax", backward=False)
-def _join_argmax(pairs: torch.Tensor) -> torch.Tensor:
-    pairs = pairs.contiguous()
-    batch = pairs.shape[-2]
-    chunks = pairs.numel() // (2 * batch)
-    tokens = torch.empty((batch,), dtype=torch.int64, device=pairs.device)
-    options = launch_options(capabilities_of(pairs.device))
-    join_argmax_kernel[(batch,)](pairs, tokens, chunks, BLOCK=next_power_of_2(chunks), num_warps=1, **options)
-    return tokens
+SAMPLE_ARGMAX = SampleArgmax()
+register(SAMPLE_ARGMAX)
 
 
-@_join_argmax.register_fake
-def _(pairs):
-    return pairs.new_empty((pairs.shape[-2],), dtype=torch.int64)
+class JoinArgmax(Op):
+    name, alias = "join_argmax", "join-argmax"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Pairs [*sizes, 2] with many equal scores; token ids count up."""
+        scores = draw.own("scores", case.sizes).round()
+        return (torch.stack((scores, torch.arange(scores.numel(), device=scores.device).view_as(scores)), dim=-1),)
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        scores, ids = (x.flatten(0, 1) for x in everyone[rank][0].unbind(-1))
+        return ids.gather(0, scores.argmax(dim=0)[None])[0].long()
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(self, case: Case, team: Any, pairs: torch.Tensor) -> torch.Tensor:
+        return join_argmax(pairs)
+
+    def cases(self) -> Iterator[Case]:
+        for sizes in ((1, 1, 1), (4, 3, 5), (2, 64, 2)):
+            yield Case(op=self.name, world_size=1, dtype=FP32, sizes=sizes)
+
+    def forward(self, pairs: torch.Tensor) -> torch.Tensor:
+        pairs = pairs.contiguous()
+        batch = pairs.shape[-2]
+        chunks = pairs.numel() // (2 * batch)
+        tokens = torch.empty((batch,), dtype=torch.int64, device=pairs.device)
+        options = launch_options(capabilities_of(pairs.device))
+        join_argmax_kernel[(batch,)](pairs, tokens, chunks, BLOCK=next_power_of_2(chunks), num_warps=1, **options)
+        return tokens
+
+    def fake(self, pairs: torch.Tensor) -> torch.Tensor:
+        return pairs.new_empty((pairs.shape[-2],), dtype=torch.int64)
+
+
+JOIN_ARGMAX = JoinArgmax()
+register(JOIN_ARGMAX)

@@ -9,6 +9,9 @@ which all chunks and ranks together still have the wanted mass. After shift = 28
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +19,11 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.operands import rows_contiguous
-from weft.ops.custom_op import custom_op
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS
-from weft.ops.vocab.sample_argmax import chunks_of, ordered
+from weft.ops.vocab.sample_argmax import Chunks, LogitsOp, ordered
 from weft.runtime.capabilities import launch_options
 
 BLOCK = 256
@@ -101,7 +105,7 @@ def top_p_mass(
         check_shape("top_p_mass", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
         raise ValueError(f"top_p_mass: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
-    return torch.ops.weft.top_p_mass.default(logits, best, temperature, low, shift)
+    return TOP_P_MASS.dispatch(logits, best, temperature, low, shift)
 
 
 def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
@@ -109,51 +113,140 @@ def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: 
 
     wanted  [B] int64, set by the first shift for those that follow
     """
-    torch.ops.weft.narrow.default(above, top_p, low, wanted, shift)
+    NARROW.dispatch(above, top_p, low, wanted, shift)
 
 
-@custom_op("top_p_mass", backward=False)
-def _top_p_mass(
-    logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
-) -> torch.Tensor:
-    logits, (batch, vocab) = rows_contiguous(logits), logits.shape
-    caps = capabilities_of(logits.device)
-    chunks, chunk = chunks_of(max(1, batch), max(1, vocab), caps.sms)
-    above = torch.empty((chunks, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
-    if batch > 0:
-        top_p_mass_kernel[(batch, chunks)](
-            logits,
-            logits.stride(0),
-            best.contiguous(),
-            temperature.contiguous(),
-            low,
-            above,
-            vocab,
-            chunk,
-            shift,
-            THRESHOLDS=THRESHOLDS,
-            BLOCK=BLOCK,
-            **launch_options(caps),
+class TopPMass(LogitsOp):
+    name, alias = "top_p_mass", "top-p-mass"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Logits, temperatures and top_p."""
+        logits = draw.own("logits", case.sizes, 4.0)
+        temperature, top_p = (
+            torch.linspace(*ends, case.sizes[0], device=logits.device) for ends in ((0.5, 2), (0.3, 1))
         )
-    return above
+        return logits, temperature, top_p
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        """Key of each row's least logit to keep."""
+        logits, temperature, top_p = everyone[rank]
+        shares, ids = (logits.double() / temperature.double()[:, None]).softmax(-1).sort(descending=True)
+        last = (shares.cumsum(-1) - shares < top_p[:, None]).sum(-1, keepdim=True) - 1
+        bits = (logits.float().gather(1, ids.gather(1, last))[:, 0] + 0.0).view(torch.int32)
+        return torch.where(top_p == 1, LOWEST, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(
+        self, case: Case, team: Any, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
+    ) -> torch.Tensor:
+        """``low`` after all shifts."""
+        best = logits.float().amax(dim=1)
+        low = torch.full(best.shape, LOWEST, dtype=torch.int32, device=logits.device)
+        wanted = torch.zeros(best.shape, dtype=torch.int64, device=logits.device)
+        for shift in SHIFTS:
+            arguments = logits, best, temperature, low, shift
+            planned = isinstance(case.design, str)
+            above = top_p_mass(*arguments) if planned else self.run(case.design, None, *arguments)
+            narrow(above, top_p, low, wanted, shift)
+        return low
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (FP16, BF16, FP32):
+            for sizes in ((1, 5000), (3, 300), (17, 70)):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
+        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 600), design=Chunks(chunks=4, chunk=190))
+
+    def run(
+        self,
+        design: Chunks,
+        team: None,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        temperature: torch.Tensor,
+        low: torch.Tensor,
+        shift: int,
+    ) -> torch.Tensor:
+        """``top_p_mass`` of checked arguments."""
+        self.check_design(design)
+        logits, (batch, vocab) = rows_contiguous(logits), logits.shape
+        above = torch.empty((design.chunks, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
+        if batch > 0:
+            top_p_mass_kernel[(batch, design.chunks)](
+                logits,
+                logits.stride(0),
+                best.contiguous(),
+                temperature.contiguous(),
+                low,
+                above,
+                vocab,
+                design.chunk,
+                shift,
+                THRESHOLDS=THRESHOLDS,
+                BLOCK=BLOCK,
+                **launch_options(capabilities_of(logits.device)),
+            )
+        return above
+
+    def forward(
+        self, logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
+    ) -> torch.Tensor:
+        return self.run(self.plan_of(logits), None, logits, best, temperature, low, shift)
+
+    def fake(self, logits, best, temperature, low, shift):
+        return logits.new_empty((self.plan_of(logits).chunks, THRESHOLDS, logits.shape[0]), dtype=torch.int64)
 
 
-@_top_p_mass.register_fake
-def _(logits, best, temperature, low, shift):
-    batch, vocab = logits.shape
-    chunks, _ = chunks_of(max(1, batch), max(1, vocab), capabilities_of(logits.device).sms)
-    return logits.new_empty((chunks, THRESHOLDS, batch), dtype=torch.int64)
+TOP_P_MASS = TopPMass()
+register(TOP_P_MASS)
 
 
-@custom_op("narrow", mutates_args=("low", "wanted"), backward=False)
-def _narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
-    batch = low.shape[0]
-    if batch > 0:
-        above, options = above.contiguous(), launch_options(capabilities_of(low.device))
-        arguments = above, top_p.contiguous(), low, wanted, above.numel() // (THRESHOLDS * batch), shift
-        narrow_kernel[(batch,)](*arguments, FIRST=shift == SHIFTS[0], THRESHOLDS=THRESHOLDS, num_warps=1, **options)
+class Narrow(Op):
+    name = alias = "narrow"
+    mutates = ("low", "wanted")
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """``above`` [*sizes], top_p, ``low`` and ``wanted``."""
+        above = draw.own("above", case.sizes).abs().sort(dim=-2, descending=True).values
+        batch = case.sizes[-1]
+        low = torch.full((batch,), LOWEST, dtype=torch.int32, device=above.device)
+        return above, torch.linspace(0.1, 1, batch, device=above.device), low, draw.own("wanted", (batch,)).abs() + 1
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        above, top_p, low, wanted = everyone[rank]
+        sums, shift = above.flatten(0, -3).sum(0), case.field("shift")
+        if shift == SHIFTS[0]:
+            wanted = (top_p.double() * sums.amax(0)).ceil().long().clamp(min=1)
+        index = torch.arange(THRESHOLDS, device=above.device)[:, None]
+        step = torch.where((sums >= wanted) & (top_p < 1), index, 0).amax(0)
+        return (low + (step << shift)).int(), wanted
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(
+        self, case: Case, team: Any, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        narrow(above, top_p, low, wanted, case.field("shift"))
+        return low, wanted
+
+    def cases(self) -> Iterator[Case]:
+        for sizes, shift in (((1, 16, 1), 28), ((3, 16, 5), 28), ((2, 3, 16, 4), 24)):
+            yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=sizes, fields=(("shift", shift),))
+
+    def forward(
+        self, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int
+    ) -> None:
+        batch = low.shape[0]
+        if batch > 0:
+            above, options = above.contiguous(), launch_options(capabilities_of(low.device))
+            arguments = above, top_p.contiguous(), low, wanted, above.numel() // (THRESHOLDS * batch), shift
+            narrow_kernel[(batch,)](*arguments, FIRST=shift == SHIFTS[0], THRESHOLDS=THRESHOLDS, num_warps=1, **options)
+
+    def fake(self, above, top_p, low, wanted, shift):
+        return None
 
 
-@_narrow.register_fake
-def _(above, top_p, low, wanted, shift):
-    return None
+NARROW = Narrow()
+register(NARROW)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.custom_op import custom_op
+from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_count
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -45,19 +49,44 @@ def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> t
     check_shape("vocab_embedding", "weight", weight, ("rows", "H"))
     check_like("vocab_embedding", "tokens", tokens, weight.device, (torch.int64,))
     check_shape("vocab_embedding", "tokens", tokens, ("T",))
-    return torch.ops.weft.vocab_embedding.default(tokens, weight, first)
+    return VOCAB_EMBEDDING.dispatch(tokens, weight, first)
 
 
-@custom_op("vocab_embedding", backward=False)
-def _vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    x = weight.new_empty((tokens.shape[0], weight.shape[1]))
-    if x.numel() > 0:
-        grid, options = (x.shape[0], cdiv(x.shape[1], BLOCK)), launch_options(capabilities_of(x.device))
-        arguments = tokens.contiguous(), weight.contiguous(), x, first, weight.shape[0]
-        vocab_embedding_kernel[grid](*arguments, WIDTH=x.shape[1], BLOCK=BLOCK, **options)
-    return x
+class VocabEmbedding(Op):
+    name, alias = "vocab_embedding", "vocab-embedding"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Token ids below 3 * rows and the weight of the second third. sizes: tokens, rows, H."""
+        tokens, rows, width = case.sizes
+        ids = (draw.own("tokens", (tokens,), dtype=torch.int64) + 100) * 7 % (3 * rows)
+        return ids, draw.own("weight", (rows, width))
+
+    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+        tokens, weight = everyone[rank]
+        return torch.cat((torch.zeros_like(weight), weight, torch.zeros_like(weight)))[tokens]
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(self, case: Case, team: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return vocab_embedding(tokens, weight, weight.shape[0])
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (BF16, FP32):
+            for sizes in ((1, 4, 8), (7, 5, 1030), (40, 100, 96), (0, 3, 8)):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
+
+    def forward(self, tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+        x = weight.new_empty((tokens.shape[0], weight.shape[1]))
+        if x.numel() > 0:
+            grid, options = (x.shape[0], cdiv(x.shape[1], BLOCK)), launch_options(capabilities_of(x.device))
+            arguments = tokens.contiguous(), weight.contiguous(), x, first, weight.shape[0]
+            vocab_embedding_kernel[grid](*arguments, WIDTH=x.shape[1], BLOCK=BLOCK, **options)
+        return x
+
+    def fake(self, tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+        return weight.new_empty((tokens.shape[0], weight.shape[1]))
 
 
-@_vocab_embedding.register_fake
-def _(tokens, weight, first):
-    return weight.new_empty((tokens.shape[0], weight.shape[1]))
+VOCAB_EMBEDDING = VocabEmbedding()
+register(VOCAB_EMBEDDING)

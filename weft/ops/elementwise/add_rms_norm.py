@@ -81,8 +81,8 @@ class AddRMSNorm(Op):
         x, residual = draw.own("x", case.sizes), draw.own("residual", case.sizes)
         return x, residual, 1 + draw.own("weight", case.sizes[-1:]) / 8
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual, weight = (x.double() for x in everyone[rank])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual, weight = (x.double() for x in by_rank[rank])
         hidden = x + residual
         rounded = hidden.float().to(case.dtype).double()
         return rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * weight, hidden

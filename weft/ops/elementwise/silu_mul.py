@@ -81,8 +81,8 @@ class SiluMul(Op):
             return (gate_up,)
         return gate_up, 1 + draw.own("squares", (case.sizes[0], parts), 5.0, FP32).square()
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        gate_up, *squares = (x.double() for x in everyone[rank])
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        gate_up, *squares = (x.double() for x in by_rank[rank])
         for parts in squares:
             gate_up = gate_up * (parts.sum(-1, keepdim=True) + CASES_EPS).rsqrt()
         gate, up = gate_up.chunk(2, dim=1)

@@ -250,8 +250,8 @@ class SampleArgmax(LogitsOp):
         row = torch.arange(batch, device=logits.device)
         return logits, torch.linspace(0, 2, batch, device=logits.device), row * 12_345_678_901, row
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        logits, *sampling = everyone[rank]
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        logits, *sampling = by_rank[rank]
         scores = logits.float()
         if sampling:
             temperature, seed, position = sampling
@@ -336,8 +336,8 @@ class JoinArgmax(Op):
         scores = draw.own("scores", case.sizes).round()
         return (torch.stack((scores, torch.arange(scores.numel(), device=scores.device).view_as(scores)), dim=-1),)
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        scores, ids = (x.flatten(0, 1) for x in everyone[rank][0].unbind(-1))
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        scores, ids = (x.flatten(0, 1) for x in by_rank[rank][0].unbind(-1))
         return ids.gather(0, scores.argmax(dim=0)[None])[0].long()
 
     def accuracy(self, case: Case) -> Accuracy:

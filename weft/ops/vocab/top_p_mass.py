@@ -127,9 +127,9 @@ class TopPMass(LogitsOp):
         )
         return logits, temperature, top_p
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """Key of each row's least logit to keep."""
-        logits, temperature, top_p = everyone[rank]
+        logits, temperature, top_p = by_rank[rank]
         shares, ids = (logits.double() / temperature.double()[:, None]).softmax(-1).sort(descending=True)
         last = (shares.cumsum(-1) - shares < top_p[:, None]).sum(-1, keepdim=True) - 1
         bits = (logits.float().gather(1, ids.gather(1, last))[:, 0] + 0.0).view(torch.int32)
@@ -213,8 +213,8 @@ class Narrow(Op):
         low = torch.full((batch,), LOWEST, dtype=torch.int32, device=above.device)
         return above, torch.linspace(0.1, 1, batch, device=above.device), low, draw.own("wanted", (batch,)).abs() + 1
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
-        above, top_p, low, wanted = everyone[rank]
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        above, top_p, low, wanted = by_rank[rank]
         sums, shift = above.flatten(0, -3).sum(0), case.field("shift")
         if shift == SHIFTS[0]:
             wanted = (top_p.double() * sums.amax(0)).ceil().long().clamp(min=1)

@@ -61,8 +61,8 @@ class VocabEmbedding(Op):
         ids = (draw.own("tokens", (tokens,), dtype=torch.int64) + 100) * 7 % (3 * rows)
         return ids, draw.own("weight", (rows, width))
 
-    def reference(self, case: Case, rank: int, everyone: Sequence[Inputs]) -> torch.Tensor:
-        tokens, weight = everyone[rank]
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        tokens, weight = by_rank[rank]
         return torch.cat((torch.zeros_like(weight), weight, torch.zeros_like(weight)))[tokens]
 
     def accuracy(self, case: Case) -> Accuracy:

@@ -46,8 +46,10 @@ class Launch:
         self._compiled: dict[tuple, CompiledKernel] = {}
 
     def __call__(self, programs: int | tuple[int, int], *varying: Any) -> None:
-        """Run ``programs`` programs, or a grid of them, on the current stream; ``varying``: arguments neither constexpr nor
-        fixed."""
+        """Run ``programs`` programs, or a grid of them, on the current stream.
+
+        ``varying``: arguments that are neither constexpr nor fixed.
+        """
         arguments = (*varying[: self._before], *self._fixed, *varying[self._before :])
         grid = programs if isinstance(programs, tuple) else (programs,)
         if JITFunction.run is not _TRITON_RUN:

@@ -174,7 +174,7 @@ def test_kernels_of_staging_move_16_bytes_a_thread():
         for arch in TARGETS:
             copied = compiled(copy_kernel, x, x, 1 << 20, BLOCK=COPY_BYTES // dtype.itemsize, arch=arch, **arrays)
             summed = compiled(
-                add_kernel, x, x, x, 1 << 20, 1 << 20, SLOTS=3, BLOCK=ADD_BYTES // dtype.itemsize, arch=arch, **arrays
+                add_kernel, x, x, x, 1 << 20, 1 << 20, BUFFERS=3, BLOCK=ADD_BYTES // dtype.itemsize, arch=arch, **arrays
             )
             if arch == "sm_90":
                 for kernel, loads, stored in ((copied, 1, COPY_BYTES), (summed, 4, ADD_BYTES)):

@@ -247,12 +247,12 @@ def test_a_row_parallel_layer_in_parts_before_its_norm():
         (
             torch.ones(2, 3, 8),
             torch.ones(2, 8).half(),
-            r"residual has shape \(2, 8\); with x of \(2, 3, 8\) in parts .* \(3, 8\)",
+            r"residual has shape \(2, 8\); with x of \(2, 3, 8\) in split-K partials .* \(3, 8\)",
         ),
         (
             torch.ones(0, 3, 8),
             torch.ones(3, 8).half(),
-            r"x has shape \(0, 3, 8\), no part; pass what matmul_parts returned",
+            r"x has shape \(0, 3, 8\), no partial; pass the result of matmul_parts",
         ),
         (
             torch.ones(2, 3, 8),

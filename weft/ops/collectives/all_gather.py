@@ -47,9 +47,11 @@ def all_gather_kernel(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """out[s] = x of rank s.                     grid: (programs,), each over every programs-th tile of BLOCK words
+    """out[s] = x of rank s
 
-    One exchange a tile; signals, order, reuse: weft.transport.push.
+    grid     (programs,), each over every programs-th tile of BLOCK words
+
+    One send and receive a tile; signals, order, reuse: weft.transport.push.
 
     every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
     """
@@ -78,7 +80,7 @@ def all_gather_kernel(
 
 @triton.jit
 def send_copies(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """A tile of BLOCK elements of x[length] to all, zeros beyond its end."""
+    """Send a tile of BLOCK elements of x[length] to all ranks, zeros beyond its end."""
     columns = tl.arange(0, BLOCK)
     start = tl.cast(tile, tl.int64) * BLOCK
     own = tl.load(x + start + columns, mask=columns < tile_rest(length, start, BLOCK), other=0)
@@ -97,7 +99,7 @@ class AllGather(Collective):
         return torch.cat([x for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """``x`` checked, any strides. Returns a new contiguous tensor of shape [W * x.shape[0], ...]."""
+        """All-gather of ``x``, checked, any strides: a new contiguous tensor [W * x.shape[0], ...]."""
         self.check_design(design)
         out = x.new_empty((team.size * x.shape[0], *x.shape[1:]))
         if isinstance(design, Copy):
@@ -125,7 +127,7 @@ class AllGather(Collective):
         ctx.team = inputs[1]
 
     def backward(self, ctx, grad):
-        # Rank s used my x in its part of out: the sum over ranks of what they ask of my part.
+        # x lies in its part of every rank's out, so its gradient is the sum of that part over the ranks.
         return torch.ops.weft.reduce_scatter.default(grad, ctx.team), None, None
 
 
@@ -134,14 +136,14 @@ register(ALL_GATHER)
 
 
 def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
-    """All ranks' ``x`` along dimension 0, on every rank: a new contiguous tensor [W * x.shape[0], ...].
+    """Gather all ranks' ``x`` along dimension 0, on every rank: a new tensor [W * x.shape[0], ...].
 
-    ``x``: at least one dimension, any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on
-    ``team.device``; the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it
-    replays correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The
+    The result is contiguous. ``x``: at least one dimension, any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or
+    8 bytes, on ``team.device``; the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph
+    it replays correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The
     backward is a reduce-scatter.
 
-    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
+    ``algorithm``: "auto" (weft.ops.explain prints its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("all_gather", "x", x, team)
     check_has_rows("all_gather", "x", x)

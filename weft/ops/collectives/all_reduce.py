@@ -1,4 +1,4 @@
-"""All-reduce: every rank gets the sum of all ranks' tensors, bitwise the same on all of them and from run to run.
+"""All-reduce: the sum of all ranks' tensors on every rank, bitwise equal on all and from run to run.
 
 out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once to x.dtype
 one_shot   x tile --to all--> sum                           1 hop, W - 1 times the bytes out of each rank
@@ -40,8 +40,8 @@ from weft.transport.push import (
     tile_rest,
 )
 
-# Largest message that one-shot pushes faster than two-shot, by world size. W=3 and W=8 are not measured: one-shot's bytes grow
-# with W - 1.
+# Largest message for which one-shot is faster than two-shot, by world size. W=3 and W=8 are not measured; they follow from
+# one-shot's bytes, which grow with W - 1.
 ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 
 
@@ -59,11 +59,12 @@ def all_reduce_kernel(
     TWO_SHOT: tl.constexpr,
     SUMMANDS: tl.constexpr,
 ):
-    """out = sum over ranks of x.                                   grid: (programs,), each over every programs-th tile
+    """out = sum over ranks of x
 
-    one-shot   a tile is BLOCK elements; one exchange a tile
-    two-shot   a tile is W * BLOCK elements, part s summed by rank s; two exchanges a tile
-    signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros, so that every exchange is whole.
+    grid       (programs,), each over every programs-th tile
+    one-shot   a tile is BLOCK elements, sent and received once
+    two-shot   a tile is W * BLOCK elements, part s summed by rank s; parts, then sums, are sent and received
+    signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros, so that whole rows are sent.
 
     one-shot   | push 0 | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     two-shot   | push 0 | push 1 | receive, sum 0 | push sum 0 | receive, store 0 | push 2 | receive, sum 1 | ...
@@ -87,9 +88,18 @@ def summand(x, out, n, at, mask, SUMMANDS: tl.constexpr):
 
 @triton.jit
 def one_shot(
-    x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr, SUMMANDS: tl.constexpr
-):  # fmt: skip
-    """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
+    x,
+    out,
+    n,
+    slot,
+    epoch,
+    team,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPORT: tl.constexpr,
+    SUMMANDS: tl.constexpr,
+):
+    """All-reduce this program's tiles in one hop, the first sent as ``epoch``; returns the last epoch."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     end = tl.cast(n, tl.int64)
@@ -110,10 +120,19 @@ def one_shot(
 
 @triton.jit
 def send_whole(
-    x, out, n, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr,
+    x,
+    out,
+    n,
+    tile,
+    slot,
+    epoch,
+    team,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPORT: tl.constexpr,
     SUMMANDS: tl.constexpr,
-):  # fmt: skip
-    """A tile of BLOCK elements to all ranks."""
+):
+    """Send a tile of BLOCK elements to all ranks."""
     columns = tl.arange(0, BLOCK)
     start = tl.cast(tile, tl.int64) * BLOCK
     own = summand(x, out, n, start + columns, columns < tile_rest(tl.cast(n, tl.int64), start, BLOCK), SUMMANDS)
@@ -122,7 +141,7 @@ def send_whole(
 
 @triton.jit
 def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """This program's tiles, the first of them sent as ``epoch``; returns the last epoch."""
+    """All-reduce this program's tiles in two hops, the first sent as ``epoch``; returns the last epoch."""
     world: tl.constexpr = wl.num_ranks(team)
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
@@ -153,7 +172,7 @@ def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def send_parts(x, end, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Part s of a tile of W * BLOCK elements to rank s."""
+    """Send part s of a tile of W * BLOCK elements to rank s."""
     world: tl.constexpr = wl.num_ranks(team)
     start = tl.cast(tile, tl.int64) * (world * BLOCK)
     part = send_order(team, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -181,7 +200,7 @@ class AllReduce(Collective):
         return sum_of([x for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
+        """All-reduce of ``x``, checked, any strides: a new contiguous tensor of its shape."""
         self.check_design(design)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if isinstance(design, Copy):
@@ -195,8 +214,11 @@ class AllReduce(Collective):
         return out
 
     def run_of_partials(self, x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
-        """The sum of all ranks' x[0] + x[1] + …, each rounded to ``dtype`` before it is sent: of split-K partials fp32
-        [partials, ...], contiguous; W > 1. One-shot: in two shots partials would not fit the registers."""
+        """All-reduce of the sum of split-K partials ``x``, fp32 [partials, ...], contiguous; W > 1.
+
+        A rank's sum x[0] + x[1] + … is rounded to ``dtype`` before it is sent. One-shot, since two-shot's partials would not
+        fit the registers.
+        """
         out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
         call = CollectiveCall(out.nbytes, dtype, "one_shot")
         _launch(x, out, team, self.plan(call, machine_of(team)).design, partials=x.shape[0])
@@ -214,7 +236,7 @@ class AllReduce(Collective):
         ctx.team, ctx.algorithm = inputs[1:]
 
     def backward(self, ctx, grad):
-        # Every rank's x reaches every rank's out, so the gradients of all outs meet in it.
+        # Every rank's out contains x, so its gradient is the sum of all ranks' gradients.
         return torch.ops.weft.all_reduce.default(grad, ctx.team, ctx.algorithm), None, None
 
 
@@ -229,10 +251,10 @@ register(ALL_REDUCE)
 
 
 def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
-    """The sum of all ranks' ``x``, on every rank: a new contiguous tensor of ``x``'s shape and dtype.
+    """Sum all ranks' ``x`` on every rank: a new contiguous tensor of ``x``'s shape and dtype.
 
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
-    algorithm  "auto" (weft.ops.explain says what and why), "one_shot", "two_shot" or "copy_engine"
+    algorithm  "auto" (weft.ops.explain prints its choice), "one_shot", "two_shot" or "copy_engine"
 
     Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. A team's collectives share workspaces, so
     one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside with its shape,

@@ -1,14 +1,14 @@
-"""All-reduce, residual and RMSNorm in one kernel: what stands between the two halves of a tensor-parallel layer.
+"""Fused all-reduce + residual + RMSNorm, the step between the halves of a tensor-parallel layer.
 
 hidden[t, :] = round(sum over s of x_s[t, :] + residual[t, :])                  summed in fp32, rounded once to x.dtype
 normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)  from the rounded hidden, in fp32
-deferred:    round(hidden[t, :] * weight) and the parts' shares of mean(hidden[t, :]^2), for the GEMM behind
+deferred:    round(hidden[t, :] * weight) and the parts' shares of mean(hidden[t, :]^2), for the GEMM that follows
 one_shot   a row --to all--> sum, norm                          1 hop
 two_shot   W rows --one to each--> sum --to all--> W norms      2 hops, fewer bytes
 
-A row is cut into parts of about 512 bytes, a program each, because one program is slow to push much to three peers. What a
-norm needs of the whole row, its sum of squares, the programs of a row exchange through the GPU's own memory; where the norm is
-factored they need not, which saves a fifth to a third of the time. Figures: docs/decisions.md.
+A row is cut into parts of about 512 bytes, a program each, because one program is slow to push a whole row to three peers. The
+programs of a row exchange their sums of squares through the GPU's own memory. A deferred RMS scale needs no exchange, which
+saves a fifth to a third of the time. Figures: docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from weft.transport.push import (
 
 MAX_ROW_BYTES = 65536
 PART_BYTES = 512
-# Largest x that goes in one shot, by world size: all_reduce's, except for two ranks, where whole decode steps were measured.
-# (The rows tuned for the all-reduce have other tiles.)
+# Largest x of the one-shot design, by world size: all_reduce's, except for two ranks, where whole decode steps were measured.
+# (Rows tuned for the all-reduce have other tiles.)
 ONE_SHOT_LIMIT = all_reduce.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 
 class Normed(NamedTuple):
     """Tensors of the norm, passed to the kernel as the argument ``norm``.
 
-    hidden    [n, WIDTH]  written: the sum with the residual
+    hidden    [n, WIDTH]  output: the sum with the residual
     residual  [n, WIDTH]
     weight    [WIDTH]
     eps       added to the mean square
@@ -83,9 +83,9 @@ class Normed(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Where the programs of a row add up its squares, passed to the kernel as the argument ``sums``.
+    """Memory for the sums of squares of rows, passed to the kernel as the argument ``sums``.
 
-    squares  inboxes of sum_over_parts; DEFERRED: [n, parts], written
+    squares  receive buffers of sum_over_parts; DEFERRED: [n, parts], output
     counts   [programs]: calls of each; DEFERRED: unused
     """
 
@@ -95,13 +95,14 @@ class Sums(NamedTuple):
 
 @triton.jit
 def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr):
-    """``x`` [ROWS] fp32, not negative, summed over the PARTS programs that hold the parts of these rows: [ROWS], the same
-    bits in all of them.
+    """Sum of ``x`` [ROWS] fp32, not negative, over the PARTS programs of these rows; the same bits in all.
 
-    Programs are numbered by row, then part. sums: fp32 [programs, STAGES, ROWS, PARTS], unwritten where nobody has
-    written; program p's are its inbox, which the programs of its row write and it alone clears. ``count``: calls of this
-    program, this one included. In turns, so three stages would do (weft.language.lamport): who sends count + 1 has
-    everybody's ``count``, sent after they cleared count - 2.
+    Programs are numbered by row, then part.
+    sums   fp32 [programs, STAGES, ROWS, PARTS], unwritten at first; [p] is the receive buffer of program p: the programs of its
+           row write it, and only p clears it
+    count  calls of this program, this one included
+    reuse  the programs take turns, so three stages would suffice (weft.language.lamport): a program that sends count + 1 has
+           received ``count`` from all others, which they sent after they had cleared count - 2
     """
     BLOCK: tl.constexpr = triton.next_power_of_2(PARTS)
     SIZE: tl.constexpr = ROWS * PARTS
@@ -125,7 +126,7 @@ def all_reduce_rms_norm_kernel(
     epochs,
     team,
     norm,  # Normed
-    part_stride,  # elements from one summand to the next
+    partial_stride,  # elements from one summand to the next
     sums,  # Sums
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -136,15 +137,15 @@ def all_reduce_rms_norm_kernel(
     DEFERRED: tl.constexpr,
     SUMMANDS: tl.constexpr,
 ):
-    """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight; DEFERRED: normed = hidden * weight, and
-    sums.squares[t, p] = sum(hidden[t, part p]^2) / WIDTH.
-    grid: (groups * parts,), parts = WIDTH / PART rounded up; group g has every groups-th tile, its program p the columns
-    from p * PART on
+    """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight
 
-    one-shot   a tile is a row; one exchange a tile
-    two-shot   a tile is W rows, row s summed by rank s; two exchanges a tile
-    signals, order, reuse: weft.transport.push (in turns), between the programs of a row sum_over_parts. Rows beyond n and
-    columns beyond WIDTH are sent as zeros. DEFERRED: nothing between the programs of a row.
+    DEFERRED   normed = hidden * weight, and sums.squares[t, p] = sum(hidden[t, part p]^2) / WIDTH
+    grid       (groups * parts,), parts = WIDTH / PART rounded up; group g has every groups-th tile, its program p the columns
+               from p * PART on
+    one-shot   a tile is a row, sent and received once
+    two-shot   a tile is W rows, row s summed by rank s; rows, then sums, are sent and received
+    signals, order, reuse: weft.transport.push (in turns); between the programs of a row sum_over_parts, if not DEFERRED. Rows
+    beyond n and columns beyond WIDTH are sent as zeros.
 
     every rank   | load | push | receive, sum, residual | (push sum, receive) | sum of squares over the parts | store both |
     DEFERRED     | load | push | receive, sum, residual | (push sum, receive) | store all |
@@ -172,11 +173,11 @@ def all_reduce_rms_norm_kernel(
             to_peer = send_order(team, ROWS)[:, None]
             there = is_sent(team, ROWS) & (to_peer < rest) & inside[None, :]
             asked = x + (first + to_peer) * WIDTH + columns[None, :]
-            rows = rounded_sum(asked, there, part_stride, SUMMANDS, dtype)
+            rows = rounded_sum(asked, there, partial_stride, SUMMANDS, dtype)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
-            own = rounded_sum(x + mine, exists, part_stride, SUMMANDS, dtype)
+            own = rounded_sum(x + mine, exists, partial_stride, SUMMANDS, dtype)
             before = tl.load(norm.residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
@@ -199,7 +200,7 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = rounded_sum(x + place, inside, part_stride, SUMMANDS, dtype)
+            own = rounded_sum(x + place, inside, partial_stride, SUMMANDS, dtype)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
@@ -222,7 +223,7 @@ def all_reduce_rms_norm_kernel(
 
 
 class NormCall(NamedTuple):
-    """What the plan depends on. nbytes, row_bytes: of the tensor that is normed, and of a row of it."""
+    """Inputs of the plan. nbytes, row_bytes: bytes of the normed tensor, and of a row of it."""
 
     nbytes: int
     row_bytes: int
@@ -242,7 +243,7 @@ class AllReduceRMSNorm(Op):
         return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design)
 
     def found(self, call: NormCall, machine: Machine) -> None:
-        """No row: the tiles follow from the row's length."""
+        """No row of the table: the tiles follow from the length of a tensor's row."""
 
     def no_row(self, call: NormCall, machine: Machine) -> str:
         return ""
@@ -265,7 +266,7 @@ class AllReduceRMSNorm(Op):
         return draw.own("x", case.sizes), draw.shared("residual", case.sizes), weight
 
     def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot:
-        """The design for tensors of the shape and dtype of ``residual``."""
+        """Design for tensors of the shape and dtype of ``residual``."""
         call = NormCall(residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm)
         return self.plan(call, machine_of(team)).design
 
@@ -279,7 +280,10 @@ class AllReduceRMSNorm(Op):
         eps: float,
         deferred: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """(normed, hidden), or if ``deferred`` (scaled, hidden, squares): new contiguous tensors. All checked, any strides."""
+        """(normed, hidden), or if ``deferred`` (scaled, hidden, squares): new contiguous tensors.
+
+        Arguments are checked, of any strides.
+        """
         self.check_design(design)
         plan, two_shot = design.push, isinstance(design, TwoShot)
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
@@ -325,7 +329,7 @@ class AllReduceRMSNorm(Op):
 
 
 class AllReduceDeferredNorm(Op):
-    """The same with a deferred RMS scale: a torch op of its own, since its results differ in number."""
+    """AllReduceRMSNorm with a deferred RMS scale: its own torch op, since it has one result more."""
 
     name = alias = "all_reduce_factored_norm"
 
@@ -350,8 +354,10 @@ define(_DEFERRED)
 
 
 def _sums(team: Team, plan: PushPlan, itemsize: int, rows: int, parts: int) -> Sums:
-    """Inboxes, all unwritten, and counts of ``sum_over_parts``, for this number of rows and parts alone: a program's inbox is
-    laid out by them, and the programs of a row must have made equally many calls."""
+    """Workspace of ``sum_over_parts``, keyed by rows and parts; receive buffers are unwritten at first.
+
+    Rows and parts give the layout, and the programs of a row must have made equally many calls.
+    """
 
     def make() -> Sums:
         programs = slots_of(team, plan, itemsize).programs
@@ -379,19 +385,25 @@ def check_row(width: int, itemsize: int) -> None:
 
 
 def all_reduce_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: Team, algorithm: str = "auto",
-    *, factored: bool = False,
-) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:  # fmt: skip
-    """``(normed, hidden)``: hidden = the sum of all ranks' ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    team: Team,
+    algorithm: str = "auto",
+    *,
+    factored: bool = False,
+) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+    """(RMSNorm(hidden) * ``weight``, hidden), where hidden = sum of all ranks' ``x`` + ``residual``.
 
     x          [..., H], any strides, fp16, bf16 or fp32, on ``team.device``, H a multiple of 16 bytes and at most 64 KiB; or
-               as ``matmul_parts`` leaves it where K is split: fp32 [parts, ..., H] beside a residual of 2 bytes, added up in
-               their order and rounded to residual's dtype before anything is sent
+               split-K partials from ``matmul_parts``: fp32 [partials, ..., H], with a residual of 2 bytes, added up in
+               order and rounded to residual's dtype before they are sent
     residual   the same on all ranks, of x's shape and dtype
     weight     [H] of residual's dtype
     algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
-    factored   ``normed`` is a DeferredNorm, for the products behind it: sooner, since no part of a row waits for the others.
-               Of fp16 it may overflow: hidden * weight is kept before it is divided
+    factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
+               waits for the others. fp16 may overflow, since hidden * weight is not yet divided
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. ValueError for wrong arguments. No backward.
@@ -400,19 +412,21 @@ def all_reduce_rms_norm(
     check_is_tensor("all_reduce_rms_norm", "residual", residual)
     check_scalar("all_reduce_rms_norm", "eps", eps)
     check_flag("all_reduce_rms_norm", "factored", factored)
-    in_parts = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
+    in_partials = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
     check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS)
     for name, tensor in (("residual", residual), ("weight", weight)):
-        check_tensor("all_reduce_rms_norm", name, tensor, team, (residual.dtype if in_parts else x.dtype,))
+        check_tensor("all_reduce_rms_norm", name, tensor, team, (residual.dtype if in_partials else x.dtype,))
     check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
     check_has_rows("all_reduce_rms_norm", "x", x)
-    if in_parts and x.shape[0] == 0:
-        raise ValueError(f"all_reduce_rms_norm: x has shape {tuple(x.shape)}, no part; pass what matmul_parts returned")
-    whole, of_parts = (x.shape[1:], " in parts") if in_parts else (x.shape, "")
+    if in_partials and x.shape[0] == 0:
+        raise ValueError(
+            f"all_reduce_rms_norm: x has shape {tuple(x.shape)}, no partial; pass the result of matmul_parts"
+        )
+    whole, partials = (x.shape[1:], " in split-K partials") if in_partials else (x.shape, "")
     for name, tensor, shape in (("residual", residual, whole), ("weight", weight, whole[-1:])):
         if tensor.shape != shape:
             raise ValueError(
-                f"all_reduce_rms_norm: {name} has shape {tuple(tensor.shape)}; with x of {tuple(x.shape)}{of_parts} it "
+                f"all_reduce_rms_norm: {name} has shape {tuple(tensor.shape)}; with x of {tuple(x.shape)}{partials} it "
                 f"must be {tuple(shape)}"
             )
     check_row(residual.shape[-1], residual.itemsize)

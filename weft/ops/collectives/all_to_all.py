@@ -1,4 +1,4 @@
-"""All-to-all with even splits: part s of my tensor goes to rank s, part s of the result came from rank s.
+"""All-to-all with even splits: part s of a rank's tensor goes to rank s, which stores it by sender.
 
 out_r[s * m : (s + 1) * m] = x_s[r * m : (r + 1) * m]       x, out: [W * m, ...]; every bit as it was sent
 """
@@ -47,9 +47,11 @@ def all_to_all_kernel(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """out[s] = x[my rank] of rank s.          grid: (programs,), each over every programs-th tile of BLOCK columns
+    """out[s] = x[my rank] of rank s
 
-    One exchange a tile; signals, order, reuse: weft.transport.push.
+    grid     (programs,), each over every programs-th tile of BLOCK columns
+
+    One send and receive a tile; signals, order, reuse: weft.transport.push.
 
     every rank   | push tile 0, one row to each | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
     """
@@ -88,7 +90,7 @@ class AllToAll(Collective):
         return torch.cat([part_of(x, rank, case.world_size) for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """``x`` checked, any strides. Returns a new contiguous tensor of its shape."""
+        """All-to-all of ``x``, checked, any strides: a new contiguous tensor of its shape."""
         self.check_design(design)
         out = x.new_empty(x.shape)
         if isinstance(design, Copy):
@@ -125,14 +127,16 @@ register(ALL_TO_ALL)
 
 
 def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
-    """Part s of ``x`` goes to rank s; part s of the result came from rank s: a new contiguous tensor of ``x``'s shape.
+    """Send part s of ``x`` to rank s; part s of the result is from rank s.
+
+    Returns a new contiguous tensor of ``x``'s shape.
 
     ``x``: [W * m, ...], any strides, fp16, bf16, fp32 or any other type of 1, 2, 4 or 8 bytes, on ``team.device``;
     the same shape and dtype on all ranks. Bits arrive as they were sent. Captured in a CUDA graph it replays
     correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The backward is
     an all-to-all.
 
-    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
+    ``algorithm``: "auto" (weft.ops.explain prints its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)

@@ -1,6 +1,6 @@
-"""What the collectives share: their calls, designs and the rule that chooses among them.
+"""Base of the collectives: their calls, their designs, and the rule that chooses among them.
 
-The limits are crossovers measured on H200s linked by NVLink 4 without multicast: docs/decisions.md has the figures of each.
+The limits are crossovers on H200s linked by NVLink 4 without multicast; figures: docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CollectiveCall(NamedTuple):
-    """What the plan of a collective depends on. nbytes: of the input at each rank. design: a name, or "auto"."""
+    """Inputs of a collective's plan. nbytes: bytes of each rank's input. design: a name, or "auto"."""
 
     nbytes: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class CollectiveCall(NamedTuple):
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One hop: kernels push tiles to the peers (weft.transport.push)."""
+    """Kernels push tiles to the peers in one hop (weft.transport.push)."""
 
     push: PushPlan
 
@@ -46,7 +46,7 @@ class Push:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneShot:
-    """An all-reduce of one hop: every rank pushes its tiles to all, and sums all."""
+    """All-reduce in one hop: every rank pushes its tiles to all ranks, and sums all."""
 
     push: PushPlan
 
@@ -54,25 +54,25 @@ class OneShot:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoShot:
-    """An all-reduce of two hops: every rank sums its share of the tiles, and pushes the sums to all."""
+    """All-reduce in two hops: every rank sums its share of the tiles, and pushes the sums to all ranks."""
 
     push: PushPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """One rank: the result is a copy."""
+    """A copy, the result of a collective on one rank."""
 
 
 ENDLESS = 1 << 62
-# How tiles travel: (largest message, row_bytes, num_warps, programs_per_sm), the first that the message fits, by world size.
-# Many small programs start soonest and have all of a small message under way at once; in large ones a program that sends a tile
-# ahead keeps the links busy, and fewer and larger ones poll less.
+# Push plans by world size: (largest message, row_bytes, num_warps, programs_per_sm); the first that the message fits.
+# Many small programs start soonest and have all of a small message in flight at once. For large messages, a program that sends
+# a tile ahead keeps the links busy, and fewer and larger programs poll less.
 TWO_HOPS = {
     2: ((2 << 20, 512, 1, 32), (ENDLESS, 8192, 16, 2)),
     8: ((2 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 2)),
 }
-# One hop: one-shot all-reduce, and all-gather, all-to-all and reduce-scatter by the bytes of all parts together.
+# One-shot all-reduce; all-gather, all-to-all and reduce-scatter by the bytes of all parts together.
 ONE_HOP = {
     2: ((2 << 20, 512, 1, 32), (32 << 20, 4096, 8, 4), (ENDLESS, 8192, 16, 2)),
     8: ((1 << 20, 512, 1, 32), (128 << 20, 4096, 8, 2), (ENDLESS, 4096, 4, 4)),
@@ -82,12 +82,12 @@ ONE_HOP = {
 class Collective(Op):
     """A collective of tensors of equal size.
 
-    moves_bits       nothing is computed: any bits travel
+    moves_bits       no arithmetic: any bits are moved
     gathers          the output holds W inputs
     rows_divided     dimension 0 is divided among the ranks
     replicated       all ranks get the same result
-    staging_buffers  receive buffers of one rank's part that its copy-engine design needs, per peer
-    copy_engine_from bytes of all parts together from which copy engines carry them, by world size. W=3 is taken to be like W=4;
+    staging_buffers  receive buffers of one rank's part per peer that its copy-engine design needs
+    copy_engine_from bytes of all parts together from which copy engines carry them, by world size. W=3 takes the value of W=4;
                      W=8 is not measured
     copies           the default CopyEngine, by world size
     """
@@ -129,11 +129,11 @@ class Collective(Op):
         return self.sent(math.prod(sizes) * dtype.itemsize, world_size)
 
     def sent(self, nbytes: int, world_size: int) -> int:
-        """Bytes that leave each rank, at least, of an input of ``nbytes`` at each rank."""
+        """Least number of bytes that leave each rank for an input of ``nbytes`` at each rank."""
         return nbytes * (world_size - 1) if self.gathers else nbytes * (world_size - 1) // world_size
 
     def whole(self, call: CollectiveCall, world_size: int) -> int:
-        """Bytes of all parts together: of the output of all-gather, of the input of the others."""
+        """Bytes of all parts together: the output of an all-gather, the input of the others."""
         return call.nbytes * world_size if self.gathers else call.nbytes
 
     def table_key(self, call: CollectiveCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
@@ -148,7 +148,7 @@ class Collective(Op):
         planned = super().tuned(call, machine)
         if planned is None:
             return None
-        # A row may be of another alignment than this very message.
+        # The row may have been measured with another alignment than this message's.
         whole = self.whole(call, machine.world_size)
         if isinstance(planned.design, CopyEngine):
             fits = call.design != AUTO or self.copies_fit(call, machine)
@@ -161,11 +161,11 @@ class Collective(Op):
             return self.push_rule(whole, machine.world_size)
         if not self.copies_fit(call, machine):
             name, _ = self.push_rule(whole, machine.world_size)
-            return name, f"{whole:,} bytes >= {limit:,}, but the heap has no room to stage them for copy engines"
+            return name, f"{whole:,} bytes >= {limit:,}, but the heap has no room for copy engines' staging buffers"
         return "copy_engine", f"{whole:,} bytes >= {limit:,}: copy engines fill the links, one peer at a time"
 
     def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
-        """The design that pushes ``whole`` bytes, and the reason."""
+        """Name of the design that pushes ``whole`` bytes, and the reason."""
         return "push", "one hop, no flags"
 
     def default(self, name: str, call: CollectiveCall, machine: Machine) -> Any:
@@ -180,7 +180,7 @@ class Collective(Op):
         return self.designs[name](push=push)
 
     def transport(self, whole: int, world_size: int) -> str:
-        """How a receiver knows that data are there: numbers are their own flag ("lamport"), any bits get a key ("keyed")."""
+        """Arrival protocol: "lamport" for numbers, which are their own flag; "keyed" for any bits."""
         if not self.moves_bits or word_of(whole // world_size).itemsize == 1:
             return "lamport"
         return "keyed"
@@ -193,14 +193,14 @@ class Collective(Op):
 
 
 def checked_shape(op: str, shape: Any) -> tuple[int, ...]:
-    """``shape``. ValueError unless it is a sequence of sizes."""
+    """``shape`` as a tuple. ValueError unless it is a sequence of sizes."""
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{op}: shape={quoted(shape)} is no shape; pass a tuple of sizes")
     return tuple(shape)
 
 
 def shots_rule(nbytes: int, world_size: int, limits: dict[int, int]) -> tuple[str, str]:
-    """One-shot or two-shot for a message, by the largest that one-shot is for at each world size; and the reason."""
+    """One-shot up to the limit of the world size, else two-shot; and the reason."""
     limit = of_world(limits, world_size)
     if nbytes <= limit:
         return "one_shot", f"{nbytes:,} bytes <= {limit:,}: one hop beats two"
@@ -208,10 +208,10 @@ def shots_rule(nbytes: int, world_size: int, limits: dict[int, int]) -> tuple[st
 
 
 def has_even_lines(whole: int, world_size: int) -> bool:
-    """True if every rank's part is whole lines, so that kernels copy 16 bytes a thread."""
+    """True if every rank's part is whole memory lines, so that kernels copy 16 bytes a thread."""
     return whole % (LINE_BYTES * world_size) == 0
 
 
 def of_world(table: dict[int, Any], world_size: int) -> Any:
-    """The entry of the next measured world size that is at least this one, else of the largest."""
+    """Entry of the smallest measured world size that is at least this one, else of the largest."""
     return next((entry for size, entry in table.items() if size >= world_size), table[max(table)])

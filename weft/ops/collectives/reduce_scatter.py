@@ -46,9 +46,11 @@ def reduce_scatter_kernel(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """out = sum over ranks of their x[my rank].    grid: (programs,), each over every programs-th tile of BLOCK columns
+    """out = sum over ranks of their x[my rank]
 
-    One exchange a tile; signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros.
+    grid     (programs,), each over every programs-th tile of BLOCK columns
+
+    One send and receive a tile; signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros.
 
     every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     """
@@ -86,7 +88,7 @@ class ReduceScatter(Collective):
         return sum_of([part_of(x, rank, case.world_size) for (x,) in by_rank])
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """``x`` checked, any strides. Returns a new contiguous tensor of shape [x.shape[0] / W, ...]."""
+        """Reduce-scatter of ``x``, checked, any strides: a new contiguous tensor [x.shape[0] / W, ...]."""
         self.check_design(design)
         out = x.new_empty((x.shape[0] // team.size, *x.shape[1:]))
         if isinstance(design, Copy):
@@ -114,7 +116,7 @@ class ReduceScatter(Collective):
         ctx.team = inputs[1]
 
     def backward(self, ctx, grad):
-        # My x reached every rank's out, each with one part.
+        # Each rank's out has one part of x.
         return torch.ops.weft.all_gather.default(grad, ctx.team), None, None
 
 
@@ -123,13 +125,13 @@ register(REDUCE_SCATTER)
 
 
 def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
-    """Part r of the sum of all ranks' ``x`` on rank r: a new contiguous tensor [x.shape[0] / W, ...] of ``x``'s dtype.
+    """Sum all ranks' ``x`` and return part r on rank r: a new contiguous tensor [x.shape[0] / W, ...].
 
     ``x``: [W * m, ...], any strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks.
     The same bits from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays correctly, after one
     call outside. ValueError for wrong arguments. The backward is an all-gather.
 
-    ``algorithm``: "auto" (weft.ops.explain says what and why), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
+    ``algorithm``: "auto" (weft.ops.explain prints its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)

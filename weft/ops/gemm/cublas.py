@@ -1,7 +1,7 @@
-"""GEMMs by cuBLAS, with the algorithm that ``weft tune gemm`` found fastest at the very shape, or else torch.mm's choice.
+"""cuBLAS GEMMs with the algorithm that ``weft tune gemm`` found for the shape, else torch.mm's choice.
 
-From 256 rows on the tuned algorithm takes about 3 % less time on H200; of 128 rows cuBLAS's own choice is the best. A row holds
-for its own M alone, because the last round of tiles decides (docs/decisions.md, "Overlapped GEMMs").
+From 256 rows on the tuned algorithm takes about 3 % less time on H200; at 128 rows cuBLAS's own choice is the best. A row of
+the table holds for its own M only, because the last round of tiles decides (docs/decisions.md, "Overlapped GEMMs").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.runtime.cublaslt import Algorithm
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cublas:
-    """cuBLAS's GEMM. algorithm: one that ``weft tune`` found; None: torch.mm's choice."""
+    """GEMM by cuBLAS. algorithm: found by ``weft tune``; None: torch.mm's choice."""
 
     algorithm: Algorithm | None = None
 
@@ -30,12 +30,15 @@ class Cublas:
 def run(
     design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False
 ) -> torch.Tensor:
-    """``out`` (None: a new one) = a[M, K] @ b[N, K].T, fp32 sums, rounded; then, if ``add``, plus what ``out`` holds, rounded
-    again, as cuBLAS does it. On virtual ranks the sums are fp64. torch.mm's choice where this cuBLAS lacks the algorithm."""
+    """Compute ``out`` (None: a new tensor) = a[M, K] @ b[N, K].T, summed in fp32 and rounded.
+
+    If ``add``, the previous ``out`` is added and the sum rounded again, as cuBLAS does it. On virtual ranks sums are fp64. If
+    this cuBLAS lacks the algorithm, torch.mm chooses.
+    """
     if a.requires_grad or b.requires_grad:
         a, b = a.detach(), b.detach()  # inside a custom op, where autograd would refuse out=
     if a.device.type == "cpu":
-        # In fp64: CPU libraries add in an order that depends on where operands lie, which fp32 sums would show.
+        # In fp64: CPU BLAS adds in an order that depends on the operands' addresses, which fp32 sums would show.
         total = (a.double() @ b.double().T).to(a.dtype)
         return total if out is None else out.add_(total) if add else out.copy_(total)
     if design.algorithm is not None:
@@ -48,7 +51,7 @@ def run(
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False) -> torch.Tensor:
-    """``run`` with the design of the operands' shape."""
+    """``run`` with the tuned design of the operands' shape."""
     if a.device.type == "cpu":
         return run(_TORCH, a, b, out, add=add)
     key = "cublas", a.shape, b.shape[0], a.dtype, a.device
@@ -61,7 +64,7 @@ _TORCH = Cublas()
 
 @remembered
 def tuned(M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities) -> Cublas:
-    """The design of a row of this very shape, or torch.mm's choice."""
+    """Design of the row of exactly this shape, else torch.mm's choice."""
     found = table.find("matmul", (M, N, K), dtype, 1, caps)
     return (
         found.row.as_design({table.EXACT: Cublas}) if found is not None and found.row.design == table.EXACT else _TORCH

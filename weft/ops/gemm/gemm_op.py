@@ -1,4 +1,4 @@
-"""Calls of GEMM ops: what their plans depend on, and the checks of their operands."""
+"""Base of the GEMM ops: their calls, and the checks of their operands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from weft.plan.planned import AUTO, Machine
 
 
 class GemmCall(NamedTuple):
-    """What the plan of a GEMM depends on.
+    """Inputs of a GEMM's plan.
 
     M              rows of the whole GEMM, of all ranks together
-    N, K           of one rank's GEMM
-    aligned        rows of both operands begin on 16 bytes, so that tensor descriptors reach them
+    N, K           sizes of one rank's GEMM
+    aligned        rows of both operands begin on 16 bytes, so that tensor descriptors can read them
     local_first    the rows of ranks me, me + 1, … (mod W) come in this order
     deferred_norm  the RMS scale of a's rows is applied to the result (weft.kernels.deferred_norm)
-    partials       the kernel behind adds split-K partials up (matmul_parts)
-    design         the name of a design, or "auto"
+    partials       the next kernel adds split-K partials up (matmul_parts)
+    design         name of a design, or "auto"
     """
 
     M: int
@@ -41,7 +41,7 @@ class GemmOp(Op):
     """An op that is a GEMM of each rank.
 
     rows_sharded  M is divided among the ranks
-    gathers       a rank's a has its share of the rows
+    gathers       operand a has a rank's share of the rows
     sums          results are summed over the ranks
     replicated    all ranks get the same result
     """
@@ -66,7 +66,7 @@ class GemmOp(Op):
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         M, N, K = case.sizes
         rows = M // case.world_size if self.gathers else M
-        # Products of b have the variance of a: nothing grows with K, whatever is summed.
+        # b is scaled so that results have the variance of a for any K.
         return draw.own("a", (rows, K)), draw.own("b", (N, K), K**-0.5)
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -82,7 +82,7 @@ class GemmOp(Op):
 
 
 def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.device | None, name: str = "a") -> None:
-    """ValueError unless a[., K] and b[N, K] are matrices of one supported dtype on ``device`` (None: on a's)."""
+    """ValueError unless a[., K] and b[N, K] are matrices of one supported dtype on ``device`` (None: a's)."""
     try:
         fits = a.dtype in FLOATS and a.dtype == b.dtype and a.device == b.device and a.device == (device or a.device)
         fits = fits and a.dim() == 2 == b.dim() and 0 not in a.shape and 0 not in b.shape and a.shape[1] == b.shape[1]
@@ -110,11 +110,11 @@ def _refuse_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.de
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a[M, K] @ b[N, K].T in fp64: the reference of every GEMM."""
+    """Compute a[M, K] @ b[N, K].T in fp64, the reference of every GEMM."""
     return a.double() @ b.double().T
 
 
 def rotated(x: torch.Tensor, first: int, world_size: int) -> torch.Tensor:
-    """The W row blocks of ``x`` from block ``first`` on (mod W)."""
-    parts = x.chunk(world_size)
-    return torch.cat([*parts[first:], *parts[:first]])
+    """Row blocks of ``x``, one per rank, from block ``first`` on (mod W)."""
+    blocks = x.chunk(world_size)
+    return torch.cat([*blocks[first:], *blocks[:first]])

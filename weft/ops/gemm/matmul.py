@@ -1,4 +1,4 @@
-"""matmul: a GEMM of one rank, by cuBLAS, the small-M kernel or a persistent kernel. The overlapped ops use it too."""
+"""matmul: the GEMM of one rank, by cuBLAS, the small-M kernel or a persistent kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weft.runtime.codec import exchangeable
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persistent:
-    """weft's own GEMM: programs that stay on their SMs and take tiles in turn.
+    """Persistent GEMM kernel: programs that stay on their SMs and take tiles in turn.
 
     split  tiles that do not fill a round of programs are split along K (weft.kernels.tile_schedule)
     """
@@ -49,11 +49,12 @@ class Persistent:
 
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, table, block):
-    """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,); the tiles from place ``tiles.whole`` on are split along K
+    """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,)
 
+    tiles  those from place ``tiles.whole`` on are split along K
     table  None: the tiles of one panel of M rows; else a ``tile_table``, whose panels may differ in size
 
-    signals, waits  none: the last program to leave a partial sum of a split tile adds up the others (join_partials)
+    signals, waits  none: the last program to leave a partial of a split tile adds all of them up (join_partials)
     """
     tiles = from_argument(tiles)
     a, b = Operand(a, a_stride, M), Operand(b, b_stride, N)
@@ -78,9 +79,9 @@ def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, table, b
 def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
-    Rows may be strided; anything else is copied first. The same bits from run to run; a row's bits may change with the
-    design that M decides (``weft.ops.explain``). ``a`` may have a deferred RMS scale: its rows' factors are applied
-    to the result, in fp32, where the small-M kernel computes it, else to ``a`` before; then there is no backward.
+    Rows may be strided; other layouts are copied first. The same bits from run to run; a row's bits may change with the
+    design, which depends on M (``weft.ops.explain``). ``a`` may have a deferred RMS scale: the small-M kernel applies it to the
+    fp32 result, other designs to ``a`` before the GEMM; then there is no backward.
     ValueError for shapes, dtypes or devices that do not fit.
     """
     x = operand_of(a)
@@ -100,13 +101,13 @@ class Matmul(GemmOp):
         return super().choose(call, machine)
 
     def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        # A GEMM of one rank knows of no other ranks.
+        # Rows of one-rank GEMMs are in the tables of world size 1.
         return self.name, (call.M, call.N, call.K), 1
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if machine.caps.is_simulated:
             return "persistent", "simulated: the kernel is what is to be seen"
-        return "cublas", "cuBLAS is faster than weft's plain GEMM where both were measured"
+        return "cublas", "cuBLAS is faster than the persistent kernel where both were measured"
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         if name == "cublas":
@@ -117,7 +118,7 @@ class Matmul(GemmOp):
         return Persistent(tile=tile, split=splits_by_default(call.K, machine.caps))
 
     def local_plan(self, M: int, N: int, K: int, dtype: torch.dtype, machine: Machine, aligned: bool = True) -> Planned:
-        """The plan of a rank's own GEMM within another op. On simulated ranks cuBLAS's place is taken by the host."""
+        """Plan of a rank's GEMM within another op. On simulated ranks the host computes it in place of cuBLAS."""
         design = "cublas" if machine.caps.is_simulated else AUTO
         return self.plan(GemmCall(M, N, K, dtype, aligned, design=design), machine)
 
@@ -128,7 +129,7 @@ class Matmul(GemmOp):
         return matmul(a, b) if case.design == AUTO else self.run(case.design, None, a, b)
 
     def run(self, design: Any, team: None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """``matmul`` of checked arguments by ``design``."""
+        """``matmul`` with checked arguments by ``design``."""
         self.check_design(design)
         if isinstance(design, Cublas):
             return cublas.run(design, a, b)
@@ -175,7 +176,7 @@ def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> tor
 
 
 def _split_scratch(device: torch.device, split: int, programs: int, tile: Tile) -> SplitK:
-    """Scratch memory of one call. Its own, since calls may run on several streams at once."""
+    """Scratch memory of one call, not shared, since calls may run on several streams at once."""
     elements = tile.block_m * tile.block_n
     partials = torch.empty((programs, elements) if split else (1,), dtype=torch.float32, device=device)
     return SplitK(

@@ -1,4 +1,4 @@
-"""matmul_silu_mul: the first half of a gated MLP. One kernel for small M, cuBLAS's GEMM and silu_mul for large M."""
+"""matmul_silu_mul, the first half of a gated MLP: one kernel for small M, else cuBLAS and silu_mul."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weft.plan.planned import Machine, Planned, machine
 
 
 def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
+    """Compute silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
 
     x       [M, K], fp16, bf16 or fp32; or rows with a deferred RMS scale, which is applied to the result (``matmul``)
     weight  [2 N, K] of x's dtype: gate's N rows, then up's
 
-    Rows may be strided; anything else is copied first. The small-M kernel computes all in fp32 and rounds once; with cuBLAS the
-    two results are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
-    design that M decides (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
+    Rows may be strided; other layouts are copied first. The small-M kernel computes in fp32 and rounds once; with cuBLAS the
+    two GEMMs are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
+    design, which depends on M (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     operand = operand_of(x)
     rows = operand.data
@@ -64,7 +64,7 @@ class MatmulSiluMul(GemmOp):
         return Planned("small_m", design, reason)
 
     def run(self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``matmul_silu_mul`` of checked arguments with dense rows by ``design``."""
+        """``matmul_silu_mul`` with checked arguments, of dense rows, by ``design``."""
         self.check_design(design)
         if isinstance(design, SmallM):
             return small_m.run(ScaledMatrix(x), weight, design, gated=True)

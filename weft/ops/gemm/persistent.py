@@ -1,4 +1,4 @@
-"""The host side of the persistent GEMM kernels: agreement of the ranks, operands, programs and workspaces."""
+"""Host side of the persistent GEMM kernels: agreement of the ranks, operands, programs, workspaces."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from weft.ops.gemm.tile import Tile
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# Elements of the smallest output tile: it bounds the tiles, each with its signal, that a buffer can hold.
+# Elements of the smallest output tile, which bounds the number of tiles, and so of signals, of a buffer.
 SMALLEST_TILE = 16 * 16
 
 
 def agree(op: str, team: Team, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
-    """``values`` are the same on all ranks, or a ValueError on all of them: with other tiles, or by another design, they would
-    wait for each other for ever. names: what the values are.
+    """ValueError on all ranks unless ``values``, called ``names``, are the same on all.
 
-    The ranks meet once for each set of values; a rank that comes with new ones alone is told by the meeting.
+    With other tiles or another design they would wait for each other without end. The ranks exchange each set of values once;
+    the rendezvous reports a rank that exchanges alone.
     """
     seen = team.workspace("gemm agreed", set)
     if (op, values) in seen:
@@ -40,33 +40,35 @@ def agree(op: str, team: Team, names: tuple[str, ...], values: tuple[Any, ...]) 
 
 
 def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> tuple[tuple, bool]:
-    """(a, a_stride, b, b_stride) as a kernel is given them, and whether they are descriptors."""
+    """Kernel arguments (a, a_stride, b, b_stride), and True if a and b are descriptors."""
     descriptors = can_describe(a, b)
     one = descriptor_or_self(a, tile.block_m, tile.block_k, descriptors), row_stride(a)
     return (*one, descriptor_or_self(b, tile.block_n, tile.block_k, descriptors), row_stride(b)), descriptors
 
 
 def programs_for(team: Team, tiles: Tiles, tile: Tile, split: bool) -> int:
-    """Programs of a fused kernel: all are resident, one an SM, as each takes most of its shared memory."""
+    """Number of programs of a fused kernel: all resident, one an SM, whose shared memory each needs."""
     most = min(team.caps.sms, team.max_programs(tile.num_warps))
     return min(most, tiles.count * (MAX_PARTIALS.value if split else 1))
 
 
 def with_split(tiles: Tiles, programs: int, split: bool, least: int = 0) -> Tiles:
-    """``tiles`` with the tiles of the last round of ``programs`` programs split along K, if ``split``; the first ``least``
-    places never."""
+    """``tiles``, whose last round of ``programs`` programs is split along K if ``split``.
+
+    The first ``least`` places are never split.
+    """
     return tiles._replace(whole=whole_places(tiles.count, programs, least)) if split else tiles
 
 
 class Scratch(NamedTuple):
-    """A team's memory for tiles of one size: split-K partials, and the finished tile that each program is sending away."""
+    """Memory of a team for tiles of one size: split-K partials, and each program's send buffer."""
 
     split: SplitK
     send: torch.Tensor
 
 
 def scratch_for(team: Team, tile: Tile, dtype: torch.dtype) -> Scratch:
-    """The team's ``Scratch`` for tiles of this size, all zero between kernels of its stream."""
+    """``Scratch`` of the team for tiles of this size. Arrival counters are 0 between kernels of its stream."""
     elements = tile.block_m * tile.block_n
 
     def make() -> Scratch:

@@ -1,20 +1,20 @@
-"""Small-M GEMMs, bound by reading the weight once: the kernel of ``matmul`` and ``matmul_silu_mul`` in a decode step.
+"""Small-M GEMM kernel, for ``matmul`` and ``matmul_silu_mul`` in decode steps.
 
     out[M, N] = x[M, K] @ weight[N, K].T
     gated:  out[M, N] = silu(x @ gate.T) * (x @ up.T), weight[2 N, K]: gate's rows, then up's
     with a deferred RMS scale (weft.kernels.deferred_norm): each row times 1 / sqrt(mean square + eps), in fp32
 
-A kernel of its own, since its schedule is the opposite of the persistent one of weft.kernels.tile_schedule: all programs are
-resident at once with an equal share of the weight each, so that the memory is busy from the first microsecond to the
-last, whatever the number of SMs; a tile of few rows has no epilogue worth hiding. The tile's body is
-weft.kernels.gemm_tile's, except the gated one, which reads x once for two accumulators.
+The time goes into reading the weight once. So the schedule is the opposite of the persistent kernel's
+(weft.kernels.tile_schedule): all programs are resident at once, each with an equal share of the weight, so that the memory is
+busy from the first microsecond to the last on any number of SMs; a tile of few rows has no epilogue worth hiding. The
+body of a tile is weft.kernels.gemm_tile's, except the gated one, which reads x once for two accumulators.
 
-The weight does not depend on the kernel before, so under programmatic dependent launch the programs start
-while that kernel is still running and prefetch the first ``ahead`` columns of their rows; they read x once it has ended.
+The weight does not depend on the previous kernel, so under programmatic dependent launch the programs start
+while that kernel is still running and prefetch the first ``ahead`` columns of their rows; they read x after it has ended.
 
-    before  | ... running ... |
-    gemm    | prefetch weight | wait | multiply, leave a partial sum |
-    sum                                    | (waits)          | add partials |            only where K is split
+    previous | ... running ... |
+    gemm     | prefetch weight | wait | multiply, store a partial |
+    sum                                     | (waits)       | add partials |            only where K is split
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ SUM_BLOCK = 1024
 
 @triton.jit
 def gated_tile(x, weight, N, row, column, first, last, block, TRANSPOSED: tl.constexpr):
-    """(x @ gate.T, x @ up.T) of one tile over the steps first .. last - 1 along K, each [block.m, block.n] (fp32); if
-    TRANSPOSED, their transposes. x, weight: descriptors over [M, K] and [2 N, K]. Two accumulators, one reading of x."""
+    """(x @ gate.T, x @ up.T) of one tile over steps first .. last - 1 along K; x is read once.
+
+    Each is [block.m, block.n], fp32; if TRANSPOSED, its transpose. x, weight: descriptors over [M, K] and [2 N, K].
+    """
     gate = tl.zeros((block.m, block.n), dtype=tl.float32)
     up = gate
     for k in range(first * block.k, last * block.k, block.k):
@@ -58,8 +60,11 @@ def gated_tile(x, weight, N, row, column, first, last, block, TRANSPOSED: tl.con
 
 @triton.jit
 def prefetch_columns(weight, stride, row, rows, k, columns, BLOCK_N: tl.constexpr):
-    """weight[row : row + BLOCK_N, k : k + columns], of ``rows`` rows, into the L2. ``columns``: a multiple of 64."""
-    # A request for each of 128 threads at least, so that none is sent twice.
+    """Prefetch weight[row : row + BLOCK_N, k : k + columns] into the L2.
+
+    The weight has ``rows`` rows; ``columns`` is a multiple of 64.
+    """
+    # At least one request for each of 128 threads, so that none is sent twice.
     PIECES: tl.constexpr = max(1, 128 // BLOCK_N)
     n, piece = row + tl.arange(0, BLOCK_N)[:, None], tl.arange(0, PIECES)[None, :]
     length = columns // PIECES
@@ -90,14 +95,15 @@ def small_m_kernel(
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    """out[M, N] = x @ weight.T, gated as above        grid: (tiles * partials,), the programs of a tile side by side
+    """out[M, N] = x @ weight.T, gated as above        grid: (tiles * partials,)
 
+    The programs of a tile have consecutive ids.
     x, weight       descriptors; weight_rows, stride: the same weight as pointer and row stride, for the prefetch
     out             [M, N] if partials is 1; else fp32 [partials, 1 or 2 if GATED, M, N], which sum_partials_kernel adds up
     scales          ``RowScales`` of SQUARES parts, by which row m's results are multiplied. SQUARES 0: none
     block           ``Block``: block.m rows of x and block.n of the weight; if TRANSPOSED the other way round
 
-    signals, waits  none but the kernel before
+    signals, waits  none, except the wait for the previous kernel
     """
     BLOCK_M: tl.constexpr = block.n if TRANSPOSED else block.m
     BLOCK_N: tl.constexpr = block.m if TRANSPOSED else block.n
@@ -120,7 +126,7 @@ def small_m_kernel(
     wl.wait_for_previous_kernel()
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     if SQUARES > 0:
-        # Asked for now, added up behind the product: they are under way meanwhile.
+        # Loaded now and added up after the GEMM, so that the loads are in flight during it.
         of_row = tl.arange(0, triton.next_power_of_2(SQUARES))
         asked = scales.squares + m[:, None] * SQUARES + of_row[None, :]
         of_rows = tl.load(asked, mask=(m < M)[:, None] & (of_row < SQUARES)[None, :], other=0.0)
@@ -132,8 +138,8 @@ def small_m_kernel(
     else:
         weights, rows = Operand(weight, stride, N), Operand(x, K, M)
         acc = gemm_tile(rows, weights, row, column, K, first, last, Outgoing(out, out, 0), block, False)
-    # Not before: the next product's programs would take turns with these for the memory. 33.0 us, at the start 36.9
-    # (one after the other, 16 x 12800 x 5120 gated).
+    # Not earlier: the next GEMM's programs would compete with these for the memory. 33.0 us; at the start of the kernel 36.9
+    # (H200, in series, 16 x 12800 x 5120 gated).
     wl.let_next_kernel_start()
     if SQUARES > 0:
         factor = tl.rsqrt(tl.sum(of_rows, axis=1) + scales.eps)
@@ -196,8 +202,9 @@ def run(
     gated: bool = False,
     summed: bool = True,
 ) -> torch.Tensor:
-    """out[M, N] of operands with dense rows, each on 16 bytes; if not ``summed``, the split-K partials fp32 [partials, M, N].
-    Scales are contiguous.
+    """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
+
+    If not ``summed``, the split-K partials fp32 [partials, M, N].
     """
     x, scales = operand
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
@@ -236,14 +243,14 @@ def run(
 
 
 def block_of(design: SmallM) -> Block:
-    """The kernel argument ``block``."""
+    """Kernel argument ``block``."""
     rows = (design.block_n, design.block_m) if design.transposed else (design.block_m, design.block_n)
     sizes = (*rows, design.block_k, True, 1, 1)
     return Block(*map(tl.constexpr, sizes))
 
 
 def constants(design: SmallM, gated: bool) -> dict[str, Any]:
-    """The constexpr parameters and compiler options of the kernel that come from its design."""
+    """Constexpr parameters and compiler options of the kernel that follow from its design."""
     return {
         "TRANSPOSED": design.transposed,
         "GATED": gated,

@@ -42,14 +42,14 @@ LEAST_STEPS, LEAST_STEPS_LEFT = 8, 16
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallM:
-    """A small-M GEMM.
+    """Small-M GEMM.
 
-    block_m, block_n, block_k  of a tile of ``out`` and a step along K: powers of two, at least 16
-    partials     programs that share a tile, each with its part of K: 1 .. MAX_PARTIALS
-    ahead        columns of its part of the weight that a program prefetches before the kernel before it has ended:
+    block_m, block_n, block_k  sizes of a tile of ``out`` and of a step along K: powers of two, at least 16
+    partials     programs that share a tile, each with its share of K: 1 .. MAX_PARTIALS
+    ahead        columns of its share of the weight that a program prefetches before the previous kernel has ended:
                  a multiple of 64
     transposed   out.T = weight @ x.T: tensor instructions have 64 or more rows, which the weight fills
-    num_warps, num_stages      of the compiler
+    num_warps, num_stages      compiler options
     """
 
     block_m: int
@@ -72,7 +72,7 @@ class SmallM:
             raise ValueError(f"ahead={self.ahead} is not a multiple of 64 columns, or 0")
 
     def partials_of(self, K: int) -> int:
-        """Programs that share a tile of a GEMM with this K: no more than there are steps along K."""
+        """Number of programs that share a tile of a GEMM with this K, at most the steps along K."""
         return min(self.partials, cdiv(K, self.block_k))
 
 

@@ -1,4 +1,4 @@
-"""The output tile of the persistent GEMM kernels: its sizes, the default for a shape, and its launch constants."""
+"""Output tile of the persistent GEMM kernels: sizes, default for a shape, launch constants."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weft.runtime.codec import exchangeable
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One output tile and how it is compiled.
+    """Output tile and its compiler options.
 
     block_m, block_n, block_k  rows, columns and step along K: powers of two, at least 16
-    group                      tile rows that share an L2's worth of B
-    num_warps, num_stages      of the compiler
+    group                      tile rows that reuse the same columns of B in the L2
+    num_warps, num_stages      compiler options
     """
 
     block_m: int
@@ -40,7 +40,7 @@ class Tile:
             raise ValueError(f"group={self.group} is not positive; pass 1 or more")
 
     def block(self, descriptors: bool, piece: int = 1) -> Block:
-        """The kernel argument ``block``. piece: elements that leave in each step along K (``Block``)."""
+        """Kernel argument ``block``. piece: elements that are sent in each step along K (``Block``)."""
         return Block(
             tl.constexpr(self.block_m),
             tl.constexpr(self.block_n),
@@ -56,23 +56,23 @@ class Tile:
         num_warps = self.num_warps
         if not descriptors:
             num_warps = max(num_warps, min(self.block_m * self.block_n // 2048, 8))
-        # One program an SM: ptxas need not spill for room for more, as it does with small tiles where not told.
+        # One program an SM: without the bound ptxas spills with small tiles, to leave room for more programs.
         bound = {"maxnreg": 255} if arch.startswith("sm_") else {}
         return {"num_warps": num_warps, "num_stages": self.num_stages, **bound}
 
 
-# Without descriptors single elements are loaded through registers, which the accumulator fills: a thin slice, over more
-# threads. The tile itself stays: a peer's operands may be aligned otherwise, and both must cut the output alike.
+# Without descriptors elements are loaded through registers, which the accumulator fills: so a thin slice, over more
+# threads. The tile itself stays the same: a peer's operands may be aligned otherwise, and both must divide the output alike.
 _POINTER_BLOCK_K = 16
 
 
 def default_tile(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> Tile:
-    """The tile for ``panels`` panels of ``rows`` rows and N columns (weft.kernels.tile_schedule).
+    """Default tile for ``panels`` panels of ``rows`` rows and N columns (weft.kernels.tile_schedule).
 
     K is no argument: ranks whose shares of K differ must still cut the output into the same tiles.
     """
     if caps.is_simulated:
-        # A tile costs the simulator milliseconds whatever its size: about four, so that there is a schedule to see.
+        # A tile of any size takes the simulator milliseconds: about four tiles, so that there is a schedule.
         return Tile(
             block_m=_fit(rows, 16, 64), block_n=_fit(cdiv(N, max(1, 4 // panels)), 16, 256), block_k=128, group=2
         )
@@ -86,7 +86,7 @@ def default_tile(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, pane
         block_m = _fit(rows, 16, 128)
         return Tile(block_m=block_m, block_n=128, block_k=64, num_warps=8 if block_m == 128 else 4, num_stages=2)
     if rows <= 64:
-        # Bound by reading B: narrow tiles give every SM a part of it.
+        # Bound by reading B: narrow tiles give every SM a share of it.
         block_n = 32 if panels * N <= 32 * caps.sms else 64
         return Tile(block_m=_fit(rows, 16, 64), block_n=block_n, block_k=128 if _is_datacentre(caps.arch) else 32)
     if not _is_datacentre(caps.arch):
@@ -97,16 +97,18 @@ def default_tile(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, pane
 
 
 def splits_by_default(K: int, caps: Capabilities) -> bool:
-    """True if tiles of the last round are split along K: joining one takes as long as a third of a short one (K=2048, 28 tiles
-    split in 4, H200: 3 µs slower)."""
+    """True if tiles of the last round are split along K.
+
+    Not for a small K, where joining a tile takes as long as a third of it (K=2048, 28 tiles split in 4, H200: 3 µs slower).
+    """
     return caps.is_simulated or K >= 4096
 
 
 def _fit(size: int, low: int, high: int) -> int:
-    """The power of two in low .. high that covers ``size`` or comes nearest."""
+    """Power of two in low .. high that covers ``size``, or the nearest."""
     return max(low, min(high, next_power_of_2(size)))
 
 
 def _is_datacentre(arch: str) -> bool:
-    """sm_90, sm_100, sm_103: TMA and 227 KiB of shared memory. sm_8x lacks the one, sm_12x the other."""
+    """True for sm_90, sm_100, sm_103: TMA (not in sm_8x), 227 KiB of shared memory (not in sm_12x)."""
     return int(arch.removeprefix("sm_")) // 10 in (9, 10)

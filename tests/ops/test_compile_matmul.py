@@ -150,7 +150,7 @@ def test_kernels_between_pieces_compile():
     signals, x = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.bfloat16)
     for arch in TARGETS:
         summed = compiled(
-            sum_kernel, x, x, x, 1 << 20, 1 << 20, SLOTS=3, BLOCK=SUM_BLOCK, num_warps=SUM_WARPS, arch=arch
+            sum_kernel, x, x, x, 1 << 20, 1 << 20, BUFFERS=3, BLOCK=SUM_BLOCK, num_warps=SUM_WARPS, arch=arch
         )  # fmt: skip
         if arch == "sm_90":
             # 16 bytes a thread of each of four operands, none waiting for the other.

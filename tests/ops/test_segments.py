@@ -86,5 +86,5 @@ def test_parts_hold_every_element_of_a_rank_once_however_many_there_are(world, M
 
 def test_a_block_of_a_sum_begins_where_64_bits_say():
     x = torch.zeros(16, dtype=torch.bfloat16)
-    ttir = compiled(sum_kernel, x, x, x, 1 << 33, 1 << 32, SLOTS=1, BLOCK=SUM_BLOCK, arch="sm_90").asm["ttir"]
+    ttir = compiled(sum_kernel, x, x, x, 1 << 33, 1 << 32, BUFFERS=1, BLOCK=SUM_BLOCK, arch="sm_90").asm["ttir"]
     assert re.search(r"muli .* : i64", ttir) and not re.search(r"muli .* : i32", ttir)

@@ -68,7 +68,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_for(team: Team, tile: Tile, dtype: torch.dtype) -> Scratch:
-    """``Scratch`` of the team for tiles of this size. Arrival counters are 0 between kernels of its stream."""
+    """``Scratch`` of the team for tiles of this size; counters are 0 between kernels of its stream."""
     elements = tile.block_m * tile.block_n
 
     def make() -> Scratch:

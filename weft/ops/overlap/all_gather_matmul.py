@@ -1,4 +1,4 @@
-"""all_gather_matmul: every rank's rows of A meet this rank's B. Copy engines carry the rows while the GEMM runs."""
+"""all_gather_matmul: GEMM of all ranks' rows of A by this rank's B, gathered by copy engines."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """One kernel that waits for each chunk of the peers' rows as it comes to it.
+    """One kernel that waits for each chunk of the peers' rows before its first tile of it.
 
     split    tiles that do not fill a round of programs are split along K
     chunks   signals per shard, at most MAX_CHUNKS
-    flatten  a tile's first loads go out under the last one's epilogue
+    flatten  issue a tile's first loads during the epilogue of the previous tile
     """
 
     tile: Tile
@@ -75,9 +75,9 @@ class Pipelined:
     """A cuBLAS GEMM for each chunk of the peers' rows as it lands.
 
     chunks       GEMMs per rank's rows, at most MAX_CHUNKS
-    streams      that the GEMMs take in turn
-    span         ranks whose rows may go into one GEMM where they lie one after the other (chunks=1)
-    begin_first  the first GEMM waits for begin_kernel, which it may else keep from an SM
+    streams      number of streams that the GEMMs use in turn
+    span         ranks whose rows may share one GEMM where they are adjacent in memory (chunks=1)
+    begin_first  the first GEMM waits for begin_kernel, which it could otherwise keep from running
     """
 
     chunks: int = 1
@@ -110,15 +110,15 @@ def all_gather_matmul_kernel(
 ):
     """out[W * rows, N] = all_gather(shard[rows, K]) @ b[N, K].T        grid: (programs,), own shard first
 
-    LOCAL_FIRST: the rows of ranks me, me + 1, … (mod W) come in this order in ``out``, else in rank order.
+    LOCAL_FIRST: ``out`` has the rows of ranks me, me + 1, … (mod W) in this order, else in rank order.
 
     gathered  [W * panel, K]  symmetric, a half of A_full: shard s from row s * panel on; a panel is whole tiles
-    landed    channel: chunk c of rank s has arrived once it is here; begin_kernel has begun the call
+    landed    channel: signals the arrival of chunk c of rank s; begin_kernel has begun the call
     split     ``SplitK``; no tile of the own shard is split
 
-    signals  copy engine of rank s, behind each chunk c of its shard
-    waits    before the first tile of a chunk: chunk c of rank s; the own shard is read where it is
-    reuse    of a half of A_full: Segments
+    signals   copy engine of rank s, after each chunk c of its shard
+    waits     before the first tile of a chunk: chunk c of rank s; the own shard is read in place
+    reuse     of a half of A_full: CopyChannel
     progress  programs wait for copy engines only, so they need not all be resident
 
     copy  | s1 | s2 | s3 |                          chunks that arrive
@@ -135,8 +135,8 @@ def all_gather_matmul_kernel(
     b = Operand(b, b_stride, N)
     shard, gathered = Operand(shard, shard_stride, rows), Operand(gathered, K, world * panel_rows)
     nothing = Outgoing(out, out, 0)
-    # Loops, and not a choice in one: Triton gives the operands of two GEMMs shared memory each unless one loop follows
-    # the other.
+    # Two loops in place of a branch in one: Triton allocates shared memory for the operands of both GEMMs unless one loop
+    # follows the other.
     depth = tl.cdiv(K, block.k)
     program = tl.program_id(0)
     first_row = place_of(me, me, world, LOCAL_FIRST) * rows
@@ -185,18 +185,20 @@ def all_gather_matmul(
     own_first: bool = False,
     return_gathered: bool = False,
 ) -> Any:
-    """all_gather(a_shard[M/W, K]) @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
+    """Compute all_gather(a_shard[M/W, K]) @ b[N, K].T -> [M, N] with fp32 accumulation.
 
-    b                one [N, K], or several with N of their own: the rows are gathered once, and a list of results returned
-    own_first        rank r's result has the rows of ranks r, r + 1, … (mod W) in this order, that of ``matmul_reduce_scatter``
-                     with own_first. For computations that treat every row alike, as an MLP does: rows come in the order in
-                     which they arrive, so that one GEMM computes all that are not the own ones
-    return_gathered  return (result, all_gather(a_shard)); the gathered rows have the order of the result's
+    The dtype of the result is that of both operands: fp16, bf16 or fp32.
+
+    b                one [N, K], or several, each with its own N: the rows are gathered once, and a list of results returned
+    own_first        rank r's result has the rows of ranks r, r + 1, … (mod W) in this order, as ``matmul_reduce_scatter`` with
+                     own_first takes them. For computations that treat all rows alike, such as an MLP: rows lie in the order
+                     of their arrival, so that one GEMM computes all of the peers' rows
+    return_gathered  return (result, all_gather(a_shard)); the gathered rows have the order of the result's rows
 
     Every b may have its rows or its columns contiguous ([N, K] or the transpose of a [K, N]). Every rank has its own b (its
-    share of N); M, N, K, dtype and own_first are the same on all ranks, which meet on the
-    host at the first call with them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes,
-    dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
+    share of N); M, N, K, dtype and own_first are the same on all ranks, which compare them on the host at the first call with
+    them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not
+    fit, on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("all_gather_matmul", team)
     check_flag("all_gather_matmul", "own_first", own_first)
@@ -222,7 +224,7 @@ class AllGatherMatmul(Overlapped):
 
     def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
         if call.local_first:
-            # A row of that order comes before, in its own bucket only: where another design is faster than in rank order.
+            # A row of that order has precedence, in its own bucket only: another design is faster there than in rank order.
             found = table.find(f"{self.name}+own_first", call[:3], call.dtype, machine.world_size, machine.caps)
             if found and found.exact:
                 return found
@@ -243,7 +245,7 @@ class AllGatherMatmul(Overlapped):
         if name == "pipelined":
             if world == 2:
                 return Pipelined(chunks=2 if call.N >= 8192 and rows >= 1024 else 1)
-            # Two ranks' rows in one GEMM keep the SMs busier, where N makes it long enough to hide the next ranks' rows.
+            # Two ranks' rows in one GEMM use the SMs better, if N makes it long enough to hide the next ranks' rows.
             return Pipelined(span=2 if call.N >= 8192 else 1)
         gather = CollectiveCall(rows * call.K * call.dtype.itemsize, call.dtype)
         return Sequential(
@@ -272,7 +274,7 @@ class AllGatherMatmul(Overlapped):
     def run(
         self, design: Any, team: Team, a_shard: torch.Tensor, b: torch.Tensor, local_first: bool = False
     ) -> torch.Tensor:
-        """The result with checked arguments by ``design``, the same on all ranks."""
+        """``all_gather_matmul`` with checked arguments by ``design``, the same on all ranks."""
         return self.run_several(design, team, a_shard, (b,), local_first)[0]
 
     def run_several(
@@ -284,7 +286,7 @@ class AllGatherMatmul(Overlapped):
         local_first: bool = False,
         gathers: bool = False,
     ) -> list[torch.Tensor]:
-        """The result with each b, then the gathered rows if ``gathers``."""
+        """Results for each b, then the gathered rows if ``gathers``."""
         self.check_design(design)
         shard = a_shard.contiguous()
         if isinstance(design, Sequential):
@@ -300,13 +302,13 @@ class AllGatherMatmul(Overlapped):
         return [*outs, _whole(panels, shard, team, local_first)]
 
     def agree(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> None:
-        """ValueError on all ranks where their sizes differ. Collective at the first call with these."""
+        """ValueError on all ranks if their sizes differ. Collective at the first call with these sizes."""
         if team.size > 1:
             names = ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first")
             persistent.agree(self.name, team, names, (shard.shape[0], *b.shape, b.dtype, local_first))
 
     def plan_of(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> Any:
-        """The design for these operands."""
+        """Design for these operands."""
         (rows, K), N = shard.shape, b.shape[0]
         call = GemmCall(team.size * rows, N, K, shard.dtype, can_describe(shard, b), local_first)
         return self.plan(call, machine_of(team)).design
@@ -324,7 +326,7 @@ class AllGatherMatmul(Overlapped):
         ctx.save_for_backward(a_shard, b)
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        # Every rank used my shard with its own b: the sum over the ranks, scattered by rows.
+        # Every rank multiplied this shard by its own b: the gradient is the sum over the ranks, scattered by rows.
         a_shard, b = ctx.saved_tensors
         a = torch.ops.weft.all_gather.default(a_shard, ctx.team)
         if ctx.own_first:
@@ -338,7 +340,7 @@ class AllGatherMatmul(Overlapped):
 
 
 class AllGatherMatmulSeveral(Op):
-    """The same for several b, with the gathered rows: a torch op of its own, so that the one above has no lists to unpack."""
+    """AllGatherMatmul for several b, with the gathered rows: a torch op with lists."""
 
     name = alias = "all_gather_matmul_several"
 
@@ -346,7 +348,7 @@ class AllGatherMatmulSeveral(Op):
         self, a_shard: torch.Tensor, bs: Sequence[torch.Tensor], team: str, own_first: bool
     ) -> list[torch.Tensor]:
         members, shard = find_team(team), a_shard.contiguous()
-        # One design for all: the one of the widest b.
+        # The design of the widest b serves all.
         widest = max(bs, key=len)
         for b in bs:
             ALL_GATHER_MATMUL.agree(members, shard, b, own_first)
@@ -364,7 +366,7 @@ class AllGatherMatmulSeveral(Op):
     def backward(self, ctx: Any, grads: Sequence[torch.Tensor]) -> tuple:
         gathered, *bs = ctx.saved_tensors
         *of_outs, of_gathered = grads
-        if ctx.own_first:  # the sum is of rows in the order of the ranks
+        if ctx.own_first:  # reduce_scatter takes rows in rank order
             of_gathered = of_gathered.roll(find_team(ctx.team).rank * (len(gathered) // find_team(ctx.team).size), 0)
         of_shard = torch.ops.weft.reduce_scatter.default(of_gathered, ctx.team)
         for grad, b in zip(of_outs, bs, strict=True):
@@ -387,7 +389,7 @@ def _run_sequential(
         if local_first:
             gathered = gathered.roll(-team.rank * shard.shape[0], 0)
     outs = [MATMUL.run(design.gemm.design, None, gathered, b) for b in bs]
-    # Without ranks to gather from, the rows are the caller's own tensor, which no result may be.
+    # On one rank the rows are the caller's tensor, which no result may alias.
     return [*outs, gathered.clone() if gathered is shard else gathered] if gathers else outs
 
 
@@ -399,7 +401,7 @@ def _run_fused(
     outs: list[torch.Tensor],
     local_first: bool,
 ) -> torch.Tensor:
-    """Returns the panels of gathered rows in rank order; this rank's is not written."""
+    """Run the fused kernel. Returns the panels of gathered rows in rank order; this rank's is not written."""
     world, (rows, K), tile = team.size, shard.shape, design.tile
     panel_rows = cdiv(rows, tile.block_m) * tile.block_m
     space = _workspace(team, shard.dtype, world * panel_rows * K)
@@ -448,18 +450,23 @@ def _constants(design: Fused, team: Team, descriptors: bool, local_first: bool) 
 
 
 def _run_pipelined(
-    design: Pipelined, team: Team, shard: torch.Tensor, bs: Sequence[torch.Tensor], outs: list[torch.Tensor],
+    design: Pipelined,
+    team: Team,
+    shard: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    outs: list[torch.Tensor],
     local_first: bool,
-) -> torch.Tensor:  # fmt: skip
-    """A cuBLAS GEMM for the own shard, then one for each chunk of each peer's (or one for several peers') as it lands; they
-    take turns on the streams. Returns the panels of gathered rows in the result's order; this rank's is not
-    written.
+) -> torch.Tensor:
+    """Run a cuBLAS GEMM for the own shard, then one for each chunk of each peer's shard as it lands.
 
-    signals  copy engine of rank s, behind each chunk: flags[place of s, c] = epoch, if local_first flags[W + place of s, c]: in
-             either order a row has one writer, so its epochs grow, whichever order the calls before had
-    waits    wait_kernel, in the chunk's stream: the same flag >= epoch. It holds a warp of one SM, no more; GEMMs end
-             whatever the peers do, and so begin_kernel runs at last even where GEMMs got all SMs first
-    reuse    of a half of A_full: Segments
+    One GEMM may take several peers' shards. The GEMMs use the streams in turn. Returns the panels of gathered rows in the
+    result's order; this rank's is not written.
+
+    signals  copy engine of rank s, after each chunk: flags[place of s, c] = epoch, if local_first flags[W + place of s, c]: in
+             either order a row has one writer, so its epochs grow, whatever the order of earlier calls
+    waits    wait_kernel, in the chunk's stream: the same flag >= epoch. It occupies one warp of one SM. GEMMs end without the
+             peers, so begin_kernel runs eventually even if GEMMs take all SMs first
+    reuse    of a half of A_full: CopyChannel
 
     copy  | s1 | s2 | s3 |                          chunks that arrive
     stream 0  | s0 | s2 |                                               rank 0 of 4: shards
@@ -495,8 +502,10 @@ def _run_pipelined(
 
 
 def _whole(panels: list[torch.Tensor], shard: torch.Tensor, team: Team, local_first: bool) -> torch.Tensor:
-    """All ranks' rows as a new tensor: of the workspace's ``panels``, which the next calls write over, and this rank's own
-    ``shard``."""
+    """All ranks' rows as a new tensor: the workspace's ``panels``, with ``shard`` in this rank's place.
+
+    Later calls write over the workspace.
+    """
     panels[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard
     return torch.cat([panel[: len(shard)] for panel in panels])
 
@@ -511,7 +520,7 @@ def _push(
 ) -> None:
     """Have the copy engine write ``shard`` into every peer's ``gathered``, one peer after the other.
 
-    Rank r serves r - 1, r - 2, … : the peer that needs this shard next comes first, and every link carries one shard at a time.
+    Rank r serves r - 1, r - 2, … : the peer that needs this shard next is first, and every link carries one shard at a time.
     """
     if shard.requires_grad:
         shard = shard.detach()  # copies are made outside the op, where autograd would follow it
@@ -527,8 +536,8 @@ def _push(
 
 def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:
     def make(capacity: int) -> Segments:
-        # Zeros: the rows that pad a shard to whole tiles are read, though no result depends on them.
-        # Flags of both orders of rows: _run_pipelined.
+        # Zeros: rows that pad a shard to whole tiles are read, though no result depends on them.
+        # A row of flags per rank for each order of rows (_run_pipelined).
         return Segments.make(team, team.zeros((2, capacity), dtype=dtype), 2 * team.size)
 
     return grown_workspace(team, ("all_gather_matmul", dtype), size, make)

@@ -1,7 +1,7 @@
-"""The fused design of matmul_reduce_scatter and matmul_all_reduce: one GEMM kernel whose tiles are summed over the ranks.
+"""Fused design of matmul_reduce_scatter and matmul_all_reduce: a GEMM that sums tiles over ranks.
 
-Every output tile has an owner. A rank computes the tiles of its peers first and sends each to its owner under the GEMM of
-the next one; the owner adds what it received to its own tile, and for an all-reduce sends the sum to all ranks.
+Every output tile has an owner. A rank computes the tiles of its peers first and sends each to its owner during the GEMM of
+the next one; the owner adds the received tiles to its own, and for an all-reduce sends the sum to all ranks.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """One kernel that sends each finished tile to its owner under the GEMM of the next one.
+    """One kernel that sends each finished tile to its owner during the GEMM of the next one.
 
     split  tiles that do not fill a round of programs are split along K
-    piece  elements of a finished tile that leave in each step of the next tile (a power of two): spread over
-           the GEMM, since all programs finish tiles at once and the link would stand still in between
+    piece  elements of a finished tile that are sent in each step of the next tile (a power of two): spread over
+           the GEMM, since all programs finish tiles at once and the link would idle in between
     """
 
     tile: Tile
@@ -66,19 +66,19 @@ class Fused:
 
 
 def piece_for(K: int, block_k: int) -> int:
-    """The default ``piece``: small where there are many steps along K, so that a link takes the tile evenly."""
+    """Default ``piece``: small for many steps along K, so that a link is loaded evenly."""
     return 1024 if K // block_k >= 32 else 2048
 
 
 class Buffers(NamedTuple):
     """Memory of one call, passed to the kernel as the argument ``buffers``.
 
-    received  [H, W - 1, slot_size]   symmetric: whole tiles; slot d holds what rank me + 1 + d computed of my tiles
-    arrived   [W - 1, flags]          symmetric: arrived[d, t] = epoch, once my t-th tile lies in slot d
+    received  [H, W - 1, buffer_size] symmetric: whole tiles; receive buffer d has rank me + 1 + d's results of my tiles
+    arrived   [W - 1, flags]          symmetric: arrived[d, t] = epoch, once my t-th tile lies in receive buffer d
     epoch     [2]                     this rank's
     results   [all tiles]             symmetric: the summed tiles that peers own (all-reduce only)
     ready     [all tiles]             symmetric: ready[number] = epoch, once that tile lies in results (all-reduce only)
-    slot_size, flags                  row lengths of received and of arrived
+    buffer_size, flags                row lengths of received and of arrived
     """
 
     received: tl.tensor
@@ -86,19 +86,19 @@ class Buffers(NamedTuple):
     epoch: tl.tensor
     results: tl.tensor
     ready: tl.tensor
-    slot_size: tl.tensor
+    buffer_size: tl.tensor
     flags: tl.tensor
 
 
 class Target(NamedTuple):
-    """Where one finished tile goes.
+    """Destination of a finished tile.
 
     is_own, is_last    this rank owns it; it is this program's last tile
-    received           its place in the first receive buffer
-    at_owner           its place in this rank's receive buffer at the owner
-    result             its place in results
+    received           its address in the first receive buffer
+    at_owner           its address in this rank's receive buffer at the owner
+    result             its address in results
     send               this program's send buffer
-    row, column        of the tile in its rows; rows, N: the limits
+    row, column        its position in the owner's rows; rows, N: their limits
     """
 
     is_own: tl.tensor
@@ -134,28 +134,28 @@ def matmul_reduce_kernel(
 ):
     """out = sum over ranks of a[M, K] @ b[N, K].T        grid: (programs,), own tiles last
 
-    REPLICATE    out[M, N], bitwise the same on all ranks. The tiles, not the rows, are dealt out to owners, so that all ranks
-                 take part whatever M is
-    else         out[M / W, N], the rows me * M / W .. of the sum. Panels of rows are dealt out to owners
+    REPLICATE    out[M, N], bitwise the same on all ranks. Tiles, not rows, are assigned to owners, so that all ranks take part
+                 for any M
+    else         out[M / W, N], the rows me * M / W .. of the sum. Panels of rows are assigned to owners
     LOCAL_FIRST  a has the rows of ranks me, me + 1, … (mod W) in this order, else in rank order
 
     send     [programs, tile]: this rank's; a program's finished tile, while it goes to its owner
     buffers  ``Buffers``; split: ``SplitK``; tiles: ``Tiles`` as an argument; block: ``Block``
 
-    signals  every rank s, per tile of owner o: stores the tile at o, then arrived[slot of s, t] = epoch at o
+    signals  every rank s, per tile of owner o: stores the tile at o, then arrived[buffer of s, t] = epoch at o
              REPLICATE, the owner, per own tile: stores the sum at every peer, then ready[number] = epoch there
     waits    own tiles, after their GEMM: arrived[d, t] >= epoch, d = 0 .. W - 2
              REPLICATE, peers' tiles, after all own ones: ready[number] >= epoch, then the copy into out
     order    own partial (fp32) + those of ranks me + 1, me + 2, … (in out's dtype), summed in fp32 and rounded once, by
              the owner: the same every run
-    reuse    received, REPLICATE (H = 1): the owner reads a tile before it says ready, and no rank leaves a call before all
+    reuse    received, REPLICATE (H = 1): the owner reads a tile before it signals ready, and no rank ends a call before all
              tiles are ready.
              received, else (H = 2, by epoch): rank s writes half h for owner o in call e and again in call e + 2. In
              between, s finished call e + 1, in which it waited for a tile from o. o sent that tile after it finished call e,
              and so after it read half h.
              results: an owner writes a tile only after it received this rank's share of it in the same call, sent after this
-             rank's last call ended. Holds whatever the shapes of the two calls are.
-             send: a tile has left it when the next tile's GEMM ends, and only then is it filled again.
+             rank's last call ended. This holds for any shapes of the two calls.
+             send: a tile has been sent when the next tile's GEMM ends, and the buffer is filled again only then.
     progress before a program waits it has sent and announced all its earlier tiles
 
     gemm  | o1 | o2 | o3 | own |                                        rank 0 of 4: tiles of the owners
@@ -174,7 +174,7 @@ def matmul_reduce_kernel(
     now = wl.next_epoch(buffers.epoch)
     received = buffers.received
     if not REPLICATE:
-        received += (now & 1).to(tl.int64) * (world - 1) * buffers.slot_size
+        received += (now & 1).to(tl.int64) * (world - 1) * buffers.buffer_size
     start = first_tile((me + 1) % world, tiles, world)
     send += tl.program_id(0) * TILE
     sending = -1  # the number of the tile in the send buffer
@@ -188,12 +188,12 @@ def matmul_reduce_kernel(
         first_row = 0 if REPLICATE else place_of(owner, me, world, LOCAL_FIRST) * rows
         receiver = owner_of(tl.maximum(sending, 0), tiles, world)
         sent = tl.maximum(sending, 0) - first_tile(receiver, tiles, world)
-        slot = buffer_of(me, receiver, world)
-        there = received + tl.cast(slot, tl.int64) * buffers.slot_size + sent.to(tl.int64) * TILE
+        buffer = buffer_of(me, receiver, world)
+        there = received + tl.cast(buffer, tl.int64) * buffers.buffer_size + sent.to(tl.int64) * TILE
         outgoing = Outgoing(send, wl.symm_at(there, receiver, team), tl.where(sending < 0, 0, TILE))
         acc = gemm_tile(a, b, first_row + row, column, K, first, last, outgoing, block, True)
         if sending >= 0:
-            wl.notify(buffers.arrived + slot * buffers.flags + sent, receiver, now, team)
+            wl.notify(buffers.arrived + buffer * buffers.flags + sent, receiver, now, team)
             sending = -1
         if last - first == depth:
             complete = True
@@ -206,12 +206,12 @@ def matmul_reduce_kernel(
             here = received + tile.to(tl.int64) * TILE
             result = buffers.results + number.to(tl.int64) * TILE if REPLICATE else here
             last_step = step + 1 == steps
-            slot = buffer_of(me, owner, world)
+            buffer = buffer_of(me, owner, world)
             if owner == me:
                 for peer in tl.range(0, world - 1):
                     wl.wait(buffers.arrived + peer * buffers.flags + tile, now, team)
             else:
-                there = wl.symm_at(here + tl.cast(slot, tl.int64) * buffers.slot_size, owner, team)
+                there = wl.symm_at(here + tl.cast(buffer, tl.int64) * buffers.buffer_size, owner, team)
                 tl.debug_barrier()  # all threads have sent what the send buffer held
             target = Target(owner == me, last_step, here, there, result, send, row, column, rows, N)
             if last - first == depth:
@@ -227,7 +227,7 @@ def matmul_reduce_kernel(
                     for peer in tl.static_range(1, world):
                         wl.notify(buffers.ready + number, (me + peer) % world, now, team)
             elif last_step:
-                wl.notify(buffers.arrived + slot * buffers.flags + tile, owner, now, team)
+                wl.notify(buffers.arrived + buffer * buffers.flags + tile, owner, now, team)
             else:
                 tl.debug_barrier()
                 sending = number
@@ -245,20 +245,21 @@ def matmul_reduce_kernel(
 
 @triton.jit
 def deliver(x, at, part, out, target, buffers, block, team, REPLICATE: tl.constexpr):
-    """Bring ``x``, the piece of a finished tile from row ``at`` and the ``part``-th x.shape[1] columns on, to its target.
+    """Store ``x``, a piece of a finished tile, at its target.
 
-    An own tile goes to ``out`` with the received ones added, and if REPLICATE to every peer's results; another rank's to the
-    send buffer, or to the owner if it is this program's last.
+    The piece begins at row ``at`` and column ``part`` * x.shape[1] of the tile. An own tile is stored in ``out`` with the
+    received ones added, and if REPLICATE in every peer's results; another rank's in the send buffer, or at the owner if it is
+    this program's last.
     """
     world: tl.constexpr = wl.num_ranks(team)
     COLUMNS: tl.constexpr = x.shape[1]
     offsets = at * block.n + part * COLUMNS + packed(x.shape[0], COLUMNS, block.n)
     if target.is_own:
-        for slot in tl.range(0, world - 1, num_stages=1):
+        for buffer in tl.range(0, world - 1, num_stages=1):
             if REPLICATE:
-                source = target.received + slot * buffers.slot_size
+                source = target.received + buffer * buffers.buffer_size
             else:
-                source = target.received + tl.cast(slot, tl.int64) * buffers.slot_size
+                source = target.received + tl.cast(buffer, tl.int64) * buffers.buffer_size
             x += tl.load(source + offsets).to(tl.float32)
         total = x.to(out.dtype.element_ty)
         if REPLICATE:
@@ -283,7 +284,7 @@ def launch(
     local_first: bool = False,
     replicate: bool = False,
 ) -> None:
-    """Run the kernel on operands with dense rows. tiles: of the whole result, not split yet."""
+    """Run the kernel on operands with dense rows. tiles: those of the whole result, none split along K."""
     (M, K), N, tile = a.shape, b.shape[0], design.tile
     scratch = persistent.scratch_for(team, tile, a.dtype)
     programs = persistent.programs_for(team, tiles, tile, design.split)

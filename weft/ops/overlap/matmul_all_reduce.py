@@ -1,4 +1,4 @@
-"""matmul_all_reduce: a GEMM over each rank's share of K, whose sum over the ranks every rank gets, bitwise the same."""
+"""matmul_all_reduce: a GEMM over each rank's share of K, summed over the ranks, bitwise equal on all."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ if TYPE_CHECKING:
 
 # Rows up to which the sequential design wins on two ranks.
 SEQUENTIAL_ROWS_OF_TWO = 1024
-# Rows a rank from which more than two ranks take blocks of rows in turn. Measured on four.
+# Rows a rank from which more than two ranks use the pipelined design. Measured on four.
 ROWS_IN_BLOCKS = 2048
-# Elements of all receive buffers, at most: the kernel's loop over them counts in 32 bits, since with 64 it spills at eight
+# Most elements of all receive buffers: the kernel's loop over them counts in 32 bits, since with 64 it spills at eight
 # ranks.
 MOST_ELEMENTS = 2**31
-# Bytes up to which the pipelined design's buffers have two halves. Above it the next call waits until all peers have ended
-# this one.
+# Largest size in bytes of the pipelined design's buffers with two halves. With one, the next call waits until all peers have
+# ended this one.
 MOST_HALVED = 1 << 30
 
 
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """Blocks of rows, each computed by cuBLAS rank by rank and all-reduced by copy engines under the GEMMs of the next.
+    """Blocks of rows: cuBLAS GEMMs of one while copy engines all-reduce the previous one.
 
     chunks   blocks of rows, at most MAX_CHUNKS
-    streams  that the GEMMs take in turn
-    span     ranks whose rows may go into one GEMM where they lie one after the other (chunks=1)
+    streams  number of streams that the GEMMs use in turn
+    span     ranks whose rows may share one GEMM where they are adjacent in memory (chunks=1)
     """
 
     chunks: int = 2
@@ -75,12 +75,12 @@ class Pipelined:
 
 
 def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Tensor:
-    """The sum over ranks of a[M, K] @ b[N, K].T -> [M, N], bitwise the same on all ranks.
+    """Sum a[M, K] @ b[N, K].T over the ranks -> [M, N], bitwise the same on all ranks.
 
-    a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which meet on the host at the
-    first call with them. Partial results travel in the dtype of a and b (fp16, bf16, fp32) and are summed in fp32, in an order
-    that depends on the tile only. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes,
-    dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
+    a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which compare them on the
+    host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in fp32,
+    in an order that depends on the tile only. Collective: all ranks call it, in the same order, on one stream. ValueError for
+    shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team))
     return MATMUL_ALL_REDUCE.dispatch(a, b, team.name)
@@ -98,7 +98,7 @@ class MatmulAllReduce(Overlapped):
         if planned.name == "fused" and call.design == AUTO:
             _, elements = buffer_elements(call.M, call.N, machine.world_size, planned.design.tile)
             if elements > MOST_ELEMENTS:
-                reason = f"{elements:,} elements > {MOST_ELEMENTS:,}, the most that the fused kernel's receive buffers can have"
+                reason = f"{elements:,} elements > {MOST_ELEMENTS:,}, the most of the fused kernel's receive buffers"
                 return Planned("pipelined", self.default("pipelined", call, machine), reason)
         return planned
 
@@ -113,24 +113,24 @@ class MatmulAllReduce(Overlapped):
         if world > 2 and M // world >= ROWS_IN_BLOCKS:
             return (
                 "pipelined",
-                f"M={M}, at least {ROWS_IN_BLOCKS} a rank: half of the sums travel under the other half's GEMMs",
+                f"M={M}, at least {ROWS_IN_BLOCKS} a rank: half of the sums are sent during the other half's GEMMs",
             )
-        return "fused", "one kernel sends finished tiles and gives the sums to all"
+        return "fused", "one kernel sends finished tiles to their owners and the sums to all ranks"
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         world, caps = machine.world_size, machine.caps
         if name == "fused":
             tile = default_tile(call.M, call.N, call.dtype, caps)
             if world == 3 and (tile.block_m, tile.block_n) == (128, 128) and not caps.is_simulated:
-                # What two receive buffers and two peers take beside 128 accumulators a thread is spilled under Triton 3.6.
+                # With 128 accumulators a thread, two receive buffers and two peers make Triton 3.6 spill.
                 tile = replace(tile, num_warps=8)
             return Fused(tile=tile, split=splits_by_default(call.K, caps), piece=piece_for(call.K, tile.block_k))
         if name == "pipelined":
-            # Ranks that differ in K must cut the rows alike.
+            # Ranks that differ in K must divide the rows alike, so only the number of streams depends on K.
             return Pipelined(streams=1 if call.K >= 4096 else 2)
         reduce = ALL_REDUCE.plan(CollectiveCall(call.M * call.N * call.dtype.itemsize, call.dtype), machine)
         if reduce.name == "one_shot":
-            # The all-reduce adds split-K partials up as it reads them.
+            # The all-reduce adds split-K partials up when it loads them.
             small, reason = choose_small_m(call._replace(partials=True), caps)
             if small is not None:
                 return Sequential(collective=reduce, gemm=Planned("small_m", small, reason))
@@ -152,8 +152,10 @@ class MatmulAllReduce(Overlapped):
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(self, design: Any, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The result with checked arguments by ``design``, the same on all ranks. ValueError for a fused design whose receive
-        buffers its kernel cannot count (MOST_ELEMENTS)."""
+        """``matmul_all_reduce`` with checked arguments by ``design``, the same on all ranks.
+
+        ValueError for a fused design with receive buffers of more than MOST_ELEMENTS.
+        """
         self.check_design(design)
         if isinstance(design, Sequential):
             return _run_sequential(design, team, a, b)
@@ -177,7 +179,7 @@ class MatmulAllReduce(Overlapped):
         ctx.save_for_backward(a, b)
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        # Every rank's output holds my partial result: the sum over the ranks of what they ask of it.
+        # Every rank's output contains this rank's partial result, so its gradient is the sum of all ranks' gradients.
         a, b = ctx.saved_tensors
         grad = torch.ops.weft.all_reduce.default(grad, ctx.team, "auto")
         return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul.default(grad.t(), a.t()), None
@@ -188,10 +190,10 @@ register(MATMUL_ALL_REDUCE)
 
 
 def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, int]:
-    """Of the fused kernel: elements of one receive buffer, and of all of them as they are allocated."""
+    """Elements of one receive buffer of the fused kernel, and of all of them as allocated."""
     tiles = cdiv(M, tile.block_m) * cdiv(N, tile.block_n)
-    slot_size = cdiv(tiles, world_size) * tile.block_m * tile.block_n
-    return slot_size, (world_size - 1) * capacity_for(slot_size)
+    buffer_size = cdiv(tiles, world_size) * tile.block_m * tile.block_n
+    return buffer_size, (world_size - 1) * capacity_for(buffer_size)
 
 
 def _run_sequential(design: Sequential, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -207,28 +209,30 @@ def _run_sequential(design: Sequential, team: Team, a: torch.Tensor, b: torch.Te
 
 def _run_fused(design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     (M, N), tile = out.shape, design.tile
-    slot_size, elements = buffer_elements(M, N, team.size, tile)
+    buffer_size, elements = buffer_elements(M, N, team.size, tile)
     if elements > MOST_ELEMENTS:
         raise ValueError(
-            f"matmul_all_reduce: design='fused' has receive buffers of {elements} elements for M={M}, N={N}, and can count "
+            f"matmul_all_reduce: design='fused' has receive buffers of {elements} elements for M={M}, N={N}, more than "
             f"{MOST_ELEMENTS}; pass design='pipelined'"
         )
     tiles = make_tiles(M, N, panels=1, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
-    space = _buffers(team, a.dtype, slot_size)
+    space = _buffers(team, a.dtype, buffer_size)
     fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, space, replicate=True)
 
 
 def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """An all-reduce for each of at most ``design.chunks`` blocks of rows, which are dealt out to owners: a cuBLAS GEMM for
-    each peer's rows (or one for several peers'), which the copy engine carries to their owner; then the own rows', and the
-    sums. They go to all under the next block's GEMMs, by the copy engine; the last block's go by share_kernel.
+    """Run a GEMM and all-reduce for each of at most ``design.chunks`` blocks of rows.
 
-    signals  copy engine of rank s: flags[slot of s, block] = epoch at the owner, behind a block's rows, and
-             flags[W - 1 + slot of s, block] = epoch at all, behind its sums
-    waits    wait_kernel, behind a block's own GEMM: flags[d, block] >= epoch, d = 0 .. W - 2; and for the sums, behind the
-             next block's GEMMs for peers, to leave them time: flags[W - 1 + d, block]. GEMMs end whatever the peers do, and
-             all that a rank sends of a block is before its first wait for it
-    reuse    of a half of receive buffers and results: Segments. In a call every block has places and flags of its own
+    The rows of a block are assigned to owners. A cuBLAS GEMM computes each peer's rows (or several peers'), and the copy engine
+    carries them to their owner; then come the own rows and their sums. The copy engine sends the sums to all ranks during the
+    next block's GEMMs; the last block's are sent by share_kernel.
+
+    signals  copy engine of rank s: flags[buffer of s, block] = epoch at the owner, after a block's rows, and
+             flags[W - 1 + buffer of s, block] = epoch at all ranks, after its sums
+    waits    wait_kernel, after a block's own GEMM: flags[d, block] >= epoch, d = 0 .. W - 2; and for the sums, after the
+             next block's GEMMs for peers, to leave them time: flags[W - 1 + d, block]. GEMMs end without the peers, and a rank
+             sends all of a block's rows before its first wait for the block
+    reuse    of a half of receive buffers and results: CopyChannel. In a call every block has its own memory and flags
 
     stream 0  | o1 | o3 | o1' | o3' | sum', to all |                      rank 0 of 4: rows by owner, ' of the second block
     stream 1    | o2 | own  | o2' | own' |
@@ -249,11 +253,11 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
     turn, earlier = 0, None
     for number, rows in blocks:
         total, part, mine = out[rows], partial[rows], rows_of(me, rows.stop - rows.start, world)
-        slots, results = half[:, number * most : (number + 1) * most].split((world - 1, world))
+        received, results = half[:, number * most : (number + 1) * most].split((world - 1, world))
         how = Sending(
             chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, block=number, turn=turn
         )
-        sent = list(send_partials((a[rows], b), part, slots, space, team, streams, how))
+        sent = list(send_partials((a[rows], b), part, received, space, team, streams, how))
         turn += len(sent)
         if earlier is not None:
             with streams.urgent():
@@ -268,19 +272,19 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
             with streams.urgent():
                 streams.after(computed)
                 await_chunk(space.landed, number, 0, world - 1)
-                add_up(part[mine], slots, total[mine], team, early=False)
+                add_up(part[mine], received, total[mine], team, early=False)
                 team.copy_engine.fork()
             _give(total[mine].view(-1), results, space, number, team)
             earlier = total, results
     streams.join()
     if mine.stop > mine.start:
         await_chunk(space.landed, last, 0, world - 1)
-    share(part[mine], slots, results, space, total, team)
+    share(part[mine], received, results, space, total, team)
     team.copy_engine.join()
 
 
 def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
-    """Have the copy engine write this rank's sums of a block into its place in ``results`` [W, …] at every peer."""
+    """Have the copy engine write this rank's sums of a block to its row of ``results`` at every peer."""
     world, me = team.size, team.rank
     for step in range(1, world):
         peer = (me + step) % world
@@ -288,8 +292,10 @@ def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int
 
 
 def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
-    """Peers' rows of a block, ``out`` [rows, N] = their sums, once they are in ``results`` [W, …]. By memory copies:
-    a kernel would wait for an SM until the GEMM beside it ends. (That these do not was not profiled.)"""
+    """Copy the peers' sums of a block from ``results`` [W, …] to ``out`` [rows, N] once they have arrived.
+
+    By memory copies, since a kernel would wait for an SM until a concurrent GEMM ends. (Not profiled.)
+    """
     await_chunk(space.rows_from(team.size - 1), block, 0, team.size - 1)
     for peer in range(team.size):
         if peer != team.rank:
@@ -297,7 +303,7 @@ def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: i
             theirs.copy_(results[peer, : theirs.numel()])
 
 
-def _buffers(team: Team, dtype: torch.dtype, slot_size: int) -> Buffers:
+def _buffers(team: Team, dtype: torch.dtype, buffer_size: int) -> Buffers:
     def make(capacity: int) -> Buffers:
         flags = capacity // persistent.SMALLEST_TILE
         return Buffers(
@@ -306,11 +312,11 @@ def _buffers(team: Team, dtype: torch.dtype, slot_size: int) -> Buffers:
             epoch=team.local((2,), torch.int32),
             results=team.empty((team.size * capacity,), dtype=dtype),
             ready=team.signals((team.size * flags,)),
-            slot_size=capacity,
+            buffer_size=capacity,
             flags=flags,
         )
 
-    return grown_workspace(team, ("matmul_all_reduce", dtype), slot_size, make)
+    return grown_workspace(team, ("matmul_all_reduce", dtype), buffer_size, make)
 
 
 def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:

@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter: a GEMM over each rank's share of K, whose sum over the ranks stays scattered by rows."""
+"""matmul_reduce_scatter: a GEMM over each rank's share of K, summed over ranks and scattered by rows."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """A cuBLAS GEMM for each piece of each peer's rows, which the copy engine carries to their owner; then the own rows'.
+    """A cuBLAS GEMM for each piece of the peers' rows, sent by the copy engine; then one for the own rows.
 
     chunks        GEMMs per rank's rows, at most MAX_CHUNKS
-    streams       that the GEMMs take in turn
-    span          ranks whose rows may go into one GEMM where they lie one after the other (chunks=1)
-    accumulate    the GEMM of a rank's own rows adds to the only peer's partial result, in place of a kernel behind it (two
-                  ranks)
-    local_pieces  GEMMs of a rank's own rows of a chunk: the sums of one are added up under the next (not with accumulate)
+    streams       number of streams that the GEMMs use in turn
+    span          ranks whose rows may share one GEMM where they are adjacent in memory (chunks=1)
+    accumulate    the GEMM of a rank's own rows adds to the only peer's partial result, in place of a sum kernel after it
+                  (two ranks)
+    local_pieces  GEMMs of a rank's own rows of a chunk: the sums of one run during the next GEMM (not with accumulate)
     """
 
     chunks: int = 1
@@ -60,19 +60,20 @@ class Pipelined:
             raise ValueError(f"local_pieces={self.local_pieces} is not positive; pass 1 or more")
         if self.local_pieces > 1 and self.accumulate:
             raise ValueError(
-                f"local_pieces={self.local_pieces} is for sums behind a GEMM, which accumulate=True has none of; pass 1"
+                f"local_pieces={self.local_pieces} is for sums after a GEMM, and accumulate=True has none; pass 1"
             )
 
 
 def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_first: bool = False) -> torch.Tensor:
-    """Rows rank * M/W .. of the sum over ranks of a[M, K] @ b[N, K].T -> [M/W, N].
+    """Sum a[M, K] @ b[N, K].T over the ranks and return rows rank * M/W .. -> [M/W, N].
 
-    own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, that of ``all_gather_matmul`` with own_first
+    own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, as ``all_gather_matmul`` with own_first
+               returns them
 
-    a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which meet on the
-    host at the first call with them. Partial results travel in the dtype of a and b (fp16, bf16, fp32) and are summed in fp32,
-    in an order that depends on the row only. Collective: all ranks call it, in the same order, on one stream. ValueError for
-    shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
+    a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which compare them
+    on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in
+    fp32, in an order that depends on the row only. Collective: all ranks call it, in the same order, on one stream. ValueError
+    for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team))
     check_flag("matmul_reduce_scatter", "own_first", own_first)
@@ -140,7 +141,7 @@ class MatmulReduceScatter(Overlapped):
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(self, design: Any, team: Team, a: torch.Tensor, b: torch.Tensor, local_first: bool = False) -> torch.Tensor:
-        """The result with checked arguments by ``design``, the same on all ranks."""
+        """``matmul_reduce_scatter`` with checked arguments by ``design``, the same on all ranks."""
         self.check_design(design)
         if isinstance(design, Sequential):
             partial = MATMUL.run(design.gemm.design, None, a, b)
@@ -170,7 +171,7 @@ class MatmulReduceScatter(Overlapped):
         ctx.save_for_backward(a, b)
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        # Every rank used my rows of the output once, and all of the output came from my share of K.
+        # This rank's a contributes to all ranks' rows of the output, so the gradient of the output is gathered.
         a, b = ctx.saved_tensors
         of_a, everywhere = torch.ops.weft.all_gather_matmul_several.default(grad, [b.t()], ctx.team, ctx.own_first)
         return of_a, torch.ops.weft.matmul.default(everywhere.t(), a.t()), None, None
@@ -192,13 +193,15 @@ def _run_fused(
 def _run_pipelined(
     design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, local_first: bool
 ) -> None:
-    """A cuBLAS GEMM for each piece of each peer's rows (or one for several peers'), which the copy engine carries to their
-    owner; then the own rows'. They take turns on the streams.
+    """Run a cuBLAS GEMM for each piece of each peer's rows, then for the own rows, and add up.
 
-    signals  copy engine of rank s: flags[slot of s, piece] = epoch at the owner, behind the piece
-    waits    wait_kernel, behind the own piece's GEMM: flags[d, piece] >= epoch, all d. GEMMs end whatever the peers do, so
-             all ranks send all they have
-    reuse    of a half of the receive buffers: Segments
+    One GEMM may take several peers' rows. The copy engine carries a finished piece to its owner. The GEMMs use the streams in
+    turn.
+
+    signals  copy engine of rank s: flags[buffer of s, piece] = epoch at the owner, after the piece
+    waits    wait_kernel, after the own piece's GEMM: flags[d, piece] >= epoch, all d. GEMMs end without the peers, so all
+             ranks send all their pieces
+    reuse    of a half of the receive buffers: CopyChannel
 
     stream 0  | o1 | o3 | sum |                                           rank 0 of 4: pieces by owner
     stream 1    | o2 | own |
@@ -219,18 +222,18 @@ def _run_pipelined(
     arrived: list[Any] = []
     streams.fork()
     with streams.urgent():
-        slots, begun = space.begin(team), streams.mark()
+        received, begun = space.begin(team), streams.mark()
         team.copy_engine.fork()
     turn, computed = 0, begun
     how = Sending(chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, local_first=local_first)
-    for number, piece, computed in send_partials((a, b), partial, slots, space, team, streams, how):
+    for number, piece, computed in send_partials((a, b), partial, received, space, team, streams, how):
         turn += 1
         if design.accumulate:
-            # The peer is about as far: what it sends is awaited under the next GEMM, and not from the beginning on.
+            # The peer is about as far, so wait for its piece during the next GEMM, not from the beginning.
             with streams.urgent():
                 streams.after(computed)
                 await_chunk(space.landed, number, 0, team.size - 1)
-                out[piece].copy_(slots[0, piece.start * N : piece.stop * N].view(-1, N))
+                out[piece].copy_(received[0, piece.start * N : piece.stop * N].view(-1, N))
                 arrived.append(streams.mark())
     of_own = rows_of(place_of.fn(me, me, team.size, local_first), team.size * rows, team.size)
     own, mine = a[of_own], partial[of_own]
@@ -245,13 +248,13 @@ def _run_pipelined(
                     is_last = part.stop == piece.stop
                     cublas.matmul(own[part], b, mine[part])
                     done = streams.mark()
-                    # Behind the last part's GEMM, or beside the next one's.
+                    # The last part's sum follows its GEMM; other sums run beside the next GEMM.
                     with nullcontext() if is_last else streams.urgent():
                         # Queue the sum behind the GEMMs that peers wait for, or its programs would take the SMs first.
                         for mark in (begun, computed, done):
                             streams.after(mark)
                         await_chunk(space.landed, number, 0, team.size - 1)
-                        add_up(mine[part], slots[:, part.start * N :], out[part], team, early=is_last)
+                        add_up(mine[part], received[:, part.start * N :], out[part], team, early=is_last)
         turn += 1
     streams.join()
     team.copy_engine.join()
@@ -264,7 +267,7 @@ def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
     return grown_workspace(team, ("matmul_reduce_scatter pipelined", dtype), size, make)
 
 
-def _buffers(team: Team, dtype: torch.dtype, slot_size: int) -> Buffers:
+def _buffers(team: Team, dtype: torch.dtype, buffer_size: int) -> Buffers:
     def make(capacity: int) -> Buffers:
         flags = capacity // persistent.SMALLEST_TILE
         received = team.empty((2, team.size - 1, capacity), dtype=dtype)
@@ -273,4 +276,4 @@ def _buffers(team: Team, dtype: torch.dtype, slot_size: int) -> Buffers:
         # No results: every rank keeps its own sums.
         return Buffers(received, arrived, epoch, received, arrived, capacity, flags)
 
-    return grown_workspace(team, ("matmul_reduce_scatter", dtype), slot_size, make)
+    return grown_workspace(team, ("matmul_reduce_scatter", dtype), buffer_size, make)

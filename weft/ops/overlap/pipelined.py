@@ -1,10 +1,10 @@
-"""The pipelined design of the overlapped GEMMs: cuBLAS's GEMMs by the rows of each rank, and copy engines between them.
+"""Pipelined design of the overlapped GEMMs: cuBLAS GEMMs by rank, with copy engines between them.
 
 Copy engines carry whole pieces, so no SM spends time on communication and every GEMM runs at cuBLAS's
-speed. It needs large pieces: each costs a launch, a copy's start (2 µs) and a flag (2.3 µs on H200). The GEMMs take turns
-on a few streams (weft.runtime.side_streams). Kernels here only begin, wait, and add up what has come.
+speed. It needs large pieces: each costs a launch, a copy's start (2 µs) and a flag (2.3 µs on H200). The GEMMs use
+a few streams in turn (weft.runtime.side_streams). Kernels only begin a call, wait, and add up received data.
 
-Where there is no cuBLAS (the simulator) a piece's GEMM is host work of the rank's main stream.
+Without cuBLAS, in the simulator, a piece's GEMM is host work of the rank's main stream.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from weft.transport.copy_channel import MAX_CHUNKS, Segments
 if TYPE_CHECKING:
     from weft.runtime.team import Team
 
-# Elements that a program adds up or copies at a time, and its warps.
+# Elements that a program adds up or copies at a time; its warps.
 SUM_BLOCK, SUM_WARPS = 1024, 4
 
 
 @triton.jit
-def sum_kernel(out, own, slots, slot_size, n, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[n] = own[n] + the sum of slots[SLOTS, slot_size]'s [n]        grid: (blocks of n,)
+def sum_kernel(out, own, received, stride, n, BUFFERS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] = own[n] + sum of received[BUFFERS, stride][:, :n]        grid: (blocks of n,)
 
     signals, waits  none: wait_kernel comes before it
-    order           own + slots 0, 1, … , summed in fp32, rounded once: the same every run
+    order           own + received 0, 1, … , summed in fp32, rounded once: the same every run
     """
     wl.follow_previous_kernel()
     at, first = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64) * BLOCK
     rest = tl.minimum(n - first, BLOCK).to(tl.int32)
-    x = added(own + first, slots + first, slot_size, at, rest, SLOTS)
+    x = added(own + first, received + first, stride, at, rest, BUFFERS)
     tl.store(out + first + at, x.to(out.dtype.element_ty), mask=at < rest)
 
 
 class Shares(NamedTuple):
     """Memory of share_kernel, its argument ``buffers``.
 
-    received   [W - 1, slot_size]  symmetric: the other ranks' partial results of my rows
-    results    [W, slot_size]      symmetric: the sums of rank s
-    slot_size  elements of a row of both
-    ready      [W, flags]          symmetric: ready[s, p] = epoch, once part p of rank s lies in results
-    flags      elements of a row of ready
-    epoch      [2]                 this rank's
+    received     [W - 1, buffer_size]  symmetric: the other ranks' partial results of my rows
+    results      [W, buffer_size]      symmetric: [s] is the sum of rank s's rows
+    buffer_size  elements of a row of both
+    ready        [W, flags]            symmetric: ready[s, p] = epoch, once part p of rank s lies in results
+    flags        elements of a row of ready
+    epoch        [2]                   this rank's
     """
 
     received: torch.Tensor
     results: torch.Tensor
-    slot_size: int
+    buffer_size: int
     ready: torch.Tensor
     flags: int
     epoch: torch.Tensor
@@ -69,7 +69,9 @@ class Shares(NamedTuple):
 
 @triton.jit(do_not_specialize=["M"])
 def share_kernel(out, own, buffers, M, N, team, BLOCK: tl.constexpr):
-    """out[M, N]: rows s * M / W .. of rank s's sum        grid: (programs,), each with one part of every rank's rows
+    """out[M, N] = every rank's sum of its own rows, s * M / W ..        grid: (programs,)
+
+    Each program has one part of every rank's rows.
 
     own      [own rows, N]       this rank's partial result of its own rows
     buffers  ``Shares``
@@ -77,19 +79,19 @@ def share_kernel(out, own, buffers, M, N, team, BLOCK: tl.constexpr):
     signals  program p: stores its part of the own sum at every peer, then ready[me, p] = epoch there
     waits    then, for each peer s: ready[s, p] >= epoch
     order    own + received 0, 1, … , summed in fp32, rounded once, by one rank: bitwise the same on all
-    reuse    of results: Segments
+    reuse    of results: CopyChannel
     progress all programs are resident; no program waits before all its stores are announced
     """
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
     now = tl.load(buffers.epoch)
     first, count, first_row = part_of(me, M, N, BLOCK, world)
-    result, target = buffers.results + me.to(tl.int64) * buffers.slot_size + first, out + first_row * N + first
-    # In 32 bits: from a 0 that it knows, LLVM counts in 64, which takes half as many instructions again for what is copied.
+    result, target = buffers.results + me.to(tl.int64) * buffers.buffer_size + first, out + first_row * N + first
+    # Count in 32 bits: from a constant 0 LLVM counts in 64, which takes half as many instructions again per copied element.
     begin = 16 * wl.zero_here()
     for start in range(begin, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        total = added(own + first, buffers.received + first, buffers.slot_size, at, count, world - 1).to(
+        total = added(own + first, buffers.received + first, buffers.buffer_size, at, count, world - 1).to(
             out.dtype.element_ty
         )
         for step in tl.static_range(1, world):
@@ -100,7 +102,7 @@ def share_kernel(out, own, buffers, M, N, team, BLOCK: tl.constexpr):
     for step in range(1, world):
         peer = (me + step) % world
         first, count, first_row = part_of(peer, M, N, BLOCK, world)
-        source, target = buffers.results + peer.to(tl.int64) * buffers.slot_size + first, out + first_row * N + first
+        source, target = buffers.results + peer.to(tl.int64) * buffers.buffer_size + first, out + first_row * N + first
         wl.wait(buffers.ready + peer * buffers.flags + tl.program_id(0), now, team)
         for start in range(begin, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -109,8 +111,11 @@ def share_kernel(out, own, buffers, M, N, team, BLOCK: tl.constexpr):
 
 @triton.jit
 def part_of(rank, M, N, BLOCK: tl.constexpr, world: tl.constexpr):
-    """This program's share of ``rank``'s rows of [M, N], in whole blocks: its first element (int64), counted from the rank's
-    first row; how many it has (int32, perhaps 0); and that row (int64). A rank may have 2**31 elements, a program has less."""
+    """Range of this program in ``rank``'s rows of [M, N], in whole blocks: (first, count, first row).
+
+    first (int64) is counted from the rank's first row (int64); count (int32) may be 0. A rank may have 2**31 elements, a
+    program has fewer.
+    """
     rank = rank.to(tl.int64)
     first_row = rank * M // world
     of_rank = ((rank + 1) * M // world - first_row) * N
@@ -120,7 +125,7 @@ def part_of(rank, M, N, BLOCK: tl.constexpr, world: tl.constexpr):
 
 
 def check_pipelined(*, chunks: int, streams: int = 1, span: int = 1) -> None:
-    """ValueError unless these fields of a design fit together."""
+    """ValueError unless these fields of a design are in range and fit together."""
     for name, value in (("streams", streams), ("span", span)):
         if value < 1:
             raise ValueError(f"{name}={value} is not positive; pass 1 or more")
@@ -131,7 +136,7 @@ def check_pipelined(*, chunks: int, streams: int = 1, span: int = 1) -> None:
 
 
 def runs_of(first: int, world: int, span: int) -> Iterator[range]:
-    """The W - 1 ranks from ``first`` (mod W) on, in runs of at most ``span`` whose rows lie one after the other."""
+    """Yield the W - 1 ranks from ``first`` (mod W) on, in runs of at most ``span`` with adjacent rows."""
     rank, left = first, world - 1
     while left:
         count = min(left, span, world - rank)
@@ -140,27 +145,27 @@ def runs_of(first: int, world: int, span: int) -> Iterator[range]:
 
 
 def pieces_of(rows: int, count: int) -> Iterator[tuple[int, slice]]:
-    """(number, rows) of at most ``count`` pieces as even as can be; none is empty."""
+    """Yield (number, rows) of at most ``count`` pieces, as even as possible; none is empty."""
     step = max(1, cdiv(rows, count))
     for number, first in enumerate(range(0, rows, step)):
         yield number, slice(first, min(first + step, rows))
 
 
 def rows_of(rank: int, M: int, world: int) -> slice:
-    """The rows of [M, N] that ``rank`` owns."""
+    """Rows of [M, N] that ``rank`` owns."""
     return slice(rank * M // world, (rank + 1) * M // world)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """How ``send_partials`` cuts a GEMM and takes turns.
+    """Division of a GEMM by ``send_partials`` into pieces and streams.
 
-    chunks, streams, span  as of the pipelined designs
-    begun        a mark behind ``begin_kernel``. The caller has forked the copy engine behind it, so no copy reaches a peer's
+    chunks, streams, span  as in the pipelined designs
+    begun        mark after ``begin_kernel``. The caller has forked the copy engine after it, so no copy reaches a peer's
                  buffer too early. It only delays the GEMMs of the side streams, so that they start one after another
-    local_first  the order of the ranks' rows (place_of), W times as many as one's
-    block        the number of the flag that stands for all of an owner's rows. None: one for each of ``chunks`` pieces
-    turn         of the first GEMM
+    local_first  the local rows are first (place_of), else rank order
+    block        number of the flag for all of an owner's rows; None: one for each of ``chunks`` pieces
+    turn         number of the first GEMM, which gives its stream
     """
 
     chunks: int
@@ -181,10 +186,10 @@ def send_partials(
     streams: SideStreams,
     how: Sending,
 ) -> Iterator[tuple[int, slice, Any]]:
-    """partial = a[M, K] @ b[N, K].T in every peer's rows, by pieces, each sent to its owner's receive buffer for this rank.
+    """partial = a[M, K] @ b[N, K].T in every peer's rows, by pieces, each sent to its owner.
 
     operands  (a, b)
-    received  [W - 1, …]: the receive buffers
+    received  [W - 1, …]: the receive buffers; the owner's buffer for this rank gets the piece
     yields    after each piece: its number, its rows within one rank's, and a mark of its GEMM
     """
     (a, b), world, me, (M, N), turn = operands, team.size, team.rank, partial.shape, how.turn
@@ -202,21 +207,23 @@ def send_partials(
             flag = number if how.block is None else how.block
             for place in places:
                 owner = (me + place) % world if how.local_first else place
-                # Of one rank's rows the piece, of several ranks' all.
+                # One rank's rows go by pieces, several ranks' as a whole.
                 mine = partial[rows_of(place, M, world)][piece]
-                slot, at = buffer_of.fn(me, owner, world), piece.start * N
-                space.send(team, received[slot, at : at + mine.numel()], mine.view(-1), slot, flag, owner)
+                row, at = buffer_of.fn(me, owner, world), piece.start * N
+                space.send(team, received[row, at : at + mine.numel()], mine.view(-1), row, flag, owner)
             yield number, piece, computed
 
 
 def add_up(own: torch.Tensor, received: torch.Tensor, out: torch.Tensor, team: Team, early: bool = True) -> None:
-    """``out`` = own + the contents of ``received`` [W - 1, at least out.numel()]. ``early``: programs may take SMs before the
-    kernel before them in the stream ends."""
+    """Compute out = own + the sum of ``received`` [W - 1, at least out.numel()].
+
+    early: programs may occupy SMs before the previous kernel in the stream ends.
+    """
     n, buffers = out.numel(), received.shape[0]
 
     def constants() -> dict[str, Any]:
         options = launch_options(team.caps) if early else {}
-        return {"SLOTS": buffers, "BLOCK": SUM_BLOCK, "num_warps": SUM_WARPS, **options}
+        return {"BUFFERS": buffers, "BLOCK": SUM_BLOCK, "num_warps": SUM_WARPS, **options}
 
     launch = launch_of(team, sum_kernel, (buffers, early), constants)
     launch(cdiv(n, SUM_BLOCK), out, own, received, received.stride(0), n)
@@ -225,7 +232,7 @@ def add_up(own: torch.Tensor, received: torch.Tensor, out: torch.Tensor, team: T
 def share(
     own: torch.Tensor, received: torch.Tensor, results: torch.Tensor, space: Segments, out: torch.Tensor, team: Team
 ) -> None:
-    """``out`` [M, N] = every rank's sums of own + received, by way of ``results`` [W, as received] and ``space.ready``."""
+    """Run share_kernel: out[M, N] = every rank's own + received, by way of ``results`` [W, …]."""
     ready = space.ready
     programs = min(ready.shape[1], cdiv(out.numel(), team.size * SUM_BLOCK))
     options = {"BLOCK": SUM_BLOCK, "num_warps": SUM_WARPS, "launch_cooperative_grid": True}

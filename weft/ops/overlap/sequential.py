@@ -1,4 +1,4 @@
-"""The design without overlap: a GEMM and a collective, one after the other; and the checks that overlapped ops share."""
+"""Design without overlap, a GEMM and then a collective; and the base of the overlapped ops."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from weft.ops.gemm.matmul import MATMUL
 from weft.plan.planned import Machine, Planned
 from weft.plan.table import Found
 
-# Rows of the whole GEMM up to which cuBLAS's GEMM and weft's collective, one after the other, win: the overlap
-# saves less than smaller GEMMs lose.
+# Rows of the whole GEMM up to which a cuBLAS GEMM followed by a collective is fastest: overlap saves less time than the
+# smaller GEMMs lose.
 SEQUENTIAL_ROWS = 512
 
 
@@ -22,14 +22,14 @@ def rows_overlap(M: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """A GEMM of each rank and a collective. collective: None where there is one rank."""
+    """GEMM of each rank and a collective, one after the other. collective: None on one rank."""
 
     gemm: Planned
     collective: Planned | None = None
 
 
 class Overlapped(GemmOp):
-    """What the three overlapped ops share in choosing."""
+    """Base of the three overlapped ops: the part of planning that they share."""
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
         if machine.world_size == 1:
@@ -39,11 +39,11 @@ class Overlapped(GemmOp):
 
     def found(self, call: GemmCall, machine: Machine) -> Found | None:
         found = super().found(call, machine)
-        # Rows of larger GEMMs say nothing of one below the crossover.
+        # A row of a GEMM above the crossover does not hold below it.
         return None if found and call.M <= SEQUENTIAL_ROWS < found.row.shape[0] else found
 
     def from_row(self, row: Any, call: GemmCall, machine: Machine) -> Any:
-        # The row says that the steps are sequential; the steps have plans of their own.
+        # The row decides that the steps are sequential; each step has its own plan.
         return (
             self.default(row.design, call, machine)
             if row.design == "sequential"
@@ -52,6 +52,6 @@ class Overlapped(GemmOp):
 
 
 def _alone(call: GemmCall) -> GemmCall:
-    """The same GEMM on one rank, where a pipelined design, which has one step, and a sequential one are cuBLAS's GEMM."""
+    """Call of the GEMM on one rank, where the pipelined and the sequential design are a cuBLAS GEMM."""
     alone = {"fused": "persistent", "pipelined": "cublas", "sequential": "cublas"}
     return GemmCall(call.M, call.N, call.K, call.dtype, call.aligned, design=alone.get(call.design, call.design))

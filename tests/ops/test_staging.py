@@ -105,14 +105,14 @@ def test_rounds_are_clean_under_many_schedules(monkeypatch):
 
 def test_a_slot_that_nobody_gives_back_is_a_race(monkeypatch):
     """What the meeting at the beginning of a call is for."""
-    begin = copy_engine.Segments.begin
+    begin = copy_engine.CopyChannel.begin
 
     def careless(space, team):
         half = begin(space, team)
         space.entered.fill_(1 << 20)  # as if all peers had ended all calls
         return half
 
-    monkeypatch.setattr(copy_engine.Segments, "begin", careless)
+    monkeypatch.setattr(copy_engine.CopyChannel, "begin", careless)
 
     def main(team):
         x = torch.randn(64, generator=torch.Generator().manual_seed(team.rank)).bfloat16()

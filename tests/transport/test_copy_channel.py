@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import weft
-from weft.transport.copy_channel import MAX_CHUNKS, Segments, await_chunk
+from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel, await_chunk
 
 
 def gathered(team, halves=2, calls=4, by_place=False):
     """All-gathers of two chunks a rank, in calls with other data; what each call found."""
     n, world, me = 64, team.size, team.rank
-    space = Segments.make(team, team.zeros((halves, world, 2 * n), torch.float32, name="buffers"), world)
+    space = CopyChannel.make(team, team.zeros((halves, world, 2 * n), torch.float32, name="buffers"), world)
     found = []
     for call in range(calls):
         shard = torch.full((2 * n,), 10.0 * call + me)
@@ -50,7 +50,7 @@ def test_a_half_is_written_again_only_after_it_was_read():
 
 def test_a_chunk_beyond_the_channel_is_refused():
     def main(team):
-        space = Segments.make(team, team.zeros((1, 8)), team.size)
+        space = CopyChannel.make(team, team.zeros((1, 8)), team.size)
         with pytest.raises(ValueError, match=rf"chunk={MAX_CHUNKS} is not an integer in 0 .. {MAX_CHUNKS - 1}"):
             space.landed.send(space.buffers[0], space.buffers[0], 0, MAX_CHUNKS)
 

@@ -63,7 +63,7 @@ def _wait(team: Team, programs: int, landed: ChannelView, first: int, chunk: int
 
 
 @dataclass(slots=True, kw_only=True)
-class Segments:
+class CopyChannel:
     """Workspace of calls whose data copy engines carry: buffers, their channel, state of begin_kernel.
 
     buffers  [halves, …]  symmetric: two halves that alternate by call, or one
@@ -85,13 +85,13 @@ class Segments:
     _rows: dict[int, Channel] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, team: Team, buffers: torch.Tensor, flags: int, programs: int = 0) -> Segments:
-        """``flags``: number of rows. ``programs``: most programs of share_kernel. Collective."""
+    def make(cls, team: Team, buffers: torch.Tensor, flags: int, programs: int = 0) -> CopyChannel:
+        """Make a channel. flags: number of rows; programs: most programs of share_kernel. Collective."""
         return cls(
             buffers=buffers,
             landed=Channel.make(team, flags, MAX_CHUNKS, "landed"),
             entered=team.signals((team.size,)),
-            # Rows of a multiple of 16 bytes, so that the words of either half are aligned alike.
+            # Rows of a multiple of 16 bytes, so that both halves have the same alignment.
             filled=team.local((len(buffers), -(-(team.size - 1) // 4) * 4), torch.int32).unbind(),
             ready=team.signals((team.size, max(programs, 1))),
         )
@@ -113,7 +113,7 @@ class Segments:
         return self.buffers[half]
 
     def send(self, team: Team, target: torch.Tensor, source: torch.Tensor, row: int, number: int, peer: int) -> None:
-        """``Channel.send`` with a row of flags chosen by place in ``buffers``, not by source."""
+        """``Channel.send``, but ``row`` chooses the flags by place in ``buffers``, not by source."""
         team.copy_engine.put(target, source, peer)
         team.copy_engine.signal(self._flag(row, number), self._flag(-1, 0), peer)
 

@@ -39,7 +39,7 @@ from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_of
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import Segments, await_chunk
+from weft.transport.copy_channel import CopyChannel, await_chunk
 from weft.transport.plans import LINE_BYTES
 
 if TYPE_CHECKING:
@@ -104,20 +104,20 @@ def exchange(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
     """
     world, me = team.size, team.rank
     for sources, targets in rounds(xs, outs):
-        space, received = _begin(team, targets[me], world - 1)
+        channel, received = _begin(team, targets[me], world - 1)
         uncut = [slice(0, targets[me].numel())]
         pieces = list(cut(targets[me], plan.pieces))
         for step in range(1, world):
             peer = (me + step) % world
             row = buffer_of.fn(me, peer, world)
             for number, piece in enumerate(pieces if step == world - 1 else uncut):
-                space.send(team, received[row, piece], sources[peer][piece], row, number, peer)
+                channel.send(team, received[row, piece], sources[peer][piece], row, number, peer)
         copy(targets[me], sources[me], team, plan.programs)
         for step in range(1, world):
             peer = (me - step) % world
             row = buffer_of.fn(peer, me, world)
             for number, piece in enumerate(pieces if step == world - 1 else uncut):
-                await_chunk(space.landed, number, row)
+                await_chunk(channel.landed, number, row)
                 is_last = step == world - 1 and number == len(pieces) - 1
                 copy(targets[peer][piece], received[row, piece], team, None if is_last else plan.programs)
         team.copy_engine.join()
@@ -133,9 +133,9 @@ def add(xs: Parts, out: torch.Tensor, team: Team, plan: CopyEngine) -> None:
     kernels                                        | add up 0 |               | add up 1 |
     """
     for sources, (target,) in rounds(xs, (out,)):
-        space, received = _begin(team, target, team.size - 1)
-        _push_pieces(space, received, sources, team, plan)
-        for _ in _add_pieces(space, received, sources[team.rank], target, team, plan):
+        channel, received = _begin(team, target, team.size - 1)
+        _push_pieces(channel, received, sources, team, plan)
+        for _ in _add_pieces(channel, received, sources[team.rank], target, team, plan):
             pass
         team.copy_engine.join()
 
@@ -150,37 +150,37 @@ def add_and_share(xs: Parts, outs: Parts, team: Team, plan: CopyEngine) -> None:
     """
     world, me = team.size, team.rank
     for sources, targets in rounds(xs, outs):
-        space, received = _begin(team, targets[0], 2 * (world - 1))
+        channel, received = _begin(team, targets[0], 2 * (world - 1))
         results = received[world - 1 :]
-        _push_pieces(space, received, sources, team, plan)
-        for number, piece in _add_pieces(space, received[: world - 1], sources[me], targets[me], team, plan):
+        _push_pieces(channel, received, sources, team, plan)
+        for number, piece in _add_pieces(channel, received[: world - 1], sources[me], targets[me], team, plan):
             team.copy_engine.fork()
             for step in range(1, world):
                 peer = (me + step) % world
                 row = buffer_of.fn(me, peer, world)
-                space.send(team, results[row, piece], targets[me][piece], world - 1 + row, number, peer)
+                channel.send(team, results[row, piece], targets[me][piece], world - 1 + row, number, peer)
         for number, peer, piece in _in_order(targets, [(me - step) % world for step in range(1, world)], plan):
             row = buffer_of.fn(peer, me, world)
-            await_chunk(space.rows_from(world - 1), number, row)
+            await_chunk(channel.rows_from(world - 1), number, row)
             is_last = piece.stop == targets[peer].numel()
             copy(targets[peer][piece], results[row, piece], team, None if is_last else plan.programs)
         team.copy_engine.join()
 
 
-def _push_pieces(space: Segments, received: torch.Tensor, sources: Parts, team: Team, plan: CopyEngine) -> None:
+def _push_pieces(channel: CopyChannel, received: torch.Tensor, sources: Parts, team: Team, plan: CopyEngine) -> None:
     """Push each peer's part to its receive buffer for this rank: all first pieces, all second ones, …"""
     world, me = team.size, team.rank
     for number, peer, piece in _in_order(sources, [(me + step) % world for step in range(1, world)], plan):
         row = buffer_of.fn(me, peer, world)
-        space.send(team, received[row, piece], sources[peer][piece], row, number, peer)
+        channel.send(team, received[row, piece], sources[peer][piece], row, number, peer)
 
 
 def _add_pieces(
-    space: Segments, received: torch.Tensor, own: torch.Tensor, out: torch.Tensor, team: Team, plan: CopyEngine
+    channel: CopyChannel, received: torch.Tensor, own: torch.Tensor, out: torch.Tensor, team: Team, plan: CopyEngine
 ) -> Iterator[tuple[int, slice]]:
     """Add the receive buffers to ``own`` by pieces as they arrive; yields (number, piece) after each."""
     for number, piece in enumerate(cut(out, plan.pieces)):
-        await_chunk(space.landed, number, 0, team.size - 1)
+        await_chunk(channel.landed, number, 0, team.size - 1)
         add_up(own[piece], received[: team.size - 1, piece], out[piece], team, plan.programs)
         yield number, piece
 
@@ -250,17 +250,17 @@ def on_lines(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % LINE_BYTES == 0 else x.clone()
 
 
-def _begin(team: Team, like: torch.Tensor, count: int) -> tuple[Segments, torch.Tensor]:
+def _begin(team: Team, like: torch.Tensor, count: int) -> tuple[CopyChannel, torch.Tensor]:
     """Begin a call: returns its channel and ``count`` receive buffers, of the size and dtype of ``like``.
 
     They are free for work that follows in the current stream and in the copy engine.
     """
     size = cdiv(like.nbytes, LINE_BYTES) * LINE_BYTES
 
-    def make(capacity: int) -> Segments:
-        return Segments.make(team, team.empty((1, capacity), dtype=torch.uint8), 2 * (team.size - 1))
+    def make(capacity: int) -> CopyChannel:
+        return CopyChannel.make(team, team.empty((1, capacity), dtype=torch.uint8), 2 * (team.size - 1))
 
-    space = grown_workspace(team, STAGING, count * size, make)
-    buffer = space.begin(team)
+    channel = grown_workspace(team, STAGING, count * size, make)
+    buffer = channel.begin(team)
     team.copy_engine.fork()
-    return space, buffer[: count * size].view(like.dtype).view(count, -1)
+    return channel, buffer[: count * size].view(like.dtype).view(count, -1)

@@ -44,7 +44,7 @@ from weft.runtime.launching import launch_of
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import Segments, await_chunk
+from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -404,11 +404,11 @@ def _run_fused(
     """Run the fused kernel. Returns the panels of gathered rows in rank order; this rank's is not written."""
     world, (rows, K), tile = team.size, shard.shape, design.tile
     panel_rows = cdiv(rows, tile.block_m) * tile.block_m
-    space = _workspace(team, shard.dtype, world * panel_rows * K)
-    gathered = space.begin(team)[: world * panel_rows * K].view(world * panel_rows, K)
+    channel = _channel(team, shard.dtype, world * panel_rows * K)
+    gathered = channel.begin(team)[: world * panel_rows * K].view(world * panel_rows, K)
     chunk = cdiv(panel_rows // tile.block_m, design.chunks) * tile.block_m
     team.copy_engine.fork()
-    _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], space)
+    _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], channel)
     scratch = persistent.scratch_for(team, tile, shard.dtype)
     for b, out in zip(bs, outs, strict=True):
         b = rows_contiguous(b)
@@ -431,7 +431,7 @@ def _run_fused(
             descriptor_or_self(b, tile.block_n, tile.block_k, descriptors),
             row_stride(b),
             out,
-            space.landed.view,
+            channel.landed.view,
             scratch.split,
             rows,
             N,
@@ -473,17 +473,17 @@ def _run_pipelined(
     stream 1      | s1 | s3 |
     """
     world, me, (rows, K) = team.size, team.rank, shard.shape
-    space, streams = _workspace(team, shard.dtype, world * rows * K), side_streams(team, design.streams)
+    channel, streams = _channel(team, shard.dtype, world * rows * K), side_streams(team, design.streams)
     pieces = list(pieces_of(rows, design.chunks))
     streams.fork()
     with streams.urgent():
-        gathered = space.begin(team)[: world * rows * K].view(world * rows, K)
+        gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
         begun = streams.mark()
         team.copy_engine.fork()
-    _push(team, shard, gathered, [piece for _, piece in pieces], space, local_first)
+    _push(team, shard, gathered, [piece for _, piece in pieces], channel, local_first)
     if design.begin_first:
         streams.after(begun)
-    own, landed = place_of.fn(me, me, world, local_first), space.rows_from(world) if local_first else space.landed
+    own, landed = place_of.fn(me, me, world, local_first), channel.rows_from(world) if local_first else channel.landed
     for b, out in zip(bs, outs, strict=True):
         cublas.matmul(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
@@ -515,7 +515,7 @@ def _push(
     shard: torch.Tensor,
     gathered: torch.Tensor,
     chunks: list[slice],
-    space: Segments,
+    channel: CopyChannel,
     local_first: bool = False,
 ) -> None:
     """Have the copy engine write ``shard`` into every peer's ``gathered``, one peer after the other.
@@ -531,13 +531,13 @@ def _push(
         row = team.size + place if local_first else place
         for number, chunk in enumerate(chunks):
             target = gathered[place * panel + chunk.start : place * panel + chunk.stop]
-            space.send(team, target, shard if len(chunks) == 1 else shard[chunk], row, number, peer)
+            channel.send(team, target, shard if len(chunks) == 1 else shard[chunk], row, number, peer)
 
 
-def _workspace(team: Team, dtype: torch.dtype, size: int) -> Segments:
-    def make(capacity: int) -> Segments:
+def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
+    def make(capacity: int) -> CopyChannel:
         # Zeros: rows that pad a shard to whole tiles are read, though no result depends on them.
         # A row of flags per rank for each order of rows (_run_pipelined).
-        return Segments.make(team, team.zeros((2, capacity), dtype=dtype), 2 * team.size)
+        return CopyChannel.make(team, team.zeros((2, capacity), dtype=dtype), 2 * team.size)
 
     return grown_workspace(team, ("all_gather_matmul", dtype), size, make)

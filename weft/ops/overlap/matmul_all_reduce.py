@@ -39,7 +39,7 @@ from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import capacity_for, grown_workspace
-from weft.transport.copy_channel import Segments, await_chunk
+from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -216,8 +216,8 @@ def _run_fused(design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out:
             f"{MOST_ELEMENTS}; pass design='pipelined'"
         )
     tiles = make_tiles(M, N, panels=1, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
-    space = _buffers(team, a.dtype, buffer_size)
-    fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, space, replicate=True)
+    buffers = _buffers(team, a.dtype, buffer_size)
+    fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, buffers, replicate=True)
 
 
 def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -243,12 +243,12 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
     # Every rank has a row of each block but the last.
     blocks = list(pieces_of(M, max(1, min(design.chunks, M // world))))
     most, last = cdiv(blocks[0][1].stop, world) * N, len(blocks) - 1
-    space, streams = _segments(team, a.dtype, len(blocks) * most), side_streams(team, design.streams)
+    channel, streams = _channel(team, a.dtype, len(blocks) * most), side_streams(team, design.streams)
     # A partial result that one stream computes and another sends lives until the streams join.
     partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
     streams.fork()
     with streams.urgent():
-        half, begun = space.begin(team), streams.mark()
+        half, begun = channel.begin(team), streams.mark()
         team.copy_engine.fork()
     turn, earlier = 0, None
     for number, rows in blocks:
@@ -257,13 +257,13 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
         how = Sending(
             chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, block=number, turn=turn
         )
-        sent = list(send_partials((a[rows], b), part, received, space, team, streams, how))
+        sent = list(send_partials((a[rows], b), part, received, channel, team, streams, how))
         turn += len(sent)
         if earlier is not None:
             with streams.urgent():
                 for *_, computed in sent[-1:]:  # none, where no peer has a row
                     streams.after(computed)
-                _collect(*earlier, space, number - 1, team)
+                _collect(*earlier, channel, number - 1, team)
         with streams.turn(turn):
             cublas.matmul(a[rows][mine], b, part[mine])
             computed = streams.mark()
@@ -271,32 +271,32 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
         if number < last:
             with streams.urgent():
                 streams.after(computed)
-                await_chunk(space.landed, number, 0, world - 1)
+                await_chunk(channel.landed, number, 0, world - 1)
                 add_up(part[mine], received, total[mine], team, early=False)
                 team.copy_engine.fork()
-            _give(total[mine].view(-1), results, space, number, team)
+            _give(total[mine].view(-1), results, channel, number, team)
             earlier = total, results
     streams.join()
     if mine.stop > mine.start:
-        await_chunk(space.landed, last, 0, world - 1)
-    share(part[mine], received, results, space, total, team)
+        await_chunk(channel.landed, last, 0, world - 1)
+    share(part[mine], received, results, channel, total, team)
     team.copy_engine.join()
 
 
-def _give(mine: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
+def _give(mine: torch.Tensor, results: torch.Tensor, channel: CopyChannel, block: int, team: Team) -> None:
     """Have the copy engine write this rank's sums of a block to its row of ``results`` at every peer."""
     world, me = team.size, team.rank
     for step in range(1, world):
         peer = (me + step) % world
-        space.send(team, results[me, : mine.numel()], mine, world - 1 + buffer_of.fn(me, peer, world), block, peer)
+        channel.send(team, results[me, : mine.numel()], mine, world - 1 + buffer_of.fn(me, peer, world), block, peer)
 
 
-def _collect(out: torch.Tensor, results: torch.Tensor, space: Segments, block: int, team: Team) -> None:
+def _collect(out: torch.Tensor, results: torch.Tensor, channel: CopyChannel, block: int, team: Team) -> None:
     """Copy the peers' sums of a block from ``results`` [W, …] to ``out`` [rows, N] once they have arrived.
 
     By memory copies, since a kernel would wait for an SM until a concurrent GEMM ends. (Not profiled.)
     """
-    await_chunk(space.rows_from(team.size - 1), block, 0, team.size - 1)
+    await_chunk(channel.rows_from(team.size - 1), block, 0, team.size - 1)
     for peer in range(team.size):
         if peer != team.rank:
             theirs = out[rows_of(peer, len(out), team.size)].view(-1)
@@ -319,14 +319,14 @@ def _buffers(team: Team, dtype: torch.dtype, buffer_size: int) -> Buffers:
     return grown_workspace(team, ("matmul_all_reduce", dtype), buffer_size, make)
 
 
-def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
-    def make(capacity: int) -> Segments:
+def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
+    def make(capacity: int) -> CopyChannel:
         # Receive buffers for the peers' partial results of my rows, then every rank's sums.
         # Four programs an SM store as fast as the links take it.
         programs = min(4 * team.caps.sms, team.max_programs(SUM_WARPS, registers=64))
         places = 2 * team.size - 1
         halves = 2 if 2 * places * capacity * dtype.itemsize <= MOST_HALVED else 1
         buffers = team.empty((halves, places, capacity), dtype=dtype)
-        return Segments.make(team, buffers, 2 * (team.size - 1), programs)
+        return CopyChannel.make(team, buffers, 2 * (team.size - 1), programs)
 
     return grown_workspace(team, ("matmul_all_reduce pipelined", dtype), size, make)

@@ -29,7 +29,7 @@ from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
 from weft.runtime.team import find_team
 from weft.runtime.workspace import grown_workspace
-from weft.transport.copy_channel import Segments, await_chunk
+from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -186,8 +186,8 @@ def _run_fused(
 ) -> None:
     world, (rows, N), tile = team.size, out.shape, design.tile
     tiles = make_tiles(rows, N, panels=world, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
-    space = _buffers(team, a.dtype, tiles.count // world * tile.block_m * tile.block_n)
-    fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, space, local_first)
+    buffers = _buffers(team, a.dtype, tiles.count // world * tile.block_m * tile.block_n)
+    fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, buffers, local_first)
 
 
 def _run_pipelined(
@@ -216,23 +216,23 @@ def _run_pipelined(
         raise ValueError(
             f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={team.size}; leave it out"
         )
-    space, streams = _segments(team, a.dtype, rows * N), side_streams(team, design.streams)
+    channel, streams = _channel(team, a.dtype, rows * N), side_streams(team, design.streams)
     # A partial result that one stream computes and another sends lives until the streams join.
     partial = torch.empty((team.size * rows, N), dtype=a.dtype, device=a.device)
     arrived: list[Any] = []
     streams.fork()
     with streams.urgent():
-        received, begun = space.begin(team), streams.mark()
+        received, begun = channel.begin(team), streams.mark()
         team.copy_engine.fork()
     turn, computed = 0, begun
     how = Sending(chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, local_first=local_first)
-    for number, piece, computed in send_partials((a, b), partial, received, space, team, streams, how):
+    for number, piece, computed in send_partials((a, b), partial, received, channel, team, streams, how):
         turn += 1
         if design.accumulate:
             # The peer is about as far, so wait for its piece during the next GEMM, not from the beginning.
             with streams.urgent():
                 streams.after(computed)
-                await_chunk(space.landed, number, 0, team.size - 1)
+                await_chunk(channel.landed, number, 0, team.size - 1)
                 out[piece].copy_(received[0, piece.start * N : piece.stop * N].view(-1, N))
                 arrived.append(streams.mark())
     of_own = rows_of(place_of.fn(me, me, team.size, local_first), team.size * rows, team.size)
@@ -253,16 +253,16 @@ def _run_pipelined(
                         # Queue the sum behind the GEMMs that peers wait for, or its programs would take the SMs first.
                         for mark in (begun, computed, done):
                             streams.after(mark)
-                        await_chunk(space.landed, number, 0, team.size - 1)
+                        await_chunk(channel.landed, number, 0, team.size - 1)
                         add_up(mine[part], received[:, part.start * N :], out[part], team, early=is_last)
         turn += 1
     streams.join()
     team.copy_engine.join()
 
 
-def _segments(team: Team, dtype: torch.dtype, size: int) -> Segments:
-    def make(capacity: int) -> Segments:
-        return Segments.make(team, team.empty((2, team.size - 1, capacity), dtype=dtype), team.size - 1)
+def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
+    def make(capacity: int) -> CopyChannel:
+        return CopyChannel.make(team, team.empty((2, team.size - 1, capacity), dtype=dtype), team.size - 1)
 
     return grown_workspace(team, ("matmul_reduce_scatter pipelined", dtype), size, make)
 

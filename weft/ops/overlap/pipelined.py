@@ -25,7 +25,7 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
 from weft.runtime.side_streams import SideStreams
-from weft.transport.copy_channel import MAX_CHUNKS, Segments
+from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -181,7 +181,7 @@ def send_partials(
     operands: tuple[torch.Tensor, torch.Tensor],
     partial: torch.Tensor,
     received: torch.Tensor,
-    space: Segments,
+    channel: CopyChannel,
     team: Team,
     streams: SideStreams,
     how: Sending,
@@ -210,7 +210,7 @@ def send_partials(
                 # One rank's rows go by pieces, several ranks' as a whole.
                 mine = partial[rows_of(place, M, world)][piece]
                 row, at = buffer_of.fn(me, owner, world), piece.start * N
-                space.send(team, received[row, at : at + mine.numel()], mine.view(-1), row, flag, owner)
+                channel.send(team, received[row, at : at + mine.numel()], mine.view(-1), row, flag, owner)
             yield number, piece, computed
 
 
@@ -230,11 +230,16 @@ def add_up(own: torch.Tensor, received: torch.Tensor, out: torch.Tensor, team: T
 
 
 def share(
-    own: torch.Tensor, received: torch.Tensor, results: torch.Tensor, space: Segments, out: torch.Tensor, team: Team
+    own: torch.Tensor,
+    received: torch.Tensor,
+    results: torch.Tensor,
+    channel: CopyChannel,
+    out: torch.Tensor,
+    team: Team,
 ) -> None:
     """Run share_kernel: out[M, N] = every rank's own + received, by way of ``results`` [W, …]."""
-    ready = space.ready
+    ready = channel.ready
     programs = min(ready.shape[1], cdiv(out.numel(), team.size * SUM_BLOCK))
     options = {"BLOCK": SUM_BLOCK, "num_warps": SUM_WARPS, "launch_cooperative_grid": True}
-    buffers = Shares(received, results, received.stride(0), ready, ready.stride(0), space.epoch)
+    buffers = Shares(received, results, received.stride(0), ready, ready.stride(0), channel.epoch)
     launch_of(team, share_kernel, (), lambda: options)(programs, out, own, buffers, *out.shape, team.view)

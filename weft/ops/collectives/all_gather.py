@@ -5,7 +5,7 @@ out[s * m : (s + 1) * m] = x_s                      x_s: [m, ...], out: [W * m, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import Case, Inputs
+from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
 from weft.ops.op import register
@@ -97,6 +98,12 @@ class AllGather(Collective):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         return torch.cat([x for (x,) in by_rank])
+
+    def cases(self) -> Iterator[Case]:
+        return cases.all_gather_cases(self.name)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_all_gather_cases(self.name)
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """All-gather of ``x``, checked, any strides: a new contiguous tensor [W * x.shape[0], ...]."""

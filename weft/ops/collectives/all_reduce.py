@@ -8,7 +8,7 @@ copy_engine  the same with whole parts, which copy engines carry (weft.ops.colle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.partial_sums import rounded_sum
-from weft.ops.case import Case, Inputs, sum_of
+from weft.ops.case import FP32, Case, Draw, Inputs, sum_of
+from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
 from weft.ops.op import register
@@ -196,8 +197,20 @@ class AllReduce(Collective):
     def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
         return shots_rule(whole, world_size, ONE_SHOT_LIMIT)
 
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        return (drawn(case, draw),)
+
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        return sum_of([x for (x,) in by_rank])
+        return sum_of([whole_of(case, x) for (x,) in by_rank])
+
+    def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
+        return self.run_of_partials(x, case.dtype, team) if case.field("partials") else super().call(case, team, x)
+
+    def cases(self) -> Iterator[Case]:
+        return cases.all_reduce_cases(self.name)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_all_reduce_cases(self.name)
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """All-reduce of ``x``, checked, any strides: a new contiguous tensor of its shape."""
@@ -244,6 +257,24 @@ def _launch(x: torch.Tensor, out: torch.Tensor, team: Team, design: OneShot | Tw
     two_shot, plan = isinstance(design, TwoShot), design.push
     tiles = cdiv(out.nbytes, plan.row_bytes * (team.size if two_shot else 1))
     launch(all_reduce_kernel, x, out, out.numel(), tiles, team, plan, TWO_SHOT=two_shot, SUMMANDS=partials)
+
+
+def drawn(case: Case, draw: Draw) -> torch.Tensor:
+    """What a rank adds to the sum of a case. Its field ``partials``: as that number of split-K partials, fp32."""
+    partials = case.field("partials")
+    if partials is None:
+        return draw.own("x", case.sizes)
+    return draw.own("x", (partials, *case.sizes), dtype=FP32)
+
+
+def whole_of(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """``x`` of ``drawn``, partials added up and rounded bit for bit as the kernels do it."""
+    if case.field("partials") is None:
+        return x
+    total = x[0]
+    for partial in x[1:]:
+        total = total + partial
+    return total.to(case.dtype)
 
 
 ALL_REDUCE = AllReduce()

@@ -14,7 +14,7 @@ saves a fifth to a third of the time. Figures: docs/decisions.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.partial_sums import rounded_sum
 from weft.kernels.rms_norm import norm as rms_norm
 from weft.kernels.rms_norm import squares_of
-from weft.ops.case import Case, Draw, Inputs
-from weft.ops.collectives import all_reduce
+from weft.ops.case import Accuracy, Case, Draw, Inputs, sum_of
+from weft.ops.collectives import all_reduce, cases
 from weft.ops.collectives.collective import OneShot, TwoShot, checked_shape, shots_rule
 from weft.ops.op import Op, define, register
 from weft.ops.registration import (
@@ -61,6 +61,7 @@ from weft.transport.push import (
 )
 
 MAX_ROW_BYTES = 65536
+CASES_EPS = 1e-6
 PART_BYTES = 512
 # Largest x of the one-shot design, by world size: all_reduce's, except for two ranks, where whole decode steps were measured.
 # (Rows tuned for the all-reduce have other tiles.)
@@ -263,7 +264,36 @@ class AllReduceRMSNorm(Op):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         weight = 1 + draw.shared("weight", case.sizes[-1:]) / 8
-        return draw.own("x", case.sizes), draw.shared("residual", case.sizes), weight
+        return all_reduce.drawn(case, draw), draw.shared("residual", case.sizes), weight
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        """[2, ...]: normed and hidden."""
+        _, residual, weight = by_rank[rank]
+        hidden = sum_of([all_reduce.whole_of(case, x) for x, _, _ in by_rank]) + residual.double()
+        rounded = hidden.to(case.dtype).double()
+        normed = rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * weight.double()
+        return torch.stack((normed, hidden))
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.world_size + 1 + case.sizes[-1], partials=1, replicated=True)
+
+    def call(
+        self, case: Case, team: Team, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        deferred = bool(case.field("deferred"))
+        if isinstance(case.design, str):
+            arguments = (x, residual, weight, CASES_EPS, team, case.design)
+            normed, hidden = all_reduce_rms_norm(*arguments, factored=deferred)
+        else:
+            normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
+            normed = DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed
+        return torch.stack((normed.normed() if deferred else normed, hidden))
+
+    def cases(self) -> Iterator[Case]:
+        return cases.rms_norm_cases(self.name)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_rms_norm_cases(self.name)
 
     def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot:
         """Design for tensors of the shape and dtype of ``residual``."""

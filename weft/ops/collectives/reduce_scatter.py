@@ -5,7 +5,7 @@ out_r[...] = round(sum over s of x_s[r * m : (r + 1) * m])      x: [W * m, ...],
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import Case, Inputs, part_of, sum_of
+from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, add, on_lines
 from weft.ops.op import register
@@ -86,6 +87,12 @@ class ReduceScatter(Collective):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         return sum_of([part_of(x, rank, case.world_size) for (x,) in by_rank])
+
+    def cases(self) -> Iterator[Case]:
+        return cases.reduce_scatter_cases(self.name)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_reduce_scatter_cases(self.name)
 
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """Reduce-scatter of ``x``, checked, any strides: a new contiguous tensor [x.shape[0] / W, ...]."""

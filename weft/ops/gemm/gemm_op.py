@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -72,6 +72,13 @@ class GemmOp(Op):
     def accuracy(self, case: Case) -> Accuracy:
         summed = case.world_size if self.sums else 1
         return Accuracy(terms=case.sizes[2] * summed, partials=summed - 1, replicated=self.replicated)
+
+    def design_of(self, case: Case, machine: Machine) -> Any:
+        """The design of ``case``: its own, or the plan's on ``machine`` where it only names one."""
+        if not isinstance(case.design, str):
+            return case.design
+        call = self.call_of(case.sizes, case.dtype, machine, case.design, **dict(case.fields))
+        return self.plan(call, machine).design
 
     def flops(self, sizes: Sequence[int]) -> int:
         M, N, K = sizes

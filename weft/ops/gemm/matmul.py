@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from weft.kernels.tile_schedule import (
     work_steps,
 )
 from weft.ops.case import Case, Inputs
-from weft.ops.gemm import cublas, matmul_deferred_norm, persistent, small_m
+from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, check_operands, product
 from weft.ops.gemm.small_m_rule import SmallM, choose_small_m, default_small_m
@@ -126,7 +126,15 @@ class Matmul(GemmOp):
         return product(*by_rank[rank])
 
     def call(self, case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return matmul(a, b) if case.design == AUTO else self.run(case.design, None, a, b)
+        if case.design == AUTO:
+            return matmul(a, b)
+        return self.run(self.design_of(case, machine(capabilities_of(a.device), 1)), None, a, b)
+
+    def cases(self) -> Iterator[Case]:
+        return gemm_cases.matmul_cases(self.name, Persistent)
+
+    def large_cases(self) -> Iterator[Case]:
+        yield Case(op=self.name, world_size=1, dtype=torch.bfloat16, sizes=(4096, 4096, 4096))
 
     def run(self, design: Any, team: None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """``matmul`` with checked arguments by ``design``."""

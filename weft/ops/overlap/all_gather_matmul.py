@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from weft.ops.gemm.gemm_op import GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.op import Op, define, register
+from weft.ops.overlap import cases
 from weft.ops.overlap.pipelined import check_pipelined, pieces_of, runs_of
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
 from weft.ops.registration import check_flag, check_list, check_team
@@ -257,13 +258,19 @@ class AllGatherMatmul(Overlapped):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         result = product(torch.cat([a for a, _ in by_rank]), by_rank[rank][1])
-        return rotated(result, rank, case.world_size) if dict(case.fields).get("local_first") else result
+        return rotated(result, rank, case.world_size) if case.field("local_first") else result
 
     def call(self, case: Case, team: Team, a_shard: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        local_first = dict(case.fields).get("local_first", False)
+        local_first = bool(case.field("local_first"))
         if case.design == AUTO:
             return all_gather_matmul(a_shard, b, team, own_first=local_first)
-        return self.run(case.design, team, a_shard, b, local_first)
+        return self.run(self.design_of(case, machine_of(team)), team, a_shard, b, local_first)
+
+    def cases(self) -> Iterator[Case]:
+        return cases.all_gather_matmul_cases(self)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_all_gather_matmul_cases(self)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         M, _, K = sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.small_m_rule import SmallM, choose_small_m
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.op import register
-from weft.ops.overlap import fused_reduce
+from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import (
     SUM_WARPS,
@@ -143,7 +143,15 @@ class MatmulAllReduce(Overlapped):
         return sum_of([product(a, b) for a, b in by_rank])
 
     def call(self, case: Case, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return matmul_all_reduce(a, b, team) if case.design == AUTO else self.run(case.design, team, a, b)
+        if case.design == AUTO:
+            return matmul_all_reduce(a, b, team)
+        return self.run(self.design_of(case, machine_of(team)), team, a, b)
+
+    def cases(self) -> Iterator[Case]:
+        return cases.matmul_all_reduce_cases(self)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_matmul_all_reduce_cases(self)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         M, N, _ = sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from weft.ops.gemm.gemm_op import GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.tile import default_tile, splits_by_default
 from weft.ops.op import register
-from weft.ops.overlap import fused_reduce
+from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
@@ -124,15 +124,21 @@ class MatmulReduceScatter(Overlapped):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         world = case.world_size
-        if dict(case.fields).get("local_first"):
+        if case.field("local_first"):
             by_rank = [(rotated(a, -other % world, world), b) for other, (a, b) in enumerate(by_rank)]
         return part_of(sum_of([product(a, b) for a, b in by_rank]), rank, world)
 
     def call(self, case: Case, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        local_first = dict(case.fields).get("local_first", False)
+        local_first = bool(case.field("local_first"))
         if case.design == AUTO:
             return matmul_reduce_scatter(a, b, team, own_first=local_first)
-        return self.run(case.design, team, a, b, local_first)
+        return self.run(self.design_of(case, machine_of(team)), team, a, b, local_first)
+
+    def cases(self) -> Iterator[Case]:
+        return cases.matmul_reduce_scatter_cases(self)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_matmul_reduce_scatter_cases(self)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         M, N, _ = sizes

@@ -1,0 +1,59 @@
+"""Every op's cases against its plain-torch reference, on virtual ranks: several calls in a row on one team."""
+
+import dataclasses
+
+import pytest
+
+import weft
+from tests.ops.checking import check_replicated, run_cases
+from weft.ops.op import registered
+
+WORLD_SIZES = (1, 2, 3, 4, 8)
+
+
+def tables():
+    for op in registered():
+        for world_size in WORLD_SIZES:
+            cases = [case for case in op.cases() if case.world_size == world_size]
+            if cases:
+                yield pytest.param(cases, world_size, id=f"{op.name}-W{world_size}")
+
+
+@pytest.mark.parametrize(("cases", "world_size"), list(tables()))
+def test_every_case(cases, world_size):
+    calls = 2 if world_size == 8 and "matmul" in cases[0].op else 3
+    check_replicated(weft.simulate(run_cases, world_size, seed=world_size, args=(cases, calls)))
+
+
+def fields_of(design):
+    """(design, field, value) of a design and of the dataclasses within it."""
+    for field in dataclasses.fields(design):
+        value = getattr(design, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value)
+        else:
+            yield type(design), field.name, value
+
+
+@pytest.mark.parametrize("op", list(registered()), ids=lambda op: op.name)
+def test_cases_name_every_design_and_move_every_field(op):
+    """Every design that a caller can ask for is a case's, and every field of a design given by object has two values."""
+    cases = list(op.cases())
+    given = [case.design for case in cases]
+    designs = {design if isinstance(design, str) else kind_of(op, design) for design in given} - {"auto"}
+    if cases and op.designs:
+        assert designs == set(op.algorithms) - {"auto"}
+    values = {}
+    for design in given:
+        if not isinstance(design, str):
+            for kind, name, value in fields_of(design):
+                values.setdefault((kind, name), {default_of(kind, name)}).add(value)
+    assert {key for key, found in values.items() if len(found) == 1} == set()
+
+
+def kind_of(op, design):
+    return next(name for name, kind in op.designs.items() if kind is type(design))
+
+
+def default_of(kind, name):
+    return next(field.default for field in dataclasses.fields(kind) if field.name == name)

@@ -1,0 +1,47 @@
+"""Cases of the GEMMs of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.ops.case import BF16, FP16, FP32, Case
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.gemm.tile import Tile
+
+SMALL = Tile(block_m=16, block_n=16, block_k=32, group=3)
+WIDE = Tile(block_m=32, block_n=32, block_k=16, group=1, num_warps=2, num_stages=2)
+# One of each way to cut a tile: its own or the transposed one, whole or in split-K partials. All fields move.
+SMALL_M = (
+    SmallM(block_m=16, block_n=16, block_k=32),
+    SmallM(block_m=16, block_n=32, block_k=16, partials=3, ahead=64, num_stages=2),
+    SmallM(block_m=32, block_n=16, block_k=64, partials=2, transposed=True, num_warps=2),
+    SmallM(block_m=64, block_n=16, block_k=16, transposed=True, ahead=128),
+)
+
+
+def small_m_cases(op: str) -> Iterator[Case]:
+    """Each design of the small-M kernel. Rows of K elements start on 16 bytes."""
+    for design, sizes in zip(SMALL_M, ((1, 48, 96), (5, 40, 72), (33, 80, 200), (20, 136, 64)), strict=True):
+        yield Case(op=op, world_size=1, dtype=BF16, sizes=sizes, design=design)
+
+
+def matmul_cases(op: str, persistent: Any) -> Iterator[Case]:
+    """persistent: the design of the persistent kernel."""
+    yield Case(op=op, world_size=1, dtype=BF16, sizes=(20, 24, 40))
+    for dtype in (FP16, BF16, FP32):
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(1, 70, 33))
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(90, 50, 96), design=persistent(tile=SMALL))
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(40, 48, 16), layout="transposed")
+    yield Case(op=op, world_size=1, dtype=BF16, sizes=(33, 33, 33), layout="offset")
+    yield Case(op=op, world_size=1, dtype=BF16, sizes=(40, 40, 90), design=persistent(tile=WIDE, split=False))
+    yield Case(op=op, world_size=1, dtype=FP16, sizes=(20, 40, 24), design="cublas")
+    yield from small_m_cases(op)
+
+
+def silu_cases(op: str) -> Iterator[Case]:
+    for dtype in (FP16, BF16, FP32):
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(5, 40, 72))
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(3, 34, 21), layout="transposed")
+    yield Case(op=op, world_size=1, dtype=BF16, sizes=(150, 40, 24), design="cublas")
+    yield from small_m_cases(op)

@@ -1,0 +1,202 @@
+"""Cases of the overlapped GEMMs: designs by object, on tiles small enough for simulated ranks or of full size for GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weft.ops.case import BF16, FP16, FP32, Case
+from weft.ops.gemm.gemm_cases import SMALL, WIDE
+from weft.ops.gemm.tile import Tile
+from weft.ops.overlap.sequential import Overlapped
+
+WORLD_SIZES, GPU_WORLD_SIZES, LARGE_WORLD_SIZES = (2, 3, 4, 8), (2, 3, 4, 8), (2, 4, 8)
+LOCAL_FIRST = (("local_first", True),)
+
+
+def tile(block_m: int, block_n: int, block_k: int, **more: int) -> Tile:
+    return Tile(block_m=block_m, block_n=block_n, block_k=block_k, **more)
+
+
+# Of full size, with the compiler's default number of stages, and with one more.
+FULL, FULL_4 = tile(128, 256, 64, num_warps=8), tile(128, 256, 64, num_warps=8, num_stages=4)
+
+
+class Table:
+    """Makes cases of one op, by its designs."""
+
+    def __init__(self, op: Overlapped) -> None:
+        self.op = op
+
+    def case(self, w: int, dtype: torch.dtype, sizes: tuple[int, int, int], design: Any = "auto", **more: Any) -> Case:
+        return Case(op=self.op.name, world_size=w, dtype=dtype, sizes=sizes, design=design, **more)
+
+    def fused(self, tile: Tile, **fields: Any) -> Any:
+        """The fused design, with those of ``fields`` that this op's has."""
+        kind = self.op.designs["fused"]
+        own = {field.name for field in dataclasses.fields(kind)}
+        return kind(tile=tile, **{name: value for name, value in fields.items() if name in own})
+
+    def pipelined(self, *, chunks: int = 1, streams: int = 2, **fields: Any) -> Any:
+        return self.op.designs["pipelined"](chunks=chunks, streams=streams, **fields)
+
+
+def overlap_cases(op: Overlapped, span: int) -> Iterator[Case]:
+    """The cases that all overlapped ops have. span: of a pipelined design."""
+    made = Table(op)
+    for w in WORLD_SIZES:
+        yield made.case(w, BF16, (w * 4, 48, 64))
+        # Rows of K elements that start on no 16 bytes.
+        yield made.case(w, FP16, (w, 33, 21))
+        if w != 8:
+            yield made.case(w, FP32, (w * 7, 40, 36))
+    # Several tile rows a panel, the last short; groups and chunks that do not divide them.
+    yield made.case(2, BF16, (2 * 41, 40, 72), made.fused(SMALL, chunks=2))
+    yield made.case(4, BF16, (4 * 33, 70, 48), made.fused(WIDE))
+    yield made.case(2, BF16, (2 * 12, 24, 20), layout="transposed")
+    yield made.case(3, BF16, (3 * 5, 24, 32), layout="offset")
+    # Tiles split in several parts, and none split; a tile that goes out in many pieces, and in one.
+    yield made.case(2, BF16, (2 * 40, 72, 150), made.fused(tile(16, 16, 16), piece=32))
+    yield made.case(2, BF16, (2 * 20, 40, 90), made.fused(tile(16, 16, 16), piece=256, split=False))
+    for w in WORLD_SIZES:
+        yield made.case(w, BF16, (w * 20, 40, 48), made.pipelined())
+        yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(chunks=3, streams=3))
+        yield made.case(w, FP16, (w, 33, 21), made.pipelined(), layout="transposed")
+        yield made.case(w, BF16, (w * 3, 40, 24), "sequential")
+        yield made.case(w, BF16, (w * 20, 40, 48), made.pipelined(span=span))
+    yield made.case(1, BF16, (20, 24, 40))
+
+
+def local_first_cases(op: Overlapped) -> Iterator[Case]:
+    """Every design with rows in the order of arrival; runs of ranks' rows that end at no last rank."""
+    made = Table(op)
+    for w in WORLD_SIZES:
+        yield made.case(w, BF16, (w * 20, 40, 48), made.fused(SMALL), fields=LOCAL_FIRST)
+        yield made.case(w, FP32, (w * 5, 40, 36), made.pipelined(span=2, streams=1), fields=LOCAL_FIRST)
+        yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(span=8), fields=LOCAL_FIRST)
+        yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(chunks=3), fields=LOCAL_FIRST)
+        yield made.case(w, FP16, (w * 3, 33, 21), "sequential", layout="transposed", fields=LOCAL_FIRST)
+    yield made.case(1, BF16, (20, 24, 40), fields=LOCAL_FIRST)
+
+
+def all_gather_matmul_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    yield from overlap_cases(op, span=3)
+    yield from local_first_cases(op)
+    yield made.case(3, BF16, (36, 24, 32), made.pipelined(begin_first=True))
+    yield made.case(3, BF16, (3 * 70, 20, 16), made.fused(tile(16, 32, 16), chunks=8))
+    yield made.case(2, BF16, (2 * 60, 90, 40), made.fused(tile(16, 32, 16), chunks=2, flatten=True))
+
+
+def matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    yield from overlap_cases(op, span=2)
+    yield from local_first_cases(op)
+    for w in WORLD_SIZES:
+        yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(local_pieces=2))
+        yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(chunks=3, streams=1, local_pieces=2))
+        yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(span=2, local_pieces=32))
+    yield made.case(2, BF16, (40, 40, 48), made.pipelined(accumulate=True))
+    yield made.case(2, BF16, (38, 33, 21), made.pipelined(chunks=3, accumulate=True))
+
+
+def matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    yield from overlap_cases(op, span=2)
+    for w in (2, 3, 4):
+        # Fewer tiles than ranks, and rows that no world size divides.
+        yield made.case(w, BF16, (1, 16, 40))
+        yield made.case(w, BF16, (19, 50, 24), made.fused(SMALL))
+    for w in WORLD_SIZES:
+        # Blocks of a row for each rank; with a last one of a row or three, so of none for some ranks.
+        yield made.case(w, FP32, (w * 8, 24, 40), made.pipelined(chunks=8, streams=1))
+        yield made.case(w, BF16, (w * (w + 1) + 1, 24, 40), made.pipelined(chunks=min(w + 1, 8)))
+        # Ranks with more rows than others, and with none.
+        yield made.case(w, BF16, (w * 9 - 1, 40, 24), made.pipelined(chunks=4))
+        yield made.case(w, BF16, (w - 1, 40, 24), made.pipelined(chunks=2))
+
+
+# --- on GPUs: a small call by each design first, then many tiles a program and several chunks a shard ------------------
+
+
+def large_overlap_cases(op: Overlapped) -> Iterator[Case]:
+    """The cases that all overlapped ops have: by each design, and by the plan of the shape."""
+    made = Table(op)
+    for w in GPU_WORLD_SIZES:
+        for design in (made.fused(tile(64, 128, 64)), made.pipelined(), "sequential"):
+            yield made.case(w, BF16, (w * 128, 776, 520), design)
+    for w in LARGE_WORLD_SIZES:
+        yield made.case(w, BF16, (2048, 1280, 1024))
+        yield made.case(w, FP16, (w * 1000, 520, 2048))
+        yield made.case(w, BF16, (w * 130, 700, 333))
+        yield made.case(w, BF16, (w * 16, 5120, 640))
+        yield made.case(w, FP32, (w * 100, 300, 200))
+        # Tiles that are split on 132 SMs.
+        for design in (made.fused(FULL_4), made.fused(FULL_4, split=False, piece=512), "sequential"):
+            yield made.case(w, BF16, (1024, 5120, 2000), design)
+
+
+def large_local_first_cases(op: Overlapped, N: int, K: int) -> Iterator[Case]:
+    made = Table(op)
+    for w in GPU_WORLD_SIZES:
+        for design in (made.fused(tile(64, 128, 64)), made.pipelined(), "sequential"):
+            yield made.case(w, BF16, (w * 128, 776, 520), design, fields=LOCAL_FIRST)
+    for w in LARGE_WORLD_SIZES:
+        for rows in (w * 16, w * 256, w * 1000):
+            yield made.case(w, BF16, (rows, N, K), fields=LOCAL_FIRST)
+
+
+def large_all_gather_matmul_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    yield from large_overlap_cases(op)
+    yield from large_local_first_cases(op, 12800, 1024)
+    for w in LARGE_WORLD_SIZES:
+        yield made.case(w, BF16, (w * 2048, 1280, 5120))
+        for design in (
+            made.fused(FULL, chunks=2, flatten=True),
+            made.pipelined(),
+            made.pipelined(chunks=2, streams=4, begin_first=True),
+            made.pipelined(span=3),
+        ):
+            yield made.case(w, BF16, (1024, 5120, 2000), design)
+        for design in (made.pipelined(span=3), made.pipelined(chunks=2), made.fused(FULL, chunks=2, flatten=True)):
+            yield made.case(w, BF16, (1024, 5120, 2000), design, fields=LOCAL_FIRST)
+
+
+def large_matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    yield from large_overlap_cases(op)
+    yield from large_local_first_cases(op, 5120, 640)
+    for w in LARGE_WORLD_SIZES:
+        for design in (
+            made.pipelined(),
+            made.pipelined(span=2),
+            made.pipelined(chunks=2, streams=1),
+            made.pipelined(span=2, streams=1, local_pieces=2),
+        ):
+            yield made.case(w, BF16, (1024, 5120, 2000), design)
+        for design in (
+            made.fused(FULL_4),
+            made.pipelined(span=2, streams=1),
+            made.pipelined(chunks=2, local_pieces=3),
+        ):
+            yield made.case(w, BF16, (1024, 5120, 2000), design, fields=LOCAL_FIRST)
+    yield made.case(2, BF16, (1024, 5120, 2000), made.pipelined(chunks=2, accumulate=True))
+
+
+def large_matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    yield from large_overlap_cases(op)
+    for w in GPU_WORLD_SIZES:
+        yield made.case(w, BF16, (w * 96 - 1, 520, 264), made.pipelined(chunks=3, streams=1))
+    for w in LARGE_WORLD_SIZES:
+        yield made.case(w, BF16, (1, 5120, 1600))
+        for design in (
+            made.pipelined(chunks=2, streams=4),
+            made.pipelined(chunks=3, streams=1),
+            made.pipelined(span=2, streams=1),
+        ):
+            yield made.case(w, BF16, (1024, 5120, 2000), design)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,6 +22,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# Bytes of shared memory that one program may have.
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
 
 class _StubDriver:
@@ -68,3 +74,14 @@ def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0) -> TeamView
         torch.zeros(RECORD_WORDS, dtype=torch.int64),
         patience_us,
     )
+
+
+def stack_bytes(kernel: Any, directory: Path) -> int:
+    """Bytes of local memory a thread, spills included, as the cubin states them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip(f"{tool} is not part of this Triton")
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    listed = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", listed))

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from weft.ops.gemm.config import DESIGNS, configured, segments_for
 
 import weft
 from tests.bench import canned
@@ -18,7 +19,6 @@ from weft.bench.plan import Plan, heap_bytes
 from weft.bench.problem import Problem
 from weft.bench.providers import DESIGNED, WEFT, Attempt, Provider, Unavailable, choose, config_of
 from weft.bench.shapes import Shape, parse_shapes
-from weft.ops.gemm.config import DESIGNS, configured, segments_for
 from weft.runtime.capabilities import Capabilities
 
 

@@ -1,6 +1,6 @@
 """Check of all ops: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME]``.
 
-``--table`` runs the case table of tests/ops, with each algorithm and config, instead of the list here. ``--jobs`` spreads the
+``--table`` runs the ops' cases, with each design, instead of the list here. ``--jobs`` spreads the
 schedules over processes. ``--json FILE`` writes the runs and findings.
 
 Prints findings and times. tests/check/test_ops.py runs a few schedules of the same calls.
@@ -27,11 +27,12 @@ import triton
 
 import weft
 import weft.check
-from tests.ops import cases, matmul_cases
+from tests.ops.checking import call_op, inputs_of
 from weft import ops
 from weft.bench.machine import revision
 from weft.ops.collectives.all_reduce import ALL_REDUCE
-from weft.ops.op import find_op
+from weft.ops.op import registered
+from weft.ops.overlap.sequential import Overlapped
 
 # Lamport stages are reused in the eighth call.
 CALLS = 10
@@ -106,10 +107,9 @@ def copied(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return [*out, ops.reduce_scatter(x(w, 64), team, by), ops.all_to_all(x(w, 40), team, by)]
 
 
-def pipelined(op: str, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+def pipelined(op: Overlapped, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Run the pipelined design (cuBLAS and copy engines), which plans choose on GPUs only."""
-    found = find_op(op)
-    return found.run(found.designs["pipelined"](chunks=2), team, x(team.size * 24, 32), x(48, 32))
+    return op.run(op.designs["pipelined"](chunks=2), team, x(team.size * 24, 32), x(48, 32))
 
 
 # Calls in which a program has several tiles and sends the next one before it receives this one.
@@ -145,19 +145,21 @@ OPS = [
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),
     Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 24, 32), x(48, 32), team)),
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(40, 32), x(48, 32), team)),
-    *(Call(f"{op} pipelined", functools.partial(pipelined, op), 3) for op in matmul_cases.MATMUL_OPS[1:]),
+    *(
+        Call(f"{op.name} pipelined", functools.partial(pipelined, op), 3)
+        for op in registered()
+        if isinstance(op, Overlapped)
+    ),
     *SEVERAL_TILES,
 ]
 
 
 def table(world_size: int) -> list[Call]:
-    """Calls for the cases of tests/ops at this world size."""
-    chosen = [case for case in [*cases.COLLECTIVES, *matmul_cases.MATMULS] if case.world_size == world_size]
-    return [Call(str(case), lambda team, _, case=case: _run(case, team)) for case in chosen]
-
-
-def _run(case: cases.Case, team: Any) -> torch.Tensor:
-    return cases.OPERATIONS[case.op].run(case, team, *cases.inputs_of(case, team.rank, 0))
+    """Calls for the cases of all ops at this world size."""
+    chosen = [case for op in registered() for case in op.cases() if case.world_size == world_size]
+    return [
+        Call(str(case), lambda team, _, case=case: call_op(case, team, inputs_of(case, team.rank))) for case in chosen
+    ]
 
 
 @dataclass(frozen=True, slots=True)

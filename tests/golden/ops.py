@@ -1,7 +1,7 @@
 """The calls of ops.json: ops that communicate, and `matmul`, with every design that can be asked for.
 
-A frozen copy of what the table's rows meant when they were recorded: their names, their inputs bit for bit, and the designs that
-their flat fields stand for. Later changes of ops' own cases do not reach it.
+A frozen copy of the meaning of the table's rows: their names, their inputs bit for bit, and the designs that their flat fields
+stand for. Later changes of ops' own cases do not reach it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Inputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row of the table. op: an op's name, with "+own_first" for the order of arrival, or a former name of one of its variants."""
+    """A row of the table. op: an op's name, with "+own_first" for the order of arrival, or a variant's former name."""
 
     op: str
     world_size: int

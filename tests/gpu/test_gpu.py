@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from tests.gpu.suite import Desynchronised, Suite
+from tests.gpu.attempts import Desynchronised, Suite
 
 ROOT = Path(__file__).parent.parent.parent
 

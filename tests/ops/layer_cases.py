@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import weft
-from tests.ops.cases import BF16, FP16, FP32
-from tests.ops.closeness import assert_close, assert_identical
+from weft.ops.case import BF16, FP16, FP32
+from tests.ops.checking import assert_close, assert_identical
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.case import Draw, lay_out
 

@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from tests.compiling import TARGETS, compiled
-from tests.ops.test_compile_matmul import SHARED, stack_bytes
+from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.rotary import HeadNorms
 from weft.kernels.split_kv import Partials

@@ -1,24 +1,24 @@
 """Norms whose rows are divided only after the product behind them: against plain PyTorch, and no worse than the others."""
 
-import importlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import weft
-from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.test_skinny import BF16, CONFIGS, FP16, FP32, alone, capabilities_of, reference
+from tests.ops.checking import assert_close, assert_identical
+from tests.ops.gemm.test_small_m import alone, capabilities_of, default_of, reference, small_m_of
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.ops.collectives.all_reduce import run_of_parts
-from weft.ops.gemm import small_m, small_m_config
+from weft.kernels.operands import RowScales, ScaledMatrix
+from weft.ops.case import BF16, FP16, FP32
+from weft.ops.collectives.all_reduce import ALL_REDUCE
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from weft.ops.gemm import matmul_deferred_norm, matmul_parts, small_m
+from weft.ops.gemm.gemm_cases import SMALL_M
 from weft.parallel.fused import matmul_split
 from weft.parallel.replicated import FusedNorm
 from weft.parallel.tensors import NormWeights, PartialSum, SplitK
-
-# The module: the package has the function under its name.
-all_reduce_rms_norm = importlib.import_module("weft.ops.collectives.all_reduce_rms_norm")
+from weft.plan.memo import forget
+from weft.plan.planned import machine
 
 EPS = 1e-6
 # (M, N, K): rows of K elements start on 16 bytes, but for the last, which no descriptor reaches.
@@ -61,8 +61,8 @@ def multiplied(norm, hidden, op, N):
     rounded twice."""
     M, K = hidden.shape
     caps = capabilities_of("sim" if hidden.device.type == "cpu" else "sm_90")
-    config, _ = small_m_config.configured(op, M, N, K, hidden.dtype, caps, factored=True)
-    by_library = config is None or K * hidden.element_size() % 16 != 0
+    design = small_m_of(M, N, K, caps, op == "matmul_silu_mul", hidden.dtype, deferred_norm=True)
+    by_library = design is None or K * hidden.element_size() % 16 != 0
     twice = by_library and op == "matmul"
     return (norm.normed() if twice else norm.scaled.double() * rms_factor(hidden)), by_library
 
@@ -90,18 +90,18 @@ def test_what_an_op_is_called_with(op, dtype):
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
-@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
-def test_every_config_divides_its_rows(config, gated):
+@pytest.mark.parametrize("design", SMALL_M, ids=range(len(SMALL_M)))
+def test_every_design_divides_its_rows(design, gated):
     """Turned, split along K, and with parts of a row that are no power of two: bit for bit what an eighth would give."""
 
     def main():
         for M, N, K in SHAPES[:4]:
             x, b = rows(M, K, BF16)[0], matrix((2 if gated else 1) * N, K, BF16)
             eighth = torch.full((M, 5), 64 / 5)
-            out = small_m.run(x, b, config, gated, squares=eighth, eps=0.0)
+            out = small_m.run(ScaledMatrix(x, RowScales(eighth, 0.0)), b, design, gated=gated)
             assert_close(out, reference(x.double() / 8, b, gated), K, what=f"{M}x{N}x{K}")
             each = torch.arange(1, M + 1)[:, None].float().square()
-            out = small_m.run(x, b, config, gated, squares=each, eps=0.0)
+            out = small_m.run(ScaledMatrix(x, RowScales(each, 0.0)), b, design, gated=gated)
             expected = reference(x.double() / torch.arange(1, M + 1)[:, None], b, gated)
             assert_close(out, expected, K, what=f"{M}x{N}x{K}")
 
@@ -212,7 +212,9 @@ def test_an_all_reduce_adds_up_the_parts_of_a_product(world_size, dtype):
                 assert_identical(norm.squares, expected.squares, what=f"call {call}")
             if team.size > 1:
                 assert_identical(
-                    run_of_parts(x, dtype, team), ops.all_reduce(whole, team, "one_shot"), what=f"call {call}"
+                    ALL_REDUCE.run_of_partials(x, dtype, team),
+                    ops.all_reduce(whole, team, "one_shot"),
+                    what=f"call {call}",
                 )
 
     weft.simulate(main, world_size)
@@ -338,9 +340,8 @@ def test_the_product_has_no_backward():
 def test_which_products_take_the_factor():
     caps = capabilities_of("sm_90")
     for M, dtype, taken in ((1, BF16, True), (64, BF16, True), (65, BF16, False), (1, FP32, False)):
-        config, reason = small_m_config.configured("matmul", M, 64, 64, dtype, caps, factored=True)
-        assert (config is not None) == taken and reason
-    assert small_m_config.configured("matmul", 1, 64, 64, BF16, capabilities_of("sm_80"), factored=True)[0] is None
+        assert (small_m_of(M, 64, 64, caps, dtype=dtype, deferred_norm=True) is not None) == taken
+    assert small_m_of(1, 64, 64, capabilities_of("sm_80"), deferred_norm=True) is None
     for M, N, taken in (
         (128, 2560, True),
         (96, 2560, True),
@@ -348,14 +349,16 @@ def test_which_products_take_the_factor():
         (129, 2560, False),
         (128, 12800, False),
     ):
-        config, reason = small_m_config.configured("matmul", M, N, 5120, BF16, caps, factored=True, in_parts=True)
-        assert (config is not None) == taken and reason
-        assert config is None or small_m_config.parts_of(config, 5120) > 1
+        design = small_m_of(M, N, 5120, caps, deferred_norm=True, partials=True)
+        assert (design is not None) == taken
+        assert design is None or design.partials_of(5120) > 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_a_library_product_is_divided_by_who_reads_it(dtype, monkeypatch):
-    monkeypatch.setattr(small_m_config, "configured", lambda *_, **__: (None, "the library"))
+    for module in (matmul_parts, matmul_deferred_norm):
+        monkeypatch.setattr(module, "choose_small_m", lambda *_, **__: (None, "cuBLAS"))
+    forget()
 
     def main():
         for call, (M, N, K) in enumerate(SHAPES[:4]):
@@ -370,6 +373,7 @@ def test_a_library_product_is_divided_by_who_reads_it(dtype, monkeypatch):
                 assert_close(out, reference(exact, b, True), K, partials=1, what=f"{M}x{N}x{K} gated")
 
     alone(main)
+    forget()
 
 
 @pytest.mark.gpu(1)
@@ -386,10 +390,9 @@ def test_on_a_gpu(op):
             assert_close(out, reference(x, b, gated), K, partials=int(by_library and gated), what=what)
             assert_identical(op(norm, b), out, what=what)
             parts = ops.matmul_parts(norm, b)
-            few = {"factored": True, "in_parts": True}
             caps = capabilities_of("sm_90")
-            config, _ = small_m_config.configured("matmul", M, b.shape[0], K, BF16, caps, **few)
-            assert isinstance(parts, DeferredNorm) == (config is None)
+            design = small_m_of(M, b.shape[0], K, caps, deferred_norm=True, partials=True)
+            assert isinstance(parts, DeferredNorm) == (design is None)
             if isinstance(parts, DeferredNorm):
                 exact = norm.scaled.double() * rms_factor(hidden)
                 assert_close(parts.normed(), exact @ b.double().T, K, partials=1, what=what)
@@ -400,19 +403,21 @@ def test_on_a_gpu(op):
                 assert_close(
                     total.to(BF16), reference(norm.scaled.double() * rms_factor(hidden), b, False), K, what=what
                 )
-                if config == small_m_config.config_for(M, N, K, caps, gated):
+                if design == default_of(M, N, K, caps, gated):
                     assert_identical(total.to(BF16), out, what=what)
 
 
 def test_which_rows_go_in_one_shot():
     """By what the kernel with the norm takes, whatever rows there are of the all-reduce without one."""
+
+    def planned(count, world_size, asked="auto"):
+        here = machine(capabilities_of("sm_90"), world_size)
+        return ALL_REDUCE_RMS_NORM.plan(ALL_REDUCE_RMS_NORM.call_of(((count, 5120),), BF16, here, asked), here)
+
     for world_size, one_shot, two_shot in ((2, 96, 128), (4, 16, 32)):
-        team = SimpleNamespace(size=world_size, caps=capabilities_of("sm_90"))
         for count, expected in ((1, "one_shot"), (one_shot, "one_shot"), (two_shot, "two_shot"), (1 << 17, "two_shot")):
-            x = torch.empty((count, 5120), dtype=BF16, device="meta")
-            algorithm, plan = all_reduce_rms_norm._chosen(x, team, "auto")
-            assert algorithm == expected, (world_size, count)
-            assert all_reduce_rms_norm._chosen(x, team, "one_shot") == ("one_shot", plan)
-    alone = SimpleNamespace(size=1, caps=capabilities_of("sm_90"))
-    for asked in all_reduce_rms_norm.ALGORITHMS:
-        assert all_reduce_rms_norm._chosen(x, alone, asked)[0] == "one_shot"
+            found = planned(count, world_size)
+            assert found.name == expected, (world_size, count)
+            asked = planned(count, world_size, "one_shot")
+            assert asked.name == "one_shot" and asked.design.push == found.design.push
+    assert planned(1 << 17, 1).name == "one_shot"

@@ -7,8 +7,8 @@ import torch
 
 import weft
 import weft.check
-from tests.ops.cases import FP32
-from tests.ops.closeness import assert_identical
+from weft.ops.case import FP32
+from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import DEVICES, EPS, check_cases, everywhere, layer_arguments, random
 from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences

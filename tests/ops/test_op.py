@@ -1,12 +1,117 @@
-"""The ops as torch sees them: schemas, fake kernels, ``torch.compile``, autograd. All on virtual ranks."""
+"""Ops as objects: the registry, pure plans, and torch ops with schemas, fake kernels, autograd. All on virtual ranks."""
+
+import math
+from unittest import mock
 
 import pytest
 import torch
 
 import weft
-from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical, call_op, inputs_of
 from weft import ops
+from weft.ops.op import Op, find_op, registered
+from weft.plan.planned import machine
+from weft.runtime import capabilities
+from weft.runtime.capabilities import Capabilities
 from weft.runtime.team import find_team
+
+OPS = list(registered())
+H200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 2)
+
+
+def test_names_and_aliases_are_unique():
+    names = [spelling for op in OPS for spelling in {op.name, op.alias.replace("-", "_")}]
+    assert len(set(names)) == len(names)
+    assert all(isinstance(op, Op) and op.name.isidentifier() for op in OPS)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_an_op_is_found_by_every_spelling_and_is_torch_s(op):
+    for name in (op.name, op.alias, op.name.replace("_", "-"), op.alias.replace("-", "_")):
+        assert find_op(name) is op
+    schema = getattr(torch.ops.weft, op.name).default._schema
+    assert schema.name == f"weft::{op.name}" and schema.arguments
+    assert {argument.name for argument in schema.arguments if argument.is_write} == set(op.mutates)
+
+
+@pytest.mark.parametrize("name", ["broadcast", "", None, 3, "all reduce"])
+def test_an_unknown_op_is_refused_with_those_there_are(name):
+    with pytest.raises(ValueError, match=r"op=.* is not one of .*all_gather_matmul \(ag-gemm\)"):
+        find_op(name)
+
+
+def size_of(case):
+    return math.prod(case.sizes)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if any(op.cases())], ids=lambda op: op.name)
+def test_fakes_have_the_shapes_and_dtypes_of_results(op):
+    """Of the smallest case with elements at each world size of at most three, by its plan."""
+    for world_size in (1, 2, 3):
+        cases = [
+            case for case in op.cases() if case.world_size == world_size and size_of(case) and case.data == "random"
+        ]
+        named = [case for case in cases if isinstance(case.design, str) and not case.fields]
+        for case in sorted(named, key=size_of)[:1]:
+            seen = []
+
+            def noted(*arguments, seen=seen):
+                result = op.forward(*arguments)
+                seen.append([described(result), described(op.fake(*arguments))])
+                return result
+
+            with mock.patch.object(type(op), "dispatch", staticmethod(noted)):
+                weft.simulate(lambda team, case=case: call_op(case, team, inputs_of(case, team.rank)), world_size)
+            assert len(seen) == world_size
+            for real, fake in seen:
+                assert real == fake, str(case)
+
+
+def described(result):
+    """(shape, dtype, strides) of each tensor."""
+    return [(x.shape, x.dtype, x.stride()) for x in (result if isinstance(result, (tuple, list)) else (result,))]
+
+
+def calls_of(op, here):
+    """Calls of several sizes, where the op has plans."""
+    for size in (1, 16, 300, 1 << 14):
+        if op.sizes == ("M", "N", "K"):
+            yield op.call_of((size * here.world_size, 512, 1024), torch.bfloat16, here)
+        elif op.sizes == ("shape",):
+            yield op.call_of(((size * here.world_size, 64),), torch.bfloat16, here)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.sizes], ids=lambda op: op.name)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plan_is_a_function_of_call_and_machine(op, world_size):
+    """The same object for equal arguments, equal to what is chosen anew; named designs are taken."""
+    for caps in (capabilities.simulated(world_size, 8), H200):
+        here = machine(caps, world_size)
+        assert machine(caps, world_size) is here
+        for call in calls_of(op, here):
+            planned = op.plan(call, here)
+            assert op.plan(type(call)(*call), here) is planned
+            again = op.choose(call, here)
+            assert (again.name, again.design, again.row) == (planned.name, planned.design, planned.row)
+            assert planned.reason and type(planned.design) is op.designs[planned.name]
+
+
+def test_sizes_may_be_left_open_while_compiling():
+    """A size that is a symbol is no key of a plan: each call is planned anew, and results are those of eager calls."""
+
+    def main(team):
+        def both(x, up, down):
+            y = ops.matmul_all_reduce(ops.all_gather_matmul(x, up, team), down, team)
+            return ops.all_reduce(y, team)
+
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=True)
+        for rows in (5, 6, 7):
+            generator = torch.Generator().manual_seed(10 * rows + team.rank)
+            x, up, down = (torch.randn(shape, generator=generator) for shape in ((rows, 16), (24, 16), (16, 24)))
+            assert_identical(compiled(x, up, down), both(x, up, down), what=f"{rows} rows")
+
+    weft.simulate(main, 2)
+    torch._dynamo.reset()
 
 
 def several(x, team):

@@ -7,8 +7,7 @@ import torch
 
 import weft
 import weft.check
-from tests.ops.cases import BF16, FP32
-from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical
 from tests.ops.layer_cases import (
     DEVICES,
     EPS,
@@ -26,6 +25,7 @@ from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences
 from weft.kernels.rotary import HeadNorms
 from weft.ops.attention.paged_attention import AttentionConfig
+from weft.ops.case import BF16, FP32
 
 decoding = importlib.import_module("weft.ops.attention.decode_attention")
 

@@ -8,8 +8,7 @@ import torch
 
 import weft
 import weft.check
-from tests.ops.cases import FP32
-from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical
 from tests.ops.layer_cases import (
     DEVICES,
     HEADS,
@@ -25,6 +24,7 @@ from tests.ops.layer_cases import (
 from weft import ops
 from weft.kernels import split_kv
 from weft.kernels.paged_cache import PagedCache, Sequences
+from weft.ops.case import FP32
 
 attention = importlib.import_module("weft.ops.attention.paged_attention")
 

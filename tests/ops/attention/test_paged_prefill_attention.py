@@ -9,12 +9,12 @@ import torch
 
 import weft
 import weft.check
-from tests.ops.cases import FP32
-from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical
 from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, random
 from weft import ops
 from weft.kernels.paged_cache import PagedCache
 from weft.ops import SequenceRanges
+from weft.ops.case import FP32
 
 prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
 

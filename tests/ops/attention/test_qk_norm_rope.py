@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.cases import FP32
-from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical
 from tests.ops.layer_cases import (
     DEVICES,
     EPS,
@@ -19,6 +18,7 @@ from tests.ops.layer_cases import (
     rotate,
 )
 from weft import ops
+from weft.ops.case import FP32
 
 
 def check_qk_norm_rope(

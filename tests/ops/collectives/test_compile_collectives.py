@@ -1,6 +1,5 @@
 """Every collective kernel compiles for every target without a GPU, and the PTX shows what it promises."""
 
-import json
 import re
 import subprocess
 import tempfile
@@ -9,20 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from weft.ops.dispatch import ONE_CROSSING, TWO_SHOT, of_world
-from weft.ops.gemm.small_m_config import MAX_PARTS_LEFT
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.ops.collectives.all_gather import all_gather_kernel
 from weft.ops.collectives.all_reduce import all_reduce_kernel
-from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm_kernel, plan_for_rows
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, Normed, Sums, all_reduce_rms_norm_kernel
 from weft.ops.collectives.all_to_all import all_to_all_kernel
 from weft.ops.collectives.barrier import barrier_kernel
+from weft.ops.collectives.collective import ONE_HOP, TWO_HOPS, of_world
 from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
 from weft.ops.collectives.reduce_scatter import reduce_scatter_kernel
-from weft.plan import table as tuned
+from weft.ops.gemm.small_m_rule import MAX_PARTIALS_LEFT
+from weft.plan import table
+from weft.plan.planned import machine
+from weft.runtime.capabilities import Capabilities
 from weft.runtime.cuda import resident_programs
-from weft.transport.plans import Plan
+from weft.transport.plans import PushPlan
 from weft.transport.push import WIDE_BYTES, registers_of
 
 WIDTH = 6144
@@ -30,39 +31,41 @@ WIDTH = 6144
 KERNELS = {
     "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": 1}),
     "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "SUMMANDS": 1}),
-    "one_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": MAX_PARTS_LEFT}),
+    "one_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": MAX_PARTIALS_LEFT}),
     "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
     "all_gather": (all_gather_kernel, "keyed", {}),
     "all_to_all": (all_to_all_kernel, "keyed", {}),
 } | {
     f"norm_{'two' if two_shot else 'one'}_shot{'_factored' if factored else ''}{'_of_parts' if parts > 1 else ''}": (
         all_reduce_rms_norm_kernel, "lamport",
-        {"TWO_SHOT": two_shot, "FACTORED": factored, "WIDTH": WIDTH, "PART": 512, "SUMMANDS": parts},
+        {"TWO_SHOT": two_shot, "DEFERRED": factored, "WIDTH": WIDTH, "PART": 512, "SUMMANDS": parts},
     )
-    for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTS_LEFT)
+    for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTIALS_LEFT)
 }  # fmt: skip
 
 
 def plans(name, world_size):
-    """Every plan that dispatch may choose for this kernel: of its rules, then of the rows that are shipped."""
+    """Every plan that may be chosen for this kernel: of the rules, then of the rows that are shipped."""
     if name.startswith("norm"):
-        return [plan_for_rows(2 * WIDTH, 132)]
-    table = of_world(TWO_SHOT if name == "two_shot" else ONE_CROSSING, world_size)
+        caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * world_size)
+        here = machine(caps, world_size)
+        call = ALL_REDUCE_RMS_NORM.call_of(((16, WIDTH),), torch.bfloat16, here)
+        return [ALL_REDUCE_RMS_NORM.plan(call, here).design.push]
+    limits = of_world(TWO_HOPS if name == "two_shot" else ONE_HOP, world_size)
     ruled = [
-        Plan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
-        for _, row, warps, per_sm in table
+        PushPlan(transport=KERNELS[name][1], row_bytes=row, num_warps=warps, programs_per_sm=per_sm)
+        for _, row, warps, per_sm in limits
     ]
     found = dict.fromkeys([*ruled, *shipped(name, world_size)])
-    # Wide rows are for large messages; products in parts have few rows, and may spill there.
+    # Wide rows are for large messages; split-K partials have few rows, and may spill there.
     return [plan for plan in found if not name.endswith("_of_parts") or plan.row_bytes < WIDE_BYTES.value]
 
 
 def shipped(name, world_size):
-    for file in (Path(tuned.__file__).parent / "tables").glob(f"*.w{world_size}.json"):
-        for row in json.loads(file.read_text())["rows"]:
-            fields = dict(row["config"])
-            if name.removesuffix("_of_parts") in (row["op"], fields.pop("algorithm", None)) and "pieces" not in fields:
-                yield Plan(**fields)
+    for file in (Path(table.__file__).parent / "tables").glob(f"*.w{world_size}.json"):
+        for row in table.read(file).rows:
+            if name.removesuffix("_of_parts") in (row.op, row.design) and "push" in row.config:
+                yield PushPlan(**row.config["push"])
 
 
 def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan=None):
@@ -71,7 +74,7 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
         dtype = torch.int32
     plan = plan or plans(name, world_size)[0]
     x, words = torch.zeros(16, dtype=dtype), torch.zeros(4, dtype=torch.int32)
-    more = (x, x, x, 1e-6, n, torch.zeros(4), words) if name.startswith("norm") else ()
+    more = (Normed(x, x, x, 1e-6), n, Sums(torch.zeros(4), words)) if name.startswith("norm") else ()
     first = torch.zeros(16) if name.endswith("of_parts") else x
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     return compiled(

@@ -9,16 +9,23 @@ from hypothesis import strategies as st
 
 import weft
 import weft.check
-from tests.ops.cases import BF16, FP32, OPERATIONS, Case, check, inputs_of
-from tests.ops.closeness import assert_identical
+from tests.ops.checking import assert_identical, check_replicated, run_cases
 from weft import ops
-from weft.ops import dispatch
+from weft.ops.case import BF16, FP32, Case
 from weft.ops.collectives import copy_engine
+from weft.ops.collectives.all_gather import ALL_GATHER
+from weft.ops.collectives.all_reduce import ALL_REDUCE, AllReduce
+from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, of_world
+from weft.ops.collectives.copy_engine import CopyEngine
+from weft.ops.op import registered
+from weft.plan import table
 from weft.plan.memo import forget
+from weft.plan.planned import STAGING, machine, machine_of
 from weft.runtime import capabilities
 from weft.transport.plans import LINE_BYTES
 
 LINE = LINE_BYTES
+COLLECTIVES = [op for op in registered() if isinstance(op, Collective)]
 GPU = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
 
 
@@ -43,25 +50,16 @@ def test_parts_hold_every_element_once_and_none_is_longer_than_the_first(n, worl
 def in_turn(world_size):
     """Calls that share slots and flags, large after small and small after large, between those of the other design."""
     for length in (7, 900, 64):
-        for algorithm in ("copy_engine", "auto"):
-            yield Case(op="all_reduce", world_size=world_size, dtype=BF16, shape=(length * 5,), algorithm=algorithm)
-            yield Case(op="all_gather", world_size=world_size, dtype=FP32, shape=(length,), algorithm=algorithm)
+        for design in ("copy_engine", "auto"):
+            yield Case(op="all_reduce", world_size=world_size, dtype=BF16, sizes=(length * 5,), design=design)
+            yield Case(op="all_gather", world_size=world_size, dtype=FP32, sizes=(length,), design=design)
             for op in ("all_to_all", "reduce_scatter"):
-                yield Case(op=op, world_size=world_size, dtype=BF16, shape=(world_size, length), algorithm=algorithm)
+                yield Case(op=op, world_size=world_size, dtype=BF16, sizes=(world_size, length), design=design)
 
 
 def run_in_turn(team, cases):
     """No barrier between, so that a rank may be a call ahead; everything is checked at the end."""
-    done = [(case, OPERATIONS[case.op].run(case, team, *inputs_of(case, team.rank, 0))) for case in cases]
-    for case, result in done:
-        check(case, team.rank, 0, result)
-    return [(case, result) for case, result in done if OPERATIONS[case.op].replicated]
-
-
-def check_replicated(by_rank):
-    for others in by_rank[1:]:
-        for (case, first), (_, other) in zip(by_rank[0], others, strict=True):
-            assert_identical(other, first, what=f"{case}, another rank")
+    return run_cases(team, cases, calls=1)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -74,21 +72,21 @@ def test_both_designs_in_turn(world_size, slow, seed):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_what_the_slots_cannot_hold_goes_in_rounds(monkeypatch, world_size):
     monkeypatch.setattr(copy_engine, "ROUND_BYTES", 512)
-    cases = [case for case in in_turn(world_size) if case.algorithm == "copy_engine"]
+    cases = [case for case in in_turn(world_size) if case.design == "copy_engine"]
     check_replicated(weft.simulate(run_in_turn, world_size, seed=world_size, args=(cases,)))
 
     def main(team):
         run_in_turn(team, cases)
-        (space,) = team.workspace(copy_engine.KEY, dict).values()
+        (space,) = team.workspace(STAGING, dict).values()
         return space.buffers.numel()
 
     assert set(weft.simulate(main, world_size)) == {1 << 16}
 
 
 def test_the_same_bits_from_run_to_run():
-    case = Case(op="all_reduce", world_size=4, dtype=BF16, shape=(3000,), algorithm="copy_engine")
+    case = Case(op="all_reduce", world_size=4, dtype=BF16, sizes=(3000,), design="copy_engine")
     first, second = (weft.simulate(run_in_turn, 4, seed=seed, args=([case],)) for seed in (11, 12))
-    assert_identical(first[0][0][1], second[0][0][1])
+    assert_identical(first[0][0][2], second[0][0][2])
 
 
 def test_rounds_are_clean_under_many_schedules(monkeypatch):
@@ -121,36 +119,32 @@ def test_a_slot_that_nobody_gives_back_is_a_race(monkeypatch):
     assert not weft.check.check(main, 2, schedules=12).ok
 
 
-def limit_of(op, world_size):
-    return dispatch.of_world(dispatch.COPY_ENGINE[op], world_size)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("op", sorted(dispatch.COPY_ENGINE))
+@pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)
 def test_the_rule_counts_the_bytes_of_all_parts(op, world_size):
-    line, limit = LINE * world_size, limit_of(op, world_size)
+    line, limit = LINE * world_size, of_world(op.copy_engine_from, world_size)
     least = -(-limit // line) * line
-    parts = world_size if op == "all_gather" else 1
-    tiles = "two_shot" if op == "all_reduce" else "push"
+    parts = world_size if op.gathers else 1
+    pushed = "two_shot" if "two_shot" in op.designs else "push"
 
-    def chosen(whole, **options):
-        return dispatch.choose(op, whole // parts, BF16, world_size, **options)
+    def of_bytes(whole, design="auto"):
+        return op.plan(CollectiveCall(whole // parts, BF16, design), machine(GPU, world_size))
 
-    if limit == dispatch.ENDLESS:
-        assert chosen(1 << 40).algorithm == tiles
+    if limit == ENDLESS:
+        assert of_bytes(1 << 40).name == pushed
         return
-    found = chosen(least)
-    assert (found.algorithm, found.transport) == ("copy_engine", "flags")
-    assert f"{least:,} bytes >= {limit_of(op, world_size):,}" in found.reason
-    assert chosen(least - line).algorithm == tiles
-    assert chosen(least + line - 4 * parts).algorithm == tiles  # parts that do not end on lines
-    assert chosen(least, algorithm=tiles).algorithm == tiles
-    assert chosen(4 * line, algorithm="copy_engine").plan == found.plan
+    found = of_bytes(least)
+    assert found.name == "copy_engine" and isinstance(found.design, CopyEngine)
+    assert f"{least:,} bytes >= {limit:,}" in found.reason
+    assert of_bytes(least - line).name == pushed
+    assert of_bytes(least + line - 4 * parts).name == pushed  # parts that do not end on lines
+    assert of_bytes(least, pushed).name == pushed
+    assert of_bytes(4 * line, "copy_engine").design == found.design
 
 
 def test_explain_says_copy_engines_and_why(capsys):
     found = ops.explain("all_reduce", (1 << 30,), BF16, 4, GPU)
-    assert (found.algorithm, found.transport) == ("copy_engine", "flags")
+    assert found.algorithm == "copy_engine"
     told = capsys.readouterr().out
     assert f"gets  copy_engine: pieces={found.plan.pieces}, programs={found.plan.programs}" in told
     assert "one peer at a time" in told
@@ -159,35 +153,39 @@ def test_explain_says_copy_engines_and_why(capsys):
 
 def test_a_heap_without_room_gets_tiles(monkeypatch):
     """Unless copy engines were asked for; and slots that are there already are used."""
-    for op in dispatch.COPY_ENGINE:
-        monkeypatch.setitem(dispatch.COPY_ENGINE, op, {4: 1 << 17})
+    monkeypatch.setattr(AllReduce, "copy_engine_from", {4: 1 << 17})
+    forget()
 
     def main(team):
         x = torch.zeros(1 << 17, dtype=BF16)
-        before = copy_engine.chosen("all_reduce", x, team, "auto").algorithm
-        asked = copy_engine.chosen("all_reduce", x, team, "copy_engine").algorithm
+
+        def planned(design):
+            return ALL_REDUCE.plan(CollectiveCall(x.nbytes, x.dtype, design), machine_of(team)).name
+
+        before, asked = planned("auto"), planned("copy_engine")
         ops.all_reduce(x, team, "copy_engine")
-        return before, asked, copy_engine.chosen("all_reduce", x, team, "auto").algorithm
+        return before, asked, planned("auto")
 
     # Slots of 2 x 128 KiB at world_size=2; half of what is free must hold them.
     for result in weft.simulate(main, 2, heap_bytes=450 << 10):
-        assert result == ("two_shot", "copy_engine", "copy_engine")
+        assert result == ("one_shot", "copy_engine", "copy_engine")
     for result in weft.simulate(main, 2, heap_bytes=2 << 20):
         assert result == ("copy_engine", "copy_engine", "copy_engine")
+    forget()
 
 
 def test_a_row_of_copy_engines_is_taken_where_parts_end_on_lines(monkeypatch, tmp_path):
-    from weft.plan import table as tuned
-    from weft.tune import search, spaces
-
-    file_for = tuned.file_for
-    monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
-    config = spaces.CopyConfig(pieces=(5, 2), programs=48)
-    row = tuned.Row(op="all_gather", dtype="bfloat16", shape=(1 << 20,), config=search.fields_of(config), us=7.5)
+    file_for = table.file_for
+    monkeypatch.setattr(table, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
+    design = CopyEngine(pieces=(5, 2), programs=48)
+    row = table.Row(
+        op="all_gather", dtype="bfloat16", shape=(1 << 20,), design="copy_engine", config=dataclasses.asdict(design), us=7.5
+    )  # fmt: skip
     forget()
-    tuned.write(tuned.file_for("Some GPU", 4), tuned.Table(gpu="Some GPU", world_size=4, rows=(row,)))
-    found = dispatch.choose("all_gather", 1 << 18, BF16, 4, GPU)
-    assert (found.algorithm, found.plan) == ("copy_engine", config.plan())
-    assert dispatch.choose("all_gather", (1 << 18) + 4, BF16, 4, GPU).algorithm == "push"
-    assert dispatch.choose("all_gather", 1 << 18, BF16, 4, GPU, algorithm="push").algorithm == "push"
+    table.write(table.file_for("Some GPU", 4), table.Table(gpu="Some GPU", world_size=4, rows=(row,)))
+    here = machine(GPU, 4)
+    found = ALL_GATHER.plan(CollectiveCall(1 << 18, BF16), here)
+    assert (found.name, found.design) == ("copy_engine", design)
+    assert ALL_GATHER.plan(CollectiveCall((1 << 18) + 4, BF16), here).name == "push"
+    assert ALL_GATHER.plan(CollectiveCall(1 << 18, BF16, "push"), here).name == "push"
     forget()

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tests.ops.cases import BF16, FP16, FP32
-from tests.ops.closeness import assert_identical
+from weft.ops.case import BF16, FP16, FP32
+from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import DEVICES, EPS, check_refused, everywhere, random
 from weft import ops
+from weft.ops.case import BF16, FP16, FP32
 
 
 @pytest.mark.parametrize("device", DEVICES)

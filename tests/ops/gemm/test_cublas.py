@@ -1,26 +1,31 @@
-"""The library's GEMM by a chosen algorithm: which products get one, and on a GPU that every algorithm computes the same."""
+"""cuBLAS's GEMM by a chosen algorithm: which GEMMs get one, and on a GPU that every algorithm computes the same."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
-from weft.ops.gemm.config import configured, default_config
 
-from tests.ops.closeness import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical
 from weft import ops
-from weft.bench.shapes import Shape
 from weft.ops.gemm import cublas
-from weft.plan import table as tuned
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.matmul import MATMUL
+from weft.plan import table
+from weft.plan.planned import machine
 from weft.runtime import capabilities, cublaslt
 from weft.runtime.cublaslt import Algorithm
-from weft.tune import spaces
 
 BF16, FP16 = torch.bfloat16, torch.float16
 H200 = dataclasses.replace(capabilities.simulated(1, 132), device_name="NVIDIA H200", arch="sm_90")
 SHIPPED = [
-    row for row in tuned.read(tuned.file_for("NVIDIA H200", 1)).rows if row.is_algorithm
+    row for row in table.read(table.file_for("NVIDIA H200", 1)).rows if row.design == table.EXACT and row.op == "matmul"
 ]  # what `python -m benchmarks.lab.cublas --tuned` found
+
+
+def algorithm_of(row):
+    """The algorithm that a row names, None for cuBLAS's own choice."""
+    return row.as_design({"cublas": Cublas}).algorithm
 
 
 def test_a_row_stands_for_its_very_shape():
@@ -28,60 +33,32 @@ def test_a_row_stands_for_its_very_shape():
     for row in SHIPPED:
         M, N, K = row.shape
         assert row.us < row.default_us
-        found = cublas.row_for(M, N, K, BF16, H200)
-        assert found.row == row
-        assert (found.exact, found.row.as_config(Algorithm)) == (True, Algorithm(**row.config))
+        assert cublas.tuned(M, N, K, BF16, H200) == Cublas(algorithm=algorithm_of(row)) != Cublas()
         for other in ((M - 1, N, K), (M + 1, N, K), (M, N - 8, K), (M, N, K + 64)):
-            assert cublas.row_for(*other, BF16, H200) is None, other
-        assert cublas.row_for(M, N, K, FP16, H200) is None
-        assert cublas.row_for(M, N, K, BF16, dataclasses.replace(H200, device_name="Some GPU")) is None
+            assert cublas.tuned(*other, BF16, H200) == Cublas(), other
+        assert cublas.tuned(M, N, K, FP16, H200) == Cublas()
+        assert cublas.tuned(M, N, K, BF16, dataclasses.replace(H200, device_name="Some GPU")) == Cublas()
 
 
-def test_an_algorithm_is_no_config_of_weft_s_own_kernel():
-    M, N, K = SHIPPED[0].shape
-    assert configured("matmul", M, N, K, BF16, 1, H200) == default_config("matmul", M, N, K, BF16, 1, H200)
-    assert configured("matmul", M, N, K, BF16, 1, H200).design == "library"
+def test_a_plan_takes_the_row_of_its_shape():
+    here = machine(H200, 1)
+    for row in SHIPPED[:8]:
+        planned = MATMUL.plan(GemmCall(*row.shape, BF16), here)
+        assert (planned.name, planned.row) == ("cublas", row)
+        assert planned.design == Cublas(algorithm=algorithm_of(row))
 
 
 def test_explain_names_the_algorithm(capsys):
     row = SHIPPED[-1]
     M, N, K = row.shape
-    found = ops.explain("gemm", M=M, N=N, K=K, world_size=4, caps=H200)
-    assert (found.algorithm, found.plan, found.row) == ("library", Algorithm(**row.config), row)
+    found, algorithm = ops.explain("gemm", M=M, N=N, K=K, world_size=4, caps=H200), algorithm_of(row)
+    assert (found.algorithm, found.plan, found.row) == ("cublas", Cublas(algorithm=algorithm), row)
     told = capsys.readouterr().out
-    assert f"gets  library: tile={row.config['tile']}, cluster={row.config['cluster']}" in told
+    assert f"gets  cublas: tile={algorithm.tile}, cluster={algorithm.cluster}" in told
     assert (
         f"nvidia-h200.w1.json: matmul bfloat16 {M}x{N}x{K}: {row.us:.4g} µs, the default {row.default_us:.4g}" in told
     )
     assert ops.explain("gemm", M=M + 1, N=N, K=K, world_size=4, caps=H200).row is None
-
-
-def test_neighbours_have_one_field_moved():
-    best = Algorithm(tile=29, cluster=3, custom=1)
-    found = spaces.around("gemm", best, 1)
-    assert {spaces.label(config) for config in found} >= {
-        "cuBLAS tile=29 cluster=5 custom=1 swizzle=0",
-        "cuBLAS tile=29 cluster=3 custom=1 swizzle=1",
-    }
-    for one in found:
-        moved = [name for name in dataclasses.asdict(best) if getattr(one, name) != getattr(best, name)]
-        assert len(moved) == 1
-    assert len(found) == len(set(found))
-
-
-def test_weft_tune_tries_what_cublas_names_and_what_is_known(monkeypatch):
-    named = [Algorithm(tile=248, cluster=5, custom=7), Algorithm(tile=31, cluster=9, custom=7)]
-    monkeypatch.setattr(cublaslt, "algorithms", lambda M, N, K, dtype: named if dtype == BF16 else [])
-    team = SimpleNamespace(is_simulated=False, caps=H200, size=1)
-
-    def tried(op, dtype=BF16):
-        problem = SimpleNamespace(op=op, team=team, shape=Shape(size=(4096, 2560, 5120), label=""), dtype=dtype)
-        found = spaces.first(problem, quick=False)
-        assert len(found) == len(set(found))
-        return [config for config in found if isinstance(config, Algorithm)]
-
-    assert set(tried("gemm")) == {*named, *spaces.KNOWN_ALGORITHMS}
-    assert tried("gemm", torch.float32) == tried("gemm-rs") == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
@@ -89,12 +66,16 @@ def test_without_a_gpu_there_are_none():
     a, b = torch.ones(4, 8), torch.ones(2, 8)
     assert cublaslt.version() == ""
     assert cublaslt.algorithms(256, 256, 256, BF16) == []
-    assert not cublaslt.matmul(a, b, torch.empty(4, 2), SHIPPED[0].as_config(Algorithm))
+    assert not cublaslt.matmul(a, b, torch.empty(4, 2), algorithm_of(SHIPPED[0]))
     assert torch.equal(cublas.matmul(a, b), torch.full((4, 2), 8.0))
     assert torch.equal(cublas.matmul(a, b, torch.ones(4, 2), add=True), torch.full((4, 2), 9.0))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+# Algorithms that shipped rows name, whatever the shape.
+KNOWN = tuple(dict.fromkeys(map(algorithm_of, SHIPPED)))
 
 
 def operands(M, N, K, dtype, seed=0):
@@ -109,7 +90,7 @@ def candidates(M, N, K, dtype):
     found = cublaslt.algorithms(M, N, K, dtype)
     if torch.cuda.get_device_capability() == (9, 0):
         assert found
-    return [*found, *spaces.KNOWN_ALGORITHMS] if found else []
+    return [*found, *KNOWN] if found else []
 
 
 @pytest.mark.gpu(1)
@@ -154,8 +135,9 @@ def test_what_no_algorithm_takes_is_left_alone():
     ):
         assert not cublaslt.matmul(x, y, into, algorithm)
     assert (out == 7).all()
-    with pytest.raises(ValueError, match="Algorithm.*tile=9999.* is none of this GPU's"):
-        cublas.by(Algorithm(tile=9999, cluster=3, custom=1), a, b)
+    # The design falls back on cuBLAS's own choice.
+    missing = Cublas(algorithm=Algorithm(tile=9999, cluster=3, custom=1))
+    assert_identical(cublas.run(missing, a, b), a @ b.T)
 
 
 @pytest.mark.gpu(1)
@@ -165,7 +147,7 @@ def test_calls_on_two_streams_and_in_a_graph_do_not_share_scratch_memory():
     for number, (M, N, K) in enumerate(sizes):
         a, b = operands(M, N, K, BF16, seed=number)
         products += [(a, b, one) for one in candidates(M, N, K, BF16)[:4]]
-    alone = [cublas.by(one, a, b) for a, b, one in products]
+    alone = [cublas.run(Cublas(algorithm=one), a, b) for a, b, one in products]
     side, outs = torch.cuda.Stream(), [torch.empty_like(out) for out in alone]
 
     def all_of_them():
@@ -203,6 +185,6 @@ def test_shapes_that_have_a_row_take_its_algorithm(monkeypatch):
     for row in SHIPPED[:6]:
         a, b = operands(*row.shape, BF16)
         assert_close(ops.matmul(a, b), a.float() @ b.float().T, row.shape[2], what=row.key)
-        assert asked.pop() == Algorithm(**row.config)
+        assert asked.pop() == algorithm_of(row)
         ops.matmul(a[:-1], b)
         assert not asked

@@ -1,32 +1,28 @@
-"""Products of few rows: the skinny kernel against plain PyTorch in the simulator, its code for each target, and on a GPU
-the same bits with and without programmatic dependent launch."""
-
-import dataclasses
+"""Small-M GEMMs: the kernel against plain PyTorch in the simulator, its code for each target, and on a GPU the same bits with
+and without programmatic dependent launch."""
 
 import pytest
 import torch
-from weft.ops.gemm.small_m_config import SkinnyConfig
 
 import weft
-from tests.compiling import TARGETS, compiled
-from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.test_compile_matmul import SHARED, stack_bytes
+from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.ops.checking import assert_close, assert_identical
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.operands import descriptor_or_self
+from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self
 from weft.ops import local
-from weft.ops.gemm import small_m, small_m_config
+from weft.ops.case import BF16, FP16, FP32
+from weft.ops.gemm import small_m
+from weft.ops.gemm.gemm_cases import SMALL_M
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul_silu_mul import MATMUL_SILU_MUL
+from weft.ops.gemm.small_m_rule import SmallM, default_small_m
+from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities, launch_options
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # What an op is called with: (M, N, K), ragged in every dimension. Rows of K elements start on 16 bytes.
 SHAPES = ((1, 48, 96), (5, 40, 72), (33, 80, 200), (16, 16, 16), (20, 136, 64))
-CONFIGS = (
-    SkinnyConfig(block_m=16, block_n=16, block_k=32),
-    SkinnyConfig(block_m=16, block_n=32, block_k=16, parts=3, ahead=64, num_stages=2),
-    SkinnyConfig(block_m=32, block_n=16, block_k=64, parts=2, turned=True, num_warps=2),
-    SkinnyConfig(block_m=64, block_n=16, block_k=16, turned=True, ahead=128),
-)
 
 
 def operands(M, N, K, dtype, seed=0, gated=False):
@@ -53,22 +49,23 @@ def capabilities_of(arch, sms=132):
     return Capabilities(device_name=name, arch=arch, sms=sms, memory_bytes=0, peer_access=(True,))
 
 
-def test_every_field_of_the_config_moves():
-    default = SkinnyConfig(block_m=16, block_n=16, block_k=16)
-    for field in dataclasses.fields(SkinnyConfig):
-        assert {getattr(config, field.name) for config in CONFIGS} != {getattr(default, field.name)}, field.name
+def small_m_of(M, N, K, caps, gated=False, dtype=BF16, **fields):
+    """The small-M design that the plan of a call has; None for another design."""
+    op = MATMUL_SILU_MUL if gated else MATMUL
+    design = op.plan(GemmCall(M, N, K, dtype, **fields), machine(caps, 1)).design
+    return design if isinstance(design, SmallM) else None
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
-def test_ragged_shapes(config, dtype, gated):
+@pytest.mark.parametrize("design", SMALL_M, ids=range(len(SMALL_M)))
+def test_ragged_shapes(design, dtype, gated):
     def main():
         for call, (M, N, K) in enumerate(SHAPES):
             x, weight = operands(M, N, K, dtype, call, gated)
-            out = small_m.run(x, weight, config, gated)
+            out = small_m.run(ScaledMatrix(x), weight, design, gated=gated)
             assert_close(out, reference(x, weight, gated), K, what=f"{M}x{N}x{K}")
-            assert_identical(small_m.run(x, weight, config, gated), out, what=f"{M}x{N}x{K} again")
+            assert_identical(small_m.run(ScaledMatrix(x), weight, design, gated=gated), out, what=f"{M}x{N}x{K} again")
 
     alone(main)
 
@@ -93,14 +90,14 @@ def test_what_an_op_is_called_with(op, dtype):
 
 
 def test_a_row_is_the_same_alone_and_among_others():
-    """The parts of K and the order within them depend on the config alone: same config, same bits for the same row."""
+    """The partials of K and the order within them depend on the design alone: same design, same bits for the same row."""
 
     def main():
         x, weight = operands(40, 48, 136, BF16)
-        for config in CONFIGS:
-            out = small_m.run(x, weight, config, False)
+        for design in SMALL_M:
+            out = small_m.run(ScaledMatrix(x), weight, design)
             for rows in (slice(0, 1), slice(7, 19), slice(39, 40)):
-                assert_identical(small_m.run(x[rows], weight, config, False), out[rows], what=f"{config} {rows}")
+                assert_identical(small_m.run(ScaledMatrix(x[rows]), weight, design), out[rows], what=f"{design} {rows}")
 
     alone(main)
 
@@ -154,9 +151,9 @@ def test_the_schema_and_the_fake_tell_the_truth():
             lambda: ops.matmul_silu_mul(torch.ones(2, 4).half(), torch.ones(6, 4)),
             r"weight.dtype=torch.float32 is not one of float16",
         ),
-        (lambda: SkinnyConfig(block_m=24, block_n=16, block_k=16), r"block_m=24 is not a power of two"),
-        (lambda: SkinnyConfig(block_m=16, block_n=16, block_k=16, parts=0), r"parts=0 is not in 1"),
-        (lambda: SkinnyConfig(block_m=16, block_n=16, block_k=16, ahead=100), r"ahead=100 is not a multiple of 64"),
+        (lambda: SmallM(block_m=24, block_n=16, block_k=16), r"block_m=24 is not a power of two"),
+        (lambda: SmallM(block_m=16, block_n=16, block_k=16, partials=0), r"partials=0 is not in 1"),
+        (lambda: SmallM(block_m=16, block_n=16, block_k=16, ahead=100), r"ahead=100 is not a multiple of 64"),
     ],
 )
 def test_wrong_arguments_are_refused(call, message):
@@ -167,18 +164,23 @@ def test_wrong_arguments_are_refused(call, message):
 PROJECTIONS = ((2560, 5120), (5120, 2048), (5120, 6400), (12800, 5120), (640, 512))
 
 
-def built(arch, M, N, K, gated, dtype=BF16, squares=0, in_parts=False):
-    """The kernel that a product of these sizes gets on ``arch``, and its config. squares: of a norm in so many parts."""
+def default_of(M, N, K, caps, gated=False, dtype=BF16, **fields):
+    return default_small_m(GemmCall(M, N, K, dtype, **fields), caps, gated=gated)
+
+
+def built(arch, M, N, K, gated, dtype=BF16, squares=0, partials=False):
+    """The kernel that a GEMM of these sizes gets on ``arch``, and its design. squares: of a deferred RMS scale, per row."""
     caps = capabilities_of(arch)
-    config = small_m_config.config_for(M, N, K, caps, gated, in_parts, factored=in_parts and squares > 0)
+    design = default_of(M, N, K, caps, gated, dtype, partials=partials, deferred_norm=partials and squares > 0)
     x = torch.zeros((64, 64), dtype=dtype)
-    rows, weight = (descriptor_or_self(x, block, config.block_k, True) for block in (config.block_m, config.block_n))
-    out = torch.zeros(8) if config.parts > 1 else x
+    rows, weight = (descriptor_or_self(x, block, design.block_k, True) for block in (design.block_m, design.block_n))
+    out = torch.zeros(8) if design.partials > 1 else x
     kernel = compiled(
-        small_m.skinny_kernel, rows, weight, x, K, out, M, N, K, config.parts, config.ahead, torch.zeros(8), 1e-6, arch=arch,
-        SQUARES=squares, **small_m.constants(config, gated), **launch_options(caps),
+        small_m.small_m_kernel, rows, weight, x, K, out, M, N, K, design.partials, design.ahead,
+        RowScales(torch.zeros(8), 1e-6), small_m.block_of(design), arch=arch, SQUARES=squares,
+        **small_m.constants(design, gated), **launch_options(caps),
     )  # fmt: skip
-    return kernel, config
+    return kernel, design
 
 
 @pytest.mark.triton_internals
@@ -189,45 +191,50 @@ def test_compiles_and_fits(arch, gated, tmp_path):
         for N, K in PROJECTIONS:
             # With the rows' squares too, of a norm of the largest products.
             for squares in (0, 20) if K == 5120 else (0,):
-                kernel, config = built(arch, M, N, K, gated, squares=squares)
-                assert kernel.metadata.shared <= SHARED[arch], config
+                kernel, design = built(arch, M, N, K, gated, squares=squares)
+                assert kernel.metadata.shared <= SHARED[arch], design
                 if arch.startswith("sm_"):
-                    assert stack_bytes(kernel, tmp_path) == 0, config
+                    assert stack_bytes(kernel, tmp_path) == 0, design
 
 
 @pytest.mark.triton_internals
 def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms(tmp_path):
     for M in (16, 32):
         for N, K, programs in ((12800, 5120, 2), (25600, 5120, 2), (5120, 6400, 1), (5120, 2048, 1)):
-            kernel, config = built("sm_90", M, N, K, False)
+            kernel, design = built("sm_90", M, N, K, False)
             # 228 KiB an SM, of which the system keeps 1 a program.
-            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, config)
-            assert config.parts == 1 and config.turned
-        # Parts that the kernel behind adds up: where a program a tile would leave SMs idle, and K is long enough.
-        for N, K, programs, parts in ((5120, 6400, 2, 3), (5120, 12800, 2, 3), (5120, 4096, 2, 2), (5120, 2048, 1, 1)):
-            kernel, config = built("sm_90", M, N, K, False, in_parts=True)
-            assert config.parts == parts and config.turned
-            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, K, config)
+            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, design)
+            assert design.partials == 1 and design.transposed
+        # Partials that the kernel behind adds up: where a program a tile would leave SMs idle, and K is long enough.
+        for N, K, programs, partials in (
+            (5120, 6400, 2, 3),
+            (5120, 12800, 2, 3),
+            (5120, 4096, 2, 2),
+            (5120, 2048, 1, 1),
+        ):
+            kernel, design = built("sm_90", M, N, K, False, partials=True)
+            assert design.partials == partials and design.transposed
+            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, K, design)
     for N, K, squares, programs, block_n in (
         (5120, 12800, 0, 1, 128),
         (5120, 5120, 20, 2, 64),
         (2560, 5120, 20, 1, 64),
     ):
-        kernel, config = built("sm_90", 128, N, K, False, squares=squares, in_parts=True)
-        assert (config.parts, config.block_n) == (3, block_n) and config.turned
-        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (N, K, config)
-        assert stack_bytes(kernel, tmp_path) == 0, config
+        kernel, design = built("sm_90", 128, N, K, False, squares=squares, partials=True)
+        assert (design.partials, design.block_n) == (3, block_n) and design.transposed
+        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (N, K, design)
+        assert stack_bytes(kernel, tmp_path) == 0, design
     for M, N, programs in ((16, 12800, 2), (64, 12800, 2), (32, 12800, 1), (16, 6400, 1), (64, 6400, 1)):
-        kernel, config = built("sm_90", M, N, 5120, True)
-        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, config)
+        kernel, design = built("sm_90", M, N, 5120, True)
+        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, design)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "silu"])
 def test_on_sm_90_the_weight_is_fetched_before_the_kernel_before_has_ended_and_x_after(gated):
-    kernel, config = built("sm_90", 16, 2560, 5120, gated)
+    kernel, design = built("sm_90", 16, 2560, 5120, gated)
     ptx = kernel.asm["ptx"]
     wait = ptx.index("griddepcontrol.wait")
-    assert (config.ahead == 0) == gated  # an argument: the kernel is the same
+    assert (design.ahead == 0) == gated  # an argument: the kernel is the same
     assert ptx.index("cp.async.bulk.prefetch.L2") < wait
     assert ptx.index("cp.async.bulk.tensor") > wait
     # Only then may the next kernel's programs come up, which would prefetch too.
@@ -242,37 +249,37 @@ def test_on_sm_90_the_rows_squares_are_under_way_while_the_product_is_computed()
         assert loads[-1] < ptx.index("wgmma.mma_async") < ptx.rindex("wgmma.mma_async") < ptx.index("rsqrt")
 
 
-def test_sums_of_parts_compile():
+def test_sums_of_partials_compile():
     for arch in TARGETS:
         for gated in (False, True):
-            parts = torch.zeros(8)
+            partials = torch.zeros(8)
             compiled(
-                small_m.sum_parts_kernel, parts, parts.bfloat16(), 1 << 20, 3, GATED=gated, BLOCK=small_m.SUM_BLOCK,
-                arch=arch, **launch_options(capabilities_of(arch)),
+                small_m.sum_partials_kernel, partials, partials.bfloat16(), 1 << 20, 3, GATED=gated,
+                BLOCK=small_m.SUM_BLOCK, arch=arch, **launch_options(capabilities_of(arch)),
             )  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_every_size_has_a_config(arch):
+def test_every_size_has_a_design(arch):
     caps = capabilities_of(arch)
     for M in (1, 7, 16, 17, 64, 100, 128):
         for N, K in (*PROJECTIONS, (8, 16), (151936, 5120), (64, 100000)):
             for gated in (False, True):
-                for in_parts in (False, True):
-                    config = small_m_config.config_for(M, N, K, caps, gated, in_parts)
-                    assert config.block_m < max(32, 2 * M)
-                    assert config.parts <= max(1, K // config.block_k)
+                for partials in (False, True):
+                    design = default_of(M, N, K, caps, gated, partials=partials)
+                    assert design.block_m < max(32, 2 * M)
+                    assert design.partials <= max(1, K // design.block_k)
 
 
 def test_explain_says_which_design_and_why(capsys):
     caps = capabilities_of("sm_90")
     for op, M, design, said in (
-        ("matmul", 16, "skinny", "M=16 <= 64"),
-        ("matmul", 65, "library", "cuBLAS"),
-        ("matmul_silu_mul", 64, "skinny", "M=64 <= 64"),
-        ("matmul_silu_mul", 65, "library", "M=65 > 64"),
-        ("matmul_silu_mul", 127, "library", "M=127 > 64"),
-        ("matmul_silu_mul", 128, "skinny", "one round of whole tiles"),
+        ("matmul", 16, "small_m", "M=16 <= 64"),
+        ("matmul", 65, "cublas", "cuBLAS"),
+        ("matmul_silu_mul", 64, "small_m", "M=64 <= 64"),
+        ("matmul_silu_mul", 65, "cublas", "M=65 > 64"),
+        ("matmul_silu_mul", 127, "cublas", "M=127 > 64"),
+        ("matmul_silu_mul", 128, "small_m", "one round of whole tiles"),
     ):
         found = ops.explain(op, M=M, N=5120, K=6400, world_size=1, caps=caps)
         assert found.algorithm == design
@@ -281,43 +288,43 @@ def test_explain_says_which_design_and_why(capsys):
 
 @pytest.mark.parametrize("M", [1, 32, 64])
 def test_what_is_behind_a_kernel_that_reads_memory_prefetches_nothing(M):
-    """The products of a decode step of Qwen3-32B, as layers ask for them, at W=4 and W=2."""
+    """The GEMMs of a decode step of Qwen3-32B, as recipes ask for them, at W=4 and W=2."""
     caps = capabilities_of("sm_90")
 
-    def ahead(N, K, op="matmul", **words):
-        return small_m_config.configured(op, M, N, K, BF16, caps, **words)[0].ahead
+    def ahead(N, K, gated=False, **fields):
+        return small_m_of(M, N, K, caps, gated, **fields).ahead
 
     for W in (4, 2):
-        assert ahead(10240 // W, 5120, in_parts=True, factored=True) > 0  # qkv, behind an all-reduce
-        assert ahead(5120, 8192 // W, in_parts=True) == 0  # o, behind attention
-        assert ahead(5120, 25600 // W, in_parts=True) == 0  # down, behind gate-up
-        gate_up = ahead(25600 // W, 5120, "matmul_silu_mul", factored=True)
+        assert ahead(10240 // W, 5120, partials=True, deferred_norm=True) > 0  # qkv, behind an all-reduce
+        assert ahead(5120, 8192 // W, partials=True) == 0  # o, behind attention
+        assert ahead(5120, 25600 // W, partials=True) == 0  # down, behind gate-up
+        gate_up = ahead(25600 // W, 5120, True, deferred_norm=True)
         assert (gate_up > 0) == (W == 2 and M == 1)
 
 
-def test_which_products_of_up_to_128_rows_are_left_in_parts():
-    """Where whole decode steps took less time so: elsewhere the library multiplies."""
+def test_which_gemms_of_up_to_128_rows_leave_partials():
+    """Where whole decode steps took less time so: elsewhere cuBLAS multiplies."""
     caps = capabilities_of("sm_90")
-    qkv, down = {"in_parts": True, "factored": True}, {"in_parts": True}
-    for N, K, words, rows, others in (
+    qkv, down = {"partials": True, "deferred_norm": True}, {"partials": True}
+    for N, K, fields, rows, others in (
         (5120, 12800, down, (96, 100, 128), (65, 95, 129)),  # W=2
-        (5120, 6400, down, (), (65, 96, 128, 129)),  # W=4: short parts
-        (8192, 14336, down, (), (96, 128)),  # of Llama-3-70B: two parts
-        (5120, 12800, {}, (), (65, 96, 128)),  # nobody adds parts up
+        (5120, 6400, down, (), (65, 96, 128, 129)),  # W=4: short partials
+        (8192, 14336, down, (), (96, 128)),  # of Llama-3-70B: two partials
+        (5120, 12800, {}, (), (65, 96, 128)),  # no kernel behind adds partials up
         (5120, 5120, qkv, (128,), (65, 96, 127, 129)),  # W=2
         (2560, 5120, qkv, (96, 127, 128), (65, 72, 95, 129)),  # W=4
     ):
         for M in (*rows, *others):
-            config, _ = small_m_config.configured("matmul", M, N, K, BF16, caps, **words)
-            assert (config is not None) == (M in rows), (M, N, K)
-            assert config is None or config.parts == 3
+            design = small_m_of(M, N, K, caps, **fields)
+            assert (design is not None) == (M in rows), (M, N, K)
+            assert design is None or design.partials == 3
 
 
 def test_other_targets_and_dtypes_get_another_design():
     for arch, dtype, N in (("sm_80", BF16, 5120), ("gfx942", BF16, 5120), ("sm_90", FP32, 5120), ("sm_90", BF16, 64)):
-        for op in small_m_config.OPS:
-            config, reason = small_m_config.configured(op, 16, N, 5120, dtype, capabilities_of(arch))
-            assert config is None and reason
+        for op in (MATMUL, MATMUL_SILU_MUL):
+            planned = op.plan(GemmCall(16, N, 5120, dtype), machine(capabilities_of(arch), 1))
+            assert planned.name == "cublas" and planned.reason
 
 
 @pytest.mark.gpu(1)
@@ -328,10 +335,10 @@ def test_the_same_bits_with_and_without_programmatic_dependent_launch(gated, mon
     generator = torch.Generator("cuda").manual_seed(0)
     H, steps = 5120, 6
 
-    def chain(x, weights, config):
+    def chain(x, weights, design):
         for weight in weights:
             x = torch.ops.weft.add_rms_norm(x, x, torch.ones_like(x[0]), 1e-6)[0]
-            x = small_m.run(x, weight, config, gated)
+            x = small_m.run(ScaledMatrix(x), weight, design, gated=gated)
         return x
 
     for M in (1, 16, 33, 64):
@@ -340,20 +347,20 @@ def test_the_same_bits_with_and_without_programmatic_dependent_launch(gated, mon
             for _ in range(steps)
         ]
         x = torch.randn((M, H), generator=generator, device="cuda").bfloat16()
-        split = SkinnyConfig(block_m=16, block_n=64, block_k=128, parts=3, ahead=512)
-        for config in (small_m_config.config_for(M, H, H, caps, gated), split):
+        split = SmallM(block_m=16, block_n=64, block_k=128, partials=3, ahead=512)
+        for design in (default_of(M, H, H, caps, gated), split):
             results = []
             for options in ({}, launch_options(caps)):
                 monkeypatch.setattr(small_m, "launch_options", lambda caps, options=options: options)
-                results.append(chain(x, weights, config))
+                results.append(chain(x, weights, design))
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    captured = chain(x, weights, config)
+                    captured = chain(x, weights, design)
                 for _ in range(20):
                     graph.replay()
                 results.append(captured.clone())
             for result in results[1:]:
-                assert_identical(result, results[0], what=f"M={M} {config}")
+                assert_identical(result, results[0], what=f"M={M} {design}")
 
 
 @pytest.mark.gpu(1)
@@ -365,7 +372,7 @@ def test_on_a_gpu(op):
         for N, K in ((2560, 5120), (5120, 2048), (1000, 5008), (33, 512)):
             x, weight = (t.cuda() for t in operands(M, N, K, BF16, gated=gated))
             out, what = op(x, weight), f"{M}x{N}x{K}"
-            if small_m.chosen_for(op.__name__, x, weight, caps) is None:
+            if small_m_of(M, N, K, caps, gated) is None:
                 product = x @ weight.T
                 assert_identical(out, ops.silu_mul(product) if gated else product, what=what)
             else:
@@ -376,7 +383,7 @@ def test_on_a_gpu(op):
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("M", "N", "K", "behind_a_norm"), [(96, 5120, 12800, False), (100, 5120, 12800, False),
     (128, 5120, 12800, False), (128, 5120, 5120, True), (100, 2560, 5120, True), (16, 5120, 6400, False)])  # fmt: skip
-def test_parts_on_a_gpu(M, N, K, behind_a_norm):
+def test_partials_on_a_gpu(M, N, K, behind_a_norm):
     x, weight = (t.cuda() for t in operands(M, N, K, BF16))
     expected, of = reference(x, weight, False), x
     if behind_a_norm:

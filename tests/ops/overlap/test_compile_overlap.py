@@ -5,15 +5,12 @@ memory: nothing is spilled, along K or around a tile, in any config that a call 
 """
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 
-from tests.compiling import TARGETS, a_view, compiled
+from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from weft.kernels.gemm_tile import SplitK
 from weft.kernels.operands import descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, make_tiles
@@ -36,9 +33,8 @@ FUSED = {
     "matmul_all_reduce": "fused",
 }
 KERNELS = tuple(FUSED)
-# Bytes of shared memory that one program may have.
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 N, WORDS = 12800, torch.zeros(4, dtype=torch.int32)
+LANDED = ChannelView(WORDS, WORDS, tl.constexpr(MAX_CHUNKS))
 
 
 def design_for(arch, rows, dtype=torch.bfloat16, op="matmul_reduce_scatter", world_size=4):
@@ -78,25 +74,14 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
         return compiled(matmul_kernel, a, K, b, K, x, split, rows, N, K, tiles, None, block, arch=arch, **options)
     if op == "all_gather_matmul":
         return compiled(
-            all_gather_matmul_kernel, a, K, a, b, K, x, WORDS, WORDS, split, rows, N, K, tiles, block, team, arch=arch,
-            MAX_CHUNKS=MAX_CHUNKS, FLATTEN=chosen.flatten, LOCAL_FIRST=own_first, **options,
+            all_gather_matmul_kernel, a, K, a, b, K, x, LANDED, split, rows, N, K, tiles, block, team, arch=arch,
+            FLATTEN=chosen.flatten, LOCAL_FIRST=own_first, **options,
         )  # fmt: skip
     buffers = Buffers(x, WORDS, WORDS, x, WORDS, 1 << 20, 1 << 12)
     return compiled(
         matmul_reduce_kernel, a, K, b, K, x, x, buffers, split, world_size * rows, N, K, tiles, block, team, arch=arch,
         LOCAL_FIRST=own_first, REPLICATE=op == "matmul_all_reduce", launch_cooperative_grid=True, **options,
     )  # fmt: skip
-
-
-def stack_bytes(kernel, directory):
-    """Bytes of local memory a thread, spills included, as the cubin states them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        pytest.skip(f"{tool} is not part of this Triton")
-    cubin = directory / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    listed = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", listed))
 
 
 @pytest.mark.triton_internals
@@ -156,9 +141,8 @@ def test_kernels_between_pieces_compile():
             # 16 bytes a thread of each of four operands, none waiting for the other.
             assert len(re.findall(r"ld\.global\.v4\.b32", summed.asm["ptx"])) == 4 * SUM_BLOCK // (SUM_WARPS * 32 * 8)
             assert not re.search(r"ld\.global(\.\w+)*\.b16", summed.asm["ptx"])
-        landed = ChannelView(WORDS, WORDS, tl.constexpr(MAX_CHUNKS))
-        compiled(begin_kernel, landed, WORDS, signals, a_view(), arch=arch, num_warps=1)
-        compiled(wait_kernel, landed, 1, 0, a_view(), arch=arch, num_warps=1)
+        compiled(begin_kernel, LANDED, WORDS, signals, a_view(), arch=arch, num_warps=1)
+        compiled(wait_kernel, LANDED, 1, 0, a_view(), arch=arch, num_warps=1)
         shared = compiled(
             share_kernel, x, x, Shares(x, x, 1 << 20, WORDS, 1 << 9, WORDS), 4096, 5120, a_view(), BLOCK=SUM_BLOCK,
             num_warps=SUM_WARPS, arch=arch,

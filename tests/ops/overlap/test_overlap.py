@@ -1,47 +1,40 @@
-"""Matrix products against plain PyTorch, on virtual ranks: one table, several schedules, several calls in a row."""
+"""What the overlapped GEMMs share: workspaces from call to call, designs that are asked for, agreement of the ranks."""
 
-import dataclasses
-import importlib
 import re
 
 import pytest
 import torch
-from weft.ops.gemm.config import GemmConfig, configured
 
 import weft
-from tests.ops.cases import BF16, FP32, Case
-from tests.ops.closeness import assert_close, assert_identical
-from tests.ops.matmul_cases import MATMUL_OPS, MATMULS, OWN_FIRST, config
-from tests.ops.test_collectives import check_replicated, run_cases
+from tests.ops.checking import assert_close, assert_identical, check_replicated, run_cases
 from weft import ops
 from weft.errors import HeapExhausted
-from weft.ops.gemm import cublas
-from weft.plan import table as tuned
+from weft.ops.case import BF16, FP32, Case
+from weft.ops.collectives.collective import OneShot
+from weft.ops.gemm import matmul as matmul_module
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.tile import Tile
+from weft.ops.op import registered
+from weft.ops.overlap import all_gather_matmul, matmul_reduce_scatter
+from weft.ops.overlap.sequential import Overlapped
+from weft.plan.planned import machine
 from weft.runtime import capabilities
+from weft.transport.plans import PushPlan
 
-FUSED = MATMUL_OPS[1:]
-
-
-def test_every_field_of_the_config_moves():
-    moved = {name for case in MATMULS for name, _ in case.config}
-    assert moved == {field.name for field in dataclasses.fields(GemmConfig)}
-
-
-@pytest.mark.parametrize("op", [*MATMUL_OPS, *OWN_FIRST])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_table(world_size, op):
-    cases = [case for case in MATMULS if case.op == op and case.world_size == world_size]
-    calls = 2 if world_size == 8 else 3
-    check_replicated(weft.simulate(run_cases, world_size, seed=world_size, args=(cases, calls)))
+OPS = [op for op in registered() if isinstance(op, Overlapped)]
+FUSED = [op.name for op in OPS]
+GEMMS = ["matmul", *FUSED]
+TILE = Tile(block_m=16, block_n=16, block_k=16)
 
 
 def interleaved(world_size):
     """Calls of all ops that share workspaces, large after small and small after large; the last outgrow the first."""
     w = world_size
     for rows, N, K, block in ((w, 32, 16, 16), (w * 18, 40, 24, 16), (w * 2, 16, 32, 32), (w * 40, 64, 33, 32)):
-        for op in FUSED:
-            yield Case(op=op, world_size=w, dtype=BF16, shape=(rows, N, K), config=config(block, block, 16, group=2))
-            yield Case(op="all_reduce", world_size=w, dtype=BF16, shape=(rows,))
+        tile = Tile(block_m=block, block_n=block, block_k=16, group=2)
+        for op in OPS:
+            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(rows, N, K), design=op.designs["fused"](tile=tile))
+            yield Case(op="all_reduce", world_size=w, dtype=BF16, sizes=(rows,))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -53,198 +46,44 @@ def test_mixed_shapes_back_to_back(world_size, slow, seed):
 
 def test_a_workspace_grows():
     """More than the smallest capacity, then less again: the larger one is used from then on."""
+    tile = Tile(block_m=64, block_n=256, block_k=256)
     cases = [
-        Case(op=op, world_size=2, dtype=FP32, shape=(rows, 512, 300), config=config(64, 256, 256))
+        Case(op=op.name, world_size=2, dtype=FP32, sizes=(rows, 512, 300), design=op.designs["fused"](tile=tile))
         for rows in (64, 512, 32)
-        for op in FUSED
+        for op in OPS
     ]
     weft.simulate(run_cases, 2, args=(cases, 1))
 
 
-@pytest.mark.parametrize("design", ["fused", "segments"])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
-    """A graph with one call writes the same half of A_full at every replay: the device must wait, not the parity."""
-    gather = importlib.import_module("weft.ops.overlap.all_gather_matmul")
-    chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design=design)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_a_design_that_was_asked_for_is_not_replaced(op, monkeypatch):
+    """One rank has no rows but its own, whose GEMM is cuBLAS's in the pipelined design."""
+    here = machine(capabilities.simulated(1, 8), 1)
+    planned = op.plan(op.call_of((4, 3, 8), FP32, here, "pipelined"), here)
+    assert planned.name == "sequential" and planned.design.gemm.name == "cublas"
+    monkeypatch.setattr(matmul_module, "matmul_kernel", None)
 
     def main(team):
-        results = []
-        for call in range(5):
-            a, b = (torch.full((20, 24), float(call + team.rank)), torch.ones(16, 24))
-            results.append(gather.run(a, b, team, config=chosen))
-            for workspace in team.workspace(("all_gather_matmul", FP32), dict).values():
-                workspace.calls = 0
-        for call, result in enumerate(results):
-            expected = torch.arange(call, call + team.size).repeat_interleave(20)[:, None] * torch.full((1, 16), 24.0)
-            assert_identical(result, expected, what=f"call {call}")
-
-    weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_buffer_serves_call_after_call_where_two_are_too_large(monkeypatch, seed):
-    module = importlib.import_module("weft.ops.overlap.matmul_all_reduce")
-    monkeypatch.setattr(module, "MOST_HALVED", 0)
-    cases = [
-        Case(op="matmul_all_reduce", world_size=3, dtype=BF16, shape=shape, config=config(16, 16, 32, **fields))
-        for shape in ((60, 24, 40), (31, 40, 24))
-        for fields in ({"design": "segments"}, {"design": "segments", "chunks": 3, "lanes": 1})
-    ]
-
-    def main(team):
-        found = run_cases(team, cases, 3)
-        [workspace] = team.workspace(("matmul_all_reduce segments", BF16), dict).values()
-        assert len(workspace.buffers) == 1
-        return found
-
-    check_replicated(weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0}))
-
-
-def test_a_design_that_was_asked_for_is_not_replaced(monkeypatch):
-    """One rank has no segments but its own, which are the library's."""
-    module, asked = (
-        importlib.import_module("weft.ops.gemm.matmul"),
-        GemmConfig(block_m=16, block_n=16, block_k=16),
-    )
-    segments = dataclasses.replace(asked, design="segments")
-    monkeypatch.setattr(module, "matmul_kernel", None)
-
-    def main(team):
-        a, b = torch.ones(4, 8), torch.ones(3, 8)
-        with pytest.raises(ValueError, match="matmul: design='segments' is not one of 'fused', 'library'"):
-            module.run(a, b, segments)
-        for op in FUSED:
-            assert_identical(
-                importlib.import_module(getattr(weft.ops, op).__module__).run(a, b, team, segments),
-                torch.full((4, 3), 8.0),
-            )
+        assert_identical(op.run(planned.design, team, torch.ones(4, 8), torch.ones(3, 8)), torch.full((4, 3), 8.0))
 
     weft.simulate(main, 1)
 
 
-def test_many_rows_a_rank_are_all_reduced_in_two_blocks():
-    h200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
-    for world_size, rows, blocks in (
-        (2, 2**15, 0),
-        (3, 6144, 2),
-        (3, 6143, 0),
-        (4, 8192, 2),
-        (4, 8191, 0),
-        (8, 8192, 0),
-    ):
-        for K in (1024, 8192):
-            found = configured("matmul_all_reduce", rows, 5120, K, BF16, world_size, h200)
-            assert (found.chunks if found.design == "segments" else 0) == blocks, (world_size, rows, K)
+def test_designs_of_other_ops_are_refused():
+    for op in (MATMUL, *OPS):
+        with pytest.raises(ValueError, match=f"{op.name}: design=.* is not one of {', '.join(op.designs)}"):
+            op.run(OneShot(push=PushPlan(transport="lamport", row_bytes=64, num_warps=1)), None, None, None)
 
 
-def test_sums_that_32_bits_cannot_count_go_by_segments(monkeypatch):
-    module = importlib.import_module("weft.ops.overlap.matmul_all_reduce")
-    monkeypatch.setattr(module, "MOST_ELEMENTS", 1)
-
-    def main(team):
-        generator = torch.Generator().manual_seed(team.rank)
-        a, b = (torch.randn(size, generator=generator) for size in ((40, 24), (20, 24)))
-        found = module.run(a, b, team)
-        with pytest.raises(
-            ValueError, match="design='fused' has slots of .* for M=40, N=20, .* pass design='segments'"
-        ):
-            module.run(a, b, team, GemmConfig(block_m=16, block_n=16, block_k=16))
-        assert ("matmul_all_reduce segments", torch.float32) in team._workspaces
-        return found, a @ b.T
-
-    results = weft.simulate(main, 3)
-    for found, _ in results:
-        torch.testing.assert_close(found, sum(product for _, product in results), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("op", "chunks"), [("matmul_reduce_scatter", 1), ("matmul_all_reduce", 1), ("matmul_all_reduce", 3)]
-)
-@pytest.mark.parametrize("seed", range(4))
-def test_replayed_segments_of_a_sum_fill_the_same_half_each_time(seed, op, chunks):
-    module = importlib.import_module(getattr(weft.ops, op).__module__)
-    chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=chunks)
-    rows, place = 60 if op == "matmul_all_reduce" else 20, torch.arange(60.0)[:, None].expand(60, 24)
-
-    def main(team):
-        results = []
-        for call in range(5):
-            a, b = place + float(call + team.rank), torch.ones(16, 24)
-            results.append(module.run(a, b, team, config=chosen))
-            for workspace in team.workspace((f"{op} segments", FP32), dict).values():
-                workspace.calls = 0
-        for call, result in enumerate(results):
-            mine = slice(0, 60) if rows == 60 else slice(20 * team.rank, 20 * team.rank + 20)
-            expected = (24.0 * (3 * call + 3) + 72.0 * place[mine, :1]).expand(rows, 16)
-            assert_identical(result, expected.contiguous(), what=f"call {call}")
-
-    weft.simulate(main, 3, seed=seed, slow={seed % 3: 20.0})
-
-
-def test_own_pieces_are_products_of_their_own(monkeypatch):
-    products = []
-
-    def noted(a, b, out=None, **words):
-        products.append(len(a))
-        return multiply(a, b, out, **words)
-
-    multiply = cublas.matmul
-    monkeypatch.setattr(cublas, "matmul", noted)
-
-    def main(team, chosen):
-        module = importlib.import_module("weft.ops.overlap.matmul_reduce_scatter")
-        return module.run(torch.ones(57, 24), torch.ones(16, 24), team, chosen)
-
-    for fields, expected in (
-        ({}, [19] * 9),
-        ({"own_pieces": 2}, [19] * 6 + [10, 9] * 3),
-        ({"own_pieces": 40}, [19] * 6 + [1] * 57),
-    ):
-        products.clear()
-        chosen = GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", **fields)
-        for result in weft.simulate(main, 3, args=(chosen,)):
-            assert_identical(result, torch.full((19, 16), 72.0))
-        assert sorted(products) == sorted(expected)
-
-
-@pytest.mark.parametrize("op", FUSED)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_the_same_bits_whatever_the_schedule(op):
-    case = Case(op=op, world_size=3, dtype=BF16, shape=(27, 40, 64), config=config(16, 16, 32))
+    tile = Tile(block_m=16, block_n=16, block_k=32)
+    case = Case(op=op.name, world_size=3, dtype=BF16, sizes=(27, 40, 64), design=op.designs["fused"](tile=tile))
     first, second = (
         weft.simulate(run_cases, 3, seed=seed, sms=sms, args=([case], 1)) for seed, sms in ((1, 8), (2, 2))
     )
     for rank in range(3):
         assert_identical(first[rank][0][2], second[rank][0][2])
-
-
-def test_own_rows_first_has_rows_of_its_own_for_their_bucket_alone(monkeypatch, tmp_path):
-    path = tuned.file_for("Some GPU", 4, tmp_path)
-    monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: path)
-    tile = {"block_m": 128, "block_n": 256, "block_k": 64, "design": "segments"}
-    made = (
-        tuned.Row(op=op, dtype="bfloat16", shape=(M, 512, 256), config=tile | {"span": span}, us=1.0)
-        for op, M, span in (("all_gather_matmul", 4096, 1), ("all_gather_matmul+own_first", 4096, 3))
-    )
-    tuned.write(path, tuned.Table(gpu="Some GPU", world_size=4, rows=tuple(made)))
-    caps = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
-
-    def span(M, own_first):
-        return configured("all_gather_matmul", M, 512, 256, BF16, 4, caps, own_first).span
-
-    assert [span(4096, own_first) for own_first in (False, True)] == [1, 3]
-    assert [span(M, True) for M in (3000, 2048, 8192)] == [3, 1, 1]
-
-
-def test_ranks_may_hold_different_shares_of_K():
-    def main(team):
-        parts = [torch.randn(12, K, generator=torch.Generator().manual_seed(K)) for K in (5, 16, 40)]
-        a = b = parts[team.rank]
-        expected = sum(part.double() @ part.double().T for part in parts)
-        assert_close(ops.matmul_all_reduce(a, b, team), expected, 61, partials=2)
-        assert_close(ops.matmul_reduce_scatter(a, b, team), expected[4 * team.rank :][:4], 61, partials=2)
-
-    weft.simulate(main, 3)
 
 
 @pytest.mark.parametrize(
@@ -269,17 +108,14 @@ def test_ranks_may_hold_different_shares_of_K():
             lambda team: ops.all_gather_matmul(torch.ones(2, 4, device="meta"), torch.ones(4, 4), team),
             r"is on meta, not on",
         ),
+        (lambda team: all_gather_matmul.Pipelined(chunks=2, span=2), r"span=2 joins what chunks=2 cuts"),
         (
-            lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, design="segments", chunks=2, span=2),
-            r"span=2 joins what chunks=2 cuts",
+            lambda team: matmul_reduce_scatter.Pipelined(local_pieces=2, accumulate=True),
+            r"local_pieces=2 is for sums behind a GEMM, which accumulate=True has none of",
         ),
-        (
-            lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, own_pieces=2, accumulate=True),
-            r"own_pieces=2 is for sums behind a GEMM, which accumulate=True has none of",
-        ),
-        (lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, own_pieces=0), r"own_pieces=0 is not positive"),
-        (lambda team: GemmConfig(block_m=48, block_n=16, block_k=16), r"block_m=48 is not a power of two"),
-        (lambda team: GemmConfig(block_m=16, block_n=16, block_k=16, chunks=9), r"chunks=9 is not in 1 \.\. 8"),
+        (lambda team: matmul_reduce_scatter.Pipelined(local_pieces=0), r"local_pieces=0 is not positive"),
+        (lambda team: Tile(block_m=48, block_n=16, block_k=16), r"block_m=48 is not a power of two"),
+        (lambda team: all_gather_matmul.Fused(tile=TILE, chunks=9), r"chunks=9 is not in 1 \.\. 8"),
     ],
 )
 def test_wrong_arguments_are_refused(call, message):
@@ -288,6 +124,17 @@ def test_wrong_arguments_are_refused(call, message):
             call(team)
 
     weft.simulate(main, 2)
+
+
+def test_ranks_may_hold_different_shares_of_K():
+    def main(team):
+        parts = [torch.randn(12, K, generator=torch.Generator().manual_seed(K)) for K in (5, 16, 40)]
+        a = b = parts[team.rank]
+        expected = sum(part.double() @ part.double().T for part in parts)
+        assert_close(ops.matmul_all_reduce(a, b, team), expected, 61, partials=2)
+        assert_close(ops.matmul_reduce_scatter(a, b, team), expected[4 * team.rank :][:4], 61, partials=2)
+
+    weft.simulate(main, 3)
 
 
 @pytest.mark.parametrize("op", FUSED)
@@ -356,7 +203,7 @@ def test_compiles_without_a_graph_break(backend):
 def test_schemas_and_fakes_tell_the_truth():
     def main(team):
         a, b = torch.randn(4, 6), torch.randn(8, 6).t().contiguous().t()
-        for op in MATMUL_OPS:
+        for op in GEMMS:
             args = (a, b) if op == "matmul" else (a, b, team.name)
             tests = ("test_schema", "test_faketensor", "test_autograd_registration")
             torch.library.opcheck(getattr(torch.ops.weft, op).default, args, test_utils=tests)
@@ -366,7 +213,7 @@ def test_schemas_and_fakes_tell_the_truth():
 
 @pytest.mark.parametrize(
     ("op", "own_first"),
-    [*((op, False) for op in MATMUL_OPS), ("all_gather_matmul", True), ("matmul_reduce_scatter", True)],
+    [*((op, False) for op in GEMMS), ("all_gather_matmul", True), ("matmul_reduce_scatter", True)],
 )
 def test_backward(op, own_first):
     """Gradients of the sum over ranks of <weights_r, op_r> against autograd through the reference in one process."""

@@ -1,4 +1,4 @@
-"""How rows are cut and joined for library GEMMs, and calls that follow each other with rows in either order."""
+"""How rows are cut and joined for cuBLAS's GEMMs, and calls that follow each other with rows in either order."""
 
 import re
 
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import weft
 import weft.check
 from tests.compiling import compiled
-from tests.ops.closeness import assert_close
-from weft.ops.gemm.config import GemmConfig
-from weft.ops.overlap.all_gather_matmul import run as all_gather_matmul
+from tests.ops.checking import assert_close
+from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
 from weft.ops.overlap.pipelined import SUM_BLOCK, part_of, pieces_of, rows_of, runs_of, sum_kernel
 
 
@@ -40,12 +39,11 @@ def test_calls_of_both_orders_of_rows_may_follow_each_other(world_size):
     """Without a barrier: a rank may be a call ahead, and what it then sends lies where another's of this call goes."""
 
     def main(team):
-        config = GemmConfig(block_m=16, block_n=16, block_k=32, design="segments")
         for call in range(6):
             generator = torch.Generator().manual_seed(call)
             a, b = (torch.randn(rows, 32, generator=generator).bfloat16() for rows in (4 * team.size, 16))
             own_first = call % 2 == 1
-            out = all_gather_matmul(a.chunk(team.size)[team.rank], b, team, config, own_first)
+            out = ALL_GATHER_MATMUL.run(Pipelined(), team, a.chunk(team.size)[team.rank], b, own_first)
             a = a.roll(-4 * team.rank, 0) if own_first else a
             assert_close(out, a.double() @ b.double().T, 32, what=f"call {call}")
 
@@ -66,7 +64,7 @@ def note_parts(found, M, N, BLOCK: tl.constexpr, WORLD: tl.constexpr):
 @pytest.mark.parametrize(("M", "N"), [(300_000, 16_384), (7, 1000), (1, 3000), (40, 33)])
 @pytest.mark.parametrize("world", [2, 3])
 def test_parts_hold_every_element_of_a_rank_once_however_many_there_are(world, M, N):
-    """More than 2**31 at W=2, where a rank's sums go by segments because 32 bits could not count them."""
+    """More than 2**31 at W=2, where a rank's sums are pipelined because 32 bits could not count them."""
 
     def main(team):
         found = team.local((world, 5, 3), torch.int64)

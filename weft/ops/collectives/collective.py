@@ -122,7 +122,7 @@ class Collective(Op):
 
     def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
         if isinstance(case.design, str):
-            return getattr(torch.ops.weft, self.name).default(x, team.name, case.design)
+            return self.dispatch(x, team.name, case.design)
         return self.run(case.design, team, x)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:

@@ -39,15 +39,16 @@ def matmul_parts(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.
 
 
 def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM | None:
-    """The small-M design of these shapes; None: another design. No alignment of addresses goes in, since fakes have none."""
-    aligned = x.shape[1] * x.element_size() % 16 == 0
-    call = GemmCall(x.shape[0], *weight.shape, x.dtype, aligned, deferred_norm=deferred_norm, partials=True)
+    """The small-M design of these shapes; None: another design. No alignment goes in: fakes have no addresses, and rows that
+    descriptors do not reach go to ``matmul``."""
+    call = GemmCall(x.shape[0], *weight.shape, x.dtype, deferred_norm=deferred_norm, partials=True)
     return once(("matmul_parts", call, x.device), lambda: choose_small_m(call, capabilities_of(x.device))[0])
 
 
-def _partials(design: SmallM | None, K: int) -> int:
-    """Number of split-K partials that the design leaves; 1: none."""
-    return 1 if design is None else design.partials_of(K)
+def _partials(design: SmallM | None, x: torch.Tensor) -> int:
+    """Number of split-K partials of ``x`` that the design leaves; 1: none."""
+    described = x.shape[1] * x.element_size() % 16 == 0
+    return design.partials_of(x.shape[1]) if design is not None and described else 1
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ class MatmulParts(Op):
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
         design = _plan(x, weight, squares is not None)
-        if _partials(design, x.shape[1]) > 1:
+        if _partials(design, x) > 1:
             x, weight = map(_described, (x, weight))
             scales = None if squares is None else RowScales(squares.contiguous(), eps)
             return small_m.run(ScaledMatrix(x, scales), weight, design, summed=False)
@@ -70,8 +71,8 @@ class MatmulParts(Op):
         return torch.ops.weft.product_of_norm.default(x, squares, eps, weight, False)
 
     def fake(self, x, weight, squares, eps):
-        (M, K), N = x.shape, weight.shape[0]
-        partials = _partials(_plan(x, weight, squares is not None), K)
+        M, N = x.shape[0], weight.shape[0]
+        partials = _partials(_plan(x, weight, squares is not None), x)
         return x.new_empty((M, N)) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
 
 

@@ -1,0 +1,116 @@
+"""``Launch``: compiled kernels are kept by all that Triton specialises on, and simulated ranks go through Triton's own launch."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+import weft
+from weft.runtime import launching
+from weft.runtime.launching import Launch, launch_of
+
+
+@triton.jit
+def scale_kernel(out, x, n, factor, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
+
+
+def kind_of(*arguments):
+    kind = []
+    launching._describe(arguments, kind)
+    return tuple(kind)
+
+
+X = torch.zeros(64, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((X,), (X.half(),)),  # dtypes
+        ((X,), (X[1:],)),  # pointers on 16 bytes, or not
+        ((1,), (3,)),  # 1 is a constant to Triton
+        ((16,), (17,)),  # multiples of 16
+        ((3,), (2**31,)),  # 64 bits
+        ((3,), (-(2**31) - 1,)),
+        ((True,), (False,)),
+        (((3, 16),), ((3, 17),)),  # within tuples
+        (((3,),), ((3, 3),)),
+        ((3, 16), (16, 3)),
+        ((tl.constexpr(3),), (tl.constexpr(5),)),
+        ((2.0,), (3,)),
+    ],
+)
+def test_arguments_that_triton_compiles_apart_have_other_keys(one, other):
+    assert kind_of(*one) != kind_of(*other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((X,), (torch.ones(8),)),
+        ((X,), (X[4:],)),
+        ((3,), (7,)),
+        ((16,), (1 << 20,)),
+        ((2.0,), (3.5,)),
+        (((3, 16),), ((5, 32),)),
+    ],
+)
+def test_arguments_of_one_kernel_share_a_key(one, other):
+    assert kind_of(*one) == kind_of(*other)
+
+
+def test_simulated_ranks_go_through_tritons_launch(monkeypatch):
+    """Wherever ``JITFunction.run`` is not Triton's, every call goes through it, and none is kept."""
+
+    def main(team):
+        out, x = torch.zeros(10), torch.arange(10.0)
+        launch = launch_of(team, scale_kernel, "a key", lambda: {"BLOCK": 4, "num_warps": 1})
+        assert launch_of(team, scale_kernel, "a key", dict) is launch
+        assert launch_of(team, scale_kernel, "another", lambda: {"BLOCK": 4}) is not launch
+        for factor in (2.0, 3.0):
+            launch(3, out, x, 10, factor)
+            assert torch.equal(out, factor * x)
+        assert not launch._compiled
+
+    weft.simulate(main, 2)
+
+
+class Compiled:
+    """Stands for a CompiledKernel."""
+
+    function = packed_metadata = None
+
+    def __init__(self):
+        self.ran = []
+
+    def run(self, *arguments):
+        self.ran.append(arguments)
+
+
+def test_a_kind_of_arguments_is_compiled_once(monkeypatch):
+    made = []
+
+    def run(self, *arguments, grid, warmup, **options):
+        made.append((grid, arguments, options))
+        return Compiled()
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(launching, "_TRITON_RUN", run)
+    monkeypatch.setattr(launching, "CompiledKernel", Compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    launch = Launch(scale_kernel, {"BLOCK": 4, "num_warps": 1}, fixed=(2.0,), before=3)
+    for n, compiled in ((3, 1), (5, 1), (16, 2), (3, 2), (32, 2), (1, 3)):
+        launch(n, X, X, n)
+        assert len(made) == compiled == len(launch._compiled)
+    assert made[0] == ((3,), (X, X, 3, 2.0), {"BLOCK": 4, "num_warps": 1})
+    # The kept kernel gets the grid, the stream and all arguments, the constexpr ones at the end.
+    ran = [arguments for kernel in launch._compiled.values() for arguments in kernel.ran]
+    assert [(arguments[0], arguments[3], arguments[-3:]) for arguments in ran] == [
+        (5, 7, (5, 2.0, 4)),
+        (3, 7, (3, 2.0, 4)),
+        (32, 7, (32, 2.0, 4)),
+    ]

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import weft
-from weft.ops.case import BF16, FP16, FP32
 from tests.ops.checking import assert_close, assert_identical
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.ops.case import Draw, lay_out
+from weft.ops.case import BF16, FP16, FP32, Draw, lay_out
 
 EPS = 1e-6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]

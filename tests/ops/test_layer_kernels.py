@@ -7,11 +7,11 @@ import torch
 
 import weft
 import weft.check
-from weft.ops.case import FP32
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import DEVICES, EPS, check_cases, everywhere, layer_arguments, random
 from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences
+from weft.ops.case import FP32
 from weft.ops.op import registered
 from weft.runtime.arithmetic import cdiv
 

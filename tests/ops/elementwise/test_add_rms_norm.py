@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from weft.ops.case import BF16, FP16, FP32
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import DEVICES, EPS, check_refused, everywhere, random
 from weft import ops

@@ -111,7 +111,7 @@ def test_the_same_bits_whatever_the_schedule(op):
         (lambda team: all_gather_matmul.Pipelined(chunks=2, span=2), r"span=2 joins what chunks=2 cuts"),
         (
             lambda team: matmul_reduce_scatter.Pipelined(local_pieces=2, accumulate=True),
-            r"local_pieces=2 is for sums behind a GEMM, which accumulate=True has none of",
+            r"local_pieces=2 is for sums after a GEMM, and accumulate=True has none",
         ),
         (lambda team: matmul_reduce_scatter.Pipelined(local_pieces=0), r"local_pieces=0 is not positive"),
         (lambda team: Tile(block_m=48, block_n=16, block_k=16), r"block_m=48 is not a power of two"),

@@ -28,7 +28,7 @@ def capabilities_of(device: torch.device) -> capabilities.Capabilities:
 
 
 def machine_on(device: torch.device) -> Machine:
-    """The machine of ops that one rank computes by itself: ``device``'s capabilities and a world size of 1."""
+    """Machine of ops on one rank: the capabilities of ``device`` and a world size of 1."""
     return machine(capabilities_of(device), 1)
 
 

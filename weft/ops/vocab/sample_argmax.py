@@ -45,7 +45,7 @@ class Chunks:
 
 
 class LogitsCall(NamedTuple):
-    """What the plan of an op on logits [batch, vocab] of one rank depends on."""
+    """Inputs of the plan of an op on logits [batch, vocab] of one rank."""
 
     batch: int
     vocab: int
@@ -54,7 +54,7 @@ class LogitsCall(NamedTuple):
 
 
 class LogitsOp(Op):
-    """An op whose programs share out the logits of a row. sizes: rows of logits, and token ids of this rank."""
+    """Op whose programs divide the logits of a row. sizes: rows of logits, and token ids of this rank."""
 
     designs = {"chunks": Chunks}
     sizes = ("batch", "vocab")
@@ -221,7 +221,10 @@ def join_argmax(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise [B, n] fp32 in plain torch, -log(-log u); u: 32 random bits of (seed[B], position[B], ids[n])."""
+    """Gumbel noise -log(-log u), [B, n] fp32, in plain torch.
+
+    u: 32 random bits of (seed[B], position[B], ids[n])
+    """
     stream = _mix(_mix(seed) + position)
     bits = (_mix(stream[:, None] + ids * GAMMA.value) >> 32) & 0xFFFFFFFF
     # 1 - u instead of u: the greatest noise, which wins, comes from the u closest to 1.

@@ -1,4 +1,4 @@
-"""RMSNorm with a deferred RMS scale, which is applied in, or behind, the GEMM that follows.
+"""RMSNorm with a deferred RMS scale, which is applied in, or after, the GEMM that follows.
 
 normed[t, :] = hidden[t, :] * weight / sqrt(mean(hidden[t, :]^2) + eps)
 normed @ w.T = ((hidden * weight) @ w.T)[t, :] / sqrt(mean(hidden[t, :]^2) + eps)

@@ -91,7 +91,7 @@ def make_tiles(
 def tile_table(panels: Sequence[int], columns: int, *, block_m: int, block_n: int, group: int) -> torch.Tensor:
     """Schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit, tile column per tile.
 
-    Panel p has ``panels[p]`` rows, perhaps none, behind those of the panels before it; it is owner p's. Rows of a tile from the
+    Panel p has ``panels[p]`` rows, perhaps none, after those of earlier panels; its owner is p. Rows of a tile from the
     limit on belong to the next panel.
     """
     entries: list[tuple[int, ...]] = []
@@ -232,7 +232,7 @@ def contributors(place, tiles, depth):
 
 
 def plan(tiles: Tiles, rank: int, world: int, *, own: str) -> Iterator[tuple[int, int, Place]]:
-    """(number, owner, place) of every tile in the order of ``rank``; ``own`` tiles come "first" or "last"."""
+    """Yield (number, owner, place) of every tile in the order of ``rank``; ``own``: "first" or "last"."""
     start = first_tile.fn(rank if own == "first" else (rank + 1) % world, tiles, world)
     for place in range(tiles.count):
         tile = at_place.fn(place, start, tiles)

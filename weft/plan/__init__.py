@@ -1,1 +1,1 @@
-"""Plans: the table of measured choices, the memo of plans, and what a plan is made of."""
+"""Plans: the table of measured designs, the memo of plans, and their types."""

@@ -67,7 +67,7 @@ def machine_of(team: Team) -> Machine:
 def staging_bytes_of(team: Team) -> int:
     """Largest staging buffer that a copy-engine collective may use unasked: a power of two, or 0.
 
-    It is the largest one there is, or what half of the largest free piece of the heap holds: other ops need workspaces too.
+    It is the largest existing one, or half of the heap's largest free block, since other ops need workspaces too.
     """
     free = team.largest_free_bytes() // 2
     return max(max(team.workspace(STAGING, dict), default=0), 1 << free.bit_length() >> 1)

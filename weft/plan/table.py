@@ -40,7 +40,7 @@ REACH = 1.0
 COLUMN_WEIGHT = 2.0
 # Ops whose ranks may hold different shares of K but must agree on `agreed_of` a row, so K does not decide it.
 SHARED_K = ("matmul_reduce_scatter", "matmul_all_reduce")
-# The design whose rows stand for their shape alone.
+# Design whose rows stand for their own shape only.
 EXACT = "cublas"
 
 

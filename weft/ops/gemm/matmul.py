@@ -106,7 +106,7 @@ class Matmul(GemmOp):
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if machine.caps.is_simulated:
-            return "persistent", "simulated: the kernel is what is to be seen"
+            return "persistent", "simulated ranks run weft's own kernel"
         return "cublas", "cuBLAS is faster than the persistent kernel where both were measured"
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:

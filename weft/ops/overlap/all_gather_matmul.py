@@ -1,4 +1,4 @@
-"""all_gather_matmul: GEMM of all ranks' rows of A by this rank's B, gathered by copy engines."""
+"""all_gather_matmul: GEMM of all ranks' rows of A, carried by copy engines, and this rank's B."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Fused:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """A cuBLAS GEMM for each chunk of the peers' rows as it lands.
+    """A cuBLAS GEMM for each chunk of the peers' rows as it arrives.
 
     chunks       GEMMs per rank's rows, at most MAX_CHUNKS
     streams      number of streams that the GEMMs use in turn
@@ -136,8 +136,8 @@ def all_gather_matmul_kernel(
     b = Operand(b, b_stride, N)
     shard, gathered = Operand(shard, shard_stride, rows), Operand(gathered, K, world * panel_rows)
     nothing = Outgoing(out, out, 0)
-    # Two loops in place of a branch in one: Triton allocates shared memory for the operands of both GEMMs unless one loop
-    # follows the other.
+    # Separate loops in place of a branch in one: Triton allocates shared memory for the operands of both GEMMs unless one
+    # loop follows the other.
     depth = tl.cdiv(K, block.k)
     program = tl.program_id(0)
     first_row = place_of(me, me, world, LOCAL_FIRST) * rows
@@ -233,7 +233,7 @@ class AllGatherMatmul(Overlapped):
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if machine.caps.is_simulated:
-            return "fused", "simulated: the kernel is what is to be seen"
+            return "fused", "simulated ranks run weft's own kernel"
         if call.M <= SEQUENTIAL_ROWS:
             return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
@@ -347,7 +347,7 @@ class AllGatherMatmul(Overlapped):
 
 
 class AllGatherMatmulSeveral(Op):
-    """AllGatherMatmul for several b, with the gathered rows: a torch op with lists."""
+    """AllGatherMatmul for several b, with the gathered rows; its torch op takes and returns lists."""
 
     name = alias = "all_gather_matmul_several"
 
@@ -464,7 +464,7 @@ def _run_pipelined(
     outs: list[torch.Tensor],
     local_first: bool,
 ) -> torch.Tensor:
-    """Run a cuBLAS GEMM for the own shard, then one for each chunk of each peer's shard as it lands.
+    """Run a cuBLAS GEMM for the own shard, then one for each chunk of each peer's shard as it arrives.
 
     One GEMM may take several peers' shards. The GEMMs use the streams in turn. Returns the panels of gathered rows in the
     result's order; this rank's is not written.

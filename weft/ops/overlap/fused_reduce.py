@@ -98,7 +98,7 @@ class Target(NamedTuple):
     at_owner           its address in this rank's receive buffer at the owner
     result             its address in results
     send               this program's send buffer
-    row, column        its position in the owner's rows; rows, N: their limits
+    row, column        its position in its panel; rows, N: the limits of the panel
     """
 
     is_own: tl.tensor
@@ -212,7 +212,7 @@ def matmul_reduce_kernel(
                     wl.wait(buffers.arrived + peer * buffers.flags + tile, now, team)
             else:
                 there = wl.symm_at(here + tl.cast(buffer, tl.int64) * buffers.buffer_size, owner, team)
-                tl.debug_barrier()  # all threads have sent what the send buffer held
+                tl.debug_barrier()  # all threads have sent their part of the send buffer
             target = Target(owner == me, last_step, here, there, result, send, row, column, rows, N)
             if last - first == depth:
                 pieces = halves(acc) if HALVES > 1 else (acc,)

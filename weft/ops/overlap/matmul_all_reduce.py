@@ -105,7 +105,7 @@ class MatmulAllReduce(Overlapped):
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         M, world = call.M, machine.world_size
         if machine.caps.is_simulated:
-            return "fused", "simulated: the kernel is what is to be seen"
+            return "fused", "simulated ranks run weft's own kernel"
         if M <= SEQUENTIAL_ROWS:
             return "sequential", f"M={M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         if world == 2 and M <= SEQUENTIAL_ROWS_OF_TWO:

@@ -94,7 +94,7 @@ class MatmulReduceScatter(Overlapped):
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if machine.caps.is_simulated:
-            return "fused", "simulated: the kernel is what is to be seen"
+            return "fused", "simulated ranks run weft's own kernel"
         if call.M <= SEQUENTIAL_ROWS:
             return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
@@ -256,7 +256,7 @@ def _run_pipelined(
                     done = streams.mark()
                     # The last part's sum follows its GEMM; other sums run beside the next GEMM.
                     with nullcontext() if is_last else streams.urgent():
-                        # Queue the sum behind the GEMMs that peers wait for, or its programs would take the SMs first.
+                        # Queue the sum after the GEMMs that peers wait for, or its programs would take the SMs first.
                         for mark in (begun, computed, done):
                             streams.after(mark)
                         await_chunk(channel.landed, number, 0, team.size - 1)

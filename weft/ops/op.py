@@ -216,9 +216,9 @@ _OPS: dict[str, Op] = {}
 def define(op: Op) -> None:
     """Define ``torch.ops.weft.NAME``.
 
-    A call passes the dispatcher and ``forward`` only; under autograd torch's own wrapper of the formula comes before them.
-    ``torch.library.custom_op`` would wrap the kernel several times (a check that no output aliases an input, a guard against
-    Dynamo, a counter of mutations). Its promises to torch.compile are the same.
+    A call passes the dispatcher and ``forward`` only; under autograd, but not in ``torch.inference_mode()``, torch's own
+    wrapper of the formula comes before them. ``torch.library.custom_op`` would wrap the kernel several times (a check that no
+    output aliases an input, a guard against Dynamo, a counter of mutations). Its promises to torch.compile are the same.
     """
     schema = torch.library.infer_schema(op.forward, mutates_args=tuple(op.mutates))
     _LIBRARY.define(op.name + schema, tags=_TAGS)

@@ -260,7 +260,7 @@ def _launch(x: torch.Tensor, out: torch.Tensor, team: Team, design: OneShot | Tw
 
 
 def drawn(case: Case, draw: Draw) -> torch.Tensor:
-    """What a rank adds to the sum of a case. Its field ``partials``: as that number of split-K partials, fp32."""
+    """Summand of a rank; a case with the field ``partials`` has that number of split-K partials, fp32."""
     partials = case.field("partials")
     if partials is None:
         return draw.own("x", case.sizes)
@@ -268,7 +268,7 @@ def drawn(case: Case, draw: Draw) -> torch.Tensor:
 
 
 def whole_of(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """``x`` of ``drawn``, partials added up and rounded bit for bit as the kernels do it."""
+    """Sum of the split-K partials of ``drawn``, if any, rounded bit for bit as kernels do it."""
     if case.field("partials") is None:
         return x
     total = x[0]

@@ -1,4 +1,7 @@
-"""Cases of the collectives. A tile of one-shot is 256 elements of two bytes or 128 of four, one of two-shot W times that."""
+"""Cases of the collectives.
+
+A one-shot tile is 256 elements of two bytes or 128 of four; a two-shot tile is W times that.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from weft.ops.collectives.collective import OneShot, Push, TwoShot
 from weft.ops.collectives.copy_engine import CopyEngine
 from weft.transport.plans import PushPlan
 
-# Sizes of teams that cases are for: all kinds of data and layout only with two of them.
+# World sizes of the cases: every kind of data and layout runs with two of them only.
 WORLD_SIZES, TWO_SIZES = (1, 2, 3, 4, 8), (2, 4)
 GPU_WORLD_SIZES = (2, 3, 4, 8)
 WIDE = PushPlan(transport="lamport", row_bytes=2048, num_warps=2)
@@ -89,7 +92,7 @@ def all_to_all_cases(op: str) -> Iterator[Case]:
 
 
 def parts_cases(op: str) -> Iterator[Case]:
-    """Cases of every op but all-reduce: one part of the input or output for each rank."""
+    """Cases of the collectives but all-reduce, whose input or output has one part for each rank."""
     for w in WORLD_SIZES:
         yield Case(op=op, world_size=w, dtype=BF16, sizes=(w * 2, 1600), design="copy_engine")
         yield Case(op=op, world_size=w, dtype=FP32, sizes=(w * 3, 77), design="copy_engine")
@@ -101,7 +104,7 @@ def parts_cases(op: str) -> Iterator[Case]:
 
 
 def copied_cases(op: str, w: int) -> Iterator[Case]:
-    """Cases of every collective by copy engines."""
+    """Cases of every collective with the copy-engine design."""
     yield Case(op=op, world_size=w, dtype=FP16, sizes=(w, 3, 100), data="special", design="copy_engine")
     yield Case(op=op, world_size=w, dtype=FP32, sizes=(w, 1), design="copy_engine")
     yield Case(op=op, world_size=w, dtype=BF16, sizes=(w, 0), design="copy_engine")
@@ -114,7 +117,7 @@ def copied_cases(op: str, w: int) -> Iterator[Case]:
 
 
 def rms_norm_cases(op: str) -> Iterator[Case]:
-    """Cases of all_reduce_rms_norm: with the RMS scale applied or deferred, of a tensor or of split-K partials."""
+    """Cases of all_reduce_rms_norm: RMS scale applied or deferred; a tensor or split-K partials."""
     for deferred in ((), (("deferred", True),)):
         for w in TWO_SIZES:
             for shot in SHOTS:
@@ -128,7 +131,7 @@ def rms_norm_cases(op: str) -> Iterator[Case]:
             yield Case(op=op, world_size=w, dtype=FP16, sizes=(5, 72), design="two_shot", fields=deferred)
 
 
-# --- on GPUs: for each design a call of some rounds first, then many rounds of a bounded workspace ---------------------
+# --- on GPUs: for each design a call of some rounds, then many rounds of a bounded workspace ---------------------------
 
 
 def large_all_reduce_cases(op: str) -> Iterator[Case]:

@@ -11,7 +11,7 @@ from weft.ops.gemm.tile import Tile
 
 SMALL = Tile(block_m=16, block_n=16, block_k=32, group=3)
 WIDE = Tile(block_m=32, block_n=32, block_k=16, group=1, num_warps=2, num_stages=2)
-# One of each way to cut a tile: its own or the transposed one, whole or in split-K partials. All fields move.
+# One design for each kind of tile: plain or transposed, whole or in split-K partials. Every field varies.
 SMALL_M = (
     SmallM(block_m=16, block_n=16, block_k=32),
     SmallM(block_m=16, block_n=32, block_k=16, partials=3, ahead=64, num_stages=2),
@@ -21,13 +21,13 @@ SMALL_M = (
 
 
 def small_m_cases(op: str) -> Iterator[Case]:
-    """Each design of the small-M kernel. Rows of K elements start on 16 bytes."""
+    """Cases of each design of the small-M kernel. Rows of K elements begin on 16 bytes."""
     for design, sizes in zip(SMALL_M, ((1, 48, 96), (5, 40, 72), (33, 80, 200), (20, 136, 64)), strict=True):
         yield Case(op=op, world_size=1, dtype=BF16, sizes=sizes, design=design)
 
 
 def matmul_cases(op: str, persistent: Any) -> Iterator[Case]:
-    """persistent: the design of the persistent kernel."""
+    """Cases of matmul. persistent: the design of the persistent kernel."""
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(20, 24, 40))
     for dtype in (FP16, BF16, FP32):
         yield Case(op=op, world_size=1, dtype=dtype, sizes=(1, 70, 33))

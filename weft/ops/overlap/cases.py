@@ -1,4 +1,4 @@
-"""Cases of the overlapped GEMMs: designs by object, on tiles small enough for simulated ranks or of full size for GPUs."""
+"""Cases of the overlapped GEMMs: designs on small tiles for simulated ranks and full ones for GPUs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def tile(block_m: int, block_n: int, block_k: int, **more: int) -> Tile:
     return Tile(block_m=block_m, block_n=block_n, block_k=block_k, **more)
 
 
-# Of full size, with the compiler's default number of stages, and with one more.
+# Tiles of full size, with the default number of stages and with one more.
 FULL, FULL_4 = tile(128, 256, 64, num_warps=8), tile(128, 256, 64, num_warps=8, num_stages=4)
 
 
 class Table:
-    """Makes cases of one op, by its designs."""
+    """Cases of one op, by its designs."""
 
     def __init__(self, op: Overlapped) -> None:
         self.op = op
@@ -35,7 +35,7 @@ class Table:
         return Case(op=self.op.name, world_size=w, dtype=dtype, sizes=sizes, design=design, **more)
 
     def fused(self, tile: Tile, **fields: Any) -> Any:
-        """The fused design, with those of ``fields`` that this op's has."""
+        """Fused design of the op, with those of ``fields`` that it has."""
         kind = self.op.designs["fused"]
         own = {field.name for field in dataclasses.fields(kind)}
         return kind(tile=tile, **{name: value for name, value in fields.items() if name in own})
@@ -45,11 +45,11 @@ class Table:
 
 
 def overlap_cases(op: Overlapped, span: int) -> Iterator[Case]:
-    """The cases that all overlapped ops have. span: of a pipelined design."""
+    """Cases of every overlapped op. span: of a pipelined design."""
     made = Table(op)
     for w in WORLD_SIZES:
         yield made.case(w, BF16, (w * 4, 48, 64))
-        # Rows of K elements that start on no 16 bytes.
+        # Rows of K elements that do not begin on 16 bytes.
         yield made.case(w, FP16, (w, 33, 21))
         if w != 8:
             yield made.case(w, FP32, (w * 7, 40, 36))
@@ -58,7 +58,7 @@ def overlap_cases(op: Overlapped, span: int) -> Iterator[Case]:
     yield made.case(4, BF16, (4 * 33, 70, 48), made.fused(WIDE))
     yield made.case(2, BF16, (2 * 12, 24, 20), layout="transposed")
     yield made.case(3, BF16, (3 * 5, 24, 32), layout="offset")
-    # Tiles split in several parts, and none split; a tile that goes out in many pieces, and in one.
+    # Tiles with several split-K partials, and none split; a tile sent in many pieces, and in one.
     yield made.case(2, BF16, (2 * 40, 72, 150), made.fused(tile(16, 16, 16), piece=32))
     yield made.case(2, BF16, (2 * 20, 40, 90), made.fused(tile(16, 16, 16), piece=256, split=False))
     for w in WORLD_SIZES:
@@ -71,7 +71,7 @@ def overlap_cases(op: Overlapped, span: int) -> Iterator[Case]:
 
 
 def local_first_cases(op: Overlapped) -> Iterator[Case]:
-    """Every design with rows in the order of arrival; runs of ranks' rows that end at no last rank."""
+    """Cases of every design with rows in local-first order, and of runs of several ranks' rows."""
     made = Table(op)
     for w in WORLD_SIZES:
         yield made.case(w, BF16, (w * 20, 40, 48), made.fused(SMALL), fields=LOCAL_FIRST)
@@ -107,11 +107,11 @@ def matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
     made = Table(op)
     yield from overlap_cases(op, span=2)
     for w in (2, 3, 4):
-        # Fewer tiles than ranks, and rows that no world size divides.
+        # Fewer tiles than ranks, and a number of rows that no world size divides.
         yield made.case(w, BF16, (1, 16, 40))
         yield made.case(w, BF16, (19, 50, 24), made.fused(SMALL))
     for w in WORLD_SIZES:
-        # Blocks of a row for each rank; with a last one of a row or three, so of none for some ranks.
+        # Blocks of one row per rank; the last has one row or three, so none for some ranks.
         yield made.case(w, FP32, (w * 8, 24, 40), made.pipelined(chunks=8, streams=1))
         yield made.case(w, BF16, (w * (w + 1) + 1, 24, 40), made.pipelined(chunks=min(w + 1, 8)))
         # Ranks with more rows than others, and with none.
@@ -119,11 +119,11 @@ def matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
         yield made.case(w, BF16, (w - 1, 40, 24), made.pipelined(chunks=2))
 
 
-# --- on GPUs: a small call by each design first, then many tiles a program and several chunks a shard ------------------
+# --- on GPUs: a small call of each design, then many tiles a program and several chunks a shard -------------------------
 
 
 def large_overlap_cases(op: Overlapped) -> Iterator[Case]:
-    """The cases that all overlapped ops have: by each design, and by the plan of the shape."""
+    """Large cases of every overlapped op: each design, and the plan of the shape."""
     made = Table(op)
     for w in GPU_WORLD_SIZES:
         for design in (made.fused(tile(64, 128, 64)), made.pipelined(), "sequential"):

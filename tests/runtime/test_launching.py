@@ -1,4 +1,4 @@
-"""``Launch``: compiled kernels are kept by all that Triton specialises on; simulated ranks use Triton's own launch."""
+"""``Launch``: a compiled kernel for each kind of arguments; simulated ranks go through Triton's own launch."""
 
 import pytest
 import torch

@@ -131,7 +131,8 @@ def rms_norm_cases(op: str) -> Iterator[Case]:
             yield Case(op=op, world_size=w, dtype=FP16, sizes=(5, 72), design="two_shot", fields=deferred)
 
 
-# --- on GPUs: for each design a call of some rounds, then many rounds of a bounded workspace ---------------------------
+# --- on GPUs: for each design and dtype a call of some rounds first, which is also repeated hundreds of times (tests/gpu), then
+# --- many rounds of a bounded workspace --------------------------------------------------------------------------------
 
 
 def large_all_reduce_cases(op: str) -> Iterator[Case]:
@@ -169,8 +170,9 @@ def large_all_gather_cases(op: str) -> Iterator[Case]:
 
 def large_all_to_all_cases(op: str) -> Iterator[Case]:
     for w in GPU_WORLD_SIZES:
-        yield Case(op=op, world_size=w, dtype=FP32, sizes=(w * 3, 800))
-        yield Case(op=op, world_size=w, dtype=FP32, sizes=(w * 3, 800), design="copy_engine")
+        for dtype in (FP32, BF16):
+            yield Case(op=op, world_size=w, dtype=dtype, sizes=(w * 3, 800))
+            yield Case(op=op, world_size=w, dtype=dtype, sizes=(w * 3, 800), design="copy_engine")
         if w != 3:
             yield Case(op=op, world_size=w, dtype=BF16, sizes=(w, 8 << 20))
     yield from large_copies(op, lambda w: (w, (160 << 20) // w))

@@ -28,7 +28,7 @@ import triton
 from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.ops.attention.paged_attention import AttentionConfig
+from weft.ops.attention.paged_attention import SplitKV
 from weft.plan.memo import forget
 from weft.runtime.files import put
 
@@ -91,7 +91,7 @@ class Layers:
 
 
 def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, object]:
-    layers, rule = Layers(bench, kv_heads, batch, length), attention.config_for
+    layers, rule = Layers(bench, kv_heads, batch, length), attention.split_kv_for
     expected = layers.two(0).float()
 
     def us(attend: Callable[[int], torch.Tensor]) -> float:
@@ -99,8 +99,8 @@ def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, objec
         steps[0]()
         return bench.us(steps) / LAYERS
 
-    def checked(config_for: Callable[..., AttentionConfig]) -> float:
-        attention.config_for = config_for
+    def checked(split_kv_for: Callable[..., SplitKV]) -> float:
+        attention.split_kv_for = split_kv_for
         forget()
         try:
             error = ((layers.one(0).float() - expected).norm() / expected.norm()).item()
@@ -110,10 +110,10 @@ def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, objec
                 )
             return us(layers.one)
         finally:
-            attention.config_for = rule
+            attention.split_kv_for = rule
             forget()
 
-    def sized(block_n: int) -> Callable[..., AttentionConfig]:
+    def sized(block_n: int) -> Callable[..., SplitKV]:
         return lambda *given: replace(rule(*given), block_n=block_n, num_warps=block_n // 16)
 
     times = {"two": us(layers.two), **{str(size): checked(sized(size)) for size in BLOCKS}, "chosen": checked(rule)}

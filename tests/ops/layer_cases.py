@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import weft
-from tests.ops.checking import assert_close, assert_identical
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.ops.case import BF16, FP16, FP32, Draw, lay_out
+from weft.ops.case import BF16, FP16, FP32
 
 EPS = 1e-6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
@@ -28,27 +27,6 @@ def everywhere(check, device, *args):
         check(device, *args)
 
 
-def check_cases(device, op, calls=2):
-    """Each case of ``op`` several times, against its reference."""
-    for case in op.cases():
-        for call in range(calls):
-
-            def inputs(case=case, call=call):
-                return tuple(lay_out(x, case.layout) for x in op.inputs(case, 0, Draw(case, 0, call, device)))
-
-            results, expected = op.call(case, None, *inputs()), op.reference(case, 0, [inputs()])
-            accuracy, several = op.accuracy(case), isinstance(results, tuple)
-            for actual, right in zip(
-                results if several else (results,), expected if several else (expected,), strict=True
-            ):
-                assert actual.is_contiguous(), f"{case}: the result is not contiguous"
-                if accuracy.exact:
-                    assert_identical(actual, right, what=f"{case} call {call}")
-                else:
-                    assert actual.dtype == case.dtype, f"{case}: dtype {actual.dtype}"
-                    assert_close(actual, right, accuracy.terms, partials=accuracy.partials, what=f"{case} call {call}")
-
-
 def random(shape, dtype, device, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
@@ -58,16 +36,6 @@ def deferred(x, parts):
     generator = torch.Generator().manual_seed(parts)
     squares = (10 ** (2 * torch.rand((x.shape[0], parts), generator=generator))).to(x.device)
     return DeferredNorm(x, squares, EPS), (squares.double().sum(-1, keepdim=True) + EPS).rsqrt()
-
-
-def rms_norm(x, weight):
-    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
-
-
-def rotate(x, cos, sin):
-    """x [T, heads, D]; cos, sin [T, D/2]"""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]), dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

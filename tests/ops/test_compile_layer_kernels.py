@@ -1,6 +1,5 @@
 """The local kernels of a decode layer compile for every target and fit it."""
 
-import importlib
 import re
 
 import pytest
@@ -11,14 +10,23 @@ from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.rotary import HeadNorms
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
-from weft.ops.attention.paged_attention import config_for, paged_attention_kernel, tile_of
-from weft.ops.attention.paged_prefill_attention import SequenceRanges, paged_prefill_attention_kernel
+from weft.ops.attention.paged_attention import (
+    DecodingCall,
+    paged_attention_kernel,
+    programs_per_sm,
+    split_kv_for,
+    tile_of,
+)
+from weft.ops.attention.paged_prefill_attention import (
+    PrefillCall,
+    SequenceRanges,
+    key_blocks_for,
+    paged_prefill_attention_kernel,
+)
 from weft.ops.attention.qk_norm_rope import TILE, Projected, qk_norm_rope_kernel
 from weft.ops.elementwise.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.elementwise.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities, launch_options
-
-prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
 
 KERNELS = (
     "silu_mul", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention", "paged_attention_whole",
@@ -52,13 +60,13 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
     if name == "paged_prefill_attention":
         spans = SequenceRanges.make([(0, 128)], group, dtype)
-        config = prefill.config_for(2 * len(spans.tiles), D, dtype, caps)
+        config = key_blocks_for(PrefillCall(2 * len(spans.tiles), D, dtype), caps)
         constexprs = {"SIZES": sizes, "GROUP": group, "BLOCK_M": spans.block_m, "BLOCK_N": config.block_n}
         constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
         arguments = x, cache, INTS, x, INTS, INTS, 40, 0.1
         return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
-    config = config_for(pairs, D, dtype, caps)
-    tile = tile_of(config, group=group, D=D, split=name != "paged_attention_whole")
+    config = split_kv_for(DecodingCall(pairs, 1 << 20, D, dtype), caps)
+    tile = tile_of(config, group=group, D=D)._replace(split=name != "paged_attention_whole")
     constexprs = {"SIZES": sizes, "TILE": tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
     arguments = cache, Sequences(INTS, INTS), x, Partials(FP32, FP32, INTS), 40, 0.1
     if name.startswith("paged_attention"):
@@ -129,10 +137,11 @@ def test_machine_code_on_sm_90(name, tmp_path):
 def test_as_many_programs_of_attention_fit_an_sm_90_as_are_counted_on(pairs, name):
     """228 KiB, of which 1 a program is the system's, and 65,536 registers."""
     kernel = built(name, "sm_90", pairs=pairs)
-    config = config_for(pairs, 128, torch.bfloat16, caps_of("sm_90"))
-    assert config.per_sm == (2 if pairs <= 16 else 1)
+    caps = caps_of("sm_90")
+    config, per_sm = split_kv_for(DecodingCall(pairs, 1 << 20, 128, torch.bfloat16), caps), programs_per_sm(pairs, caps)
+    assert per_sm == (2 if pairs <= 16 else 1)
     held = min((228 << 10) // (kernel.metadata.shared + 1024), 65536 // (config.num_warps * 32 * 256))
-    assert held >= max(config.per_sm, -(-pairs // 132)), "at 255 registers a thread"
+    assert held >= max(per_sm, -(-pairs // 132)), "at 255 registers a thread"
 
 
 def test_a_partial_is_stored_before_its_arrival():

@@ -7,8 +7,8 @@ import torch
 
 import weft
 import weft.check
-from tests.ops.checking import assert_identical
-from tests.ops.layer_cases import DEVICES, EPS, check_cases, everywhere, layer_arguments, random
+from tests.ops.checking import assert_identical, call_op, check, everyone_of, inputs_of
+from tests.ops.layer_cases import EPS, layer_arguments, random
 from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences
 from weft.ops.case import FP32
@@ -22,10 +22,13 @@ FAMILIES = tuple(f"weft.ops.{family}." for family in ("attention", "elementwise"
 OPS = [op for op in registered() if type(op).__module__.startswith(FAMILIES) and any(True for _ in op.cases())]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_every_case(op, device):
-    everywhere(check_cases, device, op)
+def test_every_case_on_a_gpu(op):
+    for case in (*op.cases(), *op.large_cases()):
+        for call in range(2):
+            result = call_op(case, None, inputs_of(case, 0, call, "cuda"))
+            check(case, 0, everyone_of(case, call, "cuda"), result, what=f"call {call}")
 
 
 def test_no_races():
@@ -34,8 +37,9 @@ def test_no_races():
         for _ in range(2):
             q = ops.qk_norm_rope(*new)
             x, keys, values, pages, lengths, scale, tickets = attended
-            config = attention.AttentionConfig(block_n=16, least=16, num_warps=1)
-            out = attention.run(x, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets, config)
+            design = attention.SplitKV(block_n=16, least=16, splits=16, num_warps=1)
+            places = PagedCache(keys, values), Sequences(pages, lengths)
+            out = attention.PAGED_ATTENTION.run(design, None, x, *places, scale, tickets)
             normed, hidden = ops.add_rms_norm(out.view(1, -1), out.view(1, -1), torch.ones(out.numel()), EPS)
             ops.silu_mul(normed)
         return q, hidden

@@ -17,10 +17,11 @@ from weft.layers import TPMLP, TPAttention
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
+from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under, whole
 from weft.parallel.step import PagedCache, Step
-from weft.parallel.step_plan import Mode, StepPlan, check_head_dim, mode_named, plan_step
+from weft.parallel.step_plan import Mode, StepPlan, mode_named, plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
         if self.plan(1).fused:
-            check_head_dim(config.head_dim)
+            check_head_dim(config.head_dim, "; pass fused=False")
         config.attention.check()
         check_memory(config, team, dtype)
         self.layers = nn.ModuleList(

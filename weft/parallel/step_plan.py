@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from weft.arguments import quoted
-from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.collectives.all_reduce_rms_norm import takes_rows
 from weft.ops.collectives.collective import of_world
 from weft.ops.gemm.small_m_rule import is_small
@@ -168,10 +167,3 @@ def overlaps(tokens: int, world_size: int) -> bool:
 def cudnn_attends(chunks: Sequence[Chunk], heads: int) -> bool:
     """True if cuDNN beats ``ops.paged_prefill_attention``: new prompts alone, of many rows."""
     return bool(chunks) and all(c.before == 0 and c.batch * c.length * heads >= CUDNN_ROWS for c in chunks)
-
-
-def check_head_dim(head_dim: int) -> None:
-    """ValueError unless the fused attention kernels take heads of this size."""
-    if head_dim not in HEAD_DIMS:
-        allowed = ", ".join(map(str, HEAD_DIMS))
-        raise ValueError(f"head_dim={head_dim}: fused kernels take one of {allowed}; pass fused=False")

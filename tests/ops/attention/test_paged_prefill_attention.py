@@ -1,8 +1,6 @@
-"""paged_prefill_attention against plain PyTorch in double, on a virtual rank and on a GPU."""
+"""paged_prefill_attention: ranges of rows, tiles, races and refused arguments; its cases run with all others."""
 
-import importlib
 import random as random_module
-from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -10,139 +8,37 @@ import torch
 import weft
 import weft.check
 from tests.ops.checking import assert_close, assert_identical
-from tests.ops.layer_cases import DEVICES, HEADS, SMALL, Heads, everywhere, random
+from tests.ops.layer_cases import DEVICES, SMALL, everywhere, random
 from weft import ops
-from weft.kernels.paged_cache import PagedCache
 from weft.ops import SequenceRanges
-from weft.ops.case import FP32
-
-prefill = importlib.import_module("weft.ops.attention.paged_prefill_attention")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
-    """A case of sequences, one after the other.
-
-    chunks  (batch, length, before) of each kind; spare: pages of the table that no sequence needs
-    room    capacity for more tokens and sequences
-    """
-
-    heads: Heads
-    chunks: tuple[tuple[int, int, int], ...]
-    spare: int = 0
-    room: tuple[int, int] = (0, 0)
-    block_m: int | None = None
-    config: tuple[tuple[str, int], ...] = ()
-
-    def __str__(self):
-        chunks = "_".join(f"{batch}x{length}after{before}" for batch, length, before in self.chunks)
-        room = "" if self.room == (0, 0) else "-{}tokens{}sequences".format(*self.room)
-        rows = "" if self.block_m is None else f"-rows={self.block_m}"
-        return f"{self.heads}-{chunks}+{self.spare}{room}{rows}" + "".join(
-            f"-{name}={value}" for name, value in self.config
-        )
-
-
-def config(**fields):
-    return tuple(fields.items())
-
-
-QWEN = Heads(q_heads=16, kv_heads=2)
-FEW = {"block_m": 16, "config": config(block_n=16, num_warps=1)}
-PROMPTS = [
-    Prompts(heads=QWEN, chunks=((1, 1, 0),)),
-    Prompts(heads=QWEN, chunks=((3, 17, 0),), spare=1),
-    Prompts(heads=QWEN, chunks=((1, 70, 300),)),
-    Prompts(heads=QWEN, chunks=((2, 40, 0), (1, 9, 64))),
-    Prompts(heads=QWEN, chunks=((1, 33, 200),), block_m=128, config=config(block_n=32, num_warps=8, num_stages=2)),
-    Prompts(heads=QWEN, chunks=((1, 130, 7),), spare=3, config=config(block_n=128, num_stages=2)),
-    Prompts(heads=SMALL, chunks=((0, 5, 0), (2, 0, 3), (1, 3, 0))),
-    Prompts(heads=SMALL, chunks=((2, 5, 0), (1, 1, 40), (2, 30, 19)), **FEW),
-    Prompts(heads=SMALL, chunks=((1, 100, 0), (1, 16, 256), (3, 64, 1)), **FEW),
-    Prompts(heads=QWEN, chunks=((9, 40, 0),), spare=1),
-    Prompts(heads=QWEN, chunks=((1, 50, 0), (1, 3, 300), (1, 70, 11)), room=(5, 0)),
-    Prompts(heads=QWEN, chunks=((1, 1, 0), (2, 30, 2)), room=(67, 5)),
-    Prompts(heads=SMALL, chunks=((1, 20, 0), (1, 0, 30), (1, 9, 16)), room=(1, 2), **FEW),
-    Prompts(heads=SMALL, chunks=(), room=(40, 3), **FEW),
-    Prompts(heads=SMALL, chunks=()),
-    Prompts(heads=SMALL, chunks=((2, 0, 3),)),
-    *(Prompts(heads=heads, chunks=((2, 21, 0), (1, 50, 77)), **FEW) for heads in HEADS),
-    *(Prompts(heads=heads, chunks=((1, 90, 130), (1, 7, 0)), spare=2) for heads in HEADS),
-    *(Prompts(heads=heads, chunks=((1, 19, 130), (1, 30, 1)), room=(33, 1)) for heads in HEADS),
-]
-
-
-def attended(q, keys, values, before):
-    """Attention of q [length, heads, D] after ``before`` tokens, in double; keys [tokens, kv_heads, D]."""
-    length, group = q.shape[0], q.shape[1] // keys.shape[1]
-    x = q.double().transpose(0, 1)
-    k, v = (part.double()[: before + length].transpose(0, 1).repeat_interleave(group, 0) for part in (keys, values))
-    position = before + torch.arange(length, device=q.device)
-    seen = torch.arange(before + length, device=q.device) <= position[:, None]
-    weights = (x @ k.transpose(1, 2) / q.shape[2] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-    return (weights @ v).transpose(0, 1)
-
-
-def check_prompts(device, case, calls=2):
-    heads = case.heads
-    S, D = heads.page_size, heads.D
-    spans = [(before, length) for batch, length, before in case.chunks for _ in range(batch)]
-    needed = [-(-(before + length) // S) for before, length in spans]
-    total = sum(needed) + 2
-    keys, values = heads.cache(total, device, 1)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(len(spans))).tolist()
-    # Pages that no sequence owns must not be read, nor cells behind a sequence.
-    pages = torch.full((len(spans) + case.room[1], max([*needed, 1]) + case.spare), 1 << 24, dtype=torch.int32)
-    owned = torch.zeros((total, S), dtype=torch.bool)
-    for b, (before, length) in enumerate(spans):
-        for index in range(needed[b]):
-            page = pages[b, index] = order.pop()
-            owned[page, : before + length - index * S] = True
-    for cache in (keys, values):
-        cache[~owned[:, None, :, None].expand(cache.shape).to(device)] = torch.nan
-    real = sum(length for _, length in spans)
-    q = random((real + case.room[0], heads.q_heads, D), heads.dtype, device, 3)
-    sizes = {"tokens": len(q), "batch": len(pages)} if any(case.room) else {}
-    made = SequenceRanges.make(spans, heads.q_heads // heads.kv_heads, heads.dtype, block_m=case.block_m, **sizes).to(
-        q.device
-    )
-    chosen = prefill.PrefillConfig(**dict(case.config)) if case.config else None
-    arguments = pages.to(device), made.spans, made.tiles, made.block_m, D**-0.5, chosen
-    results = [prefill.run(q, PagedCache(keys, values), *arguments) for _ in range(calls)]
-    assert not results[0][real:].any(), "padding becomes 0"
-    at = 0
-    for b, (before, length) in enumerate(spans):
-        mine = pages[b, : needed[b]].long().to(device)
-        k, v = (cache[mine].transpose(1, 2).flatten(0, 1) for cache in (keys, values))
-        expected = attended(q[at : at + length], k, v, before)
-        # Rows that see few keys are larger: from one doubling to the next, each by its own RMS.
-        ends = sorted({min(length, 1 << bits) for bits in range(length.bit_length() + 1)})
-        for start, end in zip([0, *ends], ends, strict=False):
-            found, what = results[0][at + start : at + end], f"{case}, {b}, from {start}"
-            assert_close(found, expected[start:end], before + end + D, partials=1, what=what)
-        at += length
-    for result in results[1:]:
-        assert_identical(result, results[0], what="another call")
+from weft.ops.attention.cases import attended
+from weft.ops.attention.paged_prefill_attention import PAGED_PREFILL_ATTENTION as OP
+from weft.ops.case import FP32, Draw
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", PROMPTS, ids=str)
-def test_paged_prefill_attention(case, device):
-    everywhere(check_prompts, device, case)
-
-
-def test_every_field_of_the_config_moves():
-    moved = {name for case in PROMPTS for name, _ in case.config}
-    assert moved == {field.name for field in fields(prefill.PrefillConfig)}
-
-
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    "chunks", [((1, 128, 0),), ((32, 128, 0),), ((1, 2048, 0),), ((1, 1000, 3001), (2, 77, 0))], ids=str
+    "case", [case for case in OP.cases() if case.field("room") or len(case.field("chunks")) > 2], ids=str
 )
-def test_paged_prefill_attention_of_a_model(chunks):
-    for heads in (QWEN, Heads(q_heads=32, kv_heads=4)):
-        check_prompts("cuda", Prompts(heads=heads, chunks=chunks))
+def test_each_range_is_as_exact_as_its_keys_allow(case, device):
+    """Rows that see few keys are larger: from one doubling to the next, each by its own RMS."""
+
+    def check(device):
+        tensors = OP.inputs(case, 0, Draw(case, 0, 0, device))
+        found, expected = OP.call(case, None, *tensors), OP.reference(case, 0, [tensors])
+        assert_identical(OP.call(case, None, *tensors), found, what="another call")
+        first = 0
+        for batch, length, before in case.field("chunks"):
+            for _ in range(batch):
+                ends = sorted({min(length, 1 << bits) for bits in range(length.bit_length() + 1)})
+                for start, end in zip([0, *ends], ends, strict=False):
+                    rows, what = slice(first + start, first + end), f"{case} from row {first + start}"
+                    terms = before + end + case.sizes[2]
+                    assert_close(found[rows], expected[rows], terms, partials=1, what=what)
+                first += length
+        assert not found[first:].any(), "padding becomes 0"
+
+    everywhere(check, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

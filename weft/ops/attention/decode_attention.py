@@ -7,6 +7,10 @@ to join partials.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +22,12 @@ from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, w
 from weft.kernels.partial_sums import sum_of_partials
 from weft.kernels.rotary import HeadNorms, load_heads, load_rotation, norm_and_rotate_heads
 from weft.kernels.split_kv import split_count, store_or_join
-from weft.ops.attention.paged_attention import LOG2_E, AttentionConfig, check_heads, check_tickets, launch_of
+from weft.ops.attention import cases
+from weft.ops.attention.paged_attention import LOG2_E, DecodingOp, SplitKV, check_heads, check_tickets, launch_of
 from weft.ops.attention.qk_norm_rope import Projected, check_projected
-from weft.ops.custom_op import custom_op
+from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
+from weft.ops.op import register
 from weft.ops.registration import check_scalar
 
 
@@ -148,57 +154,133 @@ def decode_attention(
         check_scales(op, norm.operand, qkv)
         squares, norm_eps = norm.squares, norm.eps
     scale = D**-0.5 if scale is None else scale
-    return torch.ops.weft.decode_attention.default(
+    return DECODE_ATTENTION.dispatch(
         qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets
     )
 
 
-def run(
-    qkv: torch.Tensor | DeferredNorm,
-    norms: HeadNorms,
-    angles: torch.Tensor,
-    cache: PagedCache,
-    sequences: Sequences,
-    scale: float,
-    tickets: torch.Tensor | None,
-    config: AttentionConfig | None = None,
-) -> torch.Tensor:
-    """``decode_attention`` of checked arguments, with a chosen config."""
-    projected, constants = Projected.of(qkv)
-    _, heads, _, D = cache.key_pages.shape
-    B, q_heads = projected.qkv.shape[-2], projected.qkv.shape[-1] // D - 2 * heads
-    out = torch.empty((B, q_heads, D), dtype=cache.key_pages.dtype, device=cache.key_pages.device)
-    if B > 0:
-        grid, arguments, options = launch_of(out, cache, sequences, tickets, config)
-        norms = HeadNorms(norms.q_weight.contiguous(), norms.k_weight.contiguous(), norms.eps)
-        decode_attention_kernel[grid](
-            projected, norms, angles.contiguous(), *arguments, scale * LOG2_E, **constants, **options
+class DecodeAttention(DecodingOp):
+    name, alias = "decode_attention", "decode-attention"
+    mutates = ("keys", "values", "tickets")
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """The cache, pages and lengths, the projection and its norms; cells of new tokens hold NaN."""
+        lengths = case.field("lengths")
+        cache = cases.draw_cache(draw, lengths, [length - 1 for length in lengths], spare=case.field("spare") or 0)
+        held = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
+        return *cache, held, *cases.draw_projection(draw, len(lengths))
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
+        """(result, keys, values), from rounded queries, keys and values."""
+        keys, values, pages, lengths, qkv, q_weight, k_weight, angles, *squares = by_rank[rank]
+        at, S = (lengths.long() - 1).clamp(min=0), case.sizes[3]
+        new = cases.projected(case, qkv, q_weight, k_weight, angles, at, squares)
+        q, k, v = (x.to(case.dtype).double() for x in new)
+        keys, values = keys.double(), values.double()
+        out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+        for b, length in enumerate(case.field("lengths")):
+            if length > 0:
+                page, offset = pages[b, (length - 1) // S].long(), (length - 1) % S
+                keys[page, :, offset], values[page, :, offset] = k[b], v[b]
+                mine = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
+                out[b] = cases.attended(q[b : b + 1], *mine, length - 1)[0]
+        return out, keys, values
+
+    def call(
+        self,
+        case: Case,
+        team: Any,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        angles: torch.Tensor,
+        *squares: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """(result, keys, values)"""
+        given = DeferredNorm(qkv, *squares, cases.EPS) if squares else qkv
+        if isinstance(case.design, str):
+            places = keys, values, pages, lengths
+            return decode_attention(given, q_weight, k_weight, cases.EPS, angles, *places), keys, values
+        norms, places = HeadNorms(q_weight, k_weight, cases.EPS), (PagedCache(keys, values), Sequences(pages, lengths))
+        return self.run(case.design, None, given, norms, angles, *places, keys.shape[3] ** -0.5, None), keys, values
+
+    def cases(self) -> Iterator[Case]:
+        for case in cases.decoding_cases(self.name, SplitKV):
+            if (longest := max(case.field("lengths"))) <= 513:
+                yield replace(case, fields=(*case.fields, ("positions", longest + 1)))
+        # Partials of 16 tokens, any of which may hold the new token.
+        design = SplitKV(block_n=16, least=16, splits=8, num_warps=1)
+        for heads in (cases.QWEN, cases.SMALL):
+            for kind in ({"partials": 1}, {"partials": 3}, {"squares": 20}, {"strided": True}):
+                for lengths in ((0, 15, 16, 17, 33), (300, 0, 1)):
+                    yield cases.case_of(self.name, heads, design, lengths=lengths, positions=301, **kind)
+
+    def large_cases(self) -> Iterator[Case]:
+        for batch, length in ((1, 128), (1, 20000), (32, 1024), (128, 129)):
+            for kind in ({"partials": 3}, {"squares": 20}):
+                lengths = (length,) * (batch - 1) + (length - 1,)
+                yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **kind)
+
+    def run(
+        self,
+        design: SplitKV,
+        team: None,
+        qkv: torch.Tensor | DeferredNorm,
+        norms: HeadNorms,
+        angles: torch.Tensor,
+        cache: PagedCache,
+        sequences: Sequences,
+        scale: float,
+        tickets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``decode_attention`` of checked arguments."""
+        self.check_design(design)
+        projected, counts = Projected.of(qkv)
+        _, heads, _, D = cache.key_pages.shape
+        B, q_heads = projected.qkv.shape[-2], projected.qkv.shape[-1] // D - 2 * heads
+        out = torch.empty((B, q_heads, D), dtype=cache.key_pages.dtype, device=cache.key_pages.device)
+        if B > 0:
+            launch, grid, arguments = launch_of(
+                decode_attention_kernel, design, out, cache, sequences, tickets, **counts
+            )
+            norms = HeadNorms(norms.q_weight.contiguous(), norms.k_weight.contiguous(), norms.eps)
+            launch(grid, projected, norms, angles.contiguous(), *arguments, scale * LOG2_E)
+        return out
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        squares: torch.Tensor | None,
+        norm_eps: float,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        angles: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+        tickets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        given = qkv if squares is None else DeferredNorm(qkv, squares, norm_eps)
+        norms, cache, sequences = (
+            HeadNorms(q_weight, k_weight, eps),
+            PagedCache(keys, values),
+            Sequences(pages, lengths),
         )
-    return out
+        return self.run(self.plan_of(keys, pages), None, given, norms, angles, cache, sequences, scale, tickets)
+
+    def fake(
+        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets
+    ):
+        _, heads, _, D = keys.shape
+        return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - 2 * heads, D))
 
 
-@custom_op("decode_attention", mutates_args=("keys", "values", "tickets"), backward=False)
-def _decode_attention(
-    qkv: torch.Tensor,
-    squares: torch.Tensor | None,
-    norm_eps: float,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    angles: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    tickets: torch.Tensor | None,
-) -> torch.Tensor:
-    given = qkv if squares is None else DeferredNorm(qkv, squares, norm_eps)
-    norms, cache, sequences = HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values), Sequences(pages, lengths)
-    return run(given, norms, angles, cache, sequences, scale, tickets)
-
-
-@_decode_attention.register_fake
-def _(qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets):
-    _, heads, _, D = keys.shape
-    return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - 2 * heads, D))
+DECODE_ATTENTION = DecodeAttention()
+register(DECODE_ATTENTION)

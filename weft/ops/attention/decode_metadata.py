@@ -5,13 +5,17 @@ at = max(position, 0);  slot = page * S + at % S, page = pages[b, at // S];  len
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.custom_op import custom_op
+from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.op import Op, register
 from weft.ops.registration import check_count
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -59,29 +63,57 @@ def decode_metadata(
     check_shape("decode_metadata", "pages", pages, (len(positions), "max_pages"))
     check_count("decode_metadata", "page_size", page_size)
     check_count("decode_metadata", "tickets", tickets)
-    return torch.ops.weft.decode_metadata.default(positions, pages, page_size, tickets)
+    return DECODE_METADATA.dispatch(positions, pages, page_size, tickets)
 
 
-@custom_op("decode_metadata", backward=False)
-def _decode_metadata(
-    positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs = _outputs(positions, tickets)
-    grid = cdiv(max(len(positions), tickets), BLOCK)
-    if grid > 0:
-        arguments = positions.contiguous(), pages.contiguous(), *outputs, len(positions), pages.shape[1], tickets
-        options = launch_options(capabilities_of(positions.device))
-        decode_metadata_kernel[(grid,)](*arguments, PAGE=page_size, BLOCK=BLOCK, **options)
-    return outputs
+class DecodeMetadata(Op):
+    name, alias = "decode_metadata", "decode-metadata"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Positions and four pages of each sequence. sizes: sequences, KV heads, page size."""
+        batch, _, page_size = case.sizes
+        generator = torch.Generator().manual_seed(batch)
+        pages = torch.randperm(batch * 4, generator=generator).view(batch, 4).to(torch.int32)
+        positions = torch.randint(-1, 4 * page_size, (batch,), generator=generator)
+        return positions.to(draw.device), pages.to(draw.device)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
+        positions, pages = by_rank[rank]
+        (_, kv_heads, page_size), at = case.sizes, positions.clamp(min=0)
+        page = pages.long().gather(1, at[:, None] // page_size)[:, 0]
+        slots = torch.where(positions >= 0, page * page_size + at % page_size, -1)
+        arrivals = torch.zeros(len(positions) * kv_heads, dtype=torch.int32, device=at.device)
+        return at, slots, (positions + 1).int(), arrivals
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(self, case: Case, team: Any, positions: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch, kv_heads, page_size = case.sizes
+        return decode_metadata(positions, pages, page_size, batch * kv_heads)
+
+    def cases(self) -> Iterator[Case]:
+        for page_size in (16, 64):
+            for sizes in ((1, 1), (5, 2), (200, 1), (3, 100)):
+                yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(*sizes, page_size))
+
+    def forward(
+        self, positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        outputs = self.fake(positions, pages, page_size, tickets)
+        grid = cdiv(max(len(positions), tickets), BLOCK)
+        if grid > 0:
+            arguments = positions.contiguous(), pages.contiguous(), *outputs, len(positions), pages.shape[1], tickets
+            options = launch_options(capabilities_of(positions.device))
+            decode_metadata_kernel[(grid,)](*arguments, PAGE=page_size, BLOCK=BLOCK, **options)
+        return outputs
+
+    def fake(self, positions, pages, page_size, tickets):
+        batch = positions.shape[0]
+        at, slots = (positions.new_empty((batch,)) for _ in range(2))
+        lengths = positions.new_empty((batch,), dtype=torch.int32)
+        return at, slots, lengths, positions.new_empty((tickets,), dtype=torch.int32)
 
 
-@_decode_metadata.register_fake
-def _(positions, pages, page_size, tickets):
-    return _outputs(positions, tickets)
-
-
-def _outputs(positions: torch.Tensor, tickets: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch = positions.shape[0]
-    at, slots = (positions.new_empty((batch,)) for _ in range(2))
-    lengths = positions.new_empty((batch,), dtype=torch.int32)
-    return at, slots, lengths, positions.new_empty((tickets,), dtype=torch.int32)
+DECODE_METADATA = DecodeMetadata()
+register(DECODE_METADATA)

@@ -11,8 +11,9 @@ Device code: weft.kernels.online_softmax and weft.kernels.split_kv.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -22,38 +23,42 @@ import weft.language as wl
 from weft.kernels.online_softmax import DecodeTile, attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, pages_at
 from weft.kernels.split_kv import Partials, split_count, store_or_join
-from weft.ops.attention.qk_norm_rope import check_cache
-from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.attention import cases
+from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
+from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_scalar
-from weft.plan.memo import remembered
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import Launch, launch_on
 
 if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
+
     from weft.runtime.capabilities import Capabilities
 
 LOG2_E = math.log2(math.e)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_GROUP = 64
+MAX_SPLITS = 32
 # Rows of the smallest tile that tensor cores multiply.
 MIN_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig:
-    """Tile and split of a decoding attention.
+class SplitKV:
+    """Split-KV attention of one new token of each sequence.
 
-    block_n     tokens of a step, a power of two, at least 16 for each of num_warps
-    least       tokens of a partial at least, a multiple of block_n: shorter sequences are not split
-    max_splits  partials of a sequence at most
-    per_sm      programs wanted on each SM, where there is work for them
+    block_n  tokens of a step, a power of two, at least 16 for each of num_warps
+    least    tokens of a partial at least, a multiple of block_n: shorter sequences are not split
+    splits   partials of a sequence at most
     """
 
     block_n: int = 64
     least: int = 256
-    max_splits: int = 32
-    per_sm: int = 2
+    splits: int = 1
     num_warps: int = 4
     num_stages: int = 3
 
@@ -64,9 +69,22 @@ class AttentionConfig:
             )
         if self.least < 1 or self.least % self.block_n:
             raise ValueError(f"least={self.least} is not a multiple of block_n={self.block_n}")
-        for name in ("max_splits", "per_sm"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not positive; pass 1 or more")
+        if self.splits < 1:
+            raise ValueError(f"splits={self.splits} is not positive; pass 1 or more")
+
+
+class DecodingCall(NamedTuple):
+    """What the plan of a decoding attention depends on.
+
+    pairs   of a sequence and a KV head
+    tokens  that a row of the page table has room for
+    """
+
+    pairs: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    design: str = AUTO
 
 
 @triton.jit(do_not_specialize=["max_pages"])
@@ -140,9 +158,7 @@ def paged_attention(
     check_tickets(op, tickets, B * heads, q.device)
     if scale is not None:
         check_scalar(op, "scale", scale)
-    return torch.ops.weft.paged_attention.default(
-        q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets
-    )
+    return PAGED_ATTENTION.dispatch(q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets)
 
 
 def check_tickets(op: str, tickets: torch.Tensor | None, pairs: int, device: torch.device) -> None:
@@ -170,8 +186,8 @@ def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
         )
 
 
-def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> AttentionConfig:
-    """Config for ``pairs`` of sequence and KV head.
+def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
+    """The design of a call.
 
     A step takes 16 KiB of keys, and as much of values, at two programs an SM. With more than 3 pairs for 2 SMs it takes 8 KiB,
     and with more than 4 pairs an SM 4 KiB, by programs as much smaller, of which an SM holds four or eight: the first keys of
@@ -179,73 +195,84 @@ def config_for(pairs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> At
 
     Figures: docs/decisions.md, "Attention".
     """
-    block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
+    pairs, per_sm, stages = max(1, call.pairs), 2, 3
+    block_n = max(16, min(128, (16 << 10) // (call.head_dim * call.dtype.itemsize)))
     # The fewer partials there can be, the longer a sequence must be for a join to pay.
     least = 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
-    if caps.arch not in ("sm_90", "sm_100") or dtype == torch.float32:
-        stages = 2 if caps.arch.startswith("gfx") or dtype == torch.float32 else 3
-        return AttentionConfig(block_n=block_n, num_warps=min(4, block_n // 16), least=least, num_stages=stages)
-    if 2 * pairs > 3 * caps.sms:
-        block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
-    return AttentionConfig(
-        block_n=block_n, num_warps=min(4, block_n // 16), least=least, per_sm=2 if 8 * pairs <= caps.sms else 1
+    if caps.arch not in ("sm_90", "sm_100") or call.dtype == torch.float32:
+        stages = 2 if caps.arch.startswith("gfx") or call.dtype == torch.float32 else 3
+    else:
+        per_sm = programs_per_sm(pairs, caps)
+        if 2 * pairs > 3 * caps.sms:
+            block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
+    return SplitKV(
+        block_n=block_n,
+        least=least,
+        splits=max(1, min(per_sm * caps.sms // pairs, cdiv(call.tokens, least), MAX_SPLITS)),
+        num_warps=min(4, block_n // 16),
+        num_stages=stages,
     )
 
 
-def splits_for(pairs: int, tokens: int, config: AttentionConfig, sms: int) -> int:
-    """Largest number of split-KV partials of a sequence of at most ``tokens``, one of ``pairs``."""
-    return max(1, min(config.per_sm * sms // pairs, cdiv(tokens, config.least), config.max_splits))
+def programs_per_sm(pairs: int, caps: Capabilities) -> int:
+    """Programs wanted on each SM of sm_90 and sm_100, where there is work for them."""
+    return 2 if 8 * pairs <= caps.sms else 1
 
 
-def run(
-    q: torch.Tensor,
-    cache: PagedCache,
-    sequences: Sequences,
-    scale: float,
-    tickets: torch.Tensor | None,
-    config: AttentionConfig | None = None,
-) -> torch.Tensor:
-    """``paged_attention`` of checked arguments, with a chosen config."""
-    B, q_heads, D = q.shape
-    out = torch.empty((B, q_heads, D), dtype=q.dtype, device=q.device)
-    if out.numel() == 0:
-        return out
-    grid, arguments, options = launch_of(out, cache, sequences, tickets, config)
-    paged_attention_kernel[grid](q.contiguous(), *arguments, scale * LOG2_E, **options)
-    return out
+class DecodingOp(Op):
+    """Attention of one new token of each sequence, by split-KV partials.
+
+    sizes  sequences, tokens that a row of the page table has room for, and this rank's KV heads
+    """
+
+    designs = {"split_kv": SplitKV}
+    sizes = ("batch", "context", "kv_heads", "head_dim")
+    dtypes = FLOATS
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> DecodingCall:
+        check_sizes(self.name, self.sizes, sizes)
+        batch, context, kv_heads, head_dim = sizes
+        check_head_dim(head_dim)
+        return DecodingCall(batch * kv_heads, context, head_dim, dtype, design)
+
+    def choose(self, call: DecodingCall, machine: Machine) -> Planned:
+        design = split_kv_for(call, machine.caps)
+        reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
+        return Planned("split_kv", design, f"{reason}; partials of at least {design.least} tokens")
+
+    def plan_of(self, keys: torch.Tensor, pages: torch.Tensor) -> SplitKV:
+        """The design for sequences of ``pages`` [B, max_pages] in a cache."""
+        _, heads, page, D = keys.shape
+        call = DecodingCall(pages.shape[0] * heads, pages.shape[1] * page, D, keys.dtype)
+        return self.plan(call, machine_on(keys.device)).design
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=max(case.field("lengths")) + case.sizes[2], partials=1)
 
 
 def launch_of(
+    kernel: JITFunction,
+    design: SplitKV,
     out: torch.Tensor,
     cache: PagedCache,
     sequences: Sequences,
     tickets: torch.Tensor | None,
-    config: AttentionConfig | None,
-) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """(grid, arguments ``cache`` to ``max_pages``, keyword arguments) of a kernel with ``out`` [B, Hq, D]."""
+    **counts: int,
+) -> tuple[Launch, tuple[int, int], tuple[Any, ...]]:
+    """(launch, grid, arguments ``cache`` to ``max_pages``) of a kernel with ``out`` [B, Hq, D] and the constants ``counts``."""
     (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
-    caps, pairs, max_pages = capabilities_of(out.device), B * sizes.heads, sequences.pages.shape[1]
-    group, tokens = q_heads // sizes.heads, max_pages * sizes.page
-    splits, options = chosen_for(pairs, tokens, group, D, out.dtype, caps, config)
+    caps, pairs, group, splits = capabilities_of(out.device), B * sizes.heads, q_heads // sizes.heads, design.splits
+
+    def constants() -> dict[str, Any]:
+        compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
+        return {"SIZES": sizes, "TILE": tile_of(design, group=group, D=D), **counts, **compiled}
+
+    # Without the number of splits, which the batch decides.
+    tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages
+    launch = launch_on(out.device, kernel, (tile, sizes, group, *counts.values()), constants)
     sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
-    arguments = cache, sequences, out, scratch_of(out, pairs, splits, tickets), max_pages
-    return (pairs, splits), arguments, {"SIZES": sizes, **options}
-
-
-@remembered
-def chosen_for(
-    pairs: int, tokens: int, group: int, D: int, dtype: torch.dtype, caps: Capabilities, config: AttentionConfig | None
-) -> tuple[int, dict[str, Any]]:
-    """(splits, keyword arguments but SIZES) for sequences of at most ``tokens``; None: config by rule."""
-    config = config or config_for(pairs, D, dtype, caps)
-    splits = splits_for(pairs, tokens, config, caps.sms)
-    tile = tile_of(config, group=group, D=D, split=splits > 1)
-    return splits, {
-        "TILE": tile,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **launch_options(caps),
-    }
+    arguments = cache, sequences, out, scratch_of(out, pairs, splits, tickets), sequences.pages.shape[1]
+    return launch, (pairs, splits), arguments
 
 
 def scratch_of(out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None) -> Partials:
@@ -260,7 +287,7 @@ def scratch_of(out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor
     return Partials(means, log_sums, arrivals)
 
 
-def tile_of(config: AttentionConfig, *, group: int, D: int, split: bool) -> DecodeTile:
+def tile_of(design: SplitKV, *, group: int, D: int) -> DecodeTile:
     """Compile-time sizes of a program with ``group`` query heads of ``D`` elements."""
     few = next_power_of_2(group)
     rows = max(MIN_ROWS, few)
@@ -268,28 +295,82 @@ def tile_of(config: AttentionConfig, *, group: int, D: int, split: bool) -> Deco
         group=group,
         rows=rows,
         kept=rows // 2 if group * 2 <= rows else rows,
-        block_n=config.block_n,
-        ways=config.num_warps,
-        least=config.least,
-        split=split,
+        block_n=design.block_n,
+        ways=design.num_warps,
+        least=design.least,
+        split=design.splits > 1,
         # At most 16 KiB of partials at a time, in 32 registers of 4 warps.
         joined=max(1, min(4, 4096 // (few * D))),
     )
 
 
-@custom_op("paged_attention", mutates_args=("tickets",), backward=False)
-def _paged_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    tickets: torch.Tensor | None,
-) -> torch.Tensor:
-    return run(q, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets)
+class PagedAttention(DecodingOp):
+    name, alias = "paged_attention", "paged-attention"
+    mutates = ("tickets",)
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """q, the cache, pages and lengths."""
+        lengths = case.field("lengths")
+        q = draw.own("q", (len(lengths), case.sizes[0], case.sizes[2]))
+        cache = cases.draw_cache(draw, lengths, lengths, spare=case.field("spare") or 0)
+        return q, *cache, torch.tensor(lengths, dtype=torch.int32, device=q.device)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        q, keys, values, pages, _ = by_rank[rank]
+        out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+        for b, length in enumerate(case.field("lengths")):
+            if length > 0:
+                mine = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
+                out[b] = cases.attended(q[b : b + 1], *mine, length - 1)[0]
+        return out
+
+    def call(self, case: Case, team: Any, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        if isinstance(case.design, str):
+            return paged_attention(q, *cache)
+        keys, values, pages, lengths = cache
+        places = PagedCache(keys, values), Sequences(pages, lengths)
+        return self.run(case.design, None, q, *places, q.shape[2] ** -0.5, None)
+
+    def cases(self) -> Iterator[Case]:
+        return cases.decoding_cases(self.name, SplitKV)
+
+    def large_cases(self) -> Iterator[Case]:
+        return cases.large_decoding_cases(self.name)
+
+    def run(
+        self,
+        design: SplitKV,
+        team: None,
+        q: torch.Tensor,
+        cache: PagedCache,
+        sequences: Sequences,
+        scale: float,
+        tickets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``paged_attention`` of checked arguments."""
+        self.check_design(design)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if out.numel() > 0:
+            launch, grid, arguments = launch_of(paged_attention_kernel, design, out, cache, sequences, tickets)
+            launch(grid, q.contiguous(), *arguments, scale * LOG2_E)
+        return out
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+        tickets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        design = self.plan_of(keys, pages)
+        return self.run(design, None, q, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets)
+
+    def fake(self, q, keys, values, pages, lengths, scale, tickets):
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@_paged_attention.register_fake
-def _(q, keys, values, pages, lengths, scale, tickets):
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+PAGED_ATTENTION = PagedAttention()
+register(PAGED_ATTENTION)

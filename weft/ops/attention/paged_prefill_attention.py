@@ -9,9 +9,9 @@ neighbouring tokens: each key is loaded once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -21,14 +21,18 @@ import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.online_softmax import accumulate
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cells_at, pages_at
+from weft.ops.attention import cases
 from weft.ops.attention.paged_attention import LOG2_E, check_heads
-from weft.ops.attention.qk_norm_rope import check_cache
-from weft.ops.custom_op import custom_op
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
+from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_scalar
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.copying import upload
+from weft.runtime.launching import launch_on
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -38,8 +42,8 @@ SHORT = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig:
-    """Keys of a step, a power of two of at least 16, and how the kernel is compiled."""
+class KeyBlocks:
+    """Programs that walk the keys of their rows. block_n: keys of a step, a power of two of at least 16."""
 
     block_n: int = 64
     num_warps: int = 4
@@ -48,6 +52,20 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         if self.block_n < 16 or self.block_n & (self.block_n - 1):
             raise ValueError(f"block_n={self.block_n} is not a power of two of at least 16")
+
+
+class PrefillCall(NamedTuple):
+    """What the plan depends on. programs: tiles of rows of all KV heads."""
+
+    programs: int
+    head_dim: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+def default_block_m(dtype: torch.dtype) -> int:
+    """Rows of a tile, unless a caller asks for others."""
+    return 16 if dtype == torch.float32 else 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +118,7 @@ class SequenceRanges:
         tokens, batch = real if tokens is None else tokens, given if batch is None else batch
         if real > tokens or given > batch:
             raise ValueError(f"{given} sequences of {real} tokens are more than {batch} of {tokens}")
-        block_m = block_m or (16 if dtype == torch.float32 else 64)
+        block_m = block_m or default_block_m(dtype)
         if block_m < 16 or block_m & (block_m - 1):
             raise ValueError(f"block_m={block_m} is not a power of two of at least 16")
         rows, tiles, first = [], [], 0
@@ -282,75 +300,170 @@ def paged_prefill_attention(
         check_scalar(op, "scale", scale)
     if scale is not None and scale <= 0:
         raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
-    return torch.ops.weft.paged_prefill_attention.default(
+    return PAGED_PREFILL_ATTENTION.dispatch(
         q, keys, values, pages, spans.spans, spans.tiles, spans.block_m, D**-0.5 if scale is None else scale
     )
 
 
-def config_for(programs: int, D: int, dtype: torch.dtype, caps: Capabilities) -> PrefillConfig:
-    """Config for ``programs``: 16 KiB of keys a step, and as much of values.
+def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
+    """The design of a call: 16 KiB of keys a step, and as much of values.
 
     4 stages where each SM has one program, else 3, so that it holds two: 4 prompts of 512 tokens, D=128, 16 heads on 2 take
     24.7 us on an H200 with 3 stages and 34.3 with 4, one prompt 14.2 and 12.6 (benchmarks/lab/h200-prefill-attention.json).
     """
-    if dtype == torch.float32:
-        return PrefillConfig(block_n=16, num_stages=2)
-    block_n = max(16, min(128, (16 << 10) // (D * dtype.itemsize)))
+    if call.dtype == torch.float32:
+        return KeyBlocks(block_n=16, num_stages=2)
+    block_n = max(16, min(128, (16 << 10) // (call.head_dim * call.dtype.itemsize)))
     if caps.arch.startswith("gfx"):
-        return PrefillConfig(block_n=block_n, num_stages=2)
-    return PrefillConfig(block_n=block_n, num_stages=4 if programs <= caps.sms else 3)
+        return KeyBlocks(block_n=block_n, num_stages=2)
+    return KeyBlocks(block_n=block_n, num_stages=4 if call.programs <= caps.sms else 3)
 
 
-def run(
-    q: torch.Tensor,
-    cache: PagedCache,
-    pages: torch.Tensor,
-    ranges: torch.Tensor,
-    tiles: torch.Tensor,
-    block_m: int,
-    scale: float,
-    config: PrefillConfig | None = None,
-) -> torch.Tensor:
-    """``paged_prefill_attention`` of checked arguments, with a chosen config."""
-    (_, q_heads, D), sizes = q.shape, CacheSizes.of(cache.key_pages)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    caps, programs = capabilities_of(q.device), tiles.shape[0] * sizes.heads
-    if programs:
-        how = config or config_for(programs, D, q.dtype, caps)
-        paged_prefill_attention_kernel[(programs,)](
-            q.contiguous(),
-            cache,
-            pages.contiguous(),
-            out,
-            ranges,
-            tiles,
-            pages.shape[1],
-            scale * LOG2_E,
-            SIZES=sizes,
-            GROUP=q_heads // sizes.heads,
-            BLOCK_M=block_m,
-            BLOCK_N=how.block_n,
-            num_warps=how.num_warps,
-            num_stages=how.num_stages,
-            **launch_options(caps),
-        )
-    return out
+class PagedPrefillAttention(Op):
+    """sizes: of one prompt without cached tokens, on one rank."""
+
+    name, alias = "paged_prefill_attention", "paged-prefill-attention"
+    designs = {"key_blocks": KeyBlocks}
+    sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
+    dtypes = FLOATS
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PrefillCall:
+        check_sizes(self.name, self.sizes, sizes)
+        tokens, q_heads, kv_heads, head_dim = sizes
+        check_head_dim(head_dim)
+        if q_heads % kv_heads != 0:
+            raise ValueError(f"{self.name}: q_heads={q_heads} is no multiple of kv_heads={kv_heads}")
+        tiles = cdiv(tokens * (q_heads // kv_heads), default_block_m(dtype))
+        return PrefillCall(tiles * kv_heads, head_dim, dtype, design)
+
+    def choose(self, call: PrefillCall, machine: Machine) -> Planned:
+        reason = f"{call.programs} programs on {machine.caps.sms} SMs, 16 KiB of keys a step in halves"
+        return Planned("key_blocks", key_blocks_for(call, machine.caps), reason)
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """q, the cache and pages."""
+        spans, (tokens, batch) = _spans_of(case), case.field("room") or (0, 0)
+        held = [before + length for before, length in spans]
+        cache = cases.draw_cache(draw, held, held, spare=case.field("spare") or 0, room=batch)
+        rows = sum(length for _, length in spans) + tokens
+        return draw.own("q", (rows, case.sizes[0], case.sizes[2])), *cache
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        q, keys, values, pages = by_rank[rank]
+        out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0
+        for b, (before, length) in enumerate(_spans_of(case)):
+            mine = (cases.tokens_of(x, pages[b], before + length) for x in (keys, values))
+            out[first : first + length] = cases.attended(q[first : first + length], *mine, before)
+            first += length
+        return out
+
+    def accuracy(self, case: Case) -> Accuracy:
+        longest = max((sum(span) for span in _spans_of(case)), default=0)
+        return Accuracy(terms=longest + case.sizes[2], partials=1)
+
+    def call(
+        self,
+        case: Case,
+        team: Any,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+    ) -> torch.Tensor:
+        sizes = {"tokens": len(q), "batch": len(pages)} if case.field("room") else {}
+        group = q.shape[1] // keys.shape[1]
+        ranges = SequenceRanges.make(_spans_of(case), group, q.dtype, block_m=case.field("block_m"), **sizes)
+        here = ranges.to(q.device)
+        if isinstance(case.design, str):
+            return paged_prefill_attention(q, keys, values, pages, here)
+        places, scale = (PagedCache(keys, values), pages), q.shape[2] ** -0.5
+        return self.run(case.design, None, q, *places, here.spans, here.tiles, here.block_m, scale)
+
+    def cases(self) -> Iterator[Case]:
+        few = {"design": KeyBlocks(block_n=16, num_warps=1), "block_m": 16}
+        for chunks, fields in (
+            (((1, 1, 0),), {}),
+            (((3, 17, 0),), {"spare": 1}),
+            (((1, 70, 300),), {}),
+            (((2, 40, 0), (1, 9, 64)), {}),
+            (((1, 33, 200),), {"block_m": 128, "design": KeyBlocks(block_n=32, num_warps=8, num_stages=2)}),
+            (((1, 130, 7),), {"spare": 3, "design": KeyBlocks(block_n=128, num_stages=2)}),
+            (((9, 40, 0),), {"spare": 1}),
+            (((1, 50, 0), (1, 3, 300), (1, 70, 11)), {"room": (5, 0)}),
+            (((1, 1, 0), (2, 30, 2)), {"room": (67, 5)}),
+        ):
+            yield cases.case_of(self.name, cases.QWEN, chunks=chunks, **fields)
+        for chunks, fields in (
+            (((0, 5, 0), (2, 0, 3), (1, 3, 0)), {}),
+            (((2, 5, 0), (1, 1, 40), (2, 30, 19)), few),
+            (((1, 100, 0), (1, 16, 256), (3, 64, 1)), few),
+            (((1, 20, 0), (1, 0, 30), (1, 9, 16)), {"room": (1, 2), **few}),
+            ((), {"room": (40, 3), **few}),
+            ((), {}),
+            (((2, 0, 3),), {}),
+        ):
+            yield cases.case_of(self.name, cases.SMALL, chunks=chunks, **fields)
+        for heads in cases.HEADS:
+            yield cases.case_of(self.name, heads, chunks=((2, 21, 0), (1, 50, 77)), **few)
+            yield cases.case_of(self.name, heads, chunks=((1, 90, 130), (1, 7, 0)), spare=2)
+            yield cases.case_of(self.name, heads, chunks=((1, 19, 130), (1, 30, 1)), room=(33, 1))
+
+    def large_cases(self) -> Iterator[Case]:
+        for heads in (cases.QWEN, ((32, 4, 128, 64), BF16)):
+            for chunks in (((1, 128, 0),), ((32, 128, 0),), ((1, 2048, 0),), ((1, 1000, 3001), (2, 77, 0))):
+                yield cases.case_of(self.name, heads, chunks=chunks)
+
+    def run(
+        self,
+        design: KeyBlocks,
+        team: None,
+        q: torch.Tensor,
+        cache: PagedCache,
+        pages: torch.Tensor,
+        spans: torch.Tensor,
+        tiles: torch.Tensor,
+        block_m: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """``paged_prefill_attention`` of checked arguments."""
+        self.check_design(design)
+        sizes, out = CacheSizes.of(cache.key_pages), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        programs, group, caps = tiles.shape[0] * sizes.heads, q.shape[1] // sizes.heads, capabilities_of(q.device)
+
+        def constants() -> dict[str, Any]:
+            own = {"SIZES": sizes, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": design.block_n}
+            compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
+            return {**own, **compiled}
+
+        if programs:
+            launch = launch_on(q.device, paged_prefill_attention_kernel, (design, sizes, group, block_m), constants)
+            arguments = q.contiguous(), cache, pages.contiguous(), out, spans, tiles, pages.shape[1], scale * LOG2_E
+            launch(programs, *arguments)
+        return out
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+        spans: torch.Tensor,
+        tiles: torch.Tensor,
+        block_m: int,
+        scale: float,
+    ) -> torch.Tensor:
+        call = PrefillCall(tiles.shape[0] * keys.shape[1], keys.shape[3], q.dtype)
+        design = self.plan(call, machine_on(q.device)).design
+        return self.run(design, None, q, PagedCache(keys, values), pages, spans, tiles, block_m, scale)
+
+    def fake(self, q, keys, values, pages, spans, tiles, block_m, scale):
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@custom_op("paged_prefill_attention", backward=False)
-def _paged_prefill_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    spans: torch.Tensor,
-    tiles: torch.Tensor,
-    block_m: int,
-    scale: float,
-) -> torch.Tensor:
-    return run(q, PagedCache(keys, values), pages, spans, tiles, block_m, scale)
+PAGED_PREFILL_ATTENTION = PagedPrefillAttention()
+register(PAGED_PREFILL_ATTENTION)
 
 
-@_paged_prefill_attention.register_fake
-def _(q, keys, values, pages, spans, tiles, block_m, scale):
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+def _spans_of(case: Case) -> list[tuple[int, int]]:
+    """(before, length) of each sequence of a case, whose field ``chunks`` has (batch, length, before) of each kind."""
+    return [(before, length) for batch, length, before in case.field("chunks") for _ in range(batch)]

@@ -6,7 +6,8 @@ n = x / sqrt(mean(x^2) + eps) * weight                                  x: a hea
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,11 +19,14 @@ from weft.kernels.operands import rows_contiguous
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
 from weft.kernels.rms_norm import inverse_rms, squares_of
 from weft.kernels.rotary import HeadNorms, norm_and_rotate
-from weft.ops.custom_op import custom_op
+from weft.ops.attention import cases
+from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_flag, check_is_tensor, check_scalar
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_on
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # Elements of a program's tile: 16 a thread of 4 warps, so that half a head of bf16 is loaded 16 bytes at a time.
@@ -178,7 +182,7 @@ def qk_norm_rope(
     if norm is not None:
         check_scales("qk_norm_rope", norm.operand, qkv)
         squares, norm_eps = norm.squares, norm.eps
-    return torch.ops.weft.qk_norm_rope.default(
+    return QK_NORM_ROPE.dispatch(
         qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys
     )
 
@@ -216,6 +220,13 @@ def check_projected(
         check_shape(op, name, x, shape)
 
 
+def check_head_dim(head_dim: int, remedy: str = "") -> None:
+    """ValueError unless the kernels of this family take heads of ``head_dim`` elements."""
+    if head_dim not in HEAD_DIMS:
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"head_dim={head_dim}: fused kernels take one of {allowed}{remedy}")
+
+
 def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
     """ValueError unless keys and values are a paged cache of the dtype and device of ``like``."""
     for name, x in (("keys", keys), ("values", values)):
@@ -232,48 +243,118 @@ def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.T
             )
 
 
-@custom_op("qk_norm_rope", mutates_args=("keys", "values"), backward=False)
-def _qk_norm_rope(
-    qkv: torch.Tensor,
-    squares: torch.Tensor | None,
-    norm_eps: float,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    angles: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    with_keys: bool,
-) -> torch.Tensor:
-    sizes = CacheSizes.of(keys)
-    tokens, heads = qkv.shape[-2], qkv.shape[-1] // sizes.dim
-    kept = heads - (1 if with_keys else 2) * sizes.heads
-    q = torch.empty((tokens, kept, sizes.dim), dtype=keys.dtype, device=qkv.device)
-    if tokens > 0:
-        rows = TILE // sizes.dim
-        projected, constants = Projected.of(qkv if squares is None else DeferredNorm(qkv, squares, norm_eps))
-        qk_norm_rope_kernel[(cdiv(tokens * heads, rows),)](
-            projected,
-            HeadNorms(q_weight.contiguous(), k_weight.contiguous(), eps),
-            angles.contiguous(),
-            positions.contiguous(),
-            slots.contiguous(),
-            q,
-            PagedCache(keys, values),
-            tokens * heads,
-            SIZES=sizes,
-            Q_HEADS=heads - 2 * sizes.heads,
-            KEPT=kept,
-            ROWS=rows,
-            **constants,
-            **launch_options(capabilities_of(q.device)),
-        )
-    return q
+class QKNormRope(Op):
+    name, alias = "qk_norm_rope", "qk-norm-rope"
+    mutates = ("keys", "values")
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """positions, slots, the cache, the projection and its norms."""
+        (_, heads, D, page), tokens = case.sizes, case.field("tokens")
+        pages, generator = tokens // page + 3, torch.Generator().manual_seed(tokens)
+        dtype = torch.int64 if case.field("strided") else torch.int32
+        positions = torch.randint(50, (tokens,), generator=generator).to(draw.device, dtype)
+        slots = torch.randperm(pages * page, generator=generator)[:tokens].to(draw.device)
+        slots[list(case.field("padded") or ())] = -1
+        cache = (draw.own(name, (pages, heads, page, D)) for name in ("keys", "values"))
+        return positions, slots, *cache, *cases.draw_projection(draw, tokens)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
+        """(queries, keys, values)"""
+        positions, slots, keys, values, qkv, q_weight, k_weight, angles, *squares = by_rank[rank]
+        q, k, v = cases.projected(case, qkv, q_weight, k_weight, angles, positions, squares)
+        written = slots >= 0
+        page, offset = slots[written] // case.sizes[3], slots[written] % case.sizes[3]
+        keys, values = keys.double(), values.double()
+        keys[page, :, offset], values[page, :, offset] = k[written], v[written]
+        return torch.cat((q, k), dim=1) if case.field("with_keys") else q, keys, values
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[2])
+
+    def call(
+        self,
+        case: Case,
+        team: Any,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        angles: torch.Tensor,
+        *squares: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """(queries, keys, values)"""
+        given = DeferredNorm(qkv, *squares, cases.EPS) if squares else qkv
+        places, with_keys = (positions, slots, keys, values), bool(case.field("with_keys"))
+        return qk_norm_rope(given, q_weight, k_weight, cases.EPS, angles, *places, with_keys), keys, values
+
+    def cases(self) -> Iterator[Case]:
+        for heads in cases.HEADS:
+            for fields in (
+                {"tokens": 1},
+                {"tokens": 7, "padded": (0, 5), "strided": True},
+                {"tokens": 33, "padded": (32,), "with_keys": True},
+                {"tokens": 1, "padded": (0,), "partials": 1},
+                {"tokens": 5, "padded": (0,), "partials": 2},
+                {"tokens": 33, "padded": (0,), "partials": 7},
+                {"tokens": 1, "padded": (0,), "squares": 1},
+                {"tokens": 5, "padded": (0,), "squares": 20, "with_keys": True},
+                {"tokens": 33, "padded": (0,), "squares": 3},
+            ):
+                yield cases.case_of(self.name, heads, **fields)
+        for fields in ({"tokens": 5, "padded": tuple(range(5))}, {"tokens": 0}):
+            yield cases.case_of(self.name, cases.QWEN, **fields)
+
+    def large_cases(self) -> Iterator[Case]:
+        yield cases.case_of(self.name, cases.QWEN, tokens=4096, padded=tuple(range(4000, 4096)))
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        squares: torch.Tensor | None,
+        norm_eps: float,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        angles: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        with_keys: bool,
+    ) -> torch.Tensor:
+        sizes = CacheSizes.of(keys)
+        tokens, heads = qkv.shape[-2], qkv.shape[-1] // sizes.dim
+        kept = heads - (1 if with_keys else 2) * sizes.heads
+        q = torch.empty((tokens, kept, sizes.dim), dtype=keys.dtype, device=qkv.device)
+        if tokens > 0:
+            rows, caps = TILE // sizes.dim, capabilities_of(q.device)
+            projected, counts = Projected.of(qkv if squares is None else DeferredNorm(qkv, squares, norm_eps))
+
+            def constants() -> dict[str, Any]:
+                own = {"SIZES": sizes, "Q_HEADS": heads - 2 * sizes.heads, "KEPT": kept, "ROWS": rows}
+                return {**own, **counts, **launch_options(caps)}
+
+            launch = launch_on(q.device, qk_norm_rope_kernel, (sizes, heads, kept, *counts.values()), constants)
+            launch(
+                cdiv(tokens * heads, rows),
+                projected,
+                HeadNorms(q_weight.contiguous(), k_weight.contiguous(), eps),
+                angles.contiguous(),
+                positions.contiguous(),
+                slots.contiguous(),
+                q,
+                PagedCache(keys, values),
+                tokens * heads,
+            )
+        return q
+
+    def fake(self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys):
+        _, kv_heads, _, D = keys.shape
+        return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - (1 if with_keys else 2) * kv_heads, D))
 
 
-@_qk_norm_rope.register_fake
-def _(qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys):
-    _, kv_heads, _, D = keys.shape
-    return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - (1 if with_keys else 2) * kv_heads, D))
+QK_NORM_ROPE = QKNormRope()
+register(QK_NORM_ROPE)

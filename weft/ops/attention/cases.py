@@ -1,0 +1,136 @@
+"""Cases of attention over a paged cache: heads, page tables with poison where nothing may be read, and plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from weft.ops.case import BF16, FP16, FP32, Case, Draw
+from weft.runtime.arithmetic import cdiv
+
+EPS = 1e-6
+# (query heads, KV heads, head dim, page size) and dtype.
+QWEN = ((16, 2, 128, 64), BF16)
+SMALL = ((4, 1, 64, 16), FP32)
+HEADS = (
+    QWEN,
+    ((4, 4, 64, 16), FP16),
+    ((2, 1, 64, 64), FP32),
+    ((12, 3, 64, 16), BF16),
+    ((8, 1, 128, 16), FP32),
+    ((6, 2, 16, 32), BF16),
+    ((3, 1, 256, 128), FP16),
+)
+
+
+def case_of(op: str, heads: tuple[tuple[int, ...], torch.dtype], design: Any = "auto", **fields: Any) -> Case:
+    """A case whose sizes are (query heads, KV heads, head dim, page size)."""
+    sizes, dtype = heads
+    return Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items()))
+
+
+def draw_cache(
+    draw: Draw, tokens: Sequence[int], held: Sequence[int], *, spare: int, room: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(keys, values, pages) of sequences with room for ``tokens``; cells behind the ``held`` ones, and pages of none, are NaN.
+
+    spare, room  columns and rows that the page table has more than the sequences need; their entries lie outside the cache
+    """
+    _, heads, D, S = draw.case.sizes
+    needed = [cdiv(count, S) for count in tokens]
+    total = sum(needed) + 2
+    cache = [draw.own(name, (total, heads, S, D)) for name in ("keys", "values")]
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(len(tokens))).tolist()
+    pages = torch.full((len(tokens) + room, max([*needed, 1]) + spare), 1 << 24, dtype=torch.int32)
+    real = torch.zeros((total, S), dtype=torch.bool)
+    for b, count in enumerate(held):
+        for index in range(needed[b]):
+            page = pages[b, index] = order.pop()
+            real[page, : max(0, count - index * S)] = True
+    for x in cache:
+        x[~real[:, None, :, None].expand(x.shape).to(x.device)] = torch.nan
+    return *cache, pages.to(draw.device)
+
+
+def tokens_of(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` tokens [count, heads, D] of a sequence, in fp64."""
+    mine = pages[: cdiv(count, cache.shape[2])].long()
+    return cache[mine].transpose(1, 2).flatten(0, 1)[:count].double()
+
+
+def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int) -> torch.Tensor:
+    """Causal attention in fp64 of q [n, heads, D] after ``before`` tokens; keys, values [tokens, kv_heads, D]."""
+    group, seen = q.shape[1] // keys.shape[1], before + torch.arange(q.shape[0], device=q.device)
+    k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))
+    hidden = torch.arange(keys.shape[0], device=q.device) > seen[:, None]
+    scores = (q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[2] ** 0.5).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def draw_projection(draw: Draw, tokens: int) -> tuple[torch.Tensor, ...]:
+    """(qkv, q_weight, k_weight, angles of 50 positions), and the squares of a deferred RMS scale where the case has them.
+
+    partials, squares  fields of the case: split-K partials of qkv, and parts of the squares; strided: rows of a wider matrix
+    """
+    case = draw.case
+    q_heads, heads, D, _ = case.sizes
+    partials, parts, width = case.field("partials"), case.field("squares"), (q_heads + 2 * heads) * D
+    shape = (tokens, width) if partials is None else (partials, tokens, width)
+    qkv = draw.own("qkv", shape, dtype=None if partials is None else FP32)
+    if case.field("strided"):
+        qkv = torch.cat((qkv, qkv), dim=-1)[..., :width]
+    weights = [1 + draw.own(name, (D,)) / 4 for name in ("q_weight", "k_weight")]
+    squares = [] if parts is None else [1 + draw.own("squares", (tokens, parts), 5.0, FP32).square()]
+    return qkv, *weights, draw.own("angles", (case.field("positions") or 50, D), dtype=FP32), *squares
+
+
+def projected(
+    case: Case,
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    angles: torch.Tensor,
+    positions: torch.Tensor,
+    squares: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(queries, keys, values) [T, heads, D] in fp64: normalised and rotated."""
+    q_heads, heads, D, _ = case.sizes
+    x = qkv.double().sum(0) if qkv.dim() == 3 else qkv.double()
+    for parts in squares:
+        x = x * (parts.double().sum(-1, keepdim=True) + EPS).rsqrt()
+    q, k, v = x.view(x.shape[0], q_heads + 2 * heads, D).split([q_heads, heads, heads], dim=1)
+    cos, sin = (half[:, None] for half in angles.double()[positions.long()].chunk(2, dim=-1))
+
+    def rotated(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        a, b = (y * (y.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()).chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    return rotated(q, q_weight), rotated(k, k_weight), v
+
+
+def decoding_cases(op: str, split_kv: Any) -> Iterator[Case]:
+    """Cases of one new token of each sequence. split_kv: the type of the design."""
+    split = split_kv(block_n=16, least=16, splits=8, num_warps=1)
+    for lengths, spare in (((1,), 0), ((0, 63, 64, 65, 128), 0), ((1000,), 4), ((0, 1, 700), 1)):
+        yield case_of(op, QWEN, lengths=lengths, spare=spare)
+    for lengths, design in (
+        ((300, 15), split_kv(block_n=128, least=128, splits=3, num_warps=8, num_stages=2)),
+        ((513,), split_kv(block_n=32, least=32, splits=3, num_warps=2)),
+        ((640,), split_kv(block_n=16, least=16, splits=40, num_warps=1)),
+    ):
+        yield case_of(op, QWEN, design, lengths=lengths)
+    yield case_of(op, SMALL, lengths=(0, 0, 0))
+    for lengths, spare in (((15, 16, 17, 31, 32, 33), 0), ((256,), 0), ((255, 1, 0, 47), 3)):
+        yield case_of(op, SMALL, split, lengths=lengths, spare=spare)
+    for heads in HEADS:
+        yield case_of(op, heads, split, lengths=(0, 1, 77, 160))
+        yield case_of(op, heads, lengths=(500,), spare=2)
+
+
+def large_decoding_cases(op: str) -> Iterator[Case]:
+    """Batches of a model's steps."""
+    for heads in (QWEN, ((32, 4, 128, 64), BF16)):
+        for batch, length in ((1, 128), (1, 40000), (32, 1024), (128, 128), (300, 50)):
+            yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,))

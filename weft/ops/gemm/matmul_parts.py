@@ -6,15 +6,19 @@ its own adds the partials up: 1.3 us a call with its start, for a few KiB (H200)
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_contiguous
+from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm import small_m
-from weft.ops.gemm.gemm_op import GemmCall, check_operands
+from weft.ops.gemm.gemm_op import GemmCall, check_operands, product
 from weft.ops.gemm.small_m_rule import SmallM, choose_small_m
 from weft.ops.local import capabilities_of
-from weft.ops.op import Op, define
+from weft.ops.op import Op, register
 from weft.plan.memo import once
 
 
@@ -58,7 +62,27 @@ def _described(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class MatmulParts(Op):
-    name = alias = "matmul_parts"
+    name, alias = "matmul_parts", "matmul-parts"
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        M, N, K = case.sizes
+        return draw.own("x", (M, K)), draw.own("weight", (N, K), K**-0.5)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        return product(*by_rank[rank])
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[2])
+
+    def call(self, case: Case, team: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The result, or the sum of its split-K partials, rounded."""
+        out = matmul_parts(x, weight)
+        return out if out.dim() == 2 else out.sum(0).to(x.dtype)
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (FP16, BF16):
+            for sizes in ((1, 48, 96), (7, 64, 512), (6, 24, 264), (40, 96, 136)):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
         design = _plan(x, weight, squares is not None)
@@ -77,4 +101,4 @@ class MatmulParts(Op):
 
 
 _MATMUL_PARTS = MatmulParts()
-define(_MATMUL_PARTS)
+register(_MATMUL_PARTS)

@@ -62,7 +62,7 @@ def test_fakes_have_the_shapes_and_dtypes_of_results(op):
 
             with mock.patch.object(type(op), "dispatch", staticmethod(noted)):
                 weft.simulate(lambda team, case=case: call_op(case, team, inputs_of(case, team.rank)), world_size)
-            assert len(seen) == world_size
+            assert len(seen) >= world_size
             for real, fake in seen:
                 assert real == fake, str(case)
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import triton
+from weft.ops.dispatch import transport_of
 
 import weft
 from weft.ops import barrier
-from weft.ops.dispatch import transport_of
 from weft.runtime.files import put
 from weft.transport.plans import CopyPlan, Plan
 from weft.tune.compiling import compile_only

@@ -1,4 +1,4 @@
-"""Cases of attention over a paged cache: heads, page tables with poison where nothing may be read, and plain torch."""
+"""Cases of attention over a paged cache, with poison where nothing may be read, and plain torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def case_of(op: str, heads: tuple[tuple[int, ...], torch.dtype], design: Any = "
 def draw_cache(
     draw: Draw, tokens: Sequence[int], held: Sequence[int], *, spare: int, room: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(keys, values, pages) of sequences with room for ``tokens``; cells behind the ``held`` ones, and pages of none, are NaN.
+    """(keys, values, pages) of sequences with room for ``tokens``.
+
+    Cells behind the ``held`` ones, and pages of no sequence, are NaN.
 
     spare, room  columns and rows that the page table has more than the sequences need; their entries lie outside the cache
     """
@@ -61,7 +63,10 @@ def tokens_of(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Ten
 
 
 def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int) -> torch.Tensor:
-    """Causal attention in fp64 of q [n, heads, D] after ``before`` tokens; keys, values [tokens, kv_heads, D]."""
+    """Causal attention in fp64 of q [n, heads, D] after ``before`` tokens.
+
+    keys, values  [tokens, kv_heads, D]
+    """
     group, seen = q.shape[1] // keys.shape[1], before + torch.arange(q.shape[0], device=q.device)
     k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))
     hidden = torch.arange(keys.shape[0], device=q.device) > seen[:, None]
@@ -70,7 +75,9 @@ def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: 
 
 
 def draw_projection(draw: Draw, tokens: int) -> tuple[torch.Tensor, ...]:
-    """(qkv, q_weight, k_weight, angles of 50 positions), and the squares of a deferred RMS scale where the case has them.
+    """(qkv, q_weight, k_weight, angles of 50 positions[, squares]).
+
+    squares: of a deferred RMS scale, where the case has one.
 
     partials, squares  fields of the case: split-K partials of qkv, and parts of the squares; strided: rows of a wider matrix
     """

@@ -74,7 +74,7 @@ class SplitKV:
 
 
 class DecodingCall(NamedTuple):
-    """What the plan of a decoding attention depends on.
+    """Sizes that the plan of a decoding attention depends on.
 
     pairs   of a sequence and a KV head
     tokens  that a row of the page table has room for
@@ -259,7 +259,10 @@ def launch_of(
     tickets: torch.Tensor | None,
     **counts: int,
 ) -> tuple[Launch, tuple[int, int], tuple[Any, ...]]:
-    """(launch, grid, arguments ``cache`` to ``max_pages``) of a kernel with ``out`` [B, Hq, D] and the constants ``counts``."""
+    """(launch, grid, arguments ``cache`` to ``max_pages``) of a kernel.
+
+    It has ``out`` [B, Hq, D] and the constants ``counts``.
+    """
     (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
     caps, pairs, group, splits = capabilities_of(out.device), B * sizes.heads, q_heads // sizes.heads, design.splits
 

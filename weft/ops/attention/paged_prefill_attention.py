@@ -55,7 +55,7 @@ class KeyBlocks:
 
 
 class PrefillCall(NamedTuple):
-    """What the plan depends on. programs: tiles of rows of all KV heads."""
+    """Sizes that the plan depends on. programs: tiles of rows of all KV heads."""
 
     programs: int
     head_dim: int
@@ -465,5 +465,8 @@ register(PAGED_PREFILL_ATTENTION)
 
 
 def _spans_of(case: Case) -> list[tuple[int, int]]:
-    """(before, length) of each sequence of a case, whose field ``chunks`` has (batch, length, before) of each kind."""
+    """(before, length) of each sequence of a case.
+
+    Its field ``chunks`` has (batch, length, before) of each kind.
+    """
     return [(before, length) for batch, length, before in case.field("chunks") for _ in range(batch)]

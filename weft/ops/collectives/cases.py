@@ -106,7 +106,7 @@ def parts_cases(op: str) -> Iterator[Case]:
 def copied_cases(op: str, w: int) -> Iterator[Case]:
     """Cases of every collective with the copy-engine design."""
     yield Case(op=op, world_size=w, dtype=FP16, sizes=(w, 3, 100), data="special", design="copy_engine")
-    yield Case(op=op, world_size=w, dtype=FP32, sizes=(w, 1), design="copy_engine")
+    yield Case(op=op, world_size=w, dtype=BF16, sizes=(w, 1), design="copy_engine")
     yield Case(op=op, world_size=w, dtype=BF16, sizes=(w, 0), design="copy_engine")
     yield Case(op=op, world_size=w, dtype=BF16, sizes=(w * 4, 130), layout="transposed", design="copy_engine")
     yield Case(op=op, world_size=w, dtype=BF16, sizes=(w * 3, 50), layout="offset", design="copy_engine")

@@ -43,7 +43,9 @@ def matmul_parts(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.
 
 
 def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM | None:
-    """The small-M design of these shapes; None: another design. No alignment goes in: fakes have no addresses, and rows that
+    """Small-M design of these shapes, or None for another one.
+
+    Addresses decide nothing: fakes have none, and rows that
     descriptors do not reach go to ``matmul``."""
     call = GemmCall(x.shape[0], *weight.shape, x.dtype, deferred_norm=deferred_norm, partials=True)
     return once(("matmul_parts", call, x.device), lambda: choose_small_m(call, capabilities_of(x.device))[0])
@@ -56,7 +58,7 @@ def _partials(design: SmallM | None, x: torch.Tensor) -> int:
 
 
 def _described(matrix: torch.Tensor) -> torch.Tensor:
-    """Where a descriptor reaches it, copied if need be, so that the result's shape does not depend on where it lies."""
+    """``matrix``, copied where no descriptor reaches it: a result's shape does not depend on addresses."""
     matrix = rows_contiguous(matrix)
     return matrix if can_describe(matrix) else matrix.clone(memory_format=torch.contiguous_format)
 

@@ -45,8 +45,8 @@ def matmul_parts(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.
 def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM | None:
     """Small-M design of these shapes, or None for another one.
 
-    Addresses decide nothing: fakes have none, and rows that
-    descriptors do not reach go to ``matmul``."""
+    Addresses decide nothing: fakes have none, and rows that descriptors do not reach go to ``matmul``.
+    """
     call = GemmCall(x.shape[0], *weight.shape, x.dtype, deferred_norm=deferred_norm, partials=True)
     return once(("matmul_parts", call, x.device), lambda: choose_small_m(call, capabilities_of(x.device))[0])
 

@@ -9,6 +9,7 @@ added by one file that registers it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -34,9 +35,13 @@ class Op:
     sizes    names of the sizes that its plan depends on: ("M", "N", "K"), or ("shape",), the input of each rank; () for an op
              without a plan
     options  names of further fields of ``call_of``
+    variants names of fields of its calls whose rows in the tables are under name+variant: matmul+partials
     dtypes   supported dtypes; None: any of 1, 2, 4 or 8 bytes
     mutates  names of the tensor arguments that it writes
     internal names of designs that no caller asks for
+    rare     names of designs that not every call fits
+    form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K); "": none
+    collective  True if the ranks compute it together
 
     algorithms  designs that a caller can ask for; "auto" is the first
     torch_op    ``torch.ops.weft.NAME``, once it is defined
@@ -47,9 +52,13 @@ class Op:
     designs: ClassVar[Mapping[str, type]] = {}
     sizes: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[tuple[str, ...]] = ()
+    variants: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
     mutates: ClassVar[Sequence[str]] = ()
     internal: ClassVar[tuple[str, ...]] = ()
+    rare: ClassVar[tuple[str, ...]] = ()
+    form: ClassVar[str] = ""
+    collective: ClassVar[bool] = True
 
     def __init__(self) -> None:
         # Plain attributes: torch.compile traces the public functions, which read them.
@@ -121,7 +130,39 @@ class Op:
         if type(design) not in self.designs.values():
             raise ValueError(f"{self.name}: design={quoted(design)} is not one of {', '.join(self.designs)}")
 
+    # --- tuning ------------------------------------------------------------------------------------------------------
+
+    def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        """Designs far apart from each other that ``weft tune`` times at a shape, fewer if ``quick``; the rule's need not be
+        among them."""
+        return iter(())
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        """Neighbours of a design: one field moved. None if ``quick`` where each is a kernel that takes a second to compile."""
+        return iter(())
+
+    def by_rule(self, call: Any, machine: Machine) -> Any:
+        """The design without rows."""
+        return self.default(self.rule(call, machine)[0], call, machine)
+
+    def name_of(self, design: Any) -> str:
+        """The name of the design's kind."""
+        return next(name for name, kind in self.designs.items() if type(design) is kind)
+
+    def config_of(self, design: Any) -> dict[str, Any]:
+        """The design's fields as a row of the table has them."""
+        return dataclasses.asdict(design)
+
     # --- judging -----------------------------------------------------------------------------------------------------
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: bool) -> Case:
+        """The case of a shape as benchmarks and tables name it (``form``)."""
+        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=tuple(shape), fields=tuple(fields.items()))
+
+    def call_of_case(self, case: Case, machine: Machine) -> Any:
+        """The call of a case whose design is a name."""
+        sizes = case.sizes if len(self.sizes) > 1 else (case.sizes,)
+        return self.call_of(sizes, case.dtype, machine, case.design, **dict(case.fields))
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Tensors of ``case`` at this rank, contiguous."""
@@ -156,6 +197,14 @@ class Op:
 
     def flops(self, sizes: Sequence[int]) -> int:
         """Floating-point operations of each rank's GEMM; 0 without one."""
+        return 0
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes that each rank's GEMM reads and writes, at least."""
+        return 0
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of the largest tensor that moves between ranks and of which the workspaces hold several times a part."""
         return 0
 
     # --- running -----------------------------------------------------------------------------------------------------

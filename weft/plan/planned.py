@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weft.plan.memo import remembered
 from weft.plan.table import Row
 from weft.runtime.capabilities import Capabilities
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -18,6 +19,7 @@ AUTO = "auto"
 STAGING = "staging"
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True)
 class Planned:
     """Design of a call, with the reason.
@@ -31,7 +33,7 @@ class Planned:
     name: str
     design: Any
     reason: str
-    row: Row | None = None
+    row: Row | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -40,8 +40,11 @@ REACH = 1.0
 COLUMN_WEIGHT = 2.0
 # Ops whose ranks may hold different shares of K but must agree on `agreed_of` a row, so K does not decide it.
 SHARED_K = ("matmul_reduce_scatter", "matmul_all_reduce")
-# Design whose rows stand for their own shape only.
-EXACT = "cublas"
+# Designs whose rows stand for their shape alone; those of SMALL_M for their N and K.
+EXACT, SMALL_M = "cublas", "small_m"
+# The rows for which a row of SMALL_M stands, by its M: those that fill its tile, of 128 at least three quarters of it. The
+# nearest decides.
+SMALL_M_ROWS = {16: (1, 16), 32: (17, 32), 64: (33, 64), 96: (96, 128), 128: (128, 128)}
 
 
 @exchangeable
@@ -53,7 +56,7 @@ class Row:
     design      name in ``Op.designs``
     config      fields of the design
     us          time: the maximum over the ranks of the median (for a collective, the geometric mean of an isolated call and
-                of one in a series); default_us: time of the op without this row
+                of one in a series), None if it was chosen in whole steps of a model; default_us: time without this row
     candidates  number of designs timed
     versions    of weft, torch and Triton
     """
@@ -63,7 +66,7 @@ class Row:
     shape: tuple[int, ...]
     design: str
     config: dict[str, Any]
-    us: float
+    us: float | None
     default_us: float | None = None
     candidates: int = 0
     date: str = ""
@@ -72,7 +75,7 @@ class Row:
     @property
     def key(self) -> str:
         """Bucket of the row as text: all_gather_matmul bfloat16 2048x2560x5120."""
-        shape = self.shape if self.design == EXACT else bucket(self.shape)
+        shape = self.shape if self.design in (EXACT, SMALL_M) else bucket(self.shape)
         return f"{self.op} {self.dtype} {'x'.join(map(str, shape))}"
 
     def as_design(self, designs: Mapping[str, type]) -> Any:
@@ -130,11 +133,11 @@ class Found:
     @property
     def reason(self) -> str:
         """Text to find the row by: file, key, microseconds, and whether it is exact."""
-        gain = f", the default {self.row.default_us:.4g}" if self.row.default_us else ""
+        row = self.row
+        time = "chosen in whole steps" if row.us is None else f"{row.us:.4g} µs"
+        gain = f", the default {row.default_us:.4g}" if row.default_us else ""
         near = "" if self.exact else ", the nearest row"
-        return (
-            f"{self.file.name}: {self.row.key}: {self.row.us:.4g} µs{gain}{near} ({self.row.date}, {self.row.versions})"
-        )
+        return f"{self.file.name}: {row.key}: {time}{gain}{near} ({row.date}, {row.versions})"
 
 
 def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> Found | None:
@@ -172,8 +175,7 @@ def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], fi
         (far, tuple(-size for size in row.shape[deciding:]), row.shape, row)
         for row in rows
         if (row.op, row.dtype, len(row.shape)) == (op, dtype, len(shape))
-        and (row.shape == shape or row.design != EXACT)
-        and (far := distance(row.shape[:deciding], shape[:deciding])) is not None
+        and (far := distance_of(row, shape, deciding)) is not None
     ]
     if not near:
         return None
@@ -181,7 +183,30 @@ def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], fi
     if op in SHARED_K:
         alike = [one for one in near if agreed_of(one[3]) == agreed_of(row)]
         row = min(alike, key=lambda one: (abs(math.log2(one[3].shape[2] / max(shape[2], 1))), *one[:3]))[3]
-    return Found(row=row, file=file, exact=bucket(row.shape) == bucket(shape))
+    exact = row.design in (EXACT, SMALL_M) or bucket(row.shape) == bucket(shape)
+    return Found(row=row, file=file, exact=exact)
+
+
+def distance_of(row: Row, shape: tuple[int, ...], deciding: int) -> float | None:
+    """How far ``row`` is from a call's shape in its first ``deciding`` sizes; None if it does not stand for it."""
+    if row.design == SMALL_M and row.shape[1:] == shape[1:]:
+        least, most = SMALL_M_ROWS[row.shape[0]]
+        return abs(math.log2(row.shape[0] / shape[0])) if least <= shape[0] <= most else None
+    if row.design in (EXACT, SMALL_M):
+        return 0.0 if row.shape == shape else None
+    return distance(row.shape[:deciding], shape[:deciding])
+
+
+def row_shape(design: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a row for ``design`` that was measured at ``shape``."""
+    rows = small_m_rows(shape[0]) if design == SMALL_M else None
+    return shape if rows is None else (rows, *shape[1:])
+
+
+def small_m_rows(M: int) -> int | None:
+    """The M of a row of a small-M design that was measured with ``M`` rows; None: no row can hold it."""
+    found = [rows for rows, (least, most) in SMALL_M_ROWS.items() if least <= M <= most]
+    return found[-1] if found else None
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float | None:
@@ -204,7 +229,7 @@ def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "
 
 def why_none(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
     """Reason why no row decided a call, as the end of a sentence."""
-    if caps.is_simulated or (world_size == 1 and not op.startswith("matmul")):
+    if caps.is_simulated:
         return ""
     file = file_for(caps.device_name, world_size)
     if not file.is_file():

@@ -105,6 +105,9 @@ class AllGather(Collective):
     def large_cases(self) -> Iterator[Case]:
         return cases.large_all_gather_cases(self.name)
 
+    def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
+        return all_gather(x, team, algorithm)
+
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """All-gather of ``x``, checked, any strides: a new contiguous tensor [W * x.shape[0], ...]."""
         self.check_design(design)

@@ -29,6 +29,7 @@ from weft.kernels.rms_norm import squares_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs, sum_of
 from weft.ops.collectives import all_reduce, cases
 from weft.ops.collectives.collective import OneShot, TwoShot, checked_shape, shots_rule
+from weft.ops.collectives.space import ROW_PARTS, pushes_around
 from weft.ops.op import Op, define, register
 from weft.ops.registration import (
     FLOATS,
@@ -40,10 +41,10 @@ from weft.ops.registration import (
     check_scalar,
     check_tensor,
 )
-from weft.plan.planned import AUTO, Machine, machine_of
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.team import Team, find_team
-from weft.transport.plans import PushPlan
+from weft.transport.plans import LINE_BYTES, PushPlan
 from weft.transport.push import (
     STAGES,
     UNWRITTEN,
@@ -236,6 +237,7 @@ class AllReduceRMSNorm(Op):
     name, alias = "all_reduce_rms_norm", "all-reduce-rms-norm"
     designs = {"one_shot": OneShot, "two_shot": TwoShot}
     sizes = ("shape",)
+    form = "rows"
     dtypes = FLOATS
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> NormCall:
@@ -243,11 +245,36 @@ class AllReduceRMSNorm(Op):
         check_row(shape[-1] if shape else 0, dtype.itemsize)
         return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design)
 
-    def found(self, call: NormCall, machine: Machine) -> None:
-        """No row of the table: the tiles follow from the length of a tensor's row."""
+    def table_key(self, call: NormCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        width = call.row_bytes // call.dtype.itemsize
+        return self.name, (call.nbytes // call.row_bytes, width), machine.world_size
+
+    def tuned(self, call: NormCall, machine: Machine) -> Planned | None:
+        planned = None if machine.world_size == 1 else super().tuned(call, machine)
+        # The programs of a row wait for each other: all must be resident.
+        fits = planned is not None and cdiv(call.row_bytes, planned.design.push.row_bytes) <= machine.caps.sms
+        return planned if fits else None
 
     def no_row(self, call: NormCall, machine: Machine) -> str:
-        return ""
+        return "" if machine.world_size == 1 else super().no_row(call, machine)
+
+    def space(self, call: NormCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        for kind in self.designs.values() if machine.world_size > 1 else ():
+            for part, num_warps in ROW_PARTS:
+                parts = min(cdiv(call.row_bytes, part), machine.caps.sms)
+                row_bytes = cdiv(call.row_bytes, parts * LINE_BYTES) * LINE_BYTES
+                per_sm = max(1, 16 // num_warps)
+                push = PushPlan(transport="lamport", row_bytes=row_bytes, num_warps=num_warps, programs_per_sm=per_sm)
+                yield kind(push=push)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        # A part's length is the row's, divided evenly.
+        for push in pushes_around(design.push):
+            if push.row_bytes == design.push.row_bytes:
+                yield self.designs[self.name_of(design)](push=push)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        return 2 * math.prod(sizes) * dtype.itemsize * (world_size - 1) // world_size
 
     def rule(self, call: NormCall, machine: Machine) -> tuple[str, str]:
         if machine.world_size == 1:

@@ -96,6 +96,9 @@ class AllToAll(Collective):
     def large_cases(self) -> Iterator[Case]:
         return cases.large_all_to_all_cases(self.name)
 
+    def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
+        return all_to_all(x, team, algorithm)
+
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """All-to-all of ``x``, checked, any strides: a new contiguous tensor of its shape."""
         self.check_design(design)

@@ -6,8 +6,8 @@ The limits are crossovers on H200s linked by NVLink 4 without multicast; figures
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from weft.arguments import quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine
+from weft.ops.collectives.space import copy_engines, pushes, pushes_around
 from weft.ops.op import Op
 from weft.ops.registration import check_divides
 from weft.plan.planned import AUTO, Machine, Planned
@@ -59,12 +60,14 @@ class TwoShot:
     push: PushPlan
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """A copy, the result of a collective on one rank."""
 
 
 ENDLESS = 1 << 62
+ONE_RANK = "one rank: nothing to send"
 # Push plans by world size: (largest message, row_bytes, num_warps, programs_per_sm); the first that the message fits.
 # Many small programs start soonest and have all of a small message in flight at once. For large messages, a program that sends
 # a tile ahead keeps the links busy, and fewer and larger programs poll less.
@@ -101,6 +104,7 @@ class Collective(Op):
     replicated: ClassVar[bool] = False
     designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy}
     sizes = ("shape",)
+    form = "bytes"
 
     internal = ("copy",)
 
@@ -122,8 +126,16 @@ class Collective(Op):
 
     def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
         if isinstance(case.design, str):
-            return self.dispatch(x, team.name, case.design)
+            return self.function(x, team, case.design)
         return self.run(case.design, team, x)
+
+    def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
+        """The function in weft.ops."""
+        raise NotImplementedError
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: bool) -> Case:
+        elements = shape[0] // dtype.itemsize
+        return super().case_of((elements // world_size if self.gathers else elements,), dtype, world_size, **fields)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return self.sent(math.prod(sizes) * dtype.itemsize, world_size)
@@ -141,7 +153,7 @@ class Collective(Op):
 
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
         if machine.world_size == 1:
-            return Planned("copy", Copy(), "one rank: nothing to send")
+            return Planned("copy", Copy(), ONE_RANK)
         return super().choose(call, machine)
 
     def tuned(self, call: CollectiveCall, machine: Machine) -> Planned | None:
@@ -155,7 +167,24 @@ class Collective(Op):
             return planned if fits and has_even_lines(whole, machine.world_size) else None
         return planned if planned.design.push.transport == self.transport(whole, machine.world_size) else None
 
+    def space(self, call: CollectiveCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if machine.world_size == 1:
+            return
+        whole = self.whole(call, machine.world_size)
+        for kind in self.designs.values():
+            if kind is CopyEngine and has_even_lines(whole, machine.world_size):
+                yield from copy_engines(whole)
+            elif kind not in (Copy, CopyEngine):
+                for push in pushes(self.transport(whole, machine.world_size), quick or machine.caps.is_simulated):
+                    yield kind(push=push)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if not isinstance(design, (Copy, CopyEngine)):
+            yield from (replace(design, push=push) for push in pushes_around(design.push))
+
     def rule(self, call: CollectiveCall, machine: Machine) -> tuple[str, str]:
+        if machine.world_size == 1:
+            return "copy", ONE_RANK
         whole, limit = self.whole(call, machine.world_size), of_world(self.copy_engine_from, machine.world_size)
         if whole < limit or not has_even_lines(whole, machine.world_size):
             return self.push_rule(whole, machine.world_size)
@@ -170,6 +199,8 @@ class Collective(Op):
 
     def default(self, name: str, call: CollectiveCall, machine: Machine) -> Any:
         world_size = machine.world_size
+        if name == "copy":
+            return Copy()
         if name == "copy_engine":
             return of_world(self.copies, world_size)
         whole = self.whole(call, world_size)

@@ -94,6 +94,9 @@ class ReduceScatter(Collective):
     def large_cases(self) -> Iterator[Case]:
         return cases.large_reduce_scatter_cases(self.name)
 
+    def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
+        return reduce_scatter(x, team, algorithm)
+
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """Reduce-scatter of ``x``, checked, any strides: a new contiguous tensor [x.shape[0] / W, ...]."""
         self.check_design(design)

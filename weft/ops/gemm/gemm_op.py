@@ -37,6 +37,10 @@ class GemmCall(NamedTuple):
     design: str = AUTO
 
 
+# Projections whose weights ranks hold by rows (each has its share of N), and by columns (of K).
+COLUMN_PARALLEL, ROW_PARALLEL = ("qkv", "gate-up"), ("o", "down")
+
+
 class GemmOp(Op):
     """An op that is a GEMM of each rank.
 
@@ -44,14 +48,19 @@ class GemmOp(Op):
     gathers       operand a has a rank's share of the rows
     sums          results are summed over the ranks
     replicated    all ranks get the same result
+    gated         b is [2 N, K], gate's rows and up's, of which a result takes one each
+    projections   of a decoder layer that it computes
     """
 
     sizes = ("M", "N", "K")
+    form = "gemm"
     dtypes = FLOATS
     rows_sharded: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
+    gated: ClassVar[bool] = False
+    projections: ClassVar[tuple[str, ...]] = ()
 
     def call_of(
         self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
@@ -82,7 +91,19 @@ class GemmOp(Op):
 
     def flops(self, sizes: Sequence[int]) -> int:
         M, N, K = sizes
-        return 2 * M * N * K
+        return 2 * M * N * K * (2 if self.gated else 1)
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        M, N, K = sizes
+        return (M * K + N * K * (2 if self.gated else 1) + M * N) * dtype.itemsize
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        M, N, K = sizes
+        return M * (K if self.gathers else N if self.sums else 0) * dtype.itemsize
+
+    def variant(self, call: GemmCall) -> str:
+        """The op's name, with those of ``variants`` that the call has: matmul+partials."""
+        return "+".join([self.name, *(name for name in self.variants if getattr(call, name))])
 
     def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         return self.name, (call.M, call.N, call.K), machine.world_size

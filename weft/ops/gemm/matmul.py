@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,16 @@ from weft.kernels.tile_schedule import (
     work_at,
     work_steps,
 )
-from weft.ops.case import Case, Inputs
+from weft.ops.case import Case
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, small_m
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.gemm_op import GemmCall, GemmOp, check_operands, product
-from weft.ops.gemm.small_m_rule import SmallM, choose_small_m, default_small_m
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands
+from weft.ops.gemm.local_gemm import LocalGemm
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.gemm.space import tiles, tiles_around
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.local import capabilities_of
+from weft.ops.neighbours import moved
 from weft.ops.op import register
 from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
@@ -90,45 +93,47 @@ def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
     return MATMUL.dispatch(x.data, b) if x.scales is None else matmul_deferred_norm.product(x, b)
 
 
-class Matmul(GemmOp):
+class Matmul(LocalGemm):
     name, alias = "matmul", "gemm"
     designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent}
-
-    def choose(self, call: GemmCall, machine: Machine) -> Planned:
-        small, reason = choose_small_m(call, machine.caps)
-        if small is not None and call.design == AUTO:
-            return Planned("small_m", small, reason)
-        return super().choose(call, machine)
-
-    def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        # Rows of one-rank GEMMs are in the tables of world size 1.
-        return self.name, (call.M, call.N, call.K), 1
+    projections = (*COLUMN_PARALLEL, *ROW_PARALLEL)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        if machine.caps.is_simulated:
+        name, reason = super().rule(call, machine)
+        if machine.caps.is_simulated and name == "cublas":
             return "persistent", "simulated ranks run weft's own kernel"
-        return "cublas", "cuBLAS is faster than the persistent kernel where both were measured"
+        return name, reason
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
+        if name == "small_m":
+            return super().default(name, call, machine)
         if name == "cublas":
             return Cublas()
-        if name == "small_m":
-            return default_small_m(call, machine.caps)
         tile = default_tile(call.M, call.N, call.dtype, machine.caps)
         return Persistent(tile=tile, split=splits_by_default(call.K, machine.caps))
+
+    def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from super().space(call, machine, quick)
+        if call.deferred_norm or call.partials:
+            return  # the small-M kernel's alone
+        base = self.default("persistent", call, machine)
+        yield from (base, replace(base, split=not base.split))
+        for tile in tiles(base.tile, call.M, call.dtype, machine.caps, quick):
+            yield from (Persistent(tile=tile, split=base.split), Persistent(tile=tile, split=not base.split))
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from super().around(design, machine, quick)
+        if isinstance(design, Persistent) and not quick:
+            yield from (replace(design, tile=tile) for tile in tiles_around(design.tile))
+            yield from moved(design, split=(not design.split,))
 
     def local_plan(self, M: int, N: int, K: int, dtype: torch.dtype, machine: Machine, aligned: bool = True) -> Planned:
         """Plan of a rank's GEMM within another op. On simulated ranks the host computes it in place of cuBLAS."""
         design = "cublas" if machine.caps.is_simulated else AUTO
         return self.plan(GemmCall(M, N, K, dtype, aligned, design=design), machine)
 
-    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        return product(*by_rank[rank])
-
-    def call(self, case: Case, team: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if case.design == AUTO:
-            return matmul(a, b)
-        return self.run(self.design_of(case, machine(capabilities_of(a.device), 1)), None, a, b)
+    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return matmul(*tensors) if case.design == AUTO else self.run_case(case, tensors)
 
     def cases(self) -> Iterator[Case]:
         return gemm_cases.matmul_cases(self.name, Persistent)

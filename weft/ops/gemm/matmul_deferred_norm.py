@@ -12,9 +12,11 @@ from weft.kernels.deferred_norm import normed
 from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.gemm import cublas, small_m
 from weft.ops.gemm.gemm_op import GemmCall
-from weft.ops.gemm.small_m_rule import choose_small_m
+from weft.ops.gemm.local_gemm import local_gemm
+from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, define
+from weft.plan.planned import machine
 
 
 def product(x: ScaledMatrix, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
@@ -31,12 +33,12 @@ class ProductOfNorm(Op):
         scaled, weight = rows_contiguous(scaled), rows_contiguous(weight)
         (M, K), N = scaled.shape, weight.shape[0] // (2 if gated else 1)
         call = GemmCall(M, N, K, scaled.dtype, can_describe(scaled, weight), deferred_norm=True)
-        design, _ = choose_small_m(call, capabilities_of(scaled.device), gated=gated)
-        if design is not None:
+        design = local_gemm(gated).plan(call, machine(capabilities_of(scaled.device), 1)).design
+        if isinstance(design, SmallM):
             operand = ScaledMatrix(scaled, RowScales(squares.contiguous(), eps))
             return small_m.run(operand, weight, design, gated=gated)
         if gated:
-            return torch.ops.weft.silu_mul.default(cublas.matmul(scaled, weight), squares, eps)
+            return torch.ops.weft.silu_mul.default(cublas.run(design, scaled, weight), squares, eps)
         return torch.ops.weft.matmul.default(normed(scaled, squares, eps), weight)
 
     def fake(self, scaled, squares, eps, weight, gated):

@@ -16,10 +16,11 @@ from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_co
 from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm import small_m
 from weft.ops.gemm.gemm_op import GemmCall, check_operands, product
-from weft.ops.gemm.small_m_rule import SmallM, choose_small_m
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, register
-from weft.plan.memo import once
+from weft.plan.planned import machine
 
 
 def matmul_parts(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor | DeferredNorm:
@@ -48,7 +49,8 @@ def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM 
     Addresses decide nothing: fakes have none, and rows that descriptors do not reach go to ``matmul``.
     """
     call = GemmCall(x.shape[0], *weight.shape, x.dtype, deferred_norm=deferred_norm, partials=True)
-    return once(("matmul_parts", call, x.device), lambda: choose_small_m(call, capabilities_of(x.device))[0])
+    design = MATMUL.plan(call, machine(capabilities_of(x.device), 1)).design
+    return design if isinstance(design, SmallM) else None
 
 
 def _partials(design: SmallM | None, x: torch.Tensor) -> int:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
-from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.case import Accuracy, Case
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, small_m
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.gemm_op import GemmCall, GemmOp, product
-from weft.ops.gemm.small_m_rule import SmallM, choose_small_m, default_small_m
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall
+from weft.ops.gemm.local_gemm import LocalGemm
+from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_is_tensor
-from weft.plan.planned import AUTO, Machine, Planned, machine
+from weft.plan.planned import AUTO, Machine, machine
 
 
 def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor:
@@ -53,42 +54,28 @@ def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> tor
     return matmul_deferred_norm.product(operand, weight, gated=True)
 
 
-class MatmulSiluMul(GemmOp):
+class MatmulSiluMul(LocalGemm):
     name, alias = "matmul_silu_mul", "gemm-silu"
     designs = {"cublas": Cublas, "small_m": SmallM}
+    gated = True
+    operands = ("x", "weight")
+    projections = COLUMN_PARALLEL[1:]
+    variants = ("deferred_norm",)
 
-    def choose(self, call: GemmCall, machine: Machine) -> Planned:
-        design, reason = choose_small_m(call, machine.caps, gated=True)
-        if call.design == "small_m" and design is None:
-            return Planned("small_m", default_small_m(call, machine.caps, gated=True), "asked for design='small_m'")
-        if design is None or call.design == "cublas":
-            return Planned("cublas", cublas.tuned(call.M, 2 * call.N, call.K, call.dtype, machine.caps), reason)
-        return Planned("small_m", design, reason)
-
-    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        M, N, K = case.sizes
-        return draw.own("x", (M, K)), draw.own("weight", (2 * N, K), K**-0.5)
-
-    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        gate, up = product(*by_rank[rank]).chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
+    def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
+        if name == "cublas":
+            return cublas.tuned(call.M, 2 * call.N, call.K, call.dtype, machine.caps)
+        return super().default(name, call, machine)
 
     def accuracy(self, case: Case) -> Accuracy:
         # cuBLAS rounds both results before silu.
         return Accuracy(terms=case.sizes[2], partials=2)
 
-    def call(self, case: Case, team: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if case.design == AUTO:
-            return matmul_silu_mul(x, weight)
-        design = self.design_of(case, machine(capabilities_of(x.device), 1))
-        return self.run(design, None, rows_contiguous(x), rows_contiguous(weight))
+    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return matmul_silu_mul(*tensors) if case.design == AUTO else self.run_case(case, tensors)
 
     def cases(self) -> Iterator[Case]:
         return gemm_cases.silu_cases(self.name)
-
-    def flops(self, sizes: Sequence[int]) -> int:
-        M, N, K = sizes
-        return 2 * M * (2 * N) * K
 
     def run(self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``matmul_silu_mul`` with checked arguments, of dense rows, by ``design``."""

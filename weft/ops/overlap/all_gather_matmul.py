@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +29,15 @@ from weft.ops.case import Case, Inputs
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.gemm import cublas, persistent
-from weft.ops.gemm.gemm_op import GemmCall, check_operands, product, rotated
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
+from weft.ops.neighbours import scaled
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
 from weft.ops.overlap.pipelined import check_pipelined, pieces_of, runs_of
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
+from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
 from weft.ops.registration import check_flag, check_list, check_team
 from weft.plan import table
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -219,14 +221,15 @@ class AllGatherMatmul(Overlapped):
     name, alias = "all_gather_matmul", "ag-gemm"
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
     rows_sharded = gathers = True
-    options = ("local_first",)
+    options = variants = ("local_first",)
+    projections = COLUMN_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
         if call.local_first:
             # A row of that order has precedence, in its own bucket only: another design is faster there than in rank order.
-            found = table.find(f"{self.name}+own_first", call[:3], call.dtype, machine.world_size, machine.caps)
+            found = table.find(self.variant(call), call[:3], call.dtype, machine.world_size, machine.caps)
             if found and found.exact:
                 return found
         return super().found(call, machine)
@@ -253,6 +256,23 @@ class AllGatherMatmul(Overlapped):
             collective=ALL_GATHER.plan(gather, machine),
             gemm=MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned),
         )
+
+    def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from (self.default(name, call, machine) for name in self.designs)
+        for design in pipelines(Pipelined(), machine):
+            yield from (design, replace(design, begin_first=True))
+        base = self.default("fused", call, machine)
+        for design in fused_tiles(base, call.M // machine.world_size, call.dtype, machine, quick):
+            yield design
+            # The next tile's loads during the epilogue take one stage of shared memory.
+            if (design.tile.block_n, design.tile.num_stages) == (256, 3):
+                yield replace(design, flatten=True)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, Pipelined):
+            yield from pipelines_around(design, machine, begin_first=(not design.begin_first,))
+        elif isinstance(design, Fused) and not quick:
+            yield from fused_around(design, chunks=scaled(design.chunks), flatten=(not design.flatten,))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

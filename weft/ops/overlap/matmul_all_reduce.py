@@ -14,10 +14,11 @@ from weft.ops.case import Case, Inputs, sum_of
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.gemm import cublas, persistent, small_m
-from weft.ops.gemm.gemm_op import GemmCall, check_operands, product
+from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product
 from weft.ops.gemm.matmul import MATMUL
-from weft.ops.gemm.small_m_rule import SmallM, choose_small_m
+from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
+from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
@@ -32,6 +33,7 @@ from weft.ops.overlap.pipelined import (
     share,
 )
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
+from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
 from weft.ops.registration import check_team
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
@@ -90,6 +92,7 @@ class MatmulAllReduce(Overlapped):
     name, alias = "matmul_all_reduce", "gemm-ar"
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
     sums = replicated = True
+    projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -130,12 +133,24 @@ class MatmulAllReduce(Overlapped):
             return Pipelined(streams=1 if call.K >= 4096 else 2)
         reduce = ALL_REDUCE.plan(CollectiveCall(call.M * call.N * call.dtype.itemsize, call.dtype), machine)
         if reduce.name == "one_shot":
-            # The all-reduce adds split-K partials up when it loads them.
-            small, reason = choose_small_m(call._replace(partials=True), caps)
-            if small is not None:
-                return Sequential(collective=reduce, gemm=Planned("small_m", small, reason))
+            # The all-reduce adds split-K partials up as it reads them.
+            small = MATMUL.plan(call._replace(partials=True, design=AUTO), machine)
+            if isinstance(small.design, SmallM):
+                return Sequential(collective=reduce, gemm=small)
         gemm = MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned)
         return Sequential(collective=reduce, gemm=gemm)
+
+    def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from (self.default(name, call, machine) for name in self.designs)
+        yield from pipelines(Pipelined(), machine)
+        for design in fused_tiles(self.default("fused", call, machine), call.M, call.dtype, machine, quick):
+            yield from (design, replace(design, split=not design.split))
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, Pipelined):
+            yield from pipelines_around(design, machine)
+        elif isinstance(design, Fused) and not quick:
+            yield from fused_around(design, piece=scaled(design.piece, high=8192))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

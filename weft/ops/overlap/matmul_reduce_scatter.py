@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,16 @@ from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.gemm import cublas, persistent
-from weft.ops.gemm.gemm_op import GemmCall, check_operands, product, rotated
+from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.tile import default_tile, splits_by_default
+from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
+from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
 from weft.ops.registration import check_flag, check_team
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
@@ -89,6 +91,7 @@ class MatmulReduceScatter(Overlapped):
     name, alias = "matmul_reduce_scatter", "gemm-rs"
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
     rows_sharded = sums = True
+    projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -119,6 +122,29 @@ class MatmulReduceScatter(Overlapped):
             collective=REDUCE_SCATTER.plan(scatter, machine),
             gemm=MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned),
         )
+
+    def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from (self.default(name, call, machine) for name in self.designs)
+        yield from pipelines(Pipelined(), machine)
+        if machine.world_size == 2:
+            yield from (
+                Pipelined(chunks=chunks, streams=streams, accumulate=True)
+                for chunks, streams in ((2, 1), (2, 2), (4, 1))
+            )
+        base = self.default("fused", call, machine)
+        for design in fused_tiles(base, call.M // machine.world_size, call.dtype, machine, quick):
+            yield from (design, replace(design, split=not design.split))
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, Pipelined):
+            yield from pipelines_around(
+                design,
+                machine,
+                accumulate=(False, True) if machine.world_size == 2 else (),
+                local_pieces=scaled(design.local_pieces),
+            )
+        elif isinstance(design, Fused) and not quick:
+            yield from fused_around(design, piece=scaled(design.piece, high=8192))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from weft.ops.gemm.gemm_op import GemmCall, GemmOp
 from weft.ops.gemm.matmul import MATMUL
 from weft.plan.planned import Machine, Planned
 from weft.plan.table import Found
+from weft.runtime.codec import exchangeable
 
 # Rows of the whole GEMM up to which a cuBLAS GEMM followed by a collective is fastest: overlap saves less time than the
 # smaller GEMMs lose.
@@ -20,6 +21,7 @@ def rows_overlap(M: int) -> bool:
     return M > SEQUENTIAL_ROWS
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
     """GEMM of each rank and a collective, one after the other. collective: None on one rank."""
@@ -41,6 +43,9 @@ class Overlapped(GemmOp):
         found = super().found(call, machine)
         # A row of a GEMM above the crossover does not hold below it.
         return None if found and call.M <= SEQUENTIAL_ROWS < found.row.shape[0] else found
+
+    def config_of(self, design: Any) -> dict[str, Any]:
+        return {} if isinstance(design, Sequential) else super().config_of(design)
 
     def from_row(self, row: Any, call: GemmCall, machine: Machine) -> Any:
         # The row decides that the steps are sequential; each step has its own plan.

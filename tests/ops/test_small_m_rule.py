@@ -1,0 +1,78 @@
+"""Designs of small-M GEMMs: the rows of the table, and the rule for other shapes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.small_m_rule import SmallM, default_small_m
+from weft.ops.op import find_op
+from weft.plan.planned import machine
+from weft.runtime import capabilities
+
+# What the former rule gave for the projections of Qwen3-32B, 8B and 0.6B and of Llama-3-70B over 1, 2, 4 and 8 ranks:
+# ranges of M with the fields of the design, null where cuBLAS computes them.
+FROZEN = json.loads((Path(__file__).parent / "small_m_rule.json").read_text())
+H200 = dataclasses.replace(capabilities.simulated(1, 132), device_name="NVIDIA H200", arch="sm_90")
+OTHER = dataclasses.replace(H200, device_name="Some GPU")
+
+
+def planned(shape, M, caps, dtype=torch.bfloat16):
+    name, *variants = shape["op"].split("+")
+    call = GemmCall(M, shape["N"], shape["K"], dtype, **dict.fromkeys(variants, True))
+    return find_op(name).plan(call, machine(caps, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_measured_shapes_get_what_they_got(dtype):
+    for shape in FROZEN["shapes"]:
+        for first, last, fields in shape["runs"]:
+            design = fields and SmallM(**dict(zip(FROZEN["fields"], fields, strict=True)))
+            for M in {first, (first + last) // 2, last}:
+                found = planned(shape, M, H200, dtype)
+                if design is None:
+                    assert found.name == "cublas", (shape, M)
+                else:
+                    assert found.design == design, (shape, M)
+                    assert found.row is not None
+
+
+def test_the_rule_is_near_the_rows():
+    """On a GPU without rows: the same GEMMs up to 64 rows, by a third of the programs to three times as many."""
+    for shape in FROZEN["shapes"]:
+        for _, last, fields in shape["runs"]:
+            found = planned(shape, last, OTHER)
+            assert found.row is None
+            assert (found.name == "small_m") == (fields is not None and last <= 64), (shape, last)
+            if found.name == "small_m":
+                row = SmallM(**dict(zip(FROZEN["fields"], fields, strict=True)))
+                assert (found.design.block_m, found.design.transposed) == (row.block_m, row.transposed)
+                one, other = (design.block_n / design.partials for design in (row, found.design))
+                assert 1 / 3 <= one / other <= 3, (shape, last, row, found.design)
+
+
+def test_any_size_on_any_target_has_a_design():
+    for arch in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942"):
+        caps = dataclasses.replace(OTHER, arch=arch)
+        for M in (1, 17, 64, 128, 300):
+            for N, K in ((16, 16), (1000, 64), (5120, 25600), (151936, 1024)):
+                for gated in (False, True):
+                    for call in (
+                        GemmCall(M, N, K, torch.bfloat16),
+                        GemmCall(M, N, K, torch.bfloat16, partials=True, deferred_norm=True),
+                    ):
+                        design = default_small_m(call, caps, gated=gated)
+                        stage = (design.block_m + design.block_n * (2 if gated else 1)) * design.block_k * 2
+                        most = 64 if arch in ("sm_80", "sm_120", "gfx942") else 227
+                        assert stage * design.num_stages <= most << 10, (call, arch, design)
+
+
+def test_rows_are_for_what_the_kernel_takes():
+    shape = {"op": "matmul", "N": 5120, "K": 5120}
+    for options in ({"dtype": torch.float32}, {"aligned": False}):
+        call = GemmCall(16, shape["N"], shape["K"], **{"dtype": torch.bfloat16, **options})
+        assert find_op("matmul").plan(call, machine(H200, 1)).name == "cublas"
+    assert planned(shape, 16, capabilities.simulated(1, 8)).name == "persistent"

@@ -1,0 +1,100 @@
+"""What the two GEMMs of one rank share, ``matmul`` and ``matmul_silu_mul``: the small-M kernel among their designs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from weft.kernels.deferred_norm import normed
+from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
+from weft.ops.case import Case, Draw, Inputs
+from weft.ops.gemm import small_m, space
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.gemm_op import GemmCall, GemmOp, product
+from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
+from weft.ops.local import capabilities_of
+from weft.ops.op import registered
+from weft.plan import table
+from weft.plan.planned import Machine, machine
+
+# Of the deferred RMS scale of a case: any that is small beside the mean squares.
+EPS = 1e-6
+
+
+class LocalGemm(GemmOp):
+    """A GEMM of one rank. operands: their names in cases."""
+
+    operands: ClassVar[tuple[str, str]] = ("a", "b")
+
+    variants = options = ("deferred_norm", "partials")
+    rare = ("small_m",)
+    collective = False
+
+    def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        # A GEMM of one rank knows of no other ranks.
+        return self.variant(call), (call.M, call.N, call.K), 1
+
+    def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
+        found = super().found(call, machine)
+        # A row may be of another alignment than this very call.
+        return None if found and found.row.design == "small_m" and not takes(call) else found
+
+    def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from (Cublas(),) if machine.caps.is_simulated else space.algorithms(call, quick)
+        if takes(call) and table.small_m_rows(call.M) is not None:
+            base = self.default("small_m", call, machine)
+            yield base
+            if not machine.caps.is_simulated:
+                yield from space.small_m_tiles(base, call, machine.caps, self.gated, quick)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, Cublas):
+            yield from space.algorithms_around(design)
+        elif isinstance(design, SmallM) and not quick:
+            yield from space.small_m_around(design)
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """a, b and, in cases with a deferred RMS scale, the squares of a's rows in four parts."""
+        M, N, K = case.sizes
+        a, b = self.operands
+        found = draw.own(a, (M, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)
+        if not dict(case.fields).get("deferred_norm"):
+            return found
+        return *found, draw.own("squares", (M, 4)).float().square()
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        a, b, *squares = by_rank[rank]
+        result = product(a, b)
+        for of_rows in squares:
+            result *= (of_rows.double().sum(1, keepdim=True) + EPS).rsqrt()
+        if not self.gated:
+            return result
+        gate, up = result.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    def run_case(self, case: Case, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Result by the case's design; in cases of split-K partials fp32 [partials, M, N] where the design leaves them."""
+        a, b, *squares = tensors
+        design = self.design_of(case, machine(capabilities_of(a.device), 1))
+        a, b = rows_contiguous(a), rows_contiguous(b)
+        if isinstance(design, SmallM):
+            operand = ScaledMatrix(a, RowScales(squares[0], EPS) if squares else None)
+            return small_m.run(operand, b, design, gated=self.gated, summed=not dict(case.fields).get("partials"))
+        return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b)
+
+    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
+        small, reason = small_m_rule(call, machine.caps, gated=self.gated)
+        return "small_m" if small else "cublas", reason
+
+    def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
+        """The small-M design; the others are the ops' own."""
+        return default_small_m(call, machine.caps, gated=self.gated)
+
+
+@functools.cache
+def local_gemm(gated: bool) -> LocalGemm:
+    """The op that is a GEMM of one rank, gated or not."""
+    return next(op for op in registered() if isinstance(op, LocalGemm) and op.gated == gated)

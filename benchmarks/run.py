@@ -23,11 +23,12 @@ import torch
 
 from weft.bench.command import check_simulable_ranks, on_rank, show, weft_failed
 from weft.bench.levels.command import LevelFlags, level_plan
+from weft.bench.levels.names import LEVELS
 from weft.bench.measure import Stuck
 from weft.bench.plan import Plan, heap_bytes
 from weft.bench.report import Report, write_last
 from weft.bench.runner import OutOfStep
-from weft.bench.shapes import LEVELS, OPS, parse_shapes
+from weft.bench.shapes import OPS, alias_of, parse_shapes
 from weft.console import check_output, words
 from weft.errors import WeftError
 from weft.runtime.launch import launch
@@ -37,7 +38,7 @@ def plans_of(asked: list[str], world_size: int, simulated: bool, options: argpar
     wanted: dict[str, list[str]] = {}
     for word in asked:
         op, _, shapes = word.partition("@")
-        wanted.setdefault(op, []).extend([shapes] if shapes else [])
+        wanted.setdefault(alias_of(op), []).extend([shapes] if shapes else [])
     how = {
         "dtype": options.dtype, "providers": words("providers", options.providers),
         "check_only": options.check_only, "quick": options.quick, "eager": options.eager, "command": options.command,

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from benchmarks import run as benchmarks_run
 from weft.bench import report, runner
 from weft.bench.command import bench
-from weft.bench.shapes import COLLECTIVES, NORMED, OPS
+from weft.bench.shapes import OPS, is_gemm
 from weft.errors import WeftError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
@@ -18,7 +18,7 @@ SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype"), [*((op, "bf16") for op in (*OPS, NORMED)), *((op, "fp32") for op in (*COLLECTIVES, NORMED))]
+    ("op", "dtype"), [*((op, "bf16") for op in OPS), *((op, "fp32") for op in OPS if not is_gemm(op))]
 )
 def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     pytest.importorskip("matplotlib")
@@ -42,9 +42,9 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
 
 
 def test_designs_are_checked_in_the_simulator_and_by_name():
-    named = CliRunner().invoke(app, ["ag-gemm", "--check-only", "--providers", "weft.segments"])
+    named = CliRunner().invoke(app, ["ag-gemm", "--check-only", "--providers", "weft.segments"])  # the former name
     assert named.exit_code == 0, named.output
-    assert "weft.segments" in named.stdout and "weft.auto" not in named.stdout
+    assert "weft.pipelined" in named.stdout and "weft.auto" not in named.stdout
     everything = CliRunner().invoke(app, ["gemm-ar", "--check-only", "--world-size", "3"])
     assert everything.exit_code == 0, everything.output
     assert everything.stdout.count("right") == 4
@@ -100,7 +100,10 @@ def test_check_only_at_two_world_sizes():
         (["all"], "op 'all' is unknown"),
         (["gemm", "--shapes", "qwen4"], "neither a set"),
         (["ag-gemm", "--shapes", "4096,12800,5121"], "simulated ranks take at most 512 in each of M, N and K"),
-        (["gemm", "--providers", "weft,cudnn"], "provider 'cudnn' is unknown; gemm has weft.auto, cublas"),
+        (
+            ["gemm", "--providers", "weft,cudnn"],
+            "provider 'cudnn' is unknown; gemm has weft.auto, weft.cublas, weft.small_m, weft.persistent, ",
+        ),
         (["all-reduce", "--providers", "cublas"], "it has weft.auto"),
         (["gemm-rs", "--shapes", "3,16,16"], "take 4"),
         (["all-reduce-rms-norm", "--shapes", "3,16,16"], "neither a set (qwen3-32b, llama3-70b) nor M,H"),

@@ -17,8 +17,9 @@ from tests.bench import canned
 from weft.bench import baselines, measure, runner
 from weft.bench.plan import Plan, heap_bytes
 from weft.bench.problem import Problem
-from weft.bench.providers import DESIGNED, WEFT, Attempt, Provider, Unavailable, choose, config_of
-from weft.bench.shapes import Shape, parse_shapes
+from weft.bench.providers import Attempt, Provider, Unavailable, choose, plan_of
+from weft.bench.shapes import OPS, Shape, is_gemm, op_of, parse_shapes
+from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
 
 
@@ -187,7 +188,7 @@ def test_what_cannot_be_captured_is_timed_without_a_graph(fake_gpus, others, mon
 def test_without_events_in_graphs_whole_graphs_are_timed(fake_gpus, monkeypatch):
     monkeypatch.setattr(measure, "events_in_graphs", lambda team: None)
 
-    (row,) = run(plan(op="gemm", shapes=("4,16,16",), providers=("weft",), quick=True))[0][0][0].rows
+    (row,) = run(plan(op="gemm", shapes=("4,16,16",), providers=("weft.auto",), quick=True))[0][0][0].rows
     assert (row.mode, row.reason, row.chain_us) == ("around", None, None)
     assert row.median_us == pytest.approx(0.0)  # both graphs take as long here
 
@@ -311,32 +312,44 @@ def test_providers_are_chosen_by_name_and_family():
         "torch.two_shot",
     ]
     assert [p.name for p in choose("gemm-ar", ["weft"])] == [
-        f"weft.{name}" for name in ("auto", "fused", "segments", "library")
+        f"weft.{name}" for name in ("auto", "fused", "pipelined", "sequential")
     ]
     assert [p.name for p in choose("gemm-ar", []) if p.role == "weft"] == ["weft.auto"]
-    assert {p.name for p in choose("gemm-ar", [], simulated=True)} >= {"weft.fused", "weft.segments", "weft.library"}
+    assert {p.name for p in choose("gemm-ar", [], simulated=True)} >= {
+        "weft.fused",
+        "weft.pipelined",
+        "weft.sequential",
+    }
+    assert [p.name for p in choose("gemm-ar", ["weft.segments", "weft.library"])] == [
+        "weft.pipelined",
+        "weft.sequential",
+    ]
+    assert "weft.small_m" not in {p.name for p in choose("gemm", [], simulated=True)}  # for some dtypes and sizes only
+    assert [p.name for p in choose("gemm", ["weft.small_m"])] == ["weft.small_m"]
     assert [(p.name, p.role) for p in choose("gemm-rs", ["cublas"])] == [("cublas", "ceiling")]
     assert [(p.name, p.role) for p in choose("gemm", ["cublas"])] == [("cublas", "other")]
 
 
-@pytest.mark.parametrize("op", DESIGNED)
-def test_a_design_by_name_has_its_own_config(op):
-    """Also where dispatch takes another one, by rule or by a row that was tuned."""
+@pytest.mark.parametrize("name", [name for name in OPS if is_gemm(name)])
+def test_a_design_by_name_has_its_own_fields(name):
+    """Also where a call gets another one, by rule or by a row that was tuned."""
     h200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 4)
+    op, here = op_of(name), machine(h200, 4)
     for m in (16, 4096, 8192):
-        team = types.SimpleNamespace(size=4, caps=h200)
-        problem = types.SimpleNamespace(
-            op=op, shape=Shape(size=(m, 5120, 6400), label=""), dtype=torch.bfloat16, team=team
-        )
-        for design in DESIGNS:
-            assert config_of(problem, design).design == design
-        cut = segments_for(WEFT[op], m, 5120, 6400, 4)
-        auto = configured(WEFT[op], m, 5120, 6400, torch.bfloat16, 4, h200)
-        assert config_of(problem, auto.design) == auto
-        if auto.design != "segments":
-            assert cut.items() <= config_of(problem, "segments").in_use().items()
-        if auto.design != "fused":
-            assert config_of(problem, "fused").chunks == 1
+        call = op.call_of((m, 5120, 6400), torch.bfloat16, here)
+        for design in op.designs:
+            planned = op.plan(call._replace(design=design), here)
+            assert (planned.name, type(planned.design)) == (design, op.designs[design])
+        auto = op.plan(call, here)
+        assert op.plan(call._replace(design=auto.name), here).design == auto.design
+
+
+def test_a_provider_runs_the_plan_of_its_design():
+    def main(team):
+        problem = Problem("gemm-rs", parse_shapes("gemm-rs", [], 2, tiny=True)[0], "bf16", team)
+        return [plan_of(problem, design).name for design in ("auto", *problem.op.designs)]
+
+    assert weft.simulate(main, 2) == [["fused", "fused", "pipelined", "sequential"]] * 2
 
 
 def test_the_heap_grows_with_the_largest_shape():

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from weft.bench.normed import add_norm, compiled_add_norm, then_norm
 from weft.bench.problem import Problem
 from weft.bench.providers import Attempt, Provider, Unavailable, copy_into
-from weft.bench.shapes import COLLECTIVES, NORMED
 
 Close = Callable[[], None] | None
 WINDOW_STEP = 256  # elements: buffers in a window are aligned to at least 512 bytes
@@ -81,28 +80,30 @@ def symmetric(problem: Problem, size: tuple[int, ...]) -> torch.Tensor:
 # --- collectives -----------------------------------------------------------------------------------------------------
 
 
-def nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
-    group, world = group_of(problem), problem.team.size
-    inputs = [x for (x,) in problem.sets]
-    (elements,) = inputs[0].shape
-    out_size = {"all-gather": elements * world, "reduce-scatter": elements // world}.get(problem.op, elements)
-    (*buffers, out), close = place(problem, [tuple(x.shape) for x in inputs] + [(out_size,)])
+def nccl_all_reduce(problem: Problem, place: Callable = ordinary) -> Attempt:
+    group = group_of(problem)
+    buffers, close = place(problem, [tuple(x.shape) for (x,) in problem.sets])
+
+    def run(number: int) -> torch.Tensor:
+        dist.all_reduce(buffers[number], group=group)
+        return buffers[number]
+
+    return _collective(problem, buffers, run, close, in_place=True)
+
+
+def nccl(problem: Problem, call: str, result: Callable[[int, int], int], place: Callable = ordinary) -> Attempt:
+    """``call``: of torch.distributed. result(elements, world_size): elements of its output."""
+    group, (x, *_) = group_of(problem), problem.sets[0]
+    (*buffers, out), close = place(
+        problem, [tuple(x.shape) for (x,) in problem.sets] + [(result(x.numel(), problem.team.size),)]
+    )
     out.fill_(torch.nan)
 
     def run(number: int) -> torch.Tensor:
-        x = buffers[number]
-        if problem.op == "all-reduce":
-            dist.all_reduce(x, group=group)
-            return x
-        call = {
-            "all-gather": dist.all_gather_into_tensor,
-            "reduce-scatter": dist.reduce_scatter_tensor,
-            "all-to-all": dist.all_to_all_single,
-        }[problem.op]
-        call(out, x, group=group)
+        getattr(dist, call)(out, buffers[number], group=group)
         return out
 
-    return _collective(problem, buffers, run, close, in_place=problem.op == "all-reduce")
+    return _collective(problem, buffers, run, close)
 
 
 def _collective(
@@ -131,21 +132,25 @@ def two_shot(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name)
 
 
-def low_contention(problem: Problem) -> Attempt:
+def low_contention(problem: Problem, call: Callable) -> Attempt:
     """torch's copy-engine all-gather and reduce-scatter, on inputs in symmetric memory."""
     import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
 
-    name, ops, (x, *_) = group_of(problem).group_name, torch.ops.symm_mem, problem.sets[0]
+    name, (x, *_) = group_of(problem).group_name, problem.sets[0]
     buffer = symmetric(problem, tuple(x.shape))
+    return _collective(
+        problem,
+        [buffer] * len(problem.sets),
+        lambda number: torch.ops._c10d_functional.wait_tensor(call(buffer, name)),
+    )
 
-    def run(number: int) -> torch.Tensor:
-        if problem.op == "all-gather":
-            out = ops._low_contention_all_gather(buffer, name)
-        else:
-            out = ops._low_contention_reduce_scatter(buffer, "sum", name)
-        return torch.ops._c10d_functional.wait_tensor(out)
 
-    return _collective(problem, [buffer] * len(problem.sets), run)
+def low_contention_all_gather(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.ops.symm_mem._low_contention_all_gather(x, name)
+
+
+def low_contention_reduce_scatter(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", name)
 
 
 def nccl_then_norm(problem: Problem, norm: Callable) -> Attempt:
@@ -171,41 +176,44 @@ def cublas(problem: Problem) -> Attempt:
     """GEMM alone; if the op gathers A, it is gathered beforehand."""
     group_of(problem)
     pairs = problem.sets
-    if problem.op == "ag-gemm":
+    if problem.op.gathers:
         pairs = [(problem.gathered(number), b) for number, (_, b) in enumerate(problem.sets)]
     (out,), _ = ordinary(problem, [(pairs[0][0].shape[0], pairs[0][1].shape[0])])
-    return Attempt(
-        run=lambda number: torch.mm(pairs[number][0], pairs[number][1].T, out=out),
-        local=problem.op in ("gemm-rs", "gemm-ar"),
-    )
+    return Attempt(run=lambda number: torch.mm(pairs[number][0], pairs[number][1].T, out=out), local=problem.op.sums)
+
+
+def nccl_and_cublas(problem: Problem, place: Callable = ordinary) -> Attempt:
+    """All-gather, then GEMM."""
+    group, (m, n, k), shards = group_of(problem), problem.shape.size, problem.sets
+    (*mine, gathered), close = place(problem, [tuple(a.shape) for a, _ in shards] + [(m, k)])
+    (out,), _ = ordinary(problem, [(m, n)])
+    for buffer, (a, _) in zip(mine, shards, strict=True):
+        copy_into(buffer, a)
+
+    def run(number: int) -> torch.Tensor:
+        dist.all_gather_into_tensor(gathered, mine[number], group=group)
+        return torch.mm(gathered, shards[number][1].T, out=out)
+
+    return Attempt(run=run, close=close)
 
 
 def cublas_and_nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
-    group, (m, n, k) = group_of(problem), problem.shape.size
-    shards = problem.sets
-    if problem.op == "ag-gemm":
-        (*mine, gathered), close = place(problem, [tuple(a.shape) for a, _ in shards] + [(m, k)])
-        (out,), _ = ordinary(problem, [(m, n)])
-        for buffer, (a, _) in zip(mine, shards, strict=True):
-            copy_into(buffer, a)
-
-        def run(number: int) -> torch.Tensor:
-            dist.all_gather_into_tensor(gathered, mine[number], group=group)
-            return torch.mm(gathered, shards[number][1].T, out=out)
-    elif problem.op == "gemm-rs":
-        (product, out), close = place(problem, [(m, n), (m // problem.team.size, n)])
-
-        def run(number: int) -> torch.Tensor:
-            torch.mm(shards[number][0], shards[number][1].T, out=product)
-            dist.reduce_scatter_tensor(out, product, group=group)
-            return out
+    """GEMM, then reduce-scatter, or all-reduce where all ranks get the result."""
+    group, (m, n, _) = group_of(problem), problem.shape.size
+    if problem.op.replicated:
+        (partial,), close = place(problem, [(m, n)])
+        out = partial
     else:
-        (product,), close = place(problem, [(m, n)])
+        (partial, out), close = place(problem, [(m, n), (m // problem.team.size, n)])
 
-        def run(number: int) -> torch.Tensor:
-            torch.mm(shards[number][0], shards[number][1].T, out=product)
-            dist.all_reduce(product, group=group)
-            return product
+    def run(number: int) -> torch.Tensor:
+        a, b = problem.sets[number]
+        torch.mm(a, b.T, out=partial)
+        if out is partial:
+            dist.all_reduce(partial, group=group)
+        else:
+            dist.reduce_scatter_tensor(out, partial, group=group)
+        return out
 
     return Attempt(run=run, close=close)
 
@@ -222,43 +230,63 @@ def cublas_and_torch(problem: Problem, call: Callable) -> Attempt:
     return Attempt(run=run)
 
 
-def torch_fused(problem: Problem) -> Attempt:
+def torch_fused(problem: Problem, call: Callable) -> Attempt:
     import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
 
-    name, ops = group_of(problem).group_name, torch.ops.symm_mem
-
-    def run(number: int) -> torch.Tensor:
-        a, b = problem.sets[number]
-        if problem.op == "ag-gemm":
-            # Without the gathered A it would choose multimem instructions if the driver offers them.
-            return ops.fused_all_gather_matmul(a, [b.T], 0, name, return_A=True)[1][0]
-        return ops.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
-
-    return Attempt(run=run)
+    name = group_of(problem).group_name
+    return Attempt(run=lambda number: call(*problem.sets[number], name))
 
 
-def _provider(name: str, ops: tuple[str, ...], make: Callable[[Problem], Attempt], role: str = "other") -> Provider:
-    return Provider(name=name, ops=ops, role=role, make=make)
+def fused_all_gather_matmul(a: torch.Tensor, b: torch.Tensor, name: str) -> torch.Tensor:
+    # Without the gathered A it would choose multimem instructions if the driver offers them.
+    return torch.ops.symm_mem.fused_all_gather_matmul(a, [b.T], 0, name, return_A=True)[1][0]
 
 
-FUSED = ("ag-gemm", "gemm-rs", "gemm-ar")
+def fused_matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
+
+
+def _provider(name: str, op: str, make: Callable[[Problem], Attempt], role: str = "other") -> Provider:
+    return Provider(name=name, ops=(op,), role=role, make=make)
+
+
+def _with_window(name: str, op: str, make: Callable[..., Attempt], *arguments: Any) -> tuple[Provider, Provider]:
+    """The baseline with ordinary buffers, and with buffers in a window."""
+    return (
+        _provider(name, op, lambda problem: make(problem, *arguments)),
+        _provider(f"{name}.window", op, lambda problem: make(problem, *arguments, place=windowed)),
+    )
+
+
+# By the ops' names on the command line.
 BASELINES = (
-    _provider("nccl", COLLECTIVES, nccl),
-    _provider("nccl.window", COLLECTIVES, lambda problem: nccl(problem, windowed)),
-    _provider("torch.one_shot", ("all-reduce",), lambda problem: torch_all_reduce(problem, one_shot)),
-    _provider("torch.two_shot", ("all-reduce",), lambda problem: torch_all_reduce(problem, two_shot)),
-    _provider("torch.low_contention", ("all-gather", "reduce-scatter"), low_contention),
-    _provider("nccl+torch", (NORMED,), lambda problem: nccl_then_norm(problem, add_norm)),
-    _provider("nccl+compile", (NORMED,), lambda problem: nccl_then_norm(problem, compiled_add_norm())),
-    _provider("torch.one_shot+torch", (NORMED,), lambda problem: torch_then_norm(problem, add_norm)),
-    _provider("torch.one_shot+compile", (NORMED,), lambda problem: torch_then_norm(problem, compiled_add_norm())),
-    _provider("cublas", ("gemm",), cublas),
-    _provider("cublas+nccl", FUSED, cublas_and_nccl),
-    _provider("cublas+nccl.window", FUSED, lambda problem: cublas_and_nccl(problem, windowed)),
-    _provider("torch.fused", ("ag-gemm", "gemm-rs"), torch_fused),
-    _provider("cublas+torch.one_shot", ("gemm-ar",), lambda problem: cublas_and_torch(problem, one_shot)),
-    _provider("cublas+torch.two_shot", ("gemm-ar",), lambda problem: cublas_and_torch(problem, two_shot)),
-    _provider("cublas", FUSED, cublas, role="ceiling"),
+    *_with_window("nccl", "all-reduce", nccl_all_reduce),
+    *_with_window("nccl", "all-gather", nccl, "all_gather_into_tensor", lambda elements, world: elements * world),
+    *_with_window("nccl", "reduce-scatter", nccl, "reduce_scatter_tensor", lambda elements, world: elements // world),
+    *_with_window("nccl", "all-to-all", nccl, "all_to_all_single", lambda elements, world: elements),
+    _provider("torch.one_shot", "all-reduce", lambda problem: torch_all_reduce(problem, one_shot)),
+    _provider("torch.two_shot", "all-reduce", lambda problem: torch_all_reduce(problem, two_shot)),
+    _provider("torch.low_contention", "all-gather", lambda problem: low_contention(problem, low_contention_all_gather)),
+    _provider(
+        "torch.low_contention", "reduce-scatter", lambda problem: low_contention(problem, low_contention_reduce_scatter)
+    ),
+    _provider("nccl+torch", "all-reduce-rms-norm", lambda problem: nccl_then_norm(problem, add_norm)),
+    _provider("nccl+compile", "all-reduce-rms-norm", lambda problem: nccl_then_norm(problem, compiled_add_norm())),
+    _provider("torch.one_shot+torch", "all-reduce-rms-norm", lambda problem: torch_then_norm(problem, add_norm)),
+    _provider(
+        "torch.one_shot+compile", "all-reduce-rms-norm", lambda problem: torch_then_norm(problem, compiled_add_norm())
+    ),
+    _provider("cublas", "gemm", cublas),
+    *_with_window("cublas+nccl", "ag-gemm", nccl_and_cublas),
+    *_with_window("cublas+nccl", "gemm-rs", cublas_and_nccl),
+    *_with_window("cublas+nccl", "gemm-ar", cublas_and_nccl),
+    _provider("torch.fused", "ag-gemm", lambda problem: torch_fused(problem, fused_all_gather_matmul)),
+    _provider("torch.fused", "gemm-rs", lambda problem: torch_fused(problem, fused_matmul_reduce_scatter)),
+    _provider("cublas+torch.one_shot", "gemm-ar", lambda problem: cublas_and_torch(problem, one_shot)),
+    _provider("cublas+torch.two_shot", "gemm-ar", lambda problem: cublas_and_torch(problem, two_shot)),
+    _provider("cublas", "ag-gemm", cublas, role="ceiling"),
+    _provider("cublas", "gemm-rs", cublas, role="ceiling"),
+    _provider("cublas", "gemm-ar", cublas, role="ceiling"),
 )
 
 

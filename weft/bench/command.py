@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from weft.bench.levels.command import LevelFlags, level_plan
+from weft.bench.levels.names import LEVELS
 from weft.console import check_output, check_torchrun, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
@@ -49,10 +50,11 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         from weft.bench.plot import check_matplotlib
-        from weft.bench.shapes import LEVELS, NORMED, check_op
+        from weft.bench.shapes import ALL
         from weft.runtime.launch import DEVICES
 
-        check_op(self.op, (NORMED, *LEVELS))
+        if self.op not in ALL:
+            raise ValueError(f"op {self.op!r} is unknown; choose one of {', '.join(ALL)}")
         self.level.check_op(self.op, self.shapes, self.eager)
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
@@ -69,7 +71,6 @@ class BenchOptions:
     def lacking(self) -> list[str]:
         """Members of ``providers`` that only other ops have."""
         from weft.bench.providers import lacking
-        from weft.bench.shapes import LEVELS
 
         return [] if self.op in LEVELS else lacking(self.op, self.providers)
 
@@ -78,8 +79,8 @@ def bench(
     op: Annotated[
         str,
         typer.Argument(
-            help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar; "
-            "a layer: mlp, attn; a step of a model: model; complete generations: generate"
+            help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
+            "gemm-ar; a layer: mlp, attn; a step of a model: model; complete generations: generate"
         ),
     ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
@@ -94,8 +95,8 @@ def bench(
     providers: Annotated[
         str | None,
         typer.Option(
-            help="Names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, weft.segments and "
-            "weft.library, the designs of ag-gemm, gemm-rs and gemm-ar]"
+            help="Names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, weft.pipelined "
+            "and others, the designs of GEMMs]"
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file")] = None,
@@ -117,11 +118,11 @@ def bench(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
     """Time all providers of an op side by side. Exit status 1: weft was wrong or did not run somewhere."""
-    from weft.bench.shapes import LEVELS, stand_ins
+    from weft.bench.shapes import alias_of, stand_ins
 
     with one_line_errors(traceback):
         options = BenchOptions(
-            op=op,
+            op=alias_of(op),
             world_sizes=numbers("world-size", world_size),
             shapes=tuple(shapes or ()),
             dtype=dtype,
@@ -187,7 +188,7 @@ def _plans(options: BenchOptions) -> tuple[list[tuple[int, Plan]], bool]:
     Everything that can be refused is refused here, before the first rank starts.
     """
     from weft.bench.plan import Plan
-    from weft.bench.shapes import LEVELS, parse_shapes
+    from weft.bench.shapes import parse_shapes
 
     sizes, simulated = ranks(options.world_sizes, options.device)
     how: dict[str, Any] = {

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
-from weft.bench.problem import FP32_EPS, Inputs, Problem, Verdict
-from weft.bench.providers import NORM_EPS, Attempt, copy_into
+from weft.bench.problem import Problem, Verdict
+from weft.bench.providers import Attempt, copy_into
+from weft.ops.case import tolerance
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, all_reduce_rms_norm
+from weft.plan.planned import AUTO
 
 if TYPE_CHECKING:
     from weft.bench.shapes import Shape
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
 
 class NormProblem(Problem):
-    """Problem of all-reduce-rms-norm, with the answer (normed, hidden).
+    """Problem of all-reduce-rms-norm, with the answer (normed, hidden)."""
 
-    Inputs: x [M, H], different on each rank; residual [M, H] and weight [H], equal on all ranks.
-    """
-
-    def __init__(self, op: str, shape: Shape, dtype: str, team: Team) -> None:
-        Problem.__init__(self, op, shape, dtype, team)
+    def __init__(self, op: str, shape: Shape, dtype: str, team: Team, **fields: bool) -> None:
+        super().__init__(op, shape, dtype, team, **fields)
         # Compiled code of the last shape is not used again, and torch.compile limits its number.
         torch.compiler.reset()
+
+    @property
+    def is_exact(self) -> bool:
+        return False
 
     @property
     def replicas(self) -> int:
@@ -37,23 +39,16 @@ class NormProblem(Problem):
     def _count(self) -> int:
         return 1 if self.team.is_simulated else 4
 
-    def _sizes(self) -> list[tuple[int, ...]]:
-        rows, width = self.shape.size
-        return [(rows, width), (rows, width), (width,)]
-
-    def _inputs(self, rank: int, number: int) -> Inputs:
-        def drawn(what: str, size: tuple[int, ...]) -> torch.Tensor:
-            seed = zlib.crc32(f"{self.op} {self.shape.size} {what} {number}".encode())
-            generator = torch.Generator(self.team.device).manual_seed(seed)
-            return torch.empty(size, dtype=self.dtype, device=self.team.device).normal_(generator=generator)
-
-        names = (f"x of {rank}", "residual", "weight")
-        return tuple(drawn(name, size) for name, size in zip(names, self._sizes(), strict=True))
+    def call(self, tensors: Sequence[torch.Tensor], design: Any = AUTO) -> Any:
+        if isinstance(design, str):
+            return all_reduce_rms_norm(*tensors, NORM_EPS, self.team, algorithm=design)
+        return ALL_REDUCE_RMS_NORM.run(design, self.team, *tensors, NORM_EPS)
 
     def _answer(self) -> torch.Tensor:
         """Expected [2, M, H]: normed, then hidden."""
         _, residual, weight = self.sets[0]
-        hidden = sum((x.float() for x, *_ in self._peers()), start=residual.float())
+        by_rank = [self.inputs(rank, 0) for rank in range(self.team.size)]
+        hidden = sum((x.float() for x, *_ in by_rank), start=residual.float())
         # The norm takes the rounded sum, as the next layer does.
         rounded = hidden.to(self.dtype).float()
         return torch.stack((F.rms_norm(rounded, weight.shape, weight.float(), NORM_EPS), hidden))
@@ -70,8 +65,11 @@ class NormProblem(Problem):
 
     def _tolerance(self, local: bool) -> tuple[float, float]:
         """Tolerance of the sum (one rounding, W - 1 in a library's ring) and of the norm (one rounding more)."""
-        eps = torch.finfo(self.dtype).eps
-        return 2 * eps, 6 * FP32_EPS * math.sqrt(self.team.size) + (4 * eps if self.team.size > 1 else 0.0)
+        relative, absolute = tolerance(self.dtype, self.team.size, partials=self.team.size - 1)
+        return 2 * relative, absolute
+
+
+NORM_EPS = 1e-6
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

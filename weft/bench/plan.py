@@ -6,22 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.levels.names import LEVELS
 from weft.bench.normed import NormProblem
-from weft.bench.problem import DTYPES, MOST_SETS, Problem
+from weft.bench.problem import MOST_SETS, Problem
 from weft.bench.providers import Provider, choose
-from weft.bench.shapes import NORMED, Shape, is_collective
+from weft.bench.shapes import DTYPES, Shape, is_gemm, op_of
 
 if TYPE_CHECKING:
     from weft.bench.measure import Meter
     from weft.bench.runner import Bench
     from weft.runtime.team import Team
 
+# Of ops with several results.
+PROBLEMS = {"rows": NormProblem}
 # A weft op's workspace is a few times its largest tensor, in power-of-two capacities that are all kept.
 HEAP_FACTOR = 8
 
 EVENTS = "[prepare, barrier of all ranks on the GPU, event, op, event] in one CUDA graph; nothing subtracted"
 AROUND = "a CUDA graph of [prepare, barrier, op, op, …] minus one of [prepare, barrier], timed from outside and divided"
-CHECK = "every answer against fp32 before timing, and once more as it is timed, alone and in a row"
+CHECK = "every answer against plain torch in fp64 before timing, and once more as it is timed, alone and in a row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +53,9 @@ class Plan:
     def chosen(self, simulated: bool = False) -> tuple[Provider, ...]:
         return choose(self.op, self.providers, simulated)
 
-    def problem(self, shape: Shape, team: Team) -> Any:
-        """Problem set up at this shape, as defined by weft.bench.problem.Problem."""
-        return (NormProblem if self.op == NORMED else Problem)(self.op, shape, self.dtype, team)
+    def problem(self, shape: Shape, team: Team, **fields: bool) -> Any:
+        """Problem set up at this shape, with further fields of the call, as defined by weft.bench.problem.Problem."""
+        return PROBLEMS.get(op_of(self.op).form, Problem)(self.op, shape, self.dtype, team, **fields)
 
     def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
         from weft.bench.runner import Bench  # it imports this module
@@ -65,12 +68,8 @@ class Plan:
 
     def moved_bytes(self) -> int:
         """Size of the largest tensor moved between ranks in a GEMM op; 0 if the op needs no more memory."""
-        if self.op == "gemm":
-            return 0
-        sizes = [shape.size for shape in self.shapes if len(shape.size) == 3]
-        return (
-            max((m * (k if self.op == "ag-gemm" else n) for m, n, k in sizes), default=0) * DTYPES[self.dtype].itemsize
-        )
+        op = op_of(self.op)
+        return max((op.moved_bytes(shape.size, DTYPES[self.dtype]) for shape in self.shapes), default=0)
 
     def protocol(self, simulated: bool, empty_us: float | None) -> dict[str, Any]:
         """Description of the timing for the JSON. ``empty_us``: time between two adjacent events in a graph."""
@@ -86,12 +85,12 @@ class Plan:
             "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
             "check": CHECK,
         }
-        if self.op in ("all-reduce", NORMED):
-            found["in a row"] += (
-                "; baselines that reduce in place continue with their own sums, which grow and are not checked"
-            )
-        if is_collective(self.op):
-            found["input of a collective"] = "written on the same stream just before the barrier, not timed"
+        if self.op in LEVELS or is_gemm(self.op):
+            return found
+        found["in a row"] += (
+            "; baselines that reduce in place continue with their own sums, which grow and are not checked"
+        )
+        found["input of a collective"] = "written on the same stream just before the barrier, not timed"
         return found
 
 

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from weft.bench.levels.names import LEVELS
 from weft.bench.limits import rate
 from weft.bench.report import Report, providers_of, row_of, shapes_of
-from weft.bench.shapes import LEVELS, is_collective
+from weft.bench.shapes import is_gemm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +64,7 @@ def _panels(report: Report) -> list[Callable[[Axes, Report, Sequence[str]], None
 
 
 def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    collective, shapes = is_collective(report.op), shapes_of(report)
+    collective, shapes = not is_gemm(report.op), shapes_of(report)
     unit = "µs" if collective else "TFLOP/s"
     axes.set_title(f"{report.op}, {report.dtype}, world size {report.world_size}: {unit}", loc="left")
     lines = _lines(report, shapes)
@@ -101,6 +102,6 @@ def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[
             row = row_of(report, shape, provider)
             if row is not None and row.median_us:
                 us = row.median_us
-                value = us if is_collective(report.op) else rate(report.op, report.world_size, shape, report.dtype, us)
+                value = rate(report.op, report.world_size, shape, report.dtype, us) if is_gemm(report.op) else us
                 lines.setdefault(provider, []).append((place, value))
     return lines

@@ -1,35 +1,34 @@
-"""Problem: one shape of one op at one rank, with random inputs, the fp32 answer and its tolerance."""
+"""Problem: one shape of one op at one rank, with random inputs and the reference's answer."""
 
 from __future__ import annotations
 
 import math
-import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.bench.shapes import COLLECTIVES, Shape
+from weft.bench.shapes import DTYPES, Shape, is_gemm, op_of
+from weft.ops.case import Draw, Inputs, tolerance
+from weft.ops.gemm.gemm_op import product
+from weft.plan.planned import AUTO
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.bench.providers import Attempt
     from weft.runtime.team import Team
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes read between two uses of the same weights: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6
 # Each set is one call in a CUDA graph: many for small inputs, few for large results.
 MOST_SETS, FEW_SETS, RESULT_BYTES = 256, 24, 4e9
-FP32_EPS = torch.finfo(torch.float32).eps
-
-Inputs = tuple[torch.Tensor, ...]
 
 
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Comparison of an answer with the fp32 one.
+    """Comparison of an answer with the reference.
 
     ``wrong``: reason for its rejection, "" if it is accepted.
     """
@@ -40,102 +39,83 @@ class Verdict:
 
 
 class Problem:
-    """Inputs and answer of one shape. ``sets``: different inputs of this rank, used in rotation.
+    """Inputs and answer of one shape of ``op``. ``sets``: different inputs of this rank, used in rotation.
 
-    Inputs: x of a collective; a, b of a GEMM op, as weft's op takes them. All are a function of (op, shape, rank, number of
-    the set), so a rank can make its peers' inputs where the answer needs them.
+    fields  of the call, as in ``Case.fields``
+
+    Inputs, answer and accuracy are the op's. Inputs are a function of case, rank and number of the set, so a rank can make
+    its peers' where the answer needs them.
     """
 
-    def __init__(self, op: str, shape: Shape, dtype: str, team: Team) -> None:
-        self.op, self.shape, self.team = op, shape, team
+    def __init__(self, op: str, shape: Shape, dtype: str, team: Team, **fields: bool) -> None:
+        self.op, self.shape, self.team = op_of(op), shape, team
         self.dtype, self.dtype_name = DTYPES[dtype], dtype
-        self.sets = [self._inputs(team.rank, number) for number in range(self._count())]
-        self._answers: dict[bool, torch.Tensor] = {}
+        self.is_gemm = is_gemm(op)
+        self.case = self.op.case_of(shape.size, self.dtype, team.size, **fields)
+        self.sets = [self.inputs(team.rank, 0)]
+        self.sets += [self.inputs(team.rank, number) for number in range(1, self._count())]
+        self._answers: dict[bool, Any] = {}
+
+    @property
+    def is_exact(self) -> bool:
+        """True if nothing is computed: all bits must arrive as they were sent."""
+        return self.op.accuracy(self.case).exact
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of a result, about."""
+        size, itemsize = self.shape.size, self.dtype.itemsize
+        return size[0] if len(size) == 1 else size[0] * size[1] * itemsize
 
     @property
     def replicas(self) -> int:
         """Number of calls in one CUDA graph: enough that the first weights are cold again at its replay."""
-        if self.op not in COLLECTIVES:
+        if self.is_gemm:
             return max(2, len(self.sets))
-        return 8 if self.shape.size[0] <= 1 << 20 else 4 if self.shape.size[0] <= 1 << 24 else 2
+        return 8 if self.result_bytes <= 1 << 20 else 4 if self.result_bytes <= 1 << 24 else 2
 
     def _count(self) -> int:
         if self.team.is_simulated:
             return 1
-        if self.op in COLLECTIVES:
-            return 4 if self.shape.size[0] <= 1 << 24 else 2
-        nbytes = sum(math.prod(size) for size in self._sizes()) * self.dtype.itemsize
-        m, n, _ = self.shape.size
-        most = max(FEW_SETS, min(MOST_SETS, int(RESULT_BYTES / (m * n * self.dtype.itemsize))))
+        if not self.is_gemm:
+            return 4 if self.result_bytes <= 1 << 24 else 2
+        nbytes = sum(x.nbytes for x in self.sets[0])
+        most = max(FEW_SETS, min(MOST_SETS, int(RESULT_BYTES / self.result_bytes)))
         return min(most, 1 + math.ceil(COLD_BYTES / nbytes))
 
-    def _sizes(self) -> list[tuple[int, ...]]:
-        """Sizes of one rank's inputs."""
-        size, world = self.shape.size, self.team.size
-        if self.op in COLLECTIVES:
-            elements = size[0] // self.dtype.itemsize
-            return [(elements // world if self.op == "all-gather" else elements,)]
-        m, n, k = size
-        return [(m // world if self.op == "ag-gemm" else m, k), (n, k)]
+    def inputs(self, rank: int, number: int) -> Inputs:
+        """Tensors of a set as the op takes them at ``rank``."""
+        return self.op.inputs(self.case, rank, Draw(self.case, rank, number, self.team.device))
 
-    def _inputs(self, rank: int, number: int) -> Inputs:
-        seed = zlib.crc32(f"{self.op} {self.shape.size} {rank} {number}".encode())
-        generator = torch.Generator(self.team.device).manual_seed(seed)
-        sizes = self._sizes()
-        # Products with b have the variance of a, so that sums do not grow with K.
-        scales = [1.0] if len(sizes) == 1 else [1.0, sizes[1][1] ** -0.5]
-        return tuple(
-            torch.empty(size, dtype=self.dtype, device=self.team.device).normal_(0, scale, generator=generator)
-            for size, scale in zip(sizes, scales, strict=True)
-        )
+    def call(self, tensors: Sequence[torch.Tensor], design: Any = AUTO) -> Any:
+        """The op's public function, or the op by ``design``: a design, or for a collective the name of one."""
+        case = self.case if design == AUTO else replace(self.case, design=design)
+        return self.op.call(case, self.team, *tensors)
 
-    # --- answer to set 0 ---------------------------------------------------------------------------------------------
+    # --- answer to set 0 -------------------------------------------------------------------------------------------
 
-    @property
-    def is_exact(self) -> bool:
-        """True if nothing is computed, so that all bits must arrive unchanged."""
-        return self.op in ("all-gather", "all-to-all")
-
-    def answer(self, local: bool = False) -> torch.Tensor:
-        """Expected result of this rank in fp32 (or unchanged). ``local``: of its own GEMM alone."""
+    def answer(self, local: bool = False) -> Any:
+        """Expected result of this rank in fp32, or bit for bit. ``local``: of its own GEMM alone."""
         if local not in self._answers:
-            self._answers[local] = self._local_answer() if local else self._answer()
+            self._answers[local] = self._narrowed(product(*self.sets[0]) if local else self._answer())
         return self._answers[local]
+
+    def _answer(self) -> torch.Tensor:
+        me = self.team.rank
+        by_rank = [self.sets[0] if rank == me else self.inputs(rank, 0) for rank in range(self.team.size)]
+        return self.op.reference(self.case, me, by_rank)
+
+    def _narrowed(self, answer: torch.Tensor) -> torch.Tensor:
+        """``answer`` in fp32 if it is in fp64, which takes the memory of two."""
+        return answer.float() if answer.dtype == torch.float64 else answer
 
     def forget(self) -> None:
         """Free the answers' memory."""
         self._answers.clear()
 
-    def _peers(self) -> list[Inputs]:
-        me = self.team.rank
-        return [self.sets[0] if rank == me else self._inputs(rank, 0) for rank in range(self.team.size)]
-
-    def _local_answer(self) -> torch.Tensor:
-        a, b = self.sets[0]
-        return a.float() @ b.float().T
-
-    def _answer(self) -> torch.Tensor:
-        me, world = self.team.rank, self.team.size
-        if self.op == "gemm":
-            return self._local_answer()
-        if self.op == "ag-gemm":
-            return self.gathered(0).float() @ self.sets[0][1].float().T
-        if self.op == "all-gather":
-            return torch.cat([x for (x,) in self._peers()])
-        if self.op == "all-to-all":
-            return torch.cat([x.chunk(world)[me] for (x,) in self._peers()])
-        total: torch.Tensor | None = None
-        for inputs in self._peers():
-            mine = inputs[0].chunk(world)[me] if self.op in ("reduce-scatter", "gemm-rs") else inputs[0]
-            part = mine.float() if len(inputs) == 1 else mine.float() @ inputs[1].float().T
-            # Not in place: of fp32 inputs, `part` may be rank 0's own.
-            total = part if total is None else total + part
-        assert total is not None
-        return total
-
     def gathered(self, number: int) -> torch.Tensor:
         """All ranks' rows of A of a set, as a GEMM after an all-gather reads them."""
-        return torch.cat([self._inputs(rank, number)[0] for rank in range(self.team.size)])
+        return torch.cat([self.inputs(rank, number)[0] for rank in range(self.team.size)])
 
     # --- comparison --------------------------------------------------------------------------------------------------
 
@@ -143,7 +123,10 @@ class Problem:
         return self.judge(actual, attempt.local)
 
     def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
-        return self.compare(actual, self.answer(local), *self._tolerance(local))
+        expected = self.answer(local)
+        if actual.dim() > expected.dim():
+            actual = actual.sum(0)  # split-K partials
+        return self.compare(actual, expected, *self._tolerance(local))
 
     def compare(self, actual: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> Verdict:
         """Compare elementwise: errors up to ``relative`` times the element + ``absolute`` times the RMS."""
@@ -164,16 +147,9 @@ class Problem:
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
 
     def _tolerance(self, local: bool) -> tuple[float, float]:
-        """(relative to the element, relative to the RMS): one rounding, random walk of sums, partial sums.
-
-        A library's ring rounds W - 1 times, and cuBLAS may add split-K partials in 16 bits. Omissions still show: 64 of
-        K = 5120 are 0.11 of the RMS, all tolerances together 0.03 in bf16.
-        """
-        eps = torch.finfo(self.dtype).eps
-        summed = self.op in ("all-reduce", "reduce-scatter", "gemm-rs", "gemm-ar") and not local
-        length = self.team.size if self.op in COLLECTIVES else self.shape.size[2] * (self.team.size if summed else 1)
-        in_parts = self.op not in COLLECTIVES or (summed and self.team.size > 1)
-        return eps, 6 * FP32_EPS * math.sqrt(length) + (4 * eps if in_parts else 0.0)
+        """(relative to the element, relative to the RMS) of any provider: a library may round partial sums on the way."""
+        terms = self.shape.size[2] if local else self.op.accuracy(self.case).terms
+        return tolerance(self.dtype, terms, partials=1)
 
 
 def poison(problem: Problem, local: bool) -> None:

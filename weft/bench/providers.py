@@ -1,18 +1,16 @@
-"""Registry of the providers of each op: weft's algorithms and designs, then the baselines."""
+"""Registry of the providers of each op: weft's choice and designs, then the baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft import ops
-from weft.bench.shapes import COLLECTIVES, NORMED, OPS
-from weft.ops.gemm.gemm_op import GemmOp
-from weft.ops.op import find_op
-from weft.plan.planned import Planned, machine_of
+from weft.bench.shapes import OPS, op_of
+from weft.ops.op import Op
+from weft.plan.planned import AUTO, Planned, machine_of
 
 if TYPE_CHECKING:
     from weft.bench.problem import Problem
@@ -49,6 +47,7 @@ class Provider:
     """Way to do an op. All ranks call ``make``, which may be collective and may raise Unavailable.
 
     on_request  on GPUs it runs only if its name or family is given
+    rare        on simulated ranks too
     """
 
     name: str
@@ -56,15 +55,17 @@ class Provider:
     role: str
     make: Callable[[Problem], Attempt]
     on_request: bool = False
+    rare: bool = False
 
 
-NORM_EPS = 1e-6
+# Former names, which commands and results name.
+RENAMED = {"weft.segments": "weft.pipelined", "weft.library": "weft.sequential"}
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
     from weft.bench.baselines import BASELINES  # it imports this module
 
-    return (*_of_weft(op), *(provider for provider in BASELINES if op in provider.ops))
+    return (*_of_weft(op_of(op)), *(provider for provider in BASELINES if op in provider.ops))
 
 
 def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:
@@ -75,8 +76,8 @@ def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Prov
     """
     available = providers_for(op)
     if not words:
-        return tuple(provider for provider in available if simulated or not provider.on_request)
-    known = {provider.name for name in (*OPS, NORMED) for provider in providers_for(name)}
+        return tuple(provider for provider in available if not provider.on_request or (simulated and not provider.rare))
+    known = {provider.name for name in OPS for provider in providers_for(name)}
     names = ", ".join(provider.name for provider in available)
     for word in words:
         if not any(named_by(word, name) for name in known):
@@ -94,63 +95,49 @@ def lacking(op: str, words: Sequence[str]) -> list[str]:
 
 
 def named_by(word: str, name: str) -> bool:
+    """True if ``word`` is the provider's name, a former one, or its family's."""
+    word = RENAMED.get(word, word)
     return name == word or name.startswith(f"{word}.")
 
 
-def _of_weft(name: str) -> list[Provider]:
-    """weft's plan ("weft.auto"), and each of its designs.
-
-    A collective's design is chosen by its argument ``algorithm``, a GEMM's by its plan.
-    """
-    op = find_op(name)
-    is_gemm = isinstance(op, GemmOp)
-    designs = [design for design in op.algorithms if design != "auto"] if op.name != "matmul" else []
+def _of_weft(op: Op) -> list[Provider]:
+    """weft's plan ("weft.auto"), and each design: of a GEMM on request, since few win where they are not chosen."""
+    gemm = op.form == "gemm"
+    auto = Provider(name="weft.auto", ops=(op.alias,), role="weft", make=attempt)
     return [
-        Provider(name="weft.auto", ops=(name,), role="weft", make=lambda problem: _weft(problem, {})),
+        auto,
         *(
-            Provider(
+            replace(
+                auto,
                 name=f"weft.{design}",
-                ops=(name,),
-                role="weft",
-                make=lambda problem, design=design: (
-                    _designed(problem, design) if is_gemm else _weft(problem, {"algorithm": design})
+                make=lambda problem, design=design: attempt(
+                    problem, plan_of(problem, design).design if gemm else design
                 ),
-                on_request=is_gemm,
+                on_request=gemm,
+                rare=design in op.rare,
             )
-            for design in designs
+            for design in op.algorithms
+            if design != AUTO
         ),
     ]
 
 
-def _weft(problem: Problem, options: dict[str, Any]) -> Attempt:
-    function, team = getattr(ops, find_op(problem.op).name), problem.team
-    if problem.op in COLLECTIVES:
-        buffers = [x.clone() for (x,) in problem.sets]
-        return Attempt(
-            run=lambda number: function(buffers[number], team, **options),
-            prepare=lambda number: copy_into(buffers[number], problem.sets[number][0]),
-        )
-    if problem.op == NORMED:
-        buffers = [x.clone() for x, *_ in problem.sets]
-        return Attempt(
-            run=lambda number: function(buffers[number], *problem.sets[number][1:], NORM_EPS, team, **options),
-            prepare=lambda number: copy_into(buffers[number], problem.sets[number][0]),
-        )
-    if problem.op == "gemm":
-        return Attempt(run=lambda number: function(*problem.sets[number], **options))
-    return Attempt(run=lambda number: function(*problem.sets[number], team, **options))
+def attempt(problem: Problem, design: Any = AUTO) -> Attempt:
+    """weft's op at ``problem`` by ``design``: a design, or the name that a caller can ask for."""
+    if problem.is_gemm:
+        return Attempt(run=lambda number: problem.call(problem.sets[number], design))
+    # As the kernel before a collective would, its first tensor is written to just before.
+    buffers = [x.clone() for x, *_ in problem.sets]
+    return Attempt(
+        run=lambda number: problem.call((buffers[number], *problem.sets[number][1:]), design),
+        prepare=lambda number: copy_into(buffers[number], problem.sets[number][0]),
+    )
 
 
-def _designed(problem: Problem, design: str) -> Attempt:
-    op, team = find_op(problem.op), problem.team
-    chosen = plan_of(problem, design).design
-    return Attempt(run=lambda number: op.run(chosen, team, *problem.sets[number]))
-
-
-def plan_of(problem: Problem, design: str = "auto") -> Planned:
-    """Plan of the problem's call, or of ``design`` for it."""
-    op, here = find_op(problem.op), machine_of(problem.team)
-    return op.plan(op.call_of(problem.shape.size, problem.dtype, here, design), here)
+def plan_of(problem: Problem, design: str = AUTO) -> Planned:
+    """The plan of the problem's call, or of ``design`` for it."""
+    op, here = problem.op, machine_of(problem.team)
+    return op.plan(op.call_of_case(replace(problem.case, design=design), here), here)
 
 
 def copy_into(buffer: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,27 +1,26 @@
 """Ops by name, and named sets of shapes.
 
-A shape of a collective is (bytes,): of the input of all-reduce, reduce-scatter and all-to-all, of the output of
-all-gather. A shape of all-reduce-rms-norm is (M, H): rows and columns. A shape of a GEMM op is (M, N, K): M rows of the whole
-GEMM, N and K of one rank's. Shapes of LEVELS are in weft.bench.levels.steps.
+A shape has the form that its op names (``Op.form``): "bytes", (bytes,) of the input of all-reduce, reduce-scatter and
+all-to-all, of the output of all-gather; "rows", (M, H): rows and columns; "gemm", (M, N, K): M rows of the whole GEMM, N and K
+of one rank's. Shapes of LEVELS are in weft.bench.levels.steps.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import torch
+
+import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
+from weft.bench.levels.names import LEVELS
+from weft.ops.gemm.gemm_op import GemmOp
+from weft.ops.op import Op, find_op, registered
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-NORMED = "all-reduce-rms-norm"
-GEMMS = ("gemm", "ag-gemm", "gemm-rs", "gemm-ar")
-ROWS_SHARDED = ("ag-gemm", "gemm-rs")
-OPS = (*COLLECTIVES, *GEMMS)
-LEVELS = ("mlp", "attn", "model", "generate")
-ALL = (*COLLECTIVES, NORMED, *GEMMS, *LEVELS)
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 DECODE_ROWS = (1, 2, 4, 7, 8, 16, 32, 64, 128)
 SIZES = tuple(1024 * 4**power for power in range(10))  # 1 KiB .. 256 MiB
@@ -46,13 +45,6 @@ MODELS = {
 RECIPES = {"8b": (1792, 4096), "70b": (3584, 8192), "105b": (6656, 16384)}
 RECIPE_ROWS = (4096, 8192, 16384)
 
-COLUMN_PARALLEL, ROW_PARALLEL = ("qkv", "gate-up"), ("o", "down")
-PROJECTIONS = {
-    "gemm": (*COLUMN_PARALLEL, *ROW_PARALLEL),
-    "ag-gemm": COLUMN_PARALLEL,
-    "gemm-rs": ROW_PARALLEL,
-    "gemm-ar": ROW_PARALLEL,
-}
 # A simulated tile costs milliseconds regardless of its size.
 TINY_SIZES = (1 * KIB, 12 * KIB)
 # Limits for simulated ranks: at eight times as much `weft tune --quick` at W=2 takes minutes (x86).
@@ -66,17 +58,32 @@ class Shape:
 
 
 def dimensions(op: str) -> int:
-    """Number of dimensions of a shape of the op."""
-    return 1 if op in COLLECTIVES else 2 if op == NORMED else 3
+    """Number of dimensions of a shape of the op or model benchmark."""
+    return 3 if op in LEVELS else FORMS[op_of(op).form].dimensions
 
 
-def is_collective(op: str) -> bool:
-    """True for an op that moves data and computes almost nothing, rated by its bytes on the wire."""
-    return op in (*COLLECTIVES, NORMED)
+def is_gemm(op: str) -> bool:
+    """True for an op that is rated by its operations; others move data, and are rated by their bytes on the wire."""
+    return op not in LEVELS and op_of(op).form == "gemm"
 
 
-def sets_for(op: str) -> tuple[str, ...]:
-    return ("sizes",) if op in COLLECTIVES else tuple(MODELS) if op == NORMED else (*MODELS, "symm-mem-recipes")
+def op_of(name: str) -> Op:
+    """The op of this name or alias. ValueError unless it has shapes."""
+    try:
+        op = find_op(name)
+    except ValueError:
+        op = None
+    if op is None or not op.form:
+        raise ValueError(f"op {name!r} is unknown; choose one of {', '.join(OPS)}")
+    return op
+
+
+def alias_of(name: str) -> str:
+    """The name of an op in commands and reports, by its name or alias; other names as they are."""
+    try:
+        return op_of(name).alias
+    except ValueError:
+        return name
 
 
 def parse_shapes(
@@ -86,20 +93,19 @@ def parse_shapes(
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
            BYTES,BYTES,… (64KiB, 1MiB) of a collective; or several of them separated by commas
-    dtype  bounds the rows of all-reduce-rms-norm; Plan refuses an unknown one
+    dtype  may bound a shape; Plan refuses an unknown one
     tiny   for simulated ranks: named sets become a few small shapes, and large shapes are refused
 
     ValueError for unreadable words and for shapes that the op refuses.
     """
-    check_op(op, (NORMED,))
-    read = _collective if op in COLLECTIVES else _normed if op == NORMED else _gemm
+    made = op_of(op)
+    form = FORMS[made.form]
     found: dict[tuple[int, ...], Shape] = {}
-    for word in [one for several in words for one in words_apart(several)] or sets_for(op)[:1]:
-        for shape in read(op, word, world_size, tiny):
-            if op == NORMED:
-                _check_width(op, word, shape.size, dtype)
+    for word in [one for several in words for one in words_apart(several)] or form.sets[:1]:
+        for shape in form.read(made, word, world_size, tiny):
+            form.check(made, word, shape.size, dtype)
             if tiny:
-                _check_simulable(op, word, shape.size, world_size)
+                _check_simulable(word, shape.size, *form.simulable(made, shape.size, world_size))
             found.setdefault(shape.size, shape)
     return tuple(found.values())
 
@@ -132,12 +138,6 @@ def words_apart(text: str) -> list[str]:
     return found
 
 
-def check_op(op: str, others: Sequence[str] = ()) -> None:
-    """Raise ValueError unless ``op`` is one of OPS or of ``others``."""
-    if op not in (*OPS, *others):
-        raise ValueError(f"op {op!r} is unknown; choose one of {', '.join((*OPS, *others))}")
-
-
 def size_label(nbytes: int) -> str:
     """Size as text: 64 KiB, 1 MiB, 1000 B."""
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
@@ -146,29 +146,22 @@ def size_label(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _check_simulable(op: str, word: str, size: tuple[int, ...], world_size: int) -> None:
+def _check_simulable(word: str, size: tuple[int, ...], limit: str, smaller: tuple[int, ...]) -> None:
     """Raise ValueError, with a smaller shape, for a shape that takes simulated ranks minutes."""
-    if op in GEMMS:
-        if max(size) <= SIMULATED_SIDE:
-            return
-        m, n, k = (min(side, SIMULATED_SIDE) for side in size)
-        limit = f"{SIMULATED_SIDE} in each of M, N and K"
-        smaller = f"{m // world_size * world_size if op in ROWS_SHARDED else m},{n},{k}"
-    elif op == NORMED:
-        rows = min(SIMULATED_ROWS, SIMULATED_BYTES // 2 // size[1])
-        if size[0] <= rows:
-            return
-        limit = f"{SIMULATED_ROWS} rows and {SIMULATED_BYTES // 2:,} elements"
-        smaller = f"{rows},{size[1]}"
-    else:
-        if size[0] <= SIMULATED_BYTES:
-            return
-        limit = size_label(SIMULATED_BYTES)
-        smaller = str(SIMULATED_BYTES // (16 * world_size) * 16 * world_size)
-    raise ValueError(f"--shapes {word}: simulated ranks take at most {limit}; take {smaller}, or a machine with GPUs")
+    if any(asked > most for asked, most in zip(size, smaller, strict=True)):
+        raise ValueError(
+            f"--shapes {word}: simulated ranks take at most {limit}; take {','.join(map(str, smaller))}, or a machine with GPUs"
+        )
 
 
-def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
+def _no_check(op: Op, word: str, size: tuple[int, ...], dtype: str) -> None:
+    """Any dtype goes with a shape of this form."""
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def _read_bytes(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     if word.lower() == "sizes":
         # Every rank's part is aligned to 16 bytes, so that any algorithm may be tried.
         step = 16 * world_size
@@ -184,19 +177,27 @@ def _collective(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
     return [Shape(size=(size,), label=size_label(size)) for size in sizes]
 
 
-def _bytes(op: str, text: str) -> int:
+def _bytes(op: Op, text: str) -> int:
     match = re.fullmatch(r"(\d+)\s*(b|kib|mib|gib)?", text.strip().lower())
     if not match or int(match[1]) == 0:
-        raise ValueError(f"--shapes {text!r} is neither a set of {op} (sizes) nor bytes (4096, 64KiB, 1MiB)")
+        raise ValueError(f"--shapes {text!r} is neither a set of {op.alias} (sizes) nor bytes (4096, 64KiB, 1MiB)")
     return int(match[1]) * {None: 1, "b": 1, "kib": KIB, "mib": MIB, "gib": 1 << 30}[match[2]]
 
 
-def _normed(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
+def _simulable_bytes(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str, tuple[int, ...]]:
+    step = 16 * world_size
+    return size_label(SIMULATED_BYTES), size if size[0] <= SIMULATED_BYTES else (SIMULATED_BYTES // step * step,)
+
+
+# --- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _read_rows(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     name, _, rows = word.lower().partition(":")
     if re.fullmatch(r"[1-9]\d*,[1-9]\d*", word):
         sizes = [tuple(map(int, word.split(",")))]
-    elif name not in sets_for(op) or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", rows):
-        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets_for(op))}) nor M,H, rows and columns")
+    elif name not in MODELS or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", rows):
+        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(MODELS)}) nor M,H, rows and columns")
     elif tiny:
         sizes = [(3, 32)]
     else:
@@ -204,19 +205,27 @@ def _normed(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
     return [Shape(size=size, label=f"{size[0]}x{size[1]}") for size in sizes]
 
 
-def _check_width(op: str, word: str, size: tuple[int, ...], dtype: str) -> None:
+def _check_width(op: Op, word: str, size: tuple[int, ...], dtype: str) -> None:
     """Raise ValueError, with the nearest valid row size, for rows without a kernel."""
     rows, width = size
-    itemsize = ITEMSIZE.get(dtype, 2)
+    itemsize = DTYPES.get(dtype, torch.bfloat16).itemsize
     step, most = 16 // itemsize, 64 * KIB // itemsize
     if width % step or width > most:
         raise ValueError(
-            f"--shapes {word}: {op} takes rows of 16 bytes or a multiple, at most 64 KiB, and {width} elements of {dtype} "
-            f"have {width * itemsize} bytes; take {rows},{min(-(-width // step) * step, most)}"
+            f"--shapes {word}: {op.alias} takes rows of 16 bytes or a multiple, at most 64 KiB, and {width} elements of "
+            f"{dtype} have {width * itemsize} bytes; take {rows},{min(-(-width // step) * step, most)}"
         )
 
 
-def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
+def _simulable_rows(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str, tuple[int, ...]]:
+    rows = min(SIMULATED_ROWS, SIMULATED_BYTES // 2 // size[1])
+    return f"{SIMULATED_ROWS} rows and {SIMULATED_BYTES // 2:,} elements", (min(size[0], rows), size[1])
+
+
+# --- GEMMs -------------------------------------------------------------------------------------------------------------
+
+
+def _read_gemm(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     if re.fullmatch(r"\d+(,\d+)*", word):
         size = tuple(map(int, word.split(",")))
         if len(size) != 3 or 0 in size:
@@ -225,11 +234,11 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
         return [Shape(size=size, label="x".join(map(str, size)))]
     match = re.fullmatch(r"([a-z0-9-]+)(?:/([a-z0-9-]+))?(?::([\d,]+))?", word.lower())
     name, part, rows = match.groups() if match else (word, None, None)
-    if name not in sets_for(op):
-        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets_for(op))}) nor M,N,K")
+    if name not in GEMM_SETS:
+        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(GEMM_SETS)}) nor M,N,K")
     parts = _parts(op, name, 1 if tiny else world_size)
     if part is not None and part not in parts:
-        raise ValueError(f"--shapes {word!r}: {name} has no part {part!r} for {op}; it has {', '.join(parts)}")
+        raise ValueError(f"--shapes {word!r}: {name} has no part {part!r} for {op.alias}; it has {', '.join(parts)}")
     chosen = [part] if part else list(parts)
     if rows and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", rows):
         raise ValueError(f"--shapes {word}: {rows} are not rows M,M,…: positive numbers, as in {name}:1024,2048")
@@ -239,7 +248,7 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
         return [Shape(size=(16 * world_size, 48, 32), label=f"tiny {part}") for part in chosen[:1]]
     if not listed:
         every = RECIPE_ROWS if name == "symm-mem-recipes" else ROWS
-        listed = tuple(m for m in every if op not in ROWS_SHARDED or m % world_size == 0)
+        listed = tuple(m for m in every if not _rows_sharded(op) or m % world_size == 0)
     if not listed:
         raise ValueError(
             f"--shapes {word}: no rows of {name} divide by world_size={world_size}; name some, as in {name}:{128 * world_size}"
@@ -247,21 +256,22 @@ def _gemm(op: str, word: str, world_size: int, tiny: bool) -> list[Shape]:
     return [Shape(size=(m, *parts[part]), label=f"{name} {part} M={m}") for part in chosen for m in listed]
 
 
-def _check_rows(op: str, word: str, rows: Sequence[int], world_size: int) -> None:
+def _check_rows(op: Op, word: str, rows: Sequence[int], world_size: int) -> None:
     """Raise ValueError for rows that cannot be split equally over the ranks."""
     for m in rows:
-        if op in ROWS_SHARDED and m % world_size:
+        if _rows_sharded(op) and m % world_size:
             raise ValueError(
-                f"--shapes {word}: {op} needs M={m} divisible by world_size={world_size}; "
+                f"--shapes {word}: {op.alias} needs M={m} divisible by world_size={world_size}; "
                 f"take {-(-m // world_size) * world_size}"
             )
 
 
-def _parts(op: str, name: str, world_size: int) -> dict[str, tuple[int, int]]:
+def _parts(op: Op, name: str, world_size: int) -> dict[str, tuple[int, int]]:
     """Part of the set -> (N, K) of one rank's GEMM."""
+    gemm = cast(GemmOp, op)
     if name == "symm-mem-recipes":
         # N and K swapped if the ranks split K.
-        return {part: (k, n) if op in ("gemm-rs", "gemm-ar") else (n, k) for part, (n, k) in RECIPES.items()}
+        return {part: (k, n) if gemm.sums else (n, k) for part, (n, k) in RECIPES.items()}
     model = MODELS[name]
     if any(size % world_size for size in (model.query, model.key_value, model.intermediate)):
         raise ValueError(
@@ -270,8 +280,48 @@ def _parts(op: str, name: str, world_size: int) -> dict[str, tuple[int, int]]:
         )
     everything = {
         "qkv": ((model.query + 2 * model.key_value) // world_size, model.hidden),
-        "gate-up": (2 * model.intermediate // world_size, model.hidden),
+        # Of a gated GEMM N counts the results.
+        "gate-up": ((1 if gemm.gated else 2) * model.intermediate // world_size, model.hidden),
         "o": (model.hidden, model.query // world_size),
         "down": (model.hidden, model.intermediate // world_size),
     }
-    return {part: everything[part] for part in PROJECTIONS[op]}
+    return {part: everything[part] for part in gemm.projections}
+
+
+def _rows_sharded(op: Op) -> bool:
+    return cast(GemmOp, op).rows_sharded
+
+
+def _simulable_gemm(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str, tuple[int, ...]]:
+    m, n, k = (min(side, SIMULATED_SIDE) for side in size)
+    if _rows_sharded(op):
+        m = m // world_size * world_size
+    return f"{SIMULATED_SIDE} in each of M, N and K", (m, n, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What shapes of one form are.
+
+    dimensions  of a shape
+    sets        named ones
+    read        (op, word, world_size, tiny) -> the shapes that a word names
+    check       (op, word, size, dtype): ValueError for a size that the op refuses
+    simulable   (op, size, world_size) -> the limit of simulated ranks in words, and the size or a smaller one within it
+    """
+
+    dimensions: int
+    sets: tuple[str, ...]
+    read: Callable[[Op, str, int, bool], list[Shape]]
+    check: Callable[[Op, str, tuple[int, ...], str], None]
+    simulable: Callable[[Op, tuple[int, ...], int], tuple[str, tuple[int, ...]]]
+
+
+GEMM_SETS = (*MODELS, "symm-mem-recipes")
+FORMS = {
+    "bytes": Form(dimensions=1, sets=("sizes",), read=_read_bytes, check=_no_check, simulable=_simulable_bytes),
+    "rows": Form(dimensions=2, sets=tuple(MODELS), read=_read_rows, check=_check_width, simulable=_simulable_rows),
+    "gemm": Form(dimensions=3, sets=GEMM_SETS, read=_read_gemm, check=_no_check, simulable=_simulable_gemm),
+}
+OPS = tuple(op.alias for form in FORMS for op in registered() if op.form == form)
+ALL = (*OPS, *LEVELS)

@@ -10,9 +10,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from weft.bench.levels.names import LEVELS
 from weft.bench.limits import GPUS, floor_us, limits_of, rate
 from weft.bench.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
-from weft.bench.shapes import LEVELS, is_collective
+from weft.bench.shapes import is_gemm
 
 NONE = "–"
 
@@ -43,7 +44,7 @@ def sheets(report: Report) -> list[Sheet]:
 def sheet(report: Report) -> Sheet:
     """Table with each provider's time per shape, weft's speed-up, its rate and share of the limit."""
     providers, shapes = providers_of(report), shapes_of(report)
-    unit = "busbw GB/s" if is_collective(report.op) else "TFLOP/s"
+    unit = "TFLOP/s" if is_gemm(report.op) else "busbw GB/s"
     rows, slower = [], set()
     for number, shape in enumerate(shapes):
         ours, other = weft_row(report, shape), best_other(report, shape)

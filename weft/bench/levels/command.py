@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.bench.shapes import LEVELS
+from weft.bench.levels.names import LEVELS
 from weft.console import check_simulable
 
 if TYPE_CHECKING:

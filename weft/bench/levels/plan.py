@@ -14,9 +14,8 @@ from weft.bench.levels.problem import StepProblem
 from weft.bench.levels.providers import choose
 from weft.bench.levels.steps import config_of
 from weft.bench.plan import Plan
-from weft.bench.problem import DTYPES
 from weft.bench.providers import Provider
-from weft.bench.shapes import Shape
+from weft.bench.shapes import DTYPES, Shape
 from weft.models.config import DecoderConfig
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from weft.bench.levels.baseline import Baseline, Cache
 from weft.bench.levels.roofline import weights
 from weft.bench.levels.sessions import TorchSession, build, in_mode, shard_of
 from weft.bench.levels.steps import is_decode
-from weft.bench.problem import COLD_BYTES, DTYPES, Verdict
+from weft.bench.problem import COLD_BYTES, Verdict
 from weft.bench.providers import Attempt
+from weft.bench.shapes import DTYPES, Shape
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.bench.levels.plan import LevelPlan
-    from weft.bench.shapes import Shape
     from weft.models import Decoder
     from weft.runtime.team import Team
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.bench.limits import Limits
-from weft.bench.shapes import ITEMSIZE
+from weft.bench.shapes import DTYPES
 
 if TYPE_CHECKING:
     from weft.models.config import DecoderConfig
@@ -61,7 +61,7 @@ def roofline(
     if limits is None or dtype == "fp32":
         return None
     batch, length, new = shape
-    itemsize, tokens = ITEMSIZE[dtype], batch * new
+    itemsize, tokens = DTYPES[dtype].itemsize, batch * new
     layers = config.num_hidden_layers if level == "model" else 1
     chosen = {"mlp": ("gate_up", "down"), "attn": ("qkv", "o"), "model": ("qkv", "o", "gate_up", "down")}[level]
 

@@ -8,13 +8,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from weft.bench.shapes import OPS
+from weft.bench.problem import Problem
+from weft.bench.shapes import OPS, op_of
 from weft.cli import app
 from weft.plan import table as tuned
-from weft.tune import spaces
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
-SMALL = {"all-reduce": "96", "all-gather": "96", "reduce-scatter": "96", "all-to-all": "96"}
+SMALL = {
+    "all-reduce": "96",
+    "all-gather": "96",
+    "reduce-scatter": "96",
+    "all-to-all": "96",
+    "all-reduce-rms-norm": "4,32",
+}
 
 
 def tune(*arguments):
@@ -28,13 +34,19 @@ def test_every_op_is_searched_and_written(op, tmp_path):
     assert result.exit_code == 0, result.output
     assert "times mean nothing" in result.stdout
     table = tuned.read(file)
-    assert (table.gpu, table.simulated, table.world_size) == ("simulated", True, 1 if op == "gemm" else 2)
+    assert (table.gpu, table.simulated, table.world_size) == (
+        "simulated",
+        True,
+        1 if op.startswith("gemm") and "r" not in op[5:] else 2,
+    )
     (row,) = table.rows
-    assert row.op == spaces.WEFT[op]
+    assert row.op == op_of(op).name
     assert row.us > 0
     assert row.candidates > 1
     assert "torch" in row.versions
-    row.as_config(spaces.CollectiveConfig if op in SMALL else spaces.GemmConfig)
+    assert row.design in op_of(op).designs
+    if row.config:
+        row.as_design(op_of(op).designs)
 
 
 def test_calls_with_own_first_have_rows_of_their_own(tmp_path):
@@ -43,9 +55,9 @@ def test_calls_with_own_first_have_rows_of_their_own(tmp_path):
         "ag-gemm", "ag-gemm+own_first", "--quick", "--shapes", "4,24,16", "--out", str(file), "--json", str(tried)
     )
     assert result.exit_code == 0, result.output
-    assert {row.op for row in tuned.read(file).rows} == {"all_gather_matmul", "all_gather_matmul+own_first"}
+    assert {row.op for row in tuned.read(file).rows} == {"all_gather_matmul", "all_gather_matmul+local_first"}
     plain, own = json.loads(tried.read_text())["shapes"]
-    assert (plain["op"], own["op"]) == ("ag-gemm", "ag-gemm+own_first")
+    assert (plain["op"], own["op"]) == ("ag-gemm", "ag-gemm+local_first")
     assert plain["dropped"] == own["dropped"] == {}  # each has the right answer in its order
 
 
@@ -96,14 +108,14 @@ def test_without_a_file_nothing_is_written_in_the_simulator():
 
 @pytest.mark.parametrize(("good", "shapes"), [(0, "96"), (1, "2048,96")])
 def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch, tmp_path):
-    call, file = spaces.call, tmp_path / "x.json"
+    call, file = Problem.call, tmp_path / "x.json"
 
-    def failing(op, config, inputs, team):
-        if team.rank == 1 and file.exists() == bool(good):
+    def failing(problem, tensors, design):
+        if problem.team.rank == 1 and file.exists() == bool(good):
             raise RuntimeError("lost")
-        return call(op, config, inputs, team)
+        return call(problem, tensors, design)
 
-    monkeypatch.setattr(spaces, "call", failing)
+    monkeypatch.setattr(Problem, "call", failing)
     result = tune("all-reduce", "--quick", "--shapes", shapes, "--out", str(file))
     assert result.exit_code == 1
     assert (f"results so far are in {file}" in result.stderr) == file.exists() == bool(good)
@@ -125,7 +137,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),
         (["gemm", "--world-size", "1,2", "--out", "x.json"], "a file holds one world size"),
-        (["gemm", "gemm-rs", "--out", "x.json"], "gemm's rows are of 1, the others' of 2"),
+        (["gemm", "gemm-rs", "--out", "x.json"], "rows of a GEMM alone are of 1, the others' of 2"),
         (["gemm-rs@llama"], "neither a set"),
         (["gemm", "--out", f"{__file__}/x.json"], "--out .* no file can be written there"),
         (["gemm", "--json", f"{__file__}/x.json"], "--json .* no file can be written there"),
@@ -150,7 +162,7 @@ def test_a_file_that_is_no_table_is_refused_by_name(tmp_path):
     result = tune("gemm", "--out", str(file))
     assert (result.exit_code, result.stderr) == (
         2,
-        f"weft: {file}: not a file of weft tune, schema 1: schema is another\n",
+        f"weft: {file}: not a file of weft tune, schema 2: schema is another\n",
     )
 
 

@@ -4,26 +4,40 @@ import dataclasses
 
 import pytest
 import torch
-from weft.ops.dispatch import choose
-from weft.ops.gemm.config import configured, default_config
 
 from weft import ops
+from weft.ops.collectives.collective import CollectiveCall, Push, TwoShot
+from weft.ops.gemm.tile import Tile
+from weft.ops.op import find_op
+from weft.ops.overlap import all_gather_matmul, fused_reduce
 from weft.plan import table as tuned
 from weft.plan.memo import forget
+from weft.plan.planned import machine
 from weft.runtime import capabilities
-from weft.tune import search, spaces
+from weft.transport.plans import PushPlan
 
 GPU = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
 BF16 = torch.bfloat16
-TILE = spaces.GemmConfig(block_m=64, block_n=128, block_k=64, group=2, num_stages=5)
-PUSH = spaces.CollectiveConfig(
-    algorithm="two_shot", transport="lamport", row_bytes=4096, num_warps=8, programs_per_sm=2
-)
+TILE = Tile(block_m=64, block_n=128, block_k=64, group=2, num_stages=5)
+FUSED = all_gather_matmul.Fused(tile=TILE)
+PUSH = TwoShot(push=PushPlan(transport="lamport", row_bytes=4096, num_warps=8, programs_per_sm=2))
+
+
+def choose(op, nbytes, dtype, world_size, caps, algorithm="auto"):
+    """The plan of a collective."""
+    return find_op(op).plan(CollectiveCall(nbytes, dtype, algorithm), machine(caps, world_size))
+
+
+def planned(op, M, N, K, local_first=False):
+    """The design of a GEMM op over four ranks, and the one without rows."""
+    found, here = find_op(op), machine(GPU, 4)
+    call = found.call_of((M, N, K), BF16, here, **({"local_first": True} if local_first else {}))
+    return found.plan(call, here).design, found.by_rule(call, here)
 
 
 @pytest.fixture
 def rows(monkeypatch, tmp_path):
-    """rows((op, shape, config), …) are what was tuned for Some GPU at world size 4."""
+    """rows((op, shape, design), …) are what was tuned for Some GPU at world size 4."""
     file_for = tuned.file_for
     monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
     forget()
@@ -31,10 +45,10 @@ def rows(monkeypatch, tmp_path):
     def use(*made):
         listed = [
             tuned.Row(
-                op=op, dtype="bfloat16", shape=shape, config=search.fields_of(config), us=7.5, default_us=9.0,
-                date="2026-11-20", versions="weft 0.1.0",
+                op=op, dtype="bfloat16", shape=shape, design=(found := find_op(op.partition("+")[0])).name_of(design),
+                config=found.config_of(design), us=7.5, default_us=9.0, date="2026-11-20", versions="weft 0.1.0",
             )
-            for op, shape, config in made
+            for op, shape, design in made
         ]  # fmt: skip
         tuned.write(tuned.file_for("Some GPU", 4), tuned.Table(gpu="Some GPU", world_size=4, rows=tuple(listed)))
 
@@ -45,55 +59,56 @@ def rows(monkeypatch, tmp_path):
 def test_a_collective_takes_the_row(rows):
     rows(("all_reduce", (65536,), PUSH))
     decision = choose("all_reduce", 65536, BF16, 4, GPU)
-    assert (decision.algorithm, decision.plan) == ("two_shot", PUSH.plan())
+    assert (decision.name, decision.design) == ("two_shot", PUSH)
     assert decision.reason.startswith("some-gpu.w4.json: all_reduce bfloat16 65536: 7.5 µs, the default 9")
     for other in (
         choose("all_reduce", 65536, BF16, 4, GPU, algorithm="one_shot"),  # asked for
         choose("all_reduce", 65536, BF16, 2, GPU),
-        choose("all_reduce", 65536, BF16, 4, None),
+        choose("all_reduce", 65536, BF16, 4, capabilities.simulated(4, 8)),
         choose("all_reduce", 1 << 20, BF16, 4, GPU),
     ):
         assert other.row is None
-        assert other.plan != PUSH.plan()
+        assert other.design != PUSH
     assert choose("all_reduce", 65536, BF16, 4, GPU, algorithm="two_shot").row is not None
-    assert choose("all_reduce", 65536, torch.float32, 4, GPU).plan == PUSH.plan()  # as many bytes
+    assert choose("all_reduce", 65536, torch.float32, 4, GPU).design == PUSH  # as many bytes
 
 
 def test_a_row_for_another_alignment_is_left_alone(rows):
-    keyed = dataclasses.replace(PUSH, algorithm="push", transport="keyed")
+    keyed = Push(push=dataclasses.replace(PUSH.push, transport="keyed"))
     rows(("all_gather", (4096,), keyed))
-    assert choose("all_gather", 1024, BF16, 4, GPU).plan == keyed.plan()  # 4096 bytes are the output
+    assert choose("all_gather", 1024, BF16, 4, GPU).design == keyed  # 4096 bytes are the output
     lamport = choose("all_gather", 1023, BF16, 4, GPU)
-    assert (lamport.transport, lamport.row) == ("lamport", None)
+    assert (lamport.design.push.transport, lamport.row) == ("lamport", None)
 
 
 def test_a_matrix_product_takes_the_row(rows):
-    rows(("all_gather_matmul", (4096, 2560, 5120), TILE))
-    assert configured("all_gather_matmul", 4096, 2560, 5120, BF16, 4, GPU) == TILE
-    assert configured("all_gather_matmul", 5000, 2560, 5120, BF16, 4, GPU) == TILE
+    rows(("all_gather_matmul", (4096, 2560, 5120), FUSED))
+    assert planned("all_gather_matmul", 4096, 2560, 5120)[0] == FUSED
+    assert planned("all_gather_matmul", 5000, 2560, 5120)[0] == FUSED
     for shape, op in (((4096, 12800, 5120), "all_gather_matmul"), ((4096, 2560, 5120), "matmul_reduce_scatter")):
-        assert configured(op, *shape, BF16, 4, GPU) == default_config(op, *shape, BF16, 4, GPU)
+        design, default = planned(op, *shape)
+        assert design == default != FUSED
 
 
 def test_a_row_above_the_library_s_says_nothing_of_what_lies_below(rows):
-    rows(("all_gather_matmul", (1024, 2560, 5120), TILE))
-    assert configured("all_gather_matmul", 513, 2560, 5120, BF16, 4, GPU) == TILE
-    assert configured("all_gather_matmul", 512, 2560, 5120, BF16, 4, GPU).design == "library"
+    rows(("all_gather_matmul", (1024, 2560, 5120), FUSED))
+    assert planned("all_gather_matmul", 516, 2560, 5120)[0] == FUSED
+    assert ops.explain("ag_gemm", M=512, N=2560, K=5120, world_size=4, caps=GPU).algorithm == "sequential"
     assert ops.explain("ag_gemm", M=512, N=2560, K=5120, world_size=4, caps=GPU).row is None
-    rows(("all_gather_matmul", (512, 2560, 5120), TILE))
-    assert configured("all_gather_matmul", 512, 2560, 5120, BF16, 4, GPU) == TILE
+    rows(("all_gather_matmul", (512, 2560, 5120), FUSED))
+    assert planned("all_gather_matmul", 512, 2560, 5120)[0] == FUSED
 
 
 def test_explain_prints_the_row_and_why(rows, capsys):
-    rows(("all_gather_matmul", (4096, 2560, 5120), TILE), ("all_reduce", (65536,), PUSH))
+    rows(("all_gather_matmul", (4096, 2560, 5120), FUSED), ("all_reduce", (65536,), PUSH))
     found = ops.explain("ag_gemm", M=2500, N=2560, K=5120, world_size=4, caps=GPU)
-    assert (found.algorithm, found.plan) == ("fused", TILE)
+    assert (found.algorithm, found.plan) == ("fused", FUSED)
     fields = (
-        "block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, chunks=1, split=True, flatten=False"
+        "block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, split=True, chunks=1, flatten=False"
     )
     assert capsys.readouterr().out.splitlines() == [
         "all_gather_matmul M=2500 N=2560 K=5120 bfloat16, world_size=4, Some GPU",
-        f"  gets  fused: {fields}, piece=2048",
+        f"  gets  fused: {fields}",
         "  row   some-gpu.w4.json: all_gather_matmul bfloat16 4096x2560x5120: 7.5 µs, the default 9, the nearest row "
         "(2026-11-20, weft 0.1.0)",
     ]
@@ -104,13 +119,17 @@ def test_explain_prints_the_row_and_why(rows, capsys):
 def test_explain_prints_the_rule_where_there_is_no_row(rows, capsys):
     ops.explain("gemm_rs", M=128, N=5120, K=6400, world_size=4, caps=GPU)
     told = capsys.readouterr().out
-    assert "  gets  library\n  rule  M=128 <= 512" in told
+    assert "  gets  sequential\n  rule  M=128 <= 512" in told
     assert "(no some-gpu.w4.json: run weft tune)" in told
     rows(("all_reduce", (65536,), PUSH))
     ops.explain("gemm_rs", M=128, N=5120, K=6400, world_size=4, caps=GPU)
     assert "(some-gpu.w4.json has no row of bfloat16 near this shape)" in capsys.readouterr().out
-    ops.explain("all_reduce", (32, 1024), world_size=4, caps=GPU, algorithm="one_shot")
-    assert "rule  asked for algorithm='one_shot' (the row of some-gpu.w4.json" in capsys.readouterr().out
+    for algorithm, reason in (
+        ("one_shot", "65,536 bytes <= 262,144"),
+        ("copy_engine", "asked for design='copy_engine'"),
+    ):
+        ops.explain("all_reduce", (32, 1024), world_size=4, caps=GPU, algorithm=algorithm)
+        assert f"rule  {reason}" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
@@ -135,11 +154,15 @@ def test_explain_needs_nothing_but_the_sizes(capsys):
         (("all_reduce", (16,)), {"algorithm": "foo"}, "algorithm='foo' is not one of 'auto', 'one_shot'"),
         (("all_gather", (16,)), {"algorithm": "two_shot"}, "algorithm='two_shot' is not one of 'auto', 'push'"),
         (("all_reduce", (16,)), {"dtype": "bf16"}, "dtype='bf16' is no torch.dtype"),
-        (("ag_gemm",), {"M": 64, "N": 8}, "all_gather_matmul needs M=, N= and K="),
-        (("gemm", (16, 16)), {}, "matmul needs M=, N= and K="),
+        (("ag_gemm",), {"M": 64, "N": 8}, "all_gather_matmul needs M=, N=, K= and no shape"),
+        (("gemm", (16, 16)), {}, "matmul needs M=, N=, K= and no shape"),
         (("all_reduce",), {"M": 64}, "all_reduce needs shape="),
         (("ag_gemm",), {"M": "4", "N": 8, "K": 8, "world_size": 4}, "M='4' is no positive integer"),
-        (("ag_gemm",), {"M": 4, "N": 8, "K": 8, "algorithm": "segments"}, "and no shape or algorithm"),
+        (
+            ("ag_gemm",),
+            {"M": 4, "N": 8, "K": 8, "algorithm": "segments"},
+            "algorithm='segments' is not one of 'auto', 'fused'",
+        ),
         (("all_reduce", ("a",)), {}, "is no shape; pass a tuple of sizes"),
         ((3,), {}, "op=3 is not one of"),
     ],
@@ -149,45 +172,54 @@ def test_explain_refuses_sizes_that_do_not_fit(arguments, options, message):
         ops.explain(*arguments, **options)
 
 
-def test_a_product_and_a_collective_one_after_the_other_are_both_named():
-    for op, M, K, said in (
-        (
-            "gemm_ar",
-            16,
-            6400,
-            "; the product of few rows (weft.ops.gemm.small_m) in 3 parts of K, then all_reduce (one_shot)",
-        ),
-        ("gemm_ar", 64, 6400, "; the product of few rows (weft.ops.gemm.small_m), then all_reduce (two_shot)"),
-        ("gemm_ar", 16, 6401, "; the library's product, then all_reduce (one_shot)"),
-        ("gemm_ar", 128, 6400, "; the library's product, then all_reduce (two_shot)"),
-        ("gemm_rs", 128, 6400, "; the library's product, then reduce_scatter (push)"),
-        ("gemm_rs", 64, 6400, "; the product of few rows (weft.ops.gemm.small_m), then reduce_scatter (push)"),
-        ("ag_gemm", 128, 6400, "; all_gather (push), then the library's product"),
-        ("ag_gemm", 64, 6400, "; all_gather (push), then the product of few rows (weft.ops.gemm.small_m)"),
+def test_a_gemm_and_a_collective_one_after_the_other_are_both_shown():
+    for op, M, K, gemm, collective in (
+        ("gemm_ar", 16, 6400, "small_m", "one_shot"),
+        ("gemm_ar", 64, 6400, "small_m", "two_shot"),
+        ("gemm_ar", 16, 6401, "cublas", "one_shot"),
+        ("gemm_ar", 128, 6400, "cublas", "two_shot"),
+        ("gemm_rs", 128, 6400, "cublas", "push"),
+        ("gemm_rs", 64, 6400, "small_m", "push"),
+        ("ag_gemm", 128, 6400, "cublas", "push"),
+        ("ag_gemm", 64, 6400, "small_m", "push"),
     ):
         found = ops.explain(op, M=M, N=5120, K=K, world_size=4, caps=GPU)
-        assert found.algorithm == "library" and said in found.reason, found.reason
+        assert found.algorithm == "sequential"
+        assert (found.plan.gemm.name, found.plan.collective.name) == (gemm, collective), (op, M, K)
+        told = str(found)
+        assert f"\n    gemm  {gemm}" in told
+        assert f"\n    collective  {collective}" in told
 
 
-def test_sums_that_the_one_kernel_cannot_count_are_said_to_go_by_segments():
-    for M, design in ((1 << 17, "fused"), (1 << 18, "segments")):
+def test_sums_that_the_one_kernel_cannot_count_are_said_to_go_by_the_pipelined_design():
+    for M, design in ((1 << 17, "fused"), (1 << 18, "pipelined")):
         found = ops.explain("gemm_ar", M=M, N=16400, K=512, world_size=2, caps=GPU)
-        assert found.algorithm == found.plan.design == design
+        assert found.algorithm == design
     assert "4,294,967,296 elements > 2,147,483,648" in found.reason
 
 
 def test_the_order_of_arrival_has_rows_of_its_own(rows, capsys):
-    other = dataclasses.replace(TILE, group=4)
-    rows(("all_gather_matmul", (4096, 2560, 5120), TILE), ("all_gather_matmul+own_first", (4096, 2560, 5120), other))
+    other = dataclasses.replace(FUSED, tile=dataclasses.replace(TILE, group=4))
+    rows(
+        ("all_gather_matmul", (4096, 2560, 5120), FUSED), ("all_gather_matmul+local_first", (4096, 2560, 5120), other)
+    )  # fmt: skip
     sizes = {"M": 4096, "N": 2560, "K": 5120, "world_size": 4, "caps": GPU}
-    for own_first, config in ((False, TILE), (True, other)):
+    for own_first, design in ((False, FUSED), (True, other)):
         found = ops.explain("ag_gemm", own_first=own_first, **sizes)
-        assert found.plan == config == configured("all_gather_matmul", 4096, 2560, 5120, BF16, 4, GPU, own_first)
-        assert found.row.op == "all_gather_matmul" + "+own_first" * own_first
-    with pytest.raises(ValueError, match="own_first=True changes what all_gather_matmul gets"):
+        assert found.plan == design == planned("all_gather_matmul", 4096, 2560, 5120, own_first)[0]
+        assert found.row.op == "all_gather_matmul" + "+local_first" * own_first
+    with pytest.raises(ValueError, match="own_first=True .*matmul_reduce_scatter"):
         ops.explain("gemm_rs", own_first=True, **sizes)
-    with pytest.raises(ValueError, match="no M, N, K or own_first"):
+    with pytest.raises(ValueError, match="own_first=True .*all_reduce"):
         ops.explain("all_reduce", (16, 5120), own_first=True)
+
+
+def test_a_design_can_be_asked_for(capsys):
+    for design in ("fused", "pipelined", "sequential"):
+        found = ops.explain("gemm_rs", M=4096, N=5120, K=6400, world_size=4, caps=GPU, algorithm=design)
+        assert found.algorithm == design
+    assert "rule  asked for design='sequential'" in capsys.readouterr().out
+    assert ops.explain("gemm", M=16, N=5120, K=5120, caps=GPU, algorithm="persistent").plan.tile.block_m == 16
 
 
 def test_the_norm_of_an_all_reduce(capsys):
@@ -199,7 +231,7 @@ def test_the_norm_of_an_all_reduce(capsys):
     ):
         found = ops.explain("all_reduce_rms_norm", (rows, 5120), world_size=world_size, caps=GPU)
         assert found.algorithm == algorithm
-        assert found.plan.row_bytes == 512
+        assert found.plan.push.row_bytes == 512
         assert f"{rows * 5120 * 2:,} bytes" in found.reason
     assert (
         ops.explain("all-reduce-rms-norm", (1, 5120), world_size=4, caps=GPU, algorithm="two_shot").algorithm
@@ -209,9 +241,20 @@ def test_the_norm_of_an_all_reduce(capsys):
         ops.explain("all_reduce_rms_norm", (4, 5), world_size=4, caps=GPU)
 
 
-def test_only_what_means_something_to_the_design_is_shown(rows, capsys):
-    segments = dataclasses.replace(TILE, design="segments", span=2)
-    rows(("all_gather_matmul", (4096, 2560, 5120), segments), ("matmul_reduce_scatter", (4096, 2560, 5120), TILE))
+def test_a_norm_takes_a_row_whose_parts_are_resident(rows):
+    one = find_op("all_reduce_rms_norm").designs["two_shot"]
+    for row_bytes, takes in ((1024, True), (16, False)):
+        design = one(push=PushPlan(transport="lamport", row_bytes=row_bytes, num_warps=2))
+        rows(("all_reduce_rms_norm", (16, 5120), design))
+        found = ops.explain("all_reduce_rms_norm", (16, 5120), world_size=4, caps=GPU)
+        assert (found.plan == design) == (found.row is not None) == takes
+
+
+def test_only_the_design_s_own_fields_are_shown(rows, capsys):
+    rows(
+        ("all_gather_matmul", (4096, 2560, 5120), all_gather_matmul.Pipelined(span=2)),
+        ("matmul_reduce_scatter", (4096, 2560, 5120), fused_reduce.Fused(tile=TILE)),
+    )
     shown = str(ops.explain("ag_gemm", M=4096, N=2560, K=5120, world_size=4, caps=GPU))
     assert "span=2" in shown
     assert "block_m" not in shown

@@ -1,6 +1,7 @@
 """The search on simulated ranks: all ranks go one way, whatever goes wrong on one of them."""
 
 import dataclasses
+import functools
 import threading
 import types
 
@@ -12,9 +13,16 @@ from weft.bench.plan import Plan
 from weft.bench.problem import Problem
 from weft.bench.report import Row
 from weft.bench.runner import Bench
-from weft.bench.shapes import Shape
+from weft.bench.shapes import Shape, op_of
 from weft.errors import WeftError
+from weft.ops.collectives.space import QUICK_PUSHES
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.matmul import MATMUL, Persistent
+from weft.ops.gemm.tile import Tile
+from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL
+from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.plan import table as tuned
+from weft.plan.planned import machine
 from weft.runtime import capabilities
 from weft.tune import compiling, search, spaces, timing
 from weft.tune.search import TunePlan
@@ -37,12 +45,12 @@ def run(plan, world_size=2):
 @pytest.fixture
 def calls(monkeypatch):
     """[(rank, label, whether it was compiled only)], in order."""
-    made, call = [], spaces.call
+    made, call = [], Problem.call
 
-    def recorded(op, config, inputs, team):
+    def recorded(problem, tensors, design):
         compiled = getattr(STATE, "compiling", False)
-        made.append((team.rank, spaces.label(config), compiled))
-        return None if compiled else call(op, config, inputs, team)
+        made.append((problem.team.rank, spaces.label(problem.op, design), compiled))
+        return None if compiled else call(problem, tensors, design)
 
     def compile_only(action, team):
         STATE.compiling = True
@@ -51,7 +59,7 @@ def calls(monkeypatch):
         finally:
             STATE.compiling = False
 
-    monkeypatch.setattr(spaces, "call", recorded)
+    monkeypatch.setattr(Problem, "call", recorded)
     monkeypatch.setattr(compiling, "compile_only", compile_only)
     return made
 
@@ -61,16 +69,16 @@ def failing(monkeypatch, calls):
     """failing(action): action(rank, label, compiled, out) may raise, or give another answer."""
 
     def use(action):
-        recorded = spaces.call
+        recorded = Problem.call
 
-        def call(op, config, inputs, team):
-            compiled = getattr(STATE, "compiling", False)
+        def call(problem, tensors, design):
+            compiled, name = getattr(STATE, "compiling", False), spaces.label(problem.op, design)
             if not compiled:
-                action(team.rank, spaces.label(config), compiled, None)
-            out = recorded(op, config, inputs, team)
-            return action(team.rank, spaces.label(config), compiled, out)
+                action(problem.team.rank, name, compiled, None)
+            out = recorded(problem, tensors, design)
+            return action(problem.team.rank, name, compiled, out)
 
-        monkeypatch.setattr(spaces, "call", call)
+        monkeypatch.setattr(Problem, "call", call)
 
     return use
 
@@ -81,10 +89,10 @@ def test_all_ranks_try_the_same_the_same_number_of_times(calls):
     by_rank = [[call[1:] for call in calls if call[0] == rank] for rank in range(3)]
     assert by_rank[0] == by_rank[1] == by_rank[2]
     for outcome in found[0]:
-        first = 2 * len(spaces.QUICK_PLANS)  # the default is one of them
+        first = 2 * len(QUICK_PUSHES)  # the default is one of them
         # Then three fields of the best so far, up and down. It need not be the one that is chosen at last.
         assert first < outcome.tried <= first + 6
-        assert outcome.row.config["algorithm"] in ("one_shot", "two_shot")
+        assert outcome.row.design in ("one_shot", "two_shot")
         assert 0 < outcome.row.us <= outcome.row.default_us
         assert outcome.dropped == ()
     assert [line.split(":")[0] for line in lines] == ["all-reduce 96", "all-reduce 240"]
@@ -92,7 +100,7 @@ def test_all_ranks_try_the_same_the_same_number_of_times(calls):
 
 def test_a_candidate_that_does_not_compile_on_one_rank_is_launched_on_none(calls, failing):
     def action(rank, label, compiled, out):
-        if compiled and rank == 1 and label.startswith("two_shot lamport 512"):
+        if compiled and rank == 1 and label.startswith("two_shot transport=lamport row_bytes=512 "):
             raise RuntimeError("out of resource: shared memory")
         return out
 
@@ -101,7 +109,7 @@ def test_a_candidate_that_does_not_compile_on_one_rank_is_launched_on_none(calls
     (outcome,) = found[0]
     assert found[0] == found[1]
     ((name, reason),) = outcome.dropped
-    assert name.startswith("two_shot lamport 512")
+    assert name.startswith("two_shot transport=lamport row_bytes=512 ")
     assert reason == "rank 1: RuntimeError: out of resource: shared memory"
     assert sorted(call for call in calls if call[1] == name) == [(0, name, True), (1, name, True)]
     assert outcome.row is not None
@@ -110,7 +118,7 @@ def test_a_candidate_that_does_not_compile_on_one_rank_is_launched_on_none(calls
 
 def test_a_wrong_answer_on_one_rank_drops_it_everywhere(failing):
     def action(rank, label, compiled, out):
-        if out is not None and rank == 1 and label.startswith("library"):
+        if out is not None and rank == 1 and label == "sequential":
             out.view(-1)[0] += 1
         return out
 
@@ -118,21 +126,21 @@ def test_a_wrong_answer_on_one_rank_drops_it_everywhere(failing):
     found, _ = run(TunePlan(op="gemm-rs", shapes=shapes((32, 48, 32)), quick=True))
     assert found[0] == found[1]
     (outcome,) = found[0]
-    assert [name for name, _ in outcome.dropped] == ["library"]
+    assert [name for name, _ in outcome.dropped] == ["sequential"]
     assert "wrong answer: rank 1" in outcome.dropped[0][1]
-    assert outcome.row.config["design"] in ("fused", "segments")
+    assert outcome.row.design in ("fused", "pipelined")
 
 
 def test_a_candidate_that_fails_on_all_ranks_is_dropped_and_the_search_goes_on(failing):
     def action(rank, label, compiled, out):
-        if not compiled and out is None and label != "library":
+        if not compiled and out is None and label != "sequential":
             raise ValueError("too many programs")
         return out
 
     failing(action)
     found, lines = run(TunePlan(op="gemm-ar", shapes=shapes((5, 24, 16)), quick=True))
     (outcome,) = found[0]
-    assert outcome.winner == "library"
+    assert outcome.winner == "sequential"
     assert outcome.row.default_us is None
     assert {reason for _, reason in outcome.dropped} == {"too many programs"}
     assert "dropped" in lines[0]
@@ -179,19 +187,20 @@ def test_the_default_stays_unless_it_is_beaten():
 def test_the_fastest_are_timed_once_more_beside_the_default(monkeypatch):
     """Of many candidates one reads fast by luck: what it reads beside the default counts."""
     rounds = [[], []]
+    label_of = functools.partial(spaces.label, MATMUL_REDUCE_SCATTER)
 
     def measured(bench, entrants):
         mine = rounds[bench.team.rank]
-        mine.append([spaces.label(config) for config in entrants])
-        us = {"library": 1.0, "segments chunks=1 lanes=1 span=1": 7.0} if len(mine) == 1 else {"library": 30.0}
-        return {config: us.get(spaces.label(config), 10.0) for config in entrants}
+        mine.append([label_of(design) for design in entrants])
+        us = {"sequential": 1.0, "pipelined": 7.0} if len(mine) == 1 else {"sequential": 30.0}
+        return {design: us.get(label_of(design), 10.0) for design in entrants}
 
     monkeypatch.setattr(timing, "measured", measured)
     found, _ = run(TunePlan(op="gemm-rs", shapes=shapes((32, 48, 32)), quick=True))
     (outcome,) = found[0]
     assert rounds[0] == rounds[1]
     assert len(rounds[0]) == 2
-    assert rounds[0][1] == [outcome.default, "library", "segments chunks=1 lanes=1 span=1"]
+    assert rounds[0][1] == [outcome.default, "sequential", "pipelined"]
     assert (outcome.winner, outcome.row.us) == (outcome.default, 10.0)
     assert (outcome.row.default_us, outcome.row.candidates) == (10.0, len(rounds[0][0]))
 
@@ -211,15 +220,16 @@ def test_times_of_a_warm_gpu_are_compared_by_the_default(monkeypatch):
     def measured(bench, entrants):
         passes.append(len(entrants))
         slow = 1 + 0.5 * len(passes)
-        us = {config: 10.0 if config == configs[0] else 8.0 if config == configs[3] else 9.0 for config in entrants}
-        return {config: time * slow for config, time in us.items()}
+        us = {design: 10.0 if design == designs[0] else 8.0 if design == designs[3] else 9.0 for design in entrants}
+        return {design: time * slow for design, time in us.items()}
 
     def main(team):
         problem = Problem("gemm", shapes((5, 24, 16))[0], "bf16", team)
         bench = Bench(team, Plan(op="gemm", shapes=(), providers=("weft",)), None)
-        return [timing.timed(bench, problem, configs, reference)[0] for reference in (None, 20.0)]
+        return [timing.timed(bench, problem, designs, reference)[0] for reference in (None, 20.0)]
 
-    configs = [spaces.GemmConfig(block_m=16, block_n=16, block_k=16, group=group) for group in range(1, 6)]
+    tiles = [Tile(block_m=16, block_n=16, block_k=16, group=group) for group in range(1, 6)]
+    designs = [Persistent(tile=tile) for tile in tiles]
     monkeypatch.setattr(timing, "measured", measured)
     monkeypatch.setattr(timing, "TOGETHER", 2)
     ((first, second),) = weft.simulate(main, 1)
@@ -230,9 +240,9 @@ def test_times_of_a_warm_gpu_are_compared_by_the_default(monkeypatch):
 
 def test_large_results_are_timed_in_smaller_groups():
     def together(op, *size, replicas=2):
-        problem = types.SimpleNamespace(
-            op=op, shape=Shape(size=size, label=""), dtype=torch.bfloat16, replicas=replicas
-        )
+        shape = Shape(size=size, label="")
+        problem = types.SimpleNamespace(shape=shape, dtype=torch.bfloat16, replicas=replicas)
+        problem.result_bytes = Problem.result_bytes.fget(problem)
         return timing.most_together(problem)
 
     assert together("all-reduce", 1 << 28) == together("gemm-rs", 4096, 5120, 6400) == timing.TOGETHER
@@ -241,10 +251,10 @@ def test_large_results_are_timed_in_smaller_groups():
 
 
 def test_shapes_that_differ_in_k_alone_get_rows_that_agree():
-    """Fused is best for the one and segments for the other: together segments cost less, each with its own lanes."""
-    tile = {"block_m": 128, "block_n": 128, "block_k": 64}
-    fused = spaces.GemmConfig(**tile)
-    one, two = (spaces.GemmConfig(**tile, design="segments", lanes=lanes) for lanes in (1, 2))
+    """Fused is best for the one and pipelined for the other: together pipelined costs less, each with its own streams."""
+    op = MATMUL_REDUCE_SCATTER
+    fused = op.designs["fused"](tile=Tile(block_m=128, block_n=128, block_k=64))
+    one, two = (op.designs["pipelined"](streams=streams) for streams in (1, 2))
 
     def outcome(k, times):
         best = min(times, key=times.get)
@@ -252,48 +262,85 @@ def test_shapes_that_differ_in_k_alone_get_rows_that_agree():
             op="matmul_reduce_scatter",
             dtype="bfloat16",
             shape=(1024, 5120, k),
-            config=search.fields_of(best),
+            design=op.name_of(best),
+            config=op.config_of(best),
             us=times[best],
         )
-        return search.Outcome(label=str(k), row=row, winner=spaces.label(best), times=times)
+        return search.Outcome(label=str(k), row=row, winner=spaces.label(op, best), times=times)
 
     alone = outcome(6400, {fused: 100.0, one: 104.0, two: 103.0})
     found = search.reconciled([alone, outcome(2048, {fused: 70.0, one: 60.0, two: 66.0})])
-    assert [(found.row.config["design"], found.row.config["lanes"], found.row.us) for found in found] == [
-        ("segments", 2, 103.0),
-        ("segments", 1, 60.0),
+    assert [(found.row.design, found.row.config["streams"], found.row.us) for found in found] == [
+        ("pipelined", 2, 103.0),
+        ("pipelined", 1, 60.0),
     ]
     assert search.reconciled([alone]) == [alone]
 
 
-def test_few_rows_are_left_to_their_own_rule():
+def test_everything_that_is_chosen_has_candidates():
+    """Few rows too, with the variants of a decode step: the design that calls get now is among them."""
     caps = dataclasses.replace(capabilities.simulated(4, 132), device_name="NVIDIA H200", arch="sm_90")
-    team = types.SimpleNamespace(is_simulated=False, caps=caps)
+    for word, size in (
+        ("gemm", (16, 12800, 5120)),
+        ("gemm+partials", (128, 5120, 2048)),
+        ("gemm+deferred_norm+partials", (32, 2560, 5120)),
+        ("gemm-silu+deferred_norm", (16, 6400, 5120)),
+        ("all-reduce-rms-norm", (16, 5120)),
+        ("gemm-ar", (4096, 5120, 6400)),
+        ("ag-gemm+local_first", (4096, 12800, 5120)),
+    ):
+        alias, variants = spaces.parse(word)
+        op, here = op_of(alias), machine(caps, 4)
+        call = op.call_of_case(op.case_of(size, torch.bfloat16, 4, **dict.fromkeys(variants, True)), here)
+        found = list(op.space(call, here))
+        assert len(set(found)) > 5, word
+        assert {op.name_of(design) for design in found} <= set(op.designs)
+        key, shape, _ = op.table_key(call, here)
+        assert key == "+".join([op.name, *variants]) or "local_first" in variants
+        assert tuned.row_shape(op.plan(call, here).name, shape) == shape == size
+    with pytest.raises(ValueError, match="gemm has the variants deferred_norm, partials, not 'own_first'|local_first"):
+        spaces.parse("gemm+own_first")
 
-    def decided(op, *size, dtype=torch.bfloat16):
-        shape = Shape(size=size, label="")
-        return spaces.decided(types.SimpleNamespace(op=op, team=team, shape=shape, dtype=dtype))
 
-    assert "weft.ops.gemm.small_m has its own rule" in decided("gemm", 16, 12800, 5120)
-    assert decided("gemm", 4096, 12800, 5120) == decided("gemm-ar", 16, 5120, 6400) == ""
-    assert decided("gemm", 16, 12800, 5120, dtype=torch.float32) == ""
+def test_a_variant_has_its_own_inputs_and_answer():
+    def main(team):
+        for word in ("gemm+partials", "gemm+deferred_norm", "gemm-silu+deferred_norm", "ag-gemm+own_first"):
+            alias, variants = spaces.parse(word)
+            shape = shapes((16, 32, 256))[0]
+            problem = Problem(alias, shape, "bf16", team, **dict.fromkeys(variants, True))
+            for design in spaces.first(problem, True)[:4]:
+                out = problem.call(problem.sets[0], design)
+                assert not problem.judge(out).wrong, (word, design)
+                assert problem.judge(out * 1.5).wrong
+        return True
+
+    assert all(weft.simulate(main, 2))
 
 
-def test_neighbours_move_one_field_within_what_the_config_allows():
-    best = spaces.GemmConfig(block_m=128, block_n=256, block_k=16, num_warps=8, group=1, chunks=8)
-    found = spaces.around("ag-gemm", best, 4)
+def test_neighbours_move_one_field_within_what_the_design_allows():
+    op, four = ALL_GATHER_MATMUL, machine(capabilities.simulated(4, 8), 4)
+    tile = Tile(block_m=128, block_n=256, block_k=16, num_warps=8, group=1)
+    best = op.designs["fused"](tile=tile, chunks=8)
+    found = list(op.around(best, four))
     assert len(found) == len(set(found))
-    for config in found:
-        moved = [name for name, value in search.fields_of(config).items() if value != getattr(best, name)]
-        assert len(moved) == 1
-        assert moved[0] in spaces.FIELDS["ag-gemm", "fused"]
-    assert {config.chunks for config in found} == {4, 8}
-    assert {config.block_k for config in found} == {16, 32}
-    assert spaces.around("ag-gemm", spaces.replace(best, design="library"), 4) == []
+    for design in found:
+        one, other = flat(design), flat(best)
+        assert len([name for name in one if one[name] != other[name]]) == 1
+    assert {design.chunks for design in found} == {4, 8}
+    assert {design.tile.block_k for design in found} == {16, 32}
+    assert list(op.around(best, four, quick=True)) == []
+    gemm = MATMUL.plan(GemmCall(16, 16, 16, torch.bfloat16), four)
+    assert list(op.around(op.designs["sequential"](gemm=gemm), four)) == []
+    op = MATMUL_REDUCE_SCATTER
     for world_size, span, spans, accumulate in (
         (2, 1, {1}, {False, True}), (3, 2, {1, 2}, {False}), (8, 2, {1, 2, 4}, {False}),
     ):  # fmt: skip
-        segments = spaces.replace(best, design="segments", chunks=1, span=span)
-        moved = spaces.around("gemm-rs", segments, world_size)
-        assert {config.span for config in moved} == spans
-        assert {config.accumulate for config in moved} == accumulate
+        here = machine(capabilities.simulated(world_size, 8), world_size)
+        moved = list(op.around(op.designs["pipelined"](span=span), here))
+        assert {design.span for design in moved} == spans
+        assert {design.accumulate for design in moved} == accumulate
+
+
+def flat(design):
+    fields = dataclasses.asdict(design)
+    return fields.pop("tile") | fields

@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.ops.gemm.config import GemmConfig, configured, default_config
 
+from weft.ops.op import find_op
 from weft.plan import table as tuned
+from weft.plan.planned import machine
 from weft.runtime import capabilities
-from weft.runtime.cublaslt import Algorithm
-from weft.tune.spaces import CollectiveConfig, CopyConfig
 
 H200 = dataclasses.replace(capabilities.simulated(4, 132), device_name="NVIDIA H200", arch="sm_90")
 SHIPPED = sorted((Path(tuned.__file__).parent / "tables").glob("*.json"))
 
 
-def row(op, *shape, us=10.0, **config):
+def row(op, *shape, us=10.0, design="fused", **config):
     return tuned.Row(
-        op=op, dtype="bfloat16", shape=shape, config=config, us=us, default_us=12.0, candidates=3, date="2026-11-20",
-        versions="weft 0.1.0, torch 2.11, triton 3.6",
+        op=op, dtype="bfloat16", shape=shape, design=design, config=config, us=us, default_us=12.0, candidates=3,
+        date="2026-11-20", versions="weft 0.1.0, torch 2.11, triton 3.6",
     )  # fmt: skip
 
 
@@ -31,7 +30,7 @@ def nearest(rows, op, *shape):
 
 def test_a_file_comes_back_as_it_was_a_line_for_each_row(tmp_path):
     table = tuned.Table(gpu="NVIDIA H200", world_size=4).with_rows(
-        [row("matmul", 64, 32, 16, block_m=64), row("all_reduce", 4096), row("all_reduce", 1024, algorithm="one_shot")]
+        [row("matmul", 64, 32, 16, block_m=64), row("all_reduce", 4096), row("all_reduce", 1024, design="one_shot")]
     )
     tuned.write(tmp_path / "made" / "x.json", table)
     assert tuned.read(tmp_path / "made" / "x.json") == table
@@ -67,14 +66,14 @@ def test_the_nearest_row_within_a_factor_of_two():
 
 def test_ranks_with_different_shares_of_K_agree_on_what_they_must():
     rows = [
-        row("matmul_all_reduce", 1024, 5120, 2048, block_m=64, block_k=64),
-        row("matmul_all_reduce", 1024, 5120, 3000, block_m=128, block_k=32),
-        row("matmul_all_reduce", 1024, 5120, 6400, block_m=128, block_k=128),
-        row("matmul_all_reduce", 2048, 5120, 9000, block_m=256, block_k=128),
+        row("matmul_all_reduce", 1024, 5120, 2048, tile={"block_m": 64, "block_k": 64}),
+        row("matmul_all_reduce", 1024, 5120, 3000, tile={"block_m": 128, "block_k": 32}),
+        row("matmul_all_reduce", 1024, 5120, 6400, tile={"block_m": 128, "block_k": 128}),
+        row("matmul_all_reduce", 2048, 5120, 9000, tile={"block_m": 256, "block_k": 128}),
     ]
     chosen = {}
     for m, k in itertools.product((700, 1024, 1400, 1500, 4000), (0, 1, 2048, 3000, 4000, 6400, 10**6)):
-        chosen[m, k] = tuned.nearest(rows, "matmul_all_reduce", "bfloat16", (m, 5120, k), Path("x")).row.config
+        chosen[m, k] = tuned.nearest(rows, "matmul_all_reduce", "bfloat16", (m, 5120, k), Path("x")).row.config["tile"]
     for m in (700, 1024, 1400, 1500, 4000):
         assert len({config["block_m"] for (other, _), config in chosen.items() if other == m}) == 1
     # The largest K of the nearest M and N has most to lose; what is a rank's own follows its own K.
@@ -88,7 +87,7 @@ def test_what_moves_as_many_bytes_takes_the_rows_of_bf16(monkeypatch, tmp_path):
     own = dataclasses.replace(row("matmul_all_reduce", 2048, 64, 32, block_m=64), dtype="float16")
     rows = [
         row("all_reduce", 4096), row("matmul_all_reduce", 1024, 64, 32, block_m=128), own,
-        row("matmul", 1024, 64, 32, tile=29, cluster=3, custom=1),
+        row("matmul", 1024, 64, 32, design="cublas"),
     ]  # fmt: skip
     tuned.write(path, tuned.Table(gpu="Some GPU", world_size=4).with_rows(rows))
     caps = dataclasses.replace(H200, device_name="Some GPU of this test")
@@ -108,7 +107,6 @@ def test_what_moves_as_many_bytes_takes_the_rows_of_bf16(monkeypatch, tmp_path):
 
 def test_unknown_and_simulated_gpus_have_no_row(tmp_path):
     shape = (4096, 12800, 5120)
-    assert tuned.find("matmul", shape, torch.bfloat16, 1, None) is None
     assert tuned.find("matmul", shape, torch.bfloat16, 1, capabilities.simulated(1, 8)) is None
     assert tuned.find("matmul", shape, torch.bfloat16, 7, H200) is None
     other = dataclasses.replace(H200, device_name="Some GPU (2 TiB)")
@@ -125,8 +123,11 @@ def test_found_says_file_key_and_microseconds():
 
 
 def test_a_row_that_no_longer_fits_says_so():
-    with pytest.raises(ValueError, match="tuned row matmul bfloat16 16x8x8 does not fit GemmConfig .*warp_count"):
-        row("matmul", 16, 8, 8, warp_count=4).as_config(GemmConfig)
+    designs = find_op("all_gather_matmul").designs
+    with pytest.raises(ValueError, match="tuned row matmul bfloat16 16x8x8 does not fit design 'fused' .*warp_count"):
+        row("matmul", 16, 8, 8, warp_count=4).as_design(designs)
+    with pytest.raises(ValueError, match="does not fit design 'segments'"):
+        row("matmul", 16, 8, 8, design="segments").as_design(designs)
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
@@ -135,41 +136,44 @@ def test_what_is_shipped_fits_the_ops(file):
     assert file == tuned.file_for(table.gpu, table.world_size)
     assert not table.simulated
     for one in table.rows:
-        if one.config.get("algorithm") == "copy_engine":
-            one.as_config(CopyConfig)
-        elif one.is_algorithm:
-            one.as_config(Algorithm)
+        name, *variants = one.op.split("+")
+        op = find_op(name)
+        assert set(variants) <= set(op.variants)
+        assert tuned.row_shape(one.design, one.shape) == one.shape
+        if one.design == "sequential":
+            assert one.config == {}
         else:
-            one.as_config(CollectiveConfig if len(one.shape) == 1 else GemmConfig)
+            assert op.config_of(one.as_design(op.designs)).keys() >= one.config.keys()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ranks_with_any_shares_of_K_agree_by_what_is_shipped_or_by_rule(world_size, dtype):
-    for op, M, N in itertools.product(tuned.SHARED_K, (300, 600, 1024, 3000, 8192, 20000), (2560, 5120, 8192, 12800)):
-        configs = [configured(op, M, N, K, dtype, world_size, H200) for K in (16, 1000, 2048, 3000, 4096, 7168, 10**6)]
-        assert len({tuple(getattr(config, name) for name in tuned.AGREED) for config in configs}) == 1, (op, M, N)
+    here = machine(H200, world_size)
+    for name, M, N in itertools.product(tuned.SHARED_K, (300, 600, 1024, 3000, 8192, 20000), (2560, 5120, 8192, 12800)):
+        op, M, settings = find_op(name), M // world_size * world_size, set()
+        for K in (16, 1000, 2048, 3000, 4096, 7168, 10**6):
+            planned = op.plan(op.call_of((M, N, K), dtype, here), here)
+            settings.add(tuned.agreed_of(row(name, M, N, K, design=planned.name, **op.config_of(planned.design))))
+        assert len(settings) == 1, (name, M, N)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_row_says_what_the_default_takes(world_size):
     """As long as when it was measured: a rule that has changed since makes the default's time another's."""
-    segments = ("chunks", "lanes", "span", "begin_first", "accumulate", "own_pieces")
+    here = machine(H200, world_size)
     for one in tuned.read(tuned.file_for("NVIDIA H200", world_size)).rows:
-        if len(one.shape) == 3 and "+" not in one.op and not one.is_algorithm:
-            config, default = (
-                one.as_config(GemmConfig),
-                default_config(one.op, *one.shape, torch.bfloat16, world_size, H200),
-            )
-            fields = {"library": (), "segments": segments}.get(config.design, tuple(GemmConfig.__dataclass_fields__))
-            same = all(getattr(config, name) == getattr(default, name) for name in ("design", *fields))
+        if len(one.shape) == 3 and "+" not in one.op:
+            op = find_op(one.op)
+            default = op.by_rule(op.call_of(one.shape, torch.bfloat16, here), here)
+            same = (op.name_of(default), op.config_of(default)) == (one.design, one.config)
             assert same == (one.us == one.default_us), one.key
 
 
 def test_an_algorithm_of_the_library_stands_for_its_shape_alone():
     rows = [
-        row("matmul", 1024, 8, 8, tile=29, cluster=3, custom=1),
-        row("matmul", 1100, 8, 8, tile=30, cluster=3, custom=1),
+        row("matmul", 1024, 8, 8, design="cublas", algorithm={"tile": 29}),
+        row("matmul", 1100, 8, 8, design="cublas", algorithm={"tile": 30}),
     ]
     table = tuned.Table(gpu="x", world_size=1).with_rows(rows)
     assert [one.shape for one in table.rows] == [
@@ -179,6 +183,31 @@ def test_an_algorithm_of_the_library_stands_for_its_shape_alone():
     assert nearest(rows, "matmul", 1100, 8, 8) == ((1100, 8, 8), True)
     for other in ((1101, 8, 8), (1024, 16, 8), (1024, 8, 9)):
         assert nearest(rows, "matmul", *other) is None
-    table = table.with_rows([row("matmul", 1024, 8, 8, block_m=64)])
-    assert [one.is_algorithm for one in table.rows] == [False, True]
+    table = table.with_rows([row("matmul", 1024, 8, 8, design="persistent")])
+    assert [one.design for one in table.rows] == ["persistent", "cublas"]
     assert nearest(table.rows, "matmul", 1101, 8, 8) == ((1024, 8, 8), True)
+
+
+def test_a_small_m_row_stands_for_all_rows_that_fill_its_tile():
+    rows = [row("matmul", m, 8, 8, design="small_m") for m in (16, 64, 96, 128)]
+    table = tuned.Table(gpu="x", world_size=1).with_rows(rows)
+    assert [one.shape[0] for one in table.rows] == [16, 64, 96, 128]
+    for m, shape in (
+        (1, 16),
+        (16, 16),
+        (17, None),
+        (33, 64),
+        (64, 64),
+        (65, None),
+        (95, None),
+        (96, 96),
+        (127, 96),
+        (128, 128),
+        (129, None),
+    ):
+        assert nearest(rows, "matmul", m, 8, 8) == (shape and ((shape, 8, 8), True)), m
+    assert nearest(rows, "matmul", 16, 16, 8) is None
+    chosen = tuned.nearest(
+        [dataclasses.replace(rows[0], us=None, default_us=None)], "matmul", "bfloat16", (3, 8, 8), Path("x")
+    )
+    assert "x: matmul bfloat16 16x8x8: chosen in whole steps (" in chosen.reason

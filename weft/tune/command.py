@@ -40,13 +40,12 @@ class TuneOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        from weft.bench.problem import DTYPES
-        from weft.bench.shapes import check_op
+        from weft.bench.shapes import DTYPES
         from weft.runtime.launch import DEVICES
-        from weft.tune.spaces import OWN_FIRST
+        from weft.tune.spaces import parse
 
-        for op in self.shapes_by_op():
-            check_op(op, (f"ag-gemm{OWN_FIRST}",))
+        for word in self.shapes_by_op():
+            parse(word)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
@@ -72,8 +71,8 @@ def tune(
         list[str],
         typer.Argument(
             metavar="OP[@SHAPES]...",
-            help="all-reduce, all-gather, reduce-scatter, all-to-all, gemm, ag-gemm, gemm-rs, gemm-ar, and ag-gemm+own_first, "
-            "the order of rows in an MLP; several are searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+            help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
+            "GEMMs of a decode step; several are searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
         ),
     ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
@@ -94,7 +93,7 @@ def tune(
     Exit status 1: the search ended early; the file holds the results so far.
     """
     from weft.bench.shapes import stand_ins
-    from weft.tune.spaces import OWN_FIRST
+    from weft.tune.spaces import parse
 
     with one_line_errors(traceback):
         options = TuneOptions(
@@ -109,8 +108,8 @@ def tune(
         )
         plans = plan(options)
         if talks() and any(run.device == "sim" for run in plans):
-            for op, named in options.shapes_by_op().items():
-                for line in stand_ins(op.removesuffix(OWN_FIRST), named, plans[0].world_size):
+            for word, named in options.shapes_by_op().items():
+                for line in stand_ins(parse(word)[0], named, plans[0].world_size):
                     typer.echo(f"weft: {line}", err=True)
     lost = _tune(plans, traceback)
     if lost is None:
@@ -138,15 +137,15 @@ def plan(options: TuneOptions) -> list[Run]:
     from weft.bench.shapes import parse_shapes
     from weft.plan import table as tuned
     from weft.tune.search import TunePlan, world_of
-    from weft.tune.spaces import OWN_FIRST
+    from weft.tune.spaces import parse
 
     sizes, simulated = bench_command.ranks(options.world_sizes, options.device)
     check_output("--json", options.json)
     runs = []
     for size in sizes:
         plans = []
-        for name, shapes in options.shapes_by_op().items():
-            op = name.removesuffix(OWN_FIRST)
+        for word, shapes in options.shapes_by_op().items():
+            op, variants = parse(word)
             file, world = options.out, world_of(op, size)
             if file is None and not simulated:
                 file = tuned.file_for(torch.cuda.get_device_name(), world)
@@ -154,11 +153,12 @@ def plan(options: TuneOptions) -> list[Run]:
                 _check_file(file, None if simulated else torch.cuda.get_device_name(), world, simulated)
             parsed = parse_shapes(op, shapes, size, tiny=simulated)
             plans.append(
-                TunePlan(op=op, shapes=parsed, dtype=options.dtype, quick=options.quick, out=file, own_first=name != op)
+                TunePlan(op=op, shapes=parsed, dtype=options.dtype, quick=options.quick, out=file, variants=variants)
             )
         if options.out is not None and len(worlds := {world_of(plan.op, size) for plan in plans}) > 1:
             raise ValueError(
-                f"--out {options.out}: a file holds one world size, and gemm's rows are of 1, the others' of {max(worlds)}; "
+                f"--out {options.out}: a file holds one world size, and rows of a GEMM alone are of 1, the others' of "
+                f"{max(worlds)}; "
                 f"run weft tune once for each"
             )
         device = "sim" if simulated else "cuda"

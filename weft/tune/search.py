@@ -30,17 +30,14 @@ import triton
 import weft
 from weft.bench import machine, measure
 from weft.bench.plan import Plan
-from weft.bench.problem import Problem
-from weft.bench.providers import WEFT
 from weft.bench.runner import Bench
-from weft.bench.shapes import Shape
+from weft.bench.shapes import Shape, op_of
 from weft.errors import WeftError
 from weft.ops import barrier
 from weft.plan import table as tuned
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
 from weft.tune import spaces, timing
-from weft.tune.spaces import Config
 
 if TYPE_CHECKING:
     from weft.runtime.team import Team
@@ -55,8 +52,8 @@ MOVES, QUICK_MOVES = 3, 1
 class TunePlan:
     """Plan of one op at one world size.
 
-    out        file that rank 0 writes after every shape; None: no file
-    own_first  of ag-gemm: calls with it
+    out       file that rank 0 writes after every shape; None: no file
+    variants  fields of the calls (Op.variants), which have rows of their own
     """
 
     op: str
@@ -64,12 +61,17 @@ class TunePlan:
     dtype: str = "bf16"
     quick: bool = False
     out: Path | None = None
-    own_first: bool = False
+    variants: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Name on the command line."""
-        return self.op + (spaces.OWN_FIRST if self.own_first else "")
+        return "+".join([self.op, *self.variants])
+
+    @property
+    def row_op(self) -> str:
+        """Name in rows of the table."""
+        return "+".join([op_of(self.op).name, *self.variants])
 
 
 @exchangeable
@@ -87,7 +89,7 @@ class Outcome:
     tried: int = 0
     dropped: tuple[tuple[str, str], ...] = ()
     reason: str = ""
-    times: Mapping[Config, float] = field(default_factory=dict)
+    times: Mapping[Any, float] = field(default_factory=dict)
 
 
 class Broken(WeftError):
@@ -135,7 +137,7 @@ def search_one(
     for number, shape in enumerate(plan.shapes):
         started = time.perf_counter()
         try:
-            outcome = tune_shape(bench, shape, plan.quick, versions, plan.own_first)
+            outcome = tune_shape(bench, shape, plan, versions)
         except WeftError:
             raise
         except RuntimeError as error:  # a CUDA error: pending work is lost, differently on each rank
@@ -143,7 +145,7 @@ def search_one(
         outcomes.append(outcome)
         if team.rank == 0:
             if plan.out is not None and outcome.row is not None:
-                save(plan.out, team, plan.op, outcome.row)
+                save(plan.out, team, outcome.row)
             seconds = time.perf_counter() - started
             say(f"{plan.name} {told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
         yield outcomes
@@ -151,12 +153,12 @@ def search_one(
     if team.rank == 0 and plan.out is not None:
         for outcome in outcomes:
             if outcome.row is not None:
-                save(plan.out, team, plan.op, outcome.row)
+                save(plan.out, team, outcome.row)
     yield outcomes
 
 
 def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes with equal agreed fields (tuned.AGREED) in rows of one M and N, for ranks with other K.
+    """Outcomes whose rows of one M and N agree (tuned.agreed_of), for ranks with other K.
 
     The common values are those with the least total time.
     """
@@ -166,42 +168,47 @@ def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
             groups.setdefault(tuned.bucket(outcome.row.shape)[:2], []).append(outcome)
     chosen: dict[str, Outcome] = {}
     for group in groups.values():
-        best: list[dict[tuple, Config]] = []
+        best: list[dict[tuple, Any]] = []
         for outcome in group:
-            ordered = sorted(outcome.times, key=lambda config: outcome.times[config], reverse=True)
-            best.append({tuple(getattr(config, name) for name in tuned.AGREED): config for config in ordered})
+            ordered = sorted(outcome.times, key=lambda design: outcome.times[design], reverse=True)
+            best.append({tuned.agreed_of(with_design(outcome.row, design)): design for design in ordered})
         common = set.intersection(*(set(settings) for settings in best))
 
-        def cost(setting: tuple, group: list[Outcome] = group, best: list[dict[tuple, Config]] = best) -> float:
+        def cost(setting: tuple, group: list[Outcome] = group, best: list[dict[tuple, Any]] = best) -> float:
             return sum(o.times[settings[setting]] / o.row.us for o, settings in zip(group, best, strict=True))
 
         if len(group) > 1 and common:
-            setting = min(sorted(common), key=cost)
+            setting = min(sorted(common, key=str), key=cost)
             for outcome, settings in zip(group, best, strict=True):
-                config = settings[setting]
-                row = replace(outcome.row, config=fields_of(config), us=round(outcome.times[config], 2))
-                chosen[outcome.label] = replace(outcome, row=row, winner=spaces.label(config))
+                design = settings[setting]
+                row = replace(with_design(outcome.row, design), us=round(outcome.times[design], 2))
+                winner = spaces.label(op_of(row.op), design)
+                chosen[outcome.label] = replace(outcome, row=row, winner=winner)
     return [chosen.get(outcome.label, outcome) for outcome in outcomes]
 
 
-def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str, own_first: bool = False) -> Outcome:
+def with_design(row: tuned.Row, design: Any) -> tuned.Row:
+    """``row`` for another design of its op."""
+    op = op_of(row.op.partition("+")[0])
+    return replace(row, design=op.name_of(design), config=op.config_of(design))
+
+
+def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Outcome:
     """Search one shape in rounds of candidates. Collective."""
-    team, op = bench.team, bench.plan.op
-    make, named = (spaces.OwnFirst, WEFT[op] + spaces.OWN_FIRST) if own_first else (Problem, WEFT[op])
-    problem, reason = bench.together(lambda: make(op, shape, bench.plan.dtype, team))
+    team, op, quick = bench.team, op_of(plan.op), plan.quick
+    fields = dict.fromkeys(plan.variants, True)
+    problem, reason = bench.together(lambda: bench.plan.problem(shape, team, **fields))
     if problem is None or reason:
         return Outcome(label=shape.label, row=None, reason=reason or "")
-    if reason := spaces.decided(problem):
-        return Outcome(label=shape.label, row=None, reason=reason)
     default = spaces.default(problem)
-    candidates: list[Config] = team.exchange(spaces.first(problem, quick))[0]
-    seen: set[Config] = set()
+    candidates: list[Any] = team.exchange(spaces.first(problem, quick))[0]
+    seen: set[Any] = set()
     dropped: list[tuple[str, str]] = []
     best, us, default_us = default, None, None
-    known: dict[Config, float] = {}
+    known: dict[Any, float] = {}
     moves = QUICK_MOVES if quick or team.is_simulated else MOVES
     for _ in range(1 + moves):
-        fresh = [config for config in candidates if config not in seen]
+        fresh = [design for design in candidates if design not in seen]
         seen.update(fresh)
         if not fresh:
             break
@@ -213,26 +220,29 @@ def tune_shape(bench: Bench, shape: Shape, quick: bool, versions: str, own_first
         known |= times
         before, (best, us) = best, agreed(team, times, default)
         default_us = times.get(default, default_us)
-        if (best == before and best != default) or (quick and spaces.is_compiled(best)):
+        if best == before and best != default:
             break
-        candidates = team.exchange(spaces.around(op, best, team.size))[0]
+        candidates = team.exchange(spaces.around(problem, best, quick))[0]
+    dtype = tuned.name_of(problem.dtype)
     problem.forget()
     if team.device.type == "cuda":
         del problem
         gc.collect()
         torch.cuda.empty_cache()
-    found = {"label": shape.label, "tried": len(seen), "dropped": tuple(dropped), "default": spaces.label(default)}
+    found = {"label": shape.label, "tried": len(seen), "dropped": tuple(dropped), "default": spaces.label(op, default)}
     if us is None:
         return Outcome(row=None, reason=f"no candidate ran: {dropped[0][1] if dropped else 'there is none'}", **found)
+    name = op.name_of(best)
     row = tuned.Row(
-        op=named, dtype=tuned.name_of(bench_dtype(bench)), shape=shape.size, config=fields_of(best), us=round(us, 2),
-        default_us=None if default_us is None else round(default_us, 2), candidates=len(seen) - len(dropped),
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(), versions=versions,
+        op=plan.row_op, dtype=dtype, shape=tuned.row_shape(name, shape.size), design=name, config=op.config_of(best),
+        us=round(us, 2), default_us=None if default_us is None else round(default_us, 2),
+        candidates=len(seen) - len(dropped), date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        versions=versions,
     )  # fmt: skip
-    return Outcome(row=row, winner=spaces.label(best), times=known, **found)
+    return Outcome(row=row, winner=spaces.label(op, best), times=known, **found)
 
 
-def agreed(team: Team, times: dict[Config, float], default: Config) -> tuple[Config, float]:
+def agreed(team: Team, times: dict[Any, float], default: Any) -> tuple[Any, float]:
     """Fastest candidate with its time, as rank 0 sees it; the default if it loses less than LEAST_GAIN."""
     best = min(times, key=lambda config: times[config])
     if default in times and times[best] > times[default] * (1 - LEAST_GAIN):
@@ -240,19 +250,9 @@ def agreed(team: Team, times: dict[Config, float], default: Config) -> tuple[Con
     return team.exchange((best, times[best]))[0]
 
 
-def fields_of(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
-
-
-def bench_dtype(bench: Bench) -> torch.dtype:
-    from weft.bench.problem import DTYPES
-
-    return DTYPES[bench.plan.dtype]
-
-
-def save(path: Path, team: Team, op: str, row: tuned.Row) -> None:
+def save(path: Path, team: Team, row: tuned.Row) -> None:
     """Write ``row`` to the file, replacing one of the same bucket."""
-    size = world_of(op, team.size)
+    size = world_of(row.op.partition("+")[0], team.size)
     table = tuned.Table(gpu=team.caps.device_name, world_size=size, simulated=team.is_simulated)
     if path.is_file():
         table = tuned.read(path)
@@ -264,7 +264,8 @@ def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence
     shapes = [
         {
             "op": plan.name, "shape": shape.size, "label": shape.label, "dtype": plan.dtype, "chosen": outcome.winner,
-            "default": outcome.default, "us": {spaces.label(config): round(us, 2) for config, us in outcome.times.items()},
+            "default": outcome.default,
+            "us": {spaces.label(op_of(plan.op), design): round(us, 2) for design, us in outcome.times.items()},
             "dropped": dict(outcome.dropped),
         }
         for plan, outcomes in found
@@ -280,8 +281,8 @@ def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence
 
 
 def world_of(op: str, world_size: int) -> int:
-    """World size under which a row is kept: a plain GEMM does not depend on other ranks."""
-    return 1 if op == "gemm" else world_size
+    """World size under which a row is kept: 1 for an op that knows of no other ranks."""
+    return world_size if op_of(op).collective else 1
 
 
 def versions_of() -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.bench.baselines import close_quietly
-from weft.bench.providers import Attempt, Provider
-from weft.bench.shapes import COLLECTIVES
+from weft.bench.providers import Attempt, Provider, attempt
 from weft.tune import compiling, spaces
-from weft.tune.spaces import Config
 
 if TYPE_CHECKING:
     from weft.bench.problem import Problem
@@ -25,56 +23,56 @@ FINALISTS = 2
 
 
 def timed(
-    bench: Bench, problem: Problem, configs: Sequence[Config], reference: float | None = None
-) -> tuple[dict[Config, float], list[tuple[str, str]]]:
-    """({config: its time, see `deciding`}, [(candidate, reason why it was dropped)]). Collective.
+    bench: Bench, problem: Problem, designs: Sequence[Any], reference: float | None = None
+) -> tuple[dict[Any, float], list[tuple[str, str]]]:
+    """({design: its time, see `deciding`}, [(candidate, reason why it was dropped)]). Collective.
 
-    reference  time of the first config, the default, in an earlier round
+    reference  time of the first design, the default, in an earlier round
 
-    More than TOGETHER are timed in groups, with the first two configs in each of them. The first one and a group's FINALISTS
+    More than TOGETHER are timed in groups, with the first two designs in each of them. The first one and a group's FINALISTS
     are timed once more. GPUs slow down as they warm up, so all times are scaled to the first pass by the default's ratio.
     """
-    times: dict[Config, float] = {}
+    times: dict[Any, float] = {}
     failed: list[tuple[str, str]] = []
-    made = [partial(spaces.attempt(problem, config).run, 0) for config in configs]
+    made = [partial(attempt(problem, design).run, 0) for design in designs]
     compiling.compile_shares(made, bench.team)
-    anchors, rest = list(configs[:2]), list(configs[2:])
+    anchors, rest = list(designs[:2]), list(designs[2:])
     together = most_together(problem)
     groups = [rest[at : at + together] for at in range(0, len(rest), together)] or [[]]
     for group in groups:
-        entrants: dict[Config, Entrant] = {}
-        for config in [*anchors, *group]:
-            entrant = enter(bench, problem, config)
+        entrants: dict[Any, Entrant] = {}
+        for design in [*anchors, *group]:
+            entrant = enter(bench, problem, design)
             if entrant.single is not None:
-                entrants[config] = entrant
+                entrants[design] = entrant
             else:
-                failed.append((spaces.label(config), entrant.row.reason or "it has no time"))
+                failed.append((spaces.label(problem.op, design), entrant.row.reason or "it has no time"))
                 close_quietly(entrant.attempt)
         found = measured(bench, entrants)
-        ordered = [config for config in sorted(found, key=lambda config: found[config]) if config != configs[0]]
+        ordered = [design for design in sorted(found, key=lambda design: found[design]) if design != designs[0]]
         # Equal on all ranks, which have the same times.
-        last = [config for config in (configs[0], *ordered[:FINALISTS]) if config in found]
+        last = [design for design in (designs[0], *ordered[:FINALISTS]) if design in found]
         passes = [found]
         if len(found) > len(last) > 1:
-            passes.append(measured(bench, {config: entrants[config] for config in last}))
-        reference = reference or found.get(configs[0])
+            passes.append(measured(bench, {design: entrants[design] for design in last}))
+        reference = reference or found.get(designs[0])
         for one in passes:
-            times |= scaled(one, configs[0], reference)
+            times |= scaled(one, designs[0], reference)
         for entrant in entrants.values():
             entrant.single = entrant.chain = entrant.eager = None
             close_quietly(entrant.attempt)
     return times, list(dict.fromkeys(failed))
 
 
-def measured(bench: Bench, entrants: Mapping[Config, Entrant]) -> dict[Config, float]:
+def measured(bench: Bench, entrants: Mapping[Any, Entrant]) -> dict[Any, float]:
     """Times by which candidates are compared."""
     return dict(zip(entrants, deciding(list(bench.time(list(entrants.values())))), strict=True))
 
 
-def scaled(times: dict[Config, float], default: Config, reference: float | None) -> dict[Config, float]:
+def scaled(times: dict[Any, float], default: Any, reference: float | None) -> dict[Any, float]:
     """``times`` scaled so that the default takes ``reference``."""
     factor = reference / times[default] if reference and default in times else 1.0
-    return {config: us * factor for config, us in times.items()}
+    return {design: us * factor for design, us in times.items()}
 
 
 def deciding(rows: Sequence[Row]) -> list[float]:
@@ -88,26 +86,22 @@ def deciding(rows: Sequence[Row]) -> list[float]:
 
 def most_together(problem: Problem) -> int:
     """Largest number of candidates per group at one shape, besides two more in every group."""
-    if problem.op in COLLECTIVES:
-        nbytes = problem.shape.size[0]
-    else:
-        nbytes = problem.shape.size[0] * problem.shape.size[1] * problem.dtype.itemsize
-    return max(1, min(TOGETHER, int(GRAPHS_BYTES / (nbytes * problem.replicas)) - 2))
+    return max(1, min(TOGETHER, int(GRAPHS_BYTES / (problem.result_bytes * problem.replicas)) - 2))
 
 
-def enter(bench: Bench, problem: Problem, config: Config) -> Entrant:
+def enter(bench: Bench, problem: Problem, design: Any) -> Entrant:
     """Entrant of a candidate after all steps but timing; no ``single`` if it was dropped. Collective."""
 
     def make(problem: Problem) -> Attempt:
-        made = spaces.attempt(problem, config)
+        made = attempt(problem, design)
         # All ranks exchange the result before any of them launches.
         compiling.compile_only(lambda: made.run(0), problem.team)
         return made
 
-    provider = Provider(name=spaces.label(config), ops=(problem.op,), role="weft", make=make)
+    provider = Provider(name=spaces.label(problem.op, design), ops=(problem.op.alias,), role="weft", make=make)
     entrant = bench.enter(problem, provider)
     if entrant.row.reason is None:
         bench.set_up(problem, entrant)
-        if problem.op not in COLLECTIVES:
+        if problem.is_gemm:
             entrant.chain = None  # calls in a row would double the time without affecting the choice
     return entrant

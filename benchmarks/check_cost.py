@@ -28,10 +28,9 @@ WORLD_SIZE = 4
 
 def gathered_gemm(team: Any) -> torch.Tensor:
     """8 x 8 tiles of 64 x 64, K = 256."""
-    fused = Fused(tile=Tile(block_m=64, block_n=64, block_k=64))
-    return ALL_GATHER_MATMUL.run(
-        fused, team, torch.ones(512 // team.size, 256).bfloat16(), torch.ones(512, 256).bfloat16()
-    )
+    design = Fused(tile=Tile(block_m=64, block_n=64, block_k=64))
+    a_shard, b = torch.ones(512 // team.size, 256).bfloat16(), torch.ones(512, 256).bfloat16()
+    return ALL_GATHER_MATMUL.run(design, team, a_shard, b)
 
 
 def collectives(team: Any) -> list[torch.Tensor]:

@@ -11,12 +11,17 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks import large_products, skinny
+from weft.bench.levels.names import LEVELS
 from weft.bench.plot import svg
 from weft.bench.report import Report, read, shapes_of
-from weft.bench.shapes import ALL
 from weft.bench.table import markdown, sheets
 from weft.runtime.files import put
 
+# Of the page's sections.
+ORDER = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "all-reduce-rms-norm", "gemm", "gemm-silu", "ag-gemm",
+    "gemm-rs", "gemm-ar", *LEVELS,
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Performance
 
@@ -97,7 +102,7 @@ def joined(reports: list[Report]) -> list[Report]:
 
 def in_order(machine: str, reports: list[Report]) -> tuple[list[Report], list[str]]:
     """Reports of a machine in the order of the page, and the names of their pictures, numbered if equal."""
-    ordered = sorted(reports, key=lambda report: ALL.index(report.op))
+    ordered = sorted(reports, key=lambda report: ORDER.index(report.op))
     names: list[str] = []
     taken: Counter[str] = Counter()
     for report in ordered:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.bench.levels.names import LEVELS
 from weft.bench.report import Report, Row, best_other, read, row_of, shapes_of, weft_row
-from weft.bench.shapes import LEVELS, NORMED, size_label
+from weft.bench.shapes import size_label
 
 KIB, MIB = 1 << 10, 1 << 20
 LINK = 360e9
@@ -95,7 +96,7 @@ def absolute(report: Report, shape: tuple[int, ...], ours: Row, name: str) -> It
     limit = None
     if report.op == "all-reduce":
         limit = ALL_REDUCE.get(report.world_size, {}).get(shape[0])
-    elif report.op == NORMED and report.world_size == 2:
+    elif report.op == "all-reduce-rms-norm" and report.world_size == 2:
         limit = NORMED_US.get(shape)
     elif report.op in ("all-gather", "reduce-scatter", "all-to-all") and shape[0] >= 64 * KIB:
         share = (report.world_size - 1) / report.world_size

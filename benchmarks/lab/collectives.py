@@ -1,4 +1,4 @@
-"""Plans of the collectives against each other, for the tables of weft/ops/dispatch.py.
+"""Designs of the collectives against each other, for the tables of weft/ops/collectives/collective.py.
 
     python benchmarks/lab/collectives.py --world-size 4 --out benchmarks/lab/h200-x4-collectives.json [--ops all_reduce,…]
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import statistics
 import time
@@ -25,8 +24,11 @@ from weft.ops.dispatch import transport_of
 
 import weft
 from weft.ops import barrier
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
+from weft.ops.collectives.copy_engine import CopyEngine
+from weft.ops.op import find_op
 from weft.runtime.files import put
-from weft.transport.plans import CopyPlan, Plan
+from weft.transport.plans import PushPlan
 from weft.tune.compiling import compile_only
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -54,56 +56,53 @@ INPUTS = 4
 REPLAYS = 5
 
 
-def candidates(op: str, nbytes: int, world_size: int) -> list[tuple[str, Plan | CopyPlan]]:
-    transport = transport_of(op, nbytes, world_size, "push")
-    shapes = SMALL if nbytes <= 256 * KIB else LARGE
-    algorithms = ("push",)
-    if op == "all_reduce":
-        algorithms = ("one_shot",) if nbytes < 64 * KIB else ("one_shot", "two_shot")
-        if nbytes > 4 * MIB and world_size > 2:
-            algorithms = ("two_shot",)
+def candidates(op: str, nbytes: int, world_size: int) -> list[Any]:
+    found = find_op(op)
+    transport = found.transport(nbytes, world_size)
+    names = [name for name in found.designs if name not in ("copy", "copy_engine")]
+    if "one_shot" in names and nbytes < 64 * KIB:
+        names = ["one_shot"]
+    elif "one_shot" in names and nbytes > 4 * MIB and world_size > 2:
+        names = ["two_shot"]
     copies = PIECES if nbytes >= COPIED else ()
-    found = [("copy_engine", CopyPlan(pieces=pieces, programs=n)) for pieces in copies for n in COPY_PROGRAMS]
-    return found + [
-        (algorithm, Plan(transport=transport, row_bytes=row, num_warps=warps, programs_per_sm=per_sm))
-        for algorithm in algorithms
-        for row, warps, per_sm in shapes
+    return [CopyEngine(pieces=pieces, programs=programs) for pieces in copies for programs in COPY_PROGRAMS] + [
+        found.designs[name](push=PushPlan(transport=transport, row_bytes=row, num_warps=warps, programs_per_sm=per_sm))
+        for name in names
+        for row, warps, per_sm in (SMALL if nbytes <= 256 * KIB else LARGE)
     ]
 
 
-def call(op: str, team: Any, algorithm: str, plan: Plan | CopyPlan, x: torch.Tensor) -> torch.Tensor:
-    run = importlib.import_module(getattr(weft.ops, op).__module__).run
-    return run(x, team, algorithm, plan) if op == "all_reduce" else run(x, team, plan)
+def call(op: str, team: Any, design: Any, x: torch.Tensor) -> torch.Tensor:
+    return find_op(op).run(design, team, x)
 
 
 def inputs_of(op: str, nbytes: int, team: Any) -> list[torch.Tensor]:
-    """``nbytes``: of all parts together, as dispatch counts."""
+    """``nbytes``: of all parts together."""
     elements = nbytes // 2 // (team.size if op == "all_gather" else 1)
     shape = (elements,) if op in ("all_reduce", "all_gather") else (team.size, elements // team.size)
     return [torch.randn(shape, device=team.device, dtype=torch.bfloat16) for _ in range(INPUTS)]
 
 
 def norm_rows(team: Any, share: tuple[int, int] | None) -> list[dict[str, Any]]:
-    """all_reduce_rms_norm: the algorithm, how a row is cut, and the warps of a program."""
+    """Rows of all_reduce_rms_norm: the design, how a row is cut, and the warps of a program."""
     rows, number = [], 0
     weight = torch.ones(HIDDEN, device=team.device, dtype=torch.bfloat16)
-    module = importlib.import_module("weft.ops.collectives.all_reduce_rms_norm")
     for count in ROWS:
         xs = [torch.randn(count, HIDDEN, device=team.device, dtype=torch.bfloat16) for _ in range(INPUTS)]
-        for algorithm in ("one_shot", "two_shot"):
+        for name, kind in ALL_REDUCE_RMS_NORM.designs.items():
             for part, warps in PARTS:
-                plan = Plan(transport="lamport", row_bytes=part, num_warps=warps, programs_per_sm=max(1, 16 // warps))
-                run = functools.partial(
-                    module.run, residual=xs[0], weight=weight, eps=1e-6, team=team, algorithm=algorithm
+                plan = PushPlan(
+                    transport="lamport", row_bytes=part, num_warps=warps, programs_per_sm=max(1, 16 // warps)
                 )
+                run = functools.partial(normed, kind(push=plan), team, xs[0], weight)
                 number += 1
                 if share is not None:
                     if number % share[1] == share[0]:
-                        compile_only(functools.partial(run, xs[0], plan=plan), team)
+                        compile_only(functools.partial(run, xs[0]), team)
                     continue
-                us = timed(functools.partial(run, plan=plan), xs, team, 100)
+                us = timed(run, xs, team, 100)
                 shape = [plan.row_bytes, plan.num_warps, plan.programs_per_sm]
-                found = {"op": "all_reduce_rms_norm", "bytes": xs[0].nbytes, "algorithm": algorithm, "plan": shape}
+                found = {"op": "all_reduce_rms_norm", "bytes": xs[0].nbytes, "algorithm": name, "plan": shape}
                 rows.append(found | {"us": round(us, 2)})
         if team.rank == 0 and share is None:
             told = "  ".join(
@@ -111,6 +110,10 @@ def norm_rows(team: Any, share: tuple[int, int] | None) -> list[dict[str, Any]]:
             )
             print(f"all_reduce_rms_norm {count}x{HIDDEN}  {told}", flush=True)
     return rows
+
+
+def normed(design: Any, team: Any, residual: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return ALL_REDUCE_RMS_NORM.run(design, team, x, residual, weight, 1e-6)
 
 
 def timed(run: Callable[[torch.Tensor], Any], xs: list[torch.Tensor], team: Any, calls: int) -> float:
@@ -144,18 +147,20 @@ def main(team: Any, ops: list[str], share: tuple[int, int] | None) -> list[dict[
             xs = inputs_of(op, nbytes, team)
             guess = 3 + nbytes / 2e5
             calls = int(max(8, min(100, 1500 / guess)))
-            for algorithm, plan in candidates(op, nbytes, team.size):
+            for design in candidates(op, nbytes, team.size):
                 number += 1
-                copied = isinstance(plan, CopyPlan)
-                shape = (
-                    [*plan.pieces, plan.programs] if copied else [plan.row_bytes, plan.num_warps, plan.programs_per_sm]
-                )
+                if isinstance(design, CopyEngine):
+                    shape = [*design.pieces, design.programs]
+                else:
+                    shape = [design.push.row_bytes, design.push.num_warps, design.push.programs_per_sm]
+                run = functools.partial(call, op, team, design)
                 if share is not None:
                     if number % share[1] == share[0]:
-                        compile_only(functools.partial(call, op, team, algorithm, plan, xs[0]), team)
+                        compile_only(functools.partial(run, xs[0]), team)
                     continue
-                us = timed(functools.partial(call, op, team, algorithm, plan), xs, team, calls)
-                rows.append({"op": op, "bytes": nbytes, "algorithm": algorithm, "plan": shape, "us": round(us, 2)})
+                us = timed(run, xs, team, calls)
+                name = find_op(op).name_of(design)
+                rows.append({"op": op, "bytes": nbytes, "algorithm": name, "plan": shape, "us": round(us, 2)})
             if team.rank == 0 and share is None:
                 best = sorted((row for row in rows if (row["op"], row["bytes"]) == (op, nbytes)), key=lambda r: r["us"])
                 told = "  ".join(f"{r['algorithm'][:3]} {'x'.join(map(str, r['plan']))} {r['us']}" for r in best[:4])

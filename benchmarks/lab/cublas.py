@@ -36,11 +36,14 @@ import torch
 import weft
 from benchmarks.lab.skinny import projections
 from weft.bench import machine
+from weft.ops.gemm import space
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.matmul import MATMUL
 from weft.plan import table as tuned
 from weft.runtime import cublaslt
 from weft.runtime.cublaslt import Algorithm
 from weft.runtime.files import put
-from weft.tune import search, spaces
+from weft.tune import search
 
 BF16 = torch.bfloat16
 COPIES = 3
@@ -148,10 +151,10 @@ def search_one(product: Product) -> dict:
     def fastest(times: dict[Algorithm, float]) -> list[Algorithm]:
         return sorted(times, key=lambda one: times[one])
 
-    screen([*named, *spaces.KNOWN_ALGORITHMS])
+    screen([*named, *space.KNOWN_ALGORITHMS])
     for _ in range(2):
         for best in fastest(rough)[:2]:
-            screen(spaces.around("gemm", best, 1))
+            screen([design.algorithm for design in space.algorithms_around(Cublas(algorithm=best))])
     near = [one for one in rough if rough[one] < NEAR * min(rough.values())] + named[:NAMED]
     bursts = {one: product.graph(one, BURST_SECONDS) for one in (None, *near)}
     rough_bursts = in_bursts(bursts, 3)
@@ -168,7 +171,7 @@ def ragged_one(product: Product) -> dict | None:
     rows = [row for row in tuned.read(file).rows if row.shape == (*tuned.bucket(product.size)[:1], N, K)]
     if not rows or rows[0].shape[0] == M:
         return None
-    both = (None, rows[0].as_config(Algorithm))
+    both = (None, rows[0].as_design(MATMUL.designs).algorithm)
     us, burst_us = (
         time_all({one: product.graph(one, seconds) for one in both})
         for time_all, seconds in ((at_the_limit, GRAPH_SECONDS), (in_bursts, BURST_SECONDS))
@@ -177,7 +180,7 @@ def ragged_one(product: Product) -> dict | None:
 
 
 def described(product: Product, us: Times, burst_us: Times) -> dict:
-    found = [{"us": us[one], "burst_us": burst_us[one], **search.fields_of(one)} for one in us if one is not None]
+    found = [{"us": us[one], "burst_us": burst_us[one], **dataclasses.asdict(one)} for one in us if one is not None]
     return {"shape": product.size, "cublas_us": us[None], "cublas_burst_us": burst_us[None], "candidates": found}
 
 
@@ -197,8 +200,8 @@ def rows_of(document: dict) -> Iterator[tuned.Row]:
         if (best := chosen(found)) is not None:
             yield tuned.Row(
                 op="matmul", dtype="bfloat16", shape=tuple(found["shape"]), us=best["us"], default_us=found["cublas_us"],
-                config={name: best[name] for name in Algorithm.__dataclass_fields__}, candidates=found["tried"],
-                date=document["date"], versions=document["versions"],
+                design="cublas", config={"algorithm": {name: best[name] for name in Algorithm.__dataclass_fields__}},
+                candidates=found["tried"], date=document["date"], versions=document["versions"],
             )  # fmt: skip
 
 
@@ -207,7 +210,8 @@ def save(document: dict, folder: Path) -> None:
     file = tuned.file_for(document["gpu"], 1, folder)
     table = tuned.read(file) if file.is_file() else tuned.Table(gpu=document["gpu"], world_size=1)
     measured = {tuple(found["shape"]) for found in document["rows"]}
-    table = dataclasses.replace(table, rows=tuple(row for row in table.rows if row.shape not in measured))
+    kept = [row for row in table.rows if (row.op, row.design) != ("matmul", "cublas") or row.shape not in measured]
+    table = dataclasses.replace(table, rows=tuple(kept))
     tuned.write(file, table.with_rows(rows_of(document)))
 
 

@@ -1,5 +1,6 @@
-"""Every candidate of ``weft tune`` for the overlapped matrix products, beside cuBLAS and the other providers: the figures
-that the rules of ``weft/ops/dispatch.py`` stand on.
+"""Times of every candidate of ``weft tune`` for the overlapped GEMMs, beside cuBLAS and the other providers.
+
+The rules in ``weft/ops/overlap`` follow these figures.
 
     python -m benchmarks.lab.matmul --world-size 4 --out benchmarks/lab/h200-x4-matmul.json \\
         --tuned weft/plan/tables ag-gemm@qwen3-32b:1024,2048,4096,8192 gemm-rs@qwen3-32b:1024,2048,4096,8192
@@ -26,10 +27,9 @@ import triton
 from weft.bench import measure
 from weft.bench.baselines import close_quietly
 from weft.bench.plan import Plan, heap_bytes
-from weft.bench.problem import Problem
-from weft.bench.providers import WEFT
+from weft.bench.providers import attempt
 from weft.bench.runner import Bench, Entrant
-from weft.bench.shapes import Shape, parse_shapes
+from weft.bench.shapes import Shape, alias_of, op_of, parse_shapes
 from weft.ops import barrier
 from weft.plan import table as tuned
 from weft.runtime.files import put
@@ -42,7 +42,7 @@ def plans_of(options: argparse.Namespace, command: str) -> tuple[Plan, ...]:
     wanted: dict[str, list[str]] = {}
     for word in options.words:
         op, _, shapes = word.partition("@")
-        wanted.setdefault(op, []).extend([shapes] if shapes else [])
+        wanted.setdefault(alias_of(op), []).extend([shapes] if shapes else [])
     return tuple(
         Plan(
             op=op,
@@ -76,16 +76,16 @@ def on_rank(team: Team, plans: tuple[Plan, ...], file: Path, head: dict, tuned_f
         if team.rank == 0 and tuned_folder is not None:
             for outcome in search.reconciled(outcomes):
                 assert outcome.row is not None
-                search.save(tuned.file_for(team.caps.device_name, team.size, tuned_folder), team, plan.op, outcome.row)
+                search.save(tuned.file_for(team.caps.device_name, team.size, tuned_folder), team, outcome.row)
     return rows
 
 
 def one(bench: Bench, shape: Shape) -> tuple[dict, search.Outcome]:
     """Every provider's and candidate's time, and what a search would come to."""
-    team, op = bench.team, bench.plan.op
-    problem = Problem(op, shape, bench.plan.dtype, team)
-    configs = team.exchange(spaces.first(problem, bench.plan.quick))[0]
-    made = [partial(spaces.attempt(problem, config).run, 0) for config in configs]
+    team, op = bench.team, op_of(bench.plan.op)
+    problem = bench.plan.problem(shape, team)
+    designs = team.exchange(spaces.first(problem, bench.plan.quick))[0]
+    made = [partial(attempt(problem, design).run, 0) for design in designs]
     compiling.compile_shares(made, team)
     entrants: list[Entrant] = []
     dropped: dict[str, str] = {}
@@ -94,8 +94,8 @@ def one(bench: Bench, shape: Shape) -> tuple[dict, search.Outcome]:
         if entrant.row.reason is None:
             bench.set_up(problem, entrant)
         entrants.append(entrant)
-    by_label = {spaces.label(config): config for config in configs}
-    entrants += [timing.enter(bench, problem, config) for config in configs]
+    by_label = {spaces.label(op, design): design for design in designs}
+    entrants += [timing.enter(bench, problem, design) for design in designs]
     for entrant in entrants:
         entrant.chain = None
         if entrant.single is None:
@@ -106,14 +106,15 @@ def one(bench: Bench, shape: Shape) -> tuple[dict, search.Outcome]:
     for entrant in entrants:
         entrant.single = None
         close_quietly(entrant.attempt)
-    times = {config: us[label] for label, config in by_label.items() if label in us}
+    times = {design: us[label] for label, design in by_label.items() if label in us}
     default = spaces.default(problem)
     best, best_us = search.agreed(team, times, default)
     row = tuned.Row(
-        op=WEFT[op], dtype=tuned.name_of(problem.dtype), shape=shape.size, config=search.fields_of(best), us=best_us,
-        default_us=times.get(default), candidates=len(times), date=today(), versions=search.versions_of(),
+        op=op.name, dtype=tuned.name_of(problem.dtype), shape=shape.size, design=op.name_of(best),
+        config=op.config_of(best), us=best_us, default_us=times.get(default), candidates=len(times), date=today(),
+        versions=search.versions_of(),
     )  # fmt: skip
-    outcome = search.Outcome(label=shape.label, row=row, winner=spaces.label(best), times=times)
+    outcome = search.Outcome(label=shape.label, row=row, winner=spaces.label(op, best), times=times)
     return {"us": us, "dropped": dropped}, outcome
 
 

@@ -1,21 +1,20 @@
-"""Products of few rows with cold weights, weft's kernel against cuBLAS, on one GPU: a laboratory.
+"""Small-M GEMMs with cold weights, weft's kernel against cuBLAS, on one GPU.
 
-    python -m benchmarks.lab.skinny --out benchmarks/lab/h200-small_m.json [--world-size 2,4] [--rows 1,8,16,32,64,128]
+    python -m benchmarks.lab.skinny --out benchmarks/lab/h200-skinny.json [--world-size 2,4] [--rows 1,8,16,32,64,128]
 
-All projections of Qwen3-32B, as one rank of so many holds them. Each answer is checked against fp32 before it is timed.
-A time is that of one product in a CUDA graph of many, on weights of 1 GB in all, used in turn, so that each is cold:
+All projections of Qwen3-32B, as one rank of several holds them. Each answer is checked against fp32 before it is timed.
+A time is that of one GEMM in a CUDA graph of many, on weights of 1 GB in all, used in turn, so that each is cold:
 
-    alone        one product after the other
-    after norm   RMSNorm, product, RMSNorm, product ...: a norm and a product
+    alone        one GEMM after the other
+    after norm   RMSNorm, GEMM, RMSNorm, GEMM ...: a norm and a GEMM
     after wait   the same with norms that take 4 us longer, as an all-reduce of few rows does
 
-``python benchmarks/small_m.py`` makes the table of docs/performance.md from the file.
+``python benchmarks/skinny.py`` makes the table of docs/performance.md from the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import statistics
@@ -30,21 +29,24 @@ import triton.language as tl
 import weft.language as wl
 from weft import ops
 from weft.language.lowering import ptx
-from weft.ops.gemm import small_m, small_m_config
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul_silu_mul import MATMUL_SILU_MUL
 from weft.ops.local import capabilities_of
+from weft.plan.planned import machine
 from weft.runtime.files import put
 
 BF16 = torch.bfloat16
 HIDDEN = 5120
 WAIT_US = 4
-# Bytes of the weights that a graph reads, and the products in it.
+# Bytes of the weights that a graph reads, and the GEMMs in it.
 ROTATED, FEWEST, MOST = 1 << 30, 8, 32
 REPLAYS = 7
 GBPS = 4300  # what a read of all memory reaches on H200: the floor
 
 
 def projections(world_size: int) -> dict[str, tuple[int, int, bool]]:
-    """Of Qwen3-32B: name -> (N, K, gated) of one rank's weight [N, K]."""
+    """Projections of Qwen3-32B: name -> (N, K, gated) of one rank's weight [N, K]."""
     qkv, attention, intermediate = 10240 // world_size, 8192 // world_size, 25600 // world_size
     return {
         "qkv": (qkv, HIDDEN, False),
@@ -100,7 +102,7 @@ class Bench:
         return statistics.median(a.elapsed_time(b) * 1e3 for a, b in zip(marks, marks[1:], strict=False))
 
     def situations(self, product: Callable, x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, float]:
-        """Microseconds of one product, and of what comes before it, in each."""
+        """Microseconds of one GEMM, and of what comes before it, in each situation."""
         before, normed = torch.randn_like(x), torch.empty_like(x)
         K = x.shape[1]
         constants = {"K": K, "BLOCK": triton.next_power_of_2(K), "num_warps": 16 if K > 4096 else 8, "launch_pdl": True}
@@ -134,24 +136,24 @@ def check(product: Callable, x: torch.Tensor, weight: torch.Tensor, gated: bool)
 
 
 def rows_of(bench: Bench, world_size: int, rows: list[int]):
-    caps = capabilities_of(bench.device)
+    here = machine(capabilities_of(bench.device), 1)
     for name, (N, K, gated) in projections(world_size).items():
         weights = bench.weights(N, K)
         outputs = N // 2 if gated else N
         for M in rows:
             x = torch.randn((M, K), dtype=BF16, device=bench.device)
-            config = small_m_config.config_for(M, outputs, K, caps, gated)
-            providers = {"cublas": library(gated), "skinny": lambda x, w, c=config, g=gated: small_m.run(x, w, c, g)}
+            op, call = MATMUL_SILU_MUL if gated else MATMUL, GemmCall(M, outputs, K, BF16)
+            design = op.plan(call._replace(design="small_m"), here).design
+            providers = {"cublas": library(gated), "skinny": lambda x, w, o=op, d=design: o.run(d, None, x, w)}
             found = {}
             for provider, product in providers.items():
                 check(product, x, weights[0], gated)
                 found[provider] = bench.situations(product, x, weights)
-            op = "matmul_silu_mul" if gated else "matmul"
-            chosen = small_m.chosen_for(op, x, weights[0], caps)
+            chosen = op.plan(call, here).name
             row = {
                 "projection": name, "world_size": world_size, "M": M, "N": N, "K": K, "gated": gated,
                 "floor_us": round(2 * N * K / GBPS / 1e3, 2), "us": found,
-                "config": dataclasses.asdict(config), "chosen": "cublas" if chosen is None else "skinny",
+                "config": op.config_of(design), "chosen": "skinny" if chosen == "small_m" else "cublas",
             }  # fmt: skip
             print(json.dumps(row), file=sys.stderr, flush=True)
             yield row

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import triton
-from weft.ops.dispatch import transport_of
 
 import weft
 from weft.ops import barrier

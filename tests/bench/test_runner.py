@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from weft.ops.gemm.config import DESIGNS, configured, segments_for
 
 import weft
 from tests.bench import canned

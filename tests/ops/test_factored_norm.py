@@ -12,7 +12,7 @@ from weft.kernels.operands import RowScales, ScaledMatrix
 from weft.ops.case import BF16, FP16, FP32
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
-from weft.ops.gemm import matmul_deferred_norm, matmul_parts, small_m
+from weft.ops.gemm import local_gemm, small_m
 from weft.ops.gemm.gemm_cases import SMALL_M
 from weft.parallel.fused import matmul_split
 from weft.parallel.replicated import FusedNorm
@@ -356,8 +356,7 @@ def test_which_products_take_the_factor():
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_a_library_product_is_divided_by_who_reads_it(dtype, monkeypatch):
-    for module in (matmul_parts, matmul_deferred_norm):
-        monkeypatch.setattr(module, "choose_small_m", lambda *_, **__: (None, "cuBLAS"))
+    monkeypatch.setattr(local_gemm, "small_m_rule", lambda *_, **__: (False, "cuBLAS"))
     forget()
 
     def main():

@@ -45,7 +45,8 @@ def alone(main):
 
 
 def capabilities_of(arch, sms=132):
-    name = "simulated" if arch == "sim" else arch
+    # The GPU whose rows the table has.
+    name = {"sim": "simulated", "sm_90": "NVIDIA H200"}.get(arch, arch)
     return Capabilities(device_name=name, arch=arch, sms=sms, memory_bytes=0, peer_access=(True,))
 
 
@@ -171,7 +172,8 @@ def default_of(M, N, K, caps, gated=False, dtype=BF16, **fields):
 def built(arch, M, N, K, gated, dtype=BF16, squares=0, partials=False):
     """The kernel that a GEMM of these sizes gets on ``arch``, and its design. squares: of a deferred RMS scale, per row."""
     caps = capabilities_of(arch)
-    design = default_of(M, N, K, caps, gated, dtype, partials=partials, deferred_norm=partials and squares > 0)
+    call = GemmCall(M, N, K, dtype, partials=partials, deferred_norm=partials and squares > 0, design="small_m")
+    design = (MATMUL_SILU_MUL if gated else MATMUL).plan(call, machine(caps, 1)).design
     x = torch.zeros((64, 64), dtype=dtype)
     rows, weight = (descriptor_or_self(x, block, design.block_k, True) for block in (design.block_m, design.block_n))
     out = torch.zeros(8) if design.partials > 1 else x
@@ -273,15 +275,16 @@ def test_every_size_has_a_design(arch):
 
 def test_explain_says_which_design_and_why(capsys):
     caps = capabilities_of("sm_90")
-    for op, M, design, said in (
-        ("matmul", 16, "small_m", "M=16 <= 64"),
-        ("matmul", 65, "cublas", "cuBLAS"),
-        ("matmul_silu_mul", 64, "small_m", "M=64 <= 64"),
-        ("matmul_silu_mul", 65, "cublas", "M=65 > 64"),
-        ("matmul_silu_mul", 127, "cublas", "M=127 > 64"),
-        ("matmul_silu_mul", 128, "small_m", "one round of whole tiles"),
+    for op, M, N, K, design, said in (
+        ("matmul", 16, 5120, 6400, "small_m", "matmul bfloat16 16x5120x6400: chosen in whole steps"),
+        ("matmul", 16, 5120, 6464, "small_m", "M=16 <= 64"),
+        ("matmul", 65, 5120, 6400, "cublas", "cuBLAS"),
+        ("matmul_silu_mul", 64, 5120, 6400, "small_m", "M=64 <= 64"),
+        ("matmul_silu_mul", 65, 6400, 5120, "cublas", "M=65 > 64"),
+        ("matmul_silu_mul", 127, 6400, 5120, "cublas", "M=127 > 64"),
+        ("matmul_silu_mul", 128, 6400, 5120, "small_m", "128x6400x5120"),
     ):
-        found = ops.explain(op, M=M, N=5120, K=6400, world_size=1, caps=caps)
+        found = ops.explain(op, M=M, N=N, K=K, world_size=1, caps=caps)
         assert found.algorithm == design
         assert said in found.reason and said in capsys.readouterr().out
 

@@ -54,7 +54,7 @@ class Plan:
         return choose(self.op, self.providers, simulated)
 
     def problem(self, shape: Shape, team: Team, **fields: bool) -> Any:
-        """Problem set up at this shape, with further fields of the call, as defined by weft.bench.problem.Problem."""
+        """Problem set up at this shape (weft.bench.problem.Problem). ``fields``: of the call."""
         return PROBLEMS.get(op_of(self.op).form, Problem)(self.op, shape, self.dtype, team, **fields)
 
     def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:

@@ -147,7 +147,7 @@ class Problem:
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
 
     def _tolerance(self, local: bool) -> tuple[float, float]:
-        """(relative to the element, relative to the RMS) of any provider: a library may round partial sums on the way."""
+        """(relative to the element, relative to the RMS) of any provider: a library may round partial sums."""
         terms = self.shape.size[2] if local else self.op.accuracy(self.case).terms
         return tolerance(self.dtype, terms, partials=1)
 

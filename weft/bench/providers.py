@@ -101,7 +101,7 @@ def named_by(word: str, name: str) -> bool:
 
 
 def _of_weft(op: Op) -> list[Provider]:
-    """weft's plan ("weft.auto"), and each design: of a GEMM on request, since few win where they are not chosen."""
+    """Providers of weft's plan ("weft.auto") and of each design; designs of GEMMs run on request."""
     gemm = op.form == "gemm"
     auto = Provider(name="weft.auto", ops=(op.alias,), role="weft", make=attempt)
     return [

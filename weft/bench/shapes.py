@@ -63,7 +63,7 @@ def dimensions(op: str) -> int:
 
 
 def is_gemm(op: str) -> bool:
-    """True for an op that is rated by its operations; others move data, and are rated by their bytes on the wire."""
+    """True for an op that is rated by its operations; others are rated by their bytes on the wire."""
     return op not in LEVELS and op_of(op).form == "gemm"
 
 
@@ -301,7 +301,7 @@ def _simulable_gemm(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What shapes of one form are.
+    """One form of shapes.
 
     dimensions  of a shape
     sets        named ones

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def moved(design: T, **values: Iterable[Any]) -> Iterator[T]:
-    """``design`` with one field changed to each of the field's ``values``; those that its class refuses are left out."""
+    """Copies of ``design`` with one field changed to one of its ``values``, if the class accepts it."""
     for name, options in values.items():
         for value in options:
             if value == getattr(design, name):

@@ -133,12 +133,11 @@ class Op:
     # --- tuning ------------------------------------------------------------------------------------------------------
 
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        """Designs far apart from each other that ``weft tune`` times at a shape, fewer if ``quick``; the rule's need not be
-        among them."""
+        """Designs far apart from each other for ``weft tune`` to time, fewer if ``quick``."""
         return iter(())
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        """Neighbours of a design: one field moved. None if ``quick`` where each is a kernel that takes a second to compile."""
+        """Designs with one field of ``design`` moved; none if ``quick`` and each would be compiled."""
         return iter(())
 
     def by_rule(self, call: Any, machine: Machine) -> Any:
@@ -204,7 +203,7 @@ class Op:
         return 0
 
     def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes of the largest tensor that moves between ranks and of which the workspaces hold several times a part."""
+        """Bytes of the largest tensor that moves between ranks through the op's workspaces."""
         return 0
 
     # --- running -----------------------------------------------------------------------------------------------------

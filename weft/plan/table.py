@@ -188,7 +188,7 @@ def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], fi
 
 
 def distance_of(row: Row, shape: tuple[int, ...], deciding: int) -> float | None:
-    """How far ``row`` is from a call's shape in its first ``deciding`` sizes; None if it does not stand for it."""
+    """Distance of ``row`` from a call's shape in its first ``deciding`` sizes; None: no match."""
     if row.design == SMALL_M and row.shape[1:] == shape[1:]:
         least, most = SMALL_M_ROWS[row.shape[0]]
         return abs(math.log2(row.shape[0] / shape[0])) if least <= shape[0] <= most else None

@@ -1,4 +1,4 @@
-"""Search space of the collectives' designs: how tiles are pushed, and the pieces that copy engines carry."""
+"""Search space of the collectives' designs: tiles that are pushed, and pieces for copy engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two GEMMs of one rank share, ``matmul`` and ``matmul_silu_mul``: the small-M kernel among their designs."""
+"""Base class of the two GEMMs of one rank: plans and cases with the small-M kernel among the designs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LocalGemm(GemmOp):
         return torch.nn.functional.silu(gate) * up
 
     def run_case(self, case: Case, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Result by the case's design; in cases of split-K partials fp32 [partials, M, N] where the design leaves them."""
+        """Result by the case's design; fp32 [partials, M, N] where it leaves split-K partials."""
         a, b, *squares = tensors
         design = self.design_of(case, machine(capabilities_of(a.device), 1))
         a, b = rows_contiguous(a), rows_contiguous(b)

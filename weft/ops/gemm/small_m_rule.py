@@ -1,4 +1,4 @@
-"""Designs of small-M GEMMs (weft.ops.gemm.small_m), and the rule for shapes of which the table has no row.
+"""Designs of small-M GEMMs (weft.ops.gemm.small_m), and the rule for shapes without a row.
 
 The limits are crossovers measured on H200: docs/decisions.md, "Small-M GEMMs".
 """
@@ -69,7 +69,7 @@ class SmallM:
 
 
 def is_small(M: int) -> bool:
-    """True if GEMMs of ``M`` rows go by the small-M kernel, which applies deferred RMS scales, where a GPU has one."""
+    """True if the small-M kernel, which applies deferred RMS scales, computes GEMMs of ``M`` rows."""
     return M <= MAX_ROWS
 
 
@@ -79,7 +79,10 @@ def takes(call: GemmCall) -> bool:
 
 
 def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bool, str]:
-    """Whether the small-M kernel computes ``call`` where no row decides, and the reason. gated: the weight is [2 N, K]."""
+    """True if the small-M kernel computes ``call`` where no row decides; and the reason.
+
+    gated  the weight is [2 N, K]
+    """
     M, N, K = call.M, call.N, call.K
     if call.dtype not in HALVES:
         return False, f"{call.dtype}: the small-M GEMM is for fp16 and bf16"

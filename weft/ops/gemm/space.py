@@ -1,4 +1,4 @@
-"""Search space of GEMM designs: tiles of the persistent kernels, small-M tiles, and algorithms of cuBLAS."""
+"""Search space of GEMM designs: persistent tiles, small-M tiles, and algorithms of cuBLAS."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def algorithms_around(design: Cublas) -> Iterator[Cublas]:
 
 
 def small_m_tiles(base: SmallM, call: GemmCall, caps: Capabilities, gated: bool, quick: bool) -> Iterator[SmallM]:
-    """Small-M designs besides the default ``base``: tiles, depths of the ring, and numbers of split-K partials."""
+    """Small-M designs besides the default ``base``: tiles, stages, and numbers of split-K partials."""
     most = MAX_PARTIALS_LEFT if call.partials else MAX_PARTIALS
     for block_n, block_k in SMALL_M_TILES:
         stage = (base.block_m + block_n * (2 if gated else 1)) * block_k * 2

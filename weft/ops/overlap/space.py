@@ -1,4 +1,4 @@
-"""Search space of the overlapped ops: the pipelined designs' GEMMs in turn, and the fused designs' tiles."""
+"""Search space of the overlapped ops: chunks of the pipelined designs, tiles of the fused ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pipelines_around(design: Any, machine: Machine, **values: Any) -> Iterator[A
 
 
 def fused_tiles(base: Any, rows: int, dtype: Any, machine: Machine, quick: bool) -> Iterator[Any]:
-    """Fused designs: ``base`` with other tiles for panels of ``rows`` rows; on simulated ranks with the other ``split``."""
+    """Fused designs: ``base`` with other tiles for panels of ``rows`` rows, or the other ``split``."""
     if machine.caps.is_simulated:
         yield replace(base, split=not base.split)
     for tile in tiles(base.tile, rows, dtype, machine.caps, quick):

@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from weft.runtime.view import MAX_BARRIER_PROGRAMS, RECORD_WORDS, TeamView, make_view
+from weft.runtime.team.view import MAX_BARRIER_PROGRAMS, RECORD_WORDS, TeamView, make_view
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

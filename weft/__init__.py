@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 
 # Name -> the module that defines it. Loaded on first use: `import weft` costs nothing and needs neither GPU nor greenlet.
 _EXPORTS = {
-    "init": "weft.runtime.team",
-    "Team": "weft.runtime.team",
+    "init": "weft.runtime.team.team",
+    "Team": "weft.runtime.team.team",
     "launch": "weft.runtime.launch",
     "simulate": "weft.runtime.simulate",
     "exchangeable": "weft.runtime.codec",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weft.engine import Engine, EngineConfig, Piece
     from weft.models import DecoderConfig
     from weft.runtime.doctor import Finding
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 app = typer.Typer(
     cls=Commands,

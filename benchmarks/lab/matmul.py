@@ -34,7 +34,7 @@ from weft.ops import barrier
 from weft.plan import table as tuned
 from weft.runtime.files import put
 from weft.runtime.launch import launch
-from weft.runtime.team import Team
+from weft.runtime.team.team import Team
 from weft.tune import compiling, search, spaces, timing
 
 

@@ -16,7 +16,7 @@ from tests.zoo.overlapping import fill, sum_of
 from weft import ops
 from weft.models import Qwen3Config, Qwen3ForCausalLM
 from weft.simulator.happens_before import HappensBefore
-from weft.simulator.machine import Machine
+from weft.simulator.machine.machine import Machine
 
 N = 32
 CONFIG = Qwen3Config.from_dict({

@@ -14,7 +14,7 @@ from tests.compiling import TARGETS, a_view, compiled
 from tests.runtime import behaviour
 from weft.errors import WeftError
 from weft.language.channels import ChannelCall
-from weft.runtime.channel import ChannelView
+from weft.runtime.team.channel import ChannelView
 
 
 def a_channel_view(chunks=8):

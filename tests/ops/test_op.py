@@ -13,7 +13,7 @@ from weft.ops.op import Op, find_op, registered
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 from weft.runtime.capabilities import Capabilities
-from weft.runtime.team import find_team
+from weft.runtime.team.team import find_team
 
 OPS = list(registered())
 H200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 2)

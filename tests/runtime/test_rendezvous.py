@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
-from weft.runtime import cuda
-from weft.runtime.cuda import Place, check_peers
-from weft.runtime.rendezvous import Rendezvous
+from weft.runtime.platforms import cuda
+from weft.runtime.platforms.cuda import Place, check_peers
+from weft.runtime.team.rendezvous import Rendezvous
 from weft.runtime.wait_record import raise_from_record
 
 

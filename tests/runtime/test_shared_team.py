@@ -8,9 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from weft import Team
 from weft.errors import NoTeam, Unsupported
-from weft.runtime import capabilities, team
-from weft.runtime.cuda import CudaPlatform, process_group
-from weft.runtime.view import RECORD_WORDS
+from weft.runtime import capabilities
+from weft.runtime.platforms.cuda import CudaPlatform, process_group
+from weft.runtime.team import team
+from weft.runtime.team.view import RECORD_WORDS
 
 
 def test_on_virtual_ranks_it_is_main_s_team_until_that_is_closed():

@@ -8,9 +8,9 @@ import torch
 import weft
 from weft import ops
 from weft.errors import AllocationMismatch, Deadlock, HeapExhausted, NotSymmetric, TeamClosed, Unsupported
-from weft.runtime.heap import ALIGNMENT, HeapLayout
-from weft.runtime.team import find_team
-from weft.runtime.virtual import VirtualPlatform
+from weft.runtime.platforms.virtual import VirtualPlatform
+from weft.runtime.team.heap import ALIGNMENT, HeapLayout
+from weft.runtime.team.team import find_team
 
 
 def test_symmetric_tensors_lie_at_equal_offsets_and_peers_are_reachable():

@@ -11,7 +11,7 @@ import weft
 import weft.language as wl
 from tests.runtime import behaviour
 from weft.errors import Deadlock, InvalidAccess, WeftError
-from weft.simulator import pointers
+from weft.simulator.machine import pointers
 
 N = 32
 

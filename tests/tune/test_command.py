@@ -167,8 +167,8 @@ def test_a_file_that_is_no_table_is_refused_by_name(tmp_path):
 
 
 def test_without_the_simulator_s_packages_it_is_exit_2(monkeypatch):
-    monkeypatch.setitem(sys.modules, "weft.simulator.machine", None)
+    monkeypatch.setitem(sys.modules, "weft.simulator.machine.machine", None)
     result = tune("all-reduce", "--quick", "--device", "sim")
     assert result.exit_code == 2
-    assert "weft: the simulator needs weft.simulator.machine, which is not installed" in result.stderr
+    assert "weft: the simulator needs weft.simulator.machine.machine, which is not installed" in result.stderr
     assert "Traceback" not in result.output

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.bench.plan import Plan
     from weft.bench.report import Report
     from weft.bench.runner import Save
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 SIMULATED_RANKS = 2
 # Most simulated ranks: 32 deadlock, since their kernels need more SMs than are simulated.

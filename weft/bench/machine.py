@@ -14,7 +14,7 @@ import triton
 import weft
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 def describe(team: Team) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.bench.report import Report
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Seconds after which a round counts as stuck; the longest round takes well under one.
 PATIENCE_SECONDS = 20.0

@@ -17,7 +17,7 @@ from weft.plan.planned import AUTO
 
 if TYPE_CHECKING:
     from weft.bench.shapes import Shape
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 class NormProblem(Problem):

@@ -15,7 +15,7 @@ from weft.bench.shapes import DTYPES, Shape, is_gemm, op_of
 if TYPE_CHECKING:
     from weft.bench.measure import Meter
     from weft.bench.runner import Bench
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Of ops with several results.
 PROBLEMS = {"rows": NormProblem}

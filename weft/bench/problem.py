@@ -17,7 +17,7 @@ from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.bench.providers import Attempt
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Bytes read between two uses of the same weights: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6

@@ -25,7 +25,7 @@ from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
 from weft.ops import barrier
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 T = TypeVar("T")
 Save = Callable[[list[Report]], None]

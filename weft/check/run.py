@@ -29,7 +29,7 @@ from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMai
 from weft.runtime.mains import check_main
 from weft.runtime.simulate import simulate
 from weft.simulator.findings import Finding, Side, allowed_by
-from weft.simulator.host_operations import host_line_of
+from weft.simulator.machine.host_operations import host_line_of
 from weft.simulator.strategies import STRATEGIES, make, strategy_of
 
 DEFAULT_SCHEDULES = 20
@@ -182,8 +182,8 @@ class Runner:
         return replace(outcome, findings=kept + hangs)
 
     def _run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
+        from weft.simulator.machine.store_buffers import StoreBuffers
         from weft.simulator.observer import Observer
-        from weft.simulator.store_buffers import StoreBuffers
 
         kept = []
 

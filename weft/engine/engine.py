@@ -43,7 +43,7 @@ from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.memory import check_cache
 from weft.runtime.codec import encode
-from weft.runtime.team import Team
+from weft.runtime.team.team import Team
 
 MAX_POSITIONS = 1 << 24
 logger = logging.getLogger("weft")

@@ -24,7 +24,7 @@ from weft.runtime.launch import launch_on_pipes
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 GO, STOP = encode(("go", None)), encode(("stop", None))
 

@@ -15,10 +15,10 @@ from weft.engine.params import Prompt, SamplingParams
 from weft.errors import WeftError
 from weft.models.checkpoint import Progress
 from weft.runtime.launch import launch
-from weft.runtime.team import init
+from weft.runtime.team.team import init
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 Requests = tuple[list[Prompt], list[SamplingParams]]
 Pieces = Generator[Piece, None, None]

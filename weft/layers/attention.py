@@ -15,7 +15,7 @@ from weft.parallel.step_plan import Mode, mode_named
 from weft.parallel.tensors import AttentionWeights, tensor_of
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 class TPAttention(nn.Module):

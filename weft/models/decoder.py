@@ -26,7 +26,7 @@ from weft.parallel.tensors import LayerWeights, NormWeights
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 DEFAULT_PAGE_SIZE = 64
 logger = logging.getLogger("weft")

@@ -11,7 +11,7 @@ from weft.errors import ModelTooLarge
 from weft.models.config import DecoderConfig
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype) -> None:

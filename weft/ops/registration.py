@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.arguments import check_bool, check_int, check_number, quoted
-from weft.runtime.team import Team
+from weft.runtime.team.team import Team
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)

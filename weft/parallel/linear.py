@@ -13,7 +13,7 @@ from weft.parallel.sharding import Shard
 from weft.parallel.step_plan import Mode, check_mode
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 def check_layer(team: Team, mode: Mode, dtype: torch.dtype, **sizes: int) -> None:

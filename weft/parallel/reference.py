@@ -17,7 +17,7 @@ from weft.parallel import plain
 from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, VocabWeights
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 AllReduce = Callable[[Tensor], Tensor]
 # (qkv [T, (heads + 2 kv_heads) * head_dim], weights, tokens of the step, keys and values of the layer) -> [T, heads * head_dim]

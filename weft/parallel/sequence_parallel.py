@@ -18,7 +18,7 @@ from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, No
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 Cache = tuple[Tensor, Tensor]
 

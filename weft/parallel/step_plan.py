@@ -26,7 +26,7 @@ from weft.parallel.tensors import SequenceShard
 
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 Mode = Literal["reference", "sequence_parallel", "replicated", "auto", "torch", "ag_rs", "gemm_ar"]
 MODES = ("reference", "sequence_parallel", "replicated", "auto")

@@ -14,7 +14,7 @@ from weft.parallel.step_plan import Mode, mode_named, plan_layer
 from weft.parallel.tensors import VocabWeights, tensor_of
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 def all_gather(x: Tensor, team: Team, mode: Mode) -> Tensor:

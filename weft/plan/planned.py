@@ -11,7 +11,7 @@ from weft.runtime.capabilities import Capabilities
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 UNLIMITED = 1 << 62
 AUTO = "auto"

@@ -148,7 +148,7 @@ def is_simulated(world_size: int | None, device: str) -> bool:
 
 
 def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float) -> list[Any]:
-    from weft.runtime.team import init_main
+    from weft.runtime.team.team import init_main
 
     team = init_main(heap_bytes=heap_bytes, debug=debug)
     try:
@@ -286,7 +286,7 @@ def _end_with_parent(folder: str) -> None:
 
 def _on_gpu(job: _Job, rank: int) -> Any:
     """Team of a rank with one GPU, which others may share."""
-    from weft.runtime.team import init_main
+    from weft.runtime.team.team import init_main
 
     torch.cuda.set_device(rank % job.gpus)
     backend = "nccl"

@@ -16,10 +16,10 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from weft.runtime.view import TeamView
+from weft.runtime.team.view import TeamView
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Triton's own launch. The simulator, and `weft tune` where it only compiles, replace it.
 _TRITON_RUN = JITFunction.run

@@ -15,7 +15,7 @@ import torch
 from weft.runtime.streams import current_stream, on_stream, own_stream
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 class SideStreams:

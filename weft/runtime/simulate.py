@@ -21,7 +21,7 @@ from weft.arguments import (
 )
 from weft.errors import SimulatorMissing
 from weft.runtime.mains import check_main, checked_result
-from weft.runtime.team import Team, init_main
+from weft.runtime.team.team import Team, init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
 # Virtual rank of a host thread, set by threads of the simulator only.
@@ -60,10 +60,10 @@ def simulate(
     check_optional(check_callable, "prepare", prepare, "prepare(machine)")
     _check_slow(slow, world_size)
     try:
-        from weft.simulator.machine import Machine
+        from weft.simulator.machine.machine import Machine
     except ImportError as error:
         raise SimulatorMissing(str(error.name)) from error
-    from weft.runtime.virtual import Cluster  # needs the simulator
+    from weft.runtime.platforms.virtual import Cluster  # needs the simulator
 
     machine = Machine(world_size, seed, sms, slow, on_event)
     cluster = Cluster(machine)

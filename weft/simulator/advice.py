@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.simulator.findings import Place
-from weft.simulator.polling import is_polled
+from weft.simulator.machine.polling import is_polled
 from weft.simulator.thread_clocks import Access
 from weft.simulator.vector_clocks import at
 

@@ -16,7 +16,7 @@ import numpy as np
 from weft.simulator.advice import advice_for
 from weft.simulator.findings import Finding, Place, Side, allowed_by
 from weft.simulator.interpreter import LIBRARIES
-from weft.simulator.memory import Extent
+from weft.simulator.machine.memory import Extent
 from weft.simulator.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
 from weft.simulator.thread_clocks import (
     ASYNC,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from weft.simulator.memory import Extent
+from weft.simulator.machine.memory import Extent
 
 UNWRITTEN, INITIAL = 0, 1
 Cells = slice | np.ndarray

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.polling import is_polled, waits_for_one_value
+from weft.simulator.machine.polling import is_polled, waits_for_one_value
 from weft.simulator.races import Races
 from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock
 

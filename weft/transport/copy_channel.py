@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.runtime.channel import Channel, ChannelView
 from weft.runtime.launching import launch_of
+from weft.runtime.team.channel import Channel, ChannelView
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 # Signals that a rank keeps for each peer's rows.

@@ -66,7 +66,7 @@ import weft.language as wl
 from weft.runtime.arithmetic import next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import Launch
-from weft.runtime.team import Team
+from weft.runtime.team.team import Team
 from weft.transport.plans import PushPlan
 
 # Stages of a slot: of narrow rows, whose launches have one exchange or two a program, and of wide rows, for large messages. An

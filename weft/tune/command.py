@@ -19,7 +19,7 @@ from weft.console import check_output, message_of, numbers, one_line_errors, pro
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
     from weft.tune.search import Outcome, TunePlan
 
 

@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Threads of a rank that compile at once.
 THREADS = 3

@@ -40,7 +40,7 @@ from weft.runtime.files import put
 from weft.tune import spaces, timing
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Smaller gains are noise: the default stays.
 LEAST_GAIN = 0.02

@@ -22,7 +22,7 @@ from weft.ops.gemm.small_m_rule import MAX_PARTIALS_LEFT
 from weft.plan import table
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
-from weft.runtime.cuda import resident_programs
+from weft.runtime.platforms.cuda import resident_programs
 from weft.transport.plans import PushPlan
 from weft.transport.push import WIDE_BYTES, registers_of
 

@@ -22,7 +22,7 @@ from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, Shares, share_kerne
 from weft.plan import table
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
-from weft.runtime.channel import ChannelView
+from weft.runtime.team.channel import ChannelView
 from weft.transport.copy_channel import MAX_CHUNKS, begin_kernel, wait_kernel
 
 # The design with a kernel of its own.

@@ -22,7 +22,7 @@ from weft.parallel.vocabulary import best_of, best_pairs
 
 if TYPE_CHECKING:
     from weft.models import Decoder, DecoderConfig
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

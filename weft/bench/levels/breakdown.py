@@ -12,7 +12,7 @@ import torch
 from weft.bench.measure import Meter, finish
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Kinds in the order of the tables. "gemm+communication" and "all-reduce + norm" are kernels that do both; a norm that
 # torch.compile has fused into other elementwise work counts as pointwise.

@@ -30,7 +30,7 @@ from weft.engine.params import SamplingParams
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # (prompt, token), in order of arrival on the host.
 Tokens = Iterator[Sequence[tuple[int, int]]]

@@ -21,7 +21,7 @@ from weft.models.config import DecoderConfig
 if TYPE_CHECKING:
     from weft.bench.measure import Meter
     from weft.bench.runner import Bench
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 CHECK = (
     "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "

@@ -22,7 +22,7 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from weft.bench.levels.plan import LevelPlan
     from weft.models import Decoder
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Largest RMS of a row's error over the RMS of the eager baseline's row. Both round, at different places: over the 4 layers of a
 # small model that is 0.01 .. 0.03 in bf16; a wrong RoPE base gives 0.27 and swapped halves of a fused weight 0.2 or more.

@@ -16,7 +16,7 @@ from weft.parallel.step_plan import mode_named
 
 if TYPE_CHECKING:
     from weft.models.config import DecoderConfig
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 class Session(Protocol):

@@ -14,10 +14,10 @@ from weft.errors import NotSymmetric, WeftError
 from weft.language import bulk, lamport, signals
 from weft.language.arguments import check_flagged_block, check_value, signed_type
 from weft.language.lowering import stock
-from weft.runtime.view import MAX_BARRIER_PROGRAMS
+from weft.runtime.team.view import MAX_BARRIER_PROGRAMS
 from weft.simulator import numerics
 from weft.simulator.intrinsics import simulated
-from weft.simulator.pointers import ADDRESS
+from weft.simulator.machine.pointers import ADDRESS
 
 
 @simulated(signals.wait)

@@ -43,7 +43,7 @@ from weft.ops.registration import (
 )
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.team import Team, find_team
+from weft.runtime.team.team import Team, find_team
 from weft.transport.plans import LINE_BYTES, PushPlan
 from weft.transport.push import (
     STAGES,

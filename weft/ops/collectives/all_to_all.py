@@ -21,7 +21,7 @@ from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_even, check_tensor
 from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.team import Team, find_team
+from weft.runtime.team.team import Team, find_team
 from weft.transport.plans import word_of
 from weft.transport.push import (
     clears_in_order,

@@ -6,7 +6,7 @@ import triton
 
 import weft.language as wl
 from weft.ops.registration import check_team
-from weft.runtime.team import Team
+from weft.runtime.team.team import Team
 
 
 @triton.jit

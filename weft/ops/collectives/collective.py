@@ -21,11 +21,11 @@ from weft.ops.registration import check_divides
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
-from weft.runtime.workspace import capacity_for
+from weft.runtime.team.workspace import capacity_for
 from weft.transport.plans import LINE_BYTES, PushPlan, word_of
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 class CollectiveCall(NamedTuple):

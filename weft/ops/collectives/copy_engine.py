@@ -38,12 +38,12 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_of
-from weft.runtime.workspace import grown_workspace
+from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel, await_chunk
 from weft.transport.plans import LINE_BYTES
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Most bytes of a round: of all ranks' parts together.
 ROUND_BYTES = 512 << 20

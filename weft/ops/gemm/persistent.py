@@ -12,7 +12,7 @@ from weft.kernels.tile_schedule import MAX_PARTIALS, Tiles, whole_places
 from weft.ops.gemm.tile import Tile
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Elements of the smallest output tile, which bounds the number of tiles, and so of signals, of a buffer.
 SMALLEST_TILE = 16 * 16

@@ -45,12 +45,12 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.side_streams import side_streams
-from weft.runtime.team import find_team
-from weft.runtime.workspace import grown_workspace
+from weft.runtime.team.team import find_team
+from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 @exchangeable

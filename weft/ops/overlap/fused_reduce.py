@@ -43,7 +43,7 @@ from weft.runtime.launching import launch_of
 
 if TYPE_CHECKING:
     from weft.kernels.tile_schedule import Tiles
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 @exchangeable

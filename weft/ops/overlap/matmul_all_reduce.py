@@ -39,12 +39,12 @@ from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
-from weft.runtime.team import find_team
-from weft.runtime.workspace import capacity_for, grown_workspace
+from weft.runtime.team.team import find_team
+from weft.runtime.team.workspace import capacity_for, grown_workspace
 from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Rows up to which the sequential design wins on two ranks.
 SEQUENTIAL_ROWS_OF_TWO = 1024

@@ -28,7 +28,7 @@ from weft.runtime.side_streams import SideStreams
 from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 # Elements that a program adds up or copies at a time; its warps.
 SUM_BLOCK, SUM_WARPS = 1024, 4

@@ -21,11 +21,11 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
-from weft.runtime.channel import Channel
-from weft.runtime.heap import HeapLayout
-from weft.runtime.platform import CopyEngine, Library, Platform, at_peer
+from weft.runtime.platforms.platform import CopyEngine, Library, Platform, at_peer
+from weft.runtime.team.channel import Channel
+from weft.runtime.team.heap import HeapLayout
+from weft.runtime.team.view import MAX_BARRIER_PROGRAMS, TakenByView, TeamView, make_view
 from weft.runtime.triton_interpret import refuse_triton_interpret
-from weft.runtime.view import MAX_BARRIER_PROGRAMS, TakenByView, TeamView, make_view
 
 T = TypeVar("T")
 
@@ -329,7 +329,7 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
     if virtual is not None:
         _refuse_group(group)
         return Team(virtual, seconds)
-    from weft.runtime.cuda import CudaPlatform  # needs a GPU build of torch
+    from weft.runtime.platforms.cuda import CudaPlatform  # needs a GPU build of torch
 
     return Team(CudaPlatform.join(group, heap_bytes), seconds)
 
@@ -349,7 +349,7 @@ def _shared_teams(group: Any) -> tuple[dict[Any, Team], Any]:
     if virtual is not None:
         _refuse_group(group)
         return virtual, None
-    from weft.runtime.cuda import process_group
+    from weft.runtime.platforms.cuda import process_group
 
     return _SHARED, process_group(group)
 

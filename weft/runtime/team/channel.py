@@ -9,10 +9,10 @@ import torch
 import triton.language as tl
 
 from weft.arguments import check_int
-from weft.runtime.view import TakenByView
+from weft.runtime.team.view import TakenByView
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 class ChannelView(NamedTuple):

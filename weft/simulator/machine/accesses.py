@@ -13,10 +13,10 @@ import numpy as np
 
 from weft.errors import InvalidAccess
 from weft.simulator.interpreter import LIBRARIES, Interpreter
-from weft.simulator.memory import Memory
-from weft.simulator.pointers import Pointers
-from weft.simulator.polling import Key, Read, ReadHistory
-from weft.simulator.scheduler import GreenletTask, Scheduler, Waiting
+from weft.simulator.machine.memory import Memory
+from weft.simulator.machine.pointers import Pointers
+from weft.simulator.machine.polling import Key, Read, ReadHistory
+from weft.simulator.machine.scheduler import GreenletTask, Scheduler, Waiting
 
 
 class Accesses:

@@ -19,12 +19,12 @@ import numpy as np
 
 from weft.errors import Deadlock
 from weft.simulator import intrinsics
-from weft.simulator.accesses import Accesses
 from weft.simulator.interpreter import LIBRARIES, Interpreter
-from weft.simulator.launches import Grid, Launches, Program
-from weft.simulator.memory import Memory
-from weft.simulator.pointers import Pointers
-from weft.simulator.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
+from weft.simulator.machine.accesses import Accesses
+from weft.simulator.machine.launches import Grid, Launches, Program
+from weft.simulator.machine.memory import Memory
+from weft.simulator.machine.pointers import Pointers
+from weft.simulator.machine.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
 
 Event = tuple[int, str, str, str]
 _HOISTED = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from weft.runtime.arithmetic import next_power_of_2
 
 if TYPE_CHECKING:
-    from weft.runtime.team import Team
+    from weft.runtime.team.team import Team
 
 
 T = TypeVar("T")

@@ -16,12 +16,12 @@ from weft.arguments import quoted
 from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
-from weft.runtime.driver import copy_async
-from weft.runtime.platform import address_at_peer, check_copy
-from weft.runtime.rendezvous import Rendezvous
+from weft.runtime.platforms.driver import copy_async
+from weft.runtime.platforms.platform import address_at_peer, check_copy
 from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, own_stream
-from weft.runtime.view import RECORD_WORDS
+from weft.runtime.team.rendezvous import Rendezvous
+from weft.runtime.team.view import RECORD_WORDS
 from weft.runtime.wait_record import raise_from_record
 
 DEFAULT_HEAP_BYTES = 2 << 30

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import InvalidAccess
-from weft.simulator.memory import Extent, Memory
+from weft.simulator.machine.memory import Extent, Memory
 
 _SHIFT = 48
 ADDRESS = (1 << _SHIFT) - 1  # the bits of a pointer that are its address

@@ -15,7 +15,7 @@ from typing import Any
 
 from greenlet import GreenletExit, greenlet
 
-from weft.simulator.interrupts import Interrupts
+from weft.simulator.machine.interrupts import Interrupts
 
 # Fruitless polls (loads, and atomics that changed nothing) per ready task after which the run counts as stuck: kernels may
 # spin with raw atomics, and a spinning task never blocks.

@@ -9,10 +9,10 @@ import torch
 
 from weft.arguments import check_instance
 from weft.runtime import capabilities, codec
-from weft.runtime.platform import at_peer, check_copy
-from weft.runtime.view import RECORD_WORDS
-from weft.simulator.machine import Machine
-from weft.simulator.memory import Extent
+from weft.runtime.platforms.platform import at_peer, check_copy
+from weft.runtime.team.view import RECORD_WORDS
+from weft.simulator.machine.machine import Machine
+from weft.simulator.machine.memory import Extent
 
 DEFAULT_HEAP_BYTES = 64 << 20
 # Pieces of a copy, so that a kernel that reads before the flag finds half of the data.

@@ -13,9 +13,9 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.simulator.interpreter import Interpreter, Launch
-from weft.simulator.memory import Memory
-from weft.simulator.pointers import Pointers
-from weft.simulator.scheduler import GreenletTask, Scheduler, ThreadTask, Waiting
+from weft.simulator.machine.memory import Memory
+from weft.simulator.machine.pointers import Pointers
+from weft.simulator.machine.scheduler import GreenletTask, Scheduler, ThreadTask, Waiting
 
 
 class Program(GreenletTask):

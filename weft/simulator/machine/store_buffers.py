@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from weft.simulator.interpreter import LIBRARIES
-from weft.simulator.scheduler import GreenletTask
+from weft.simulator.machine.scheduler import GreenletTask
 
 # Probability for each access that some buffered store arrives, and for each line that its stores are held back.
 _LEAK = 0.08

@@ -1,0 +1,1 @@
+"""The platforms of a team behind one interface: GPUs, and virtual ranks."""

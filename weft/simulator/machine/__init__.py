@@ -1,0 +1,1 @@
+"""Virtual GPUs in one process: scheduler, memory, launches and accesses."""

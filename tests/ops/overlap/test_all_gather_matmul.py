@@ -42,7 +42,7 @@ def test_local_first_has_rows_of_its_own_for_their_bucket_alone(monkeypatch, tmp
     monkeypatch.setattr(table, "file_for", lambda gpu, world_size: path)
     made = (
         table.Row(op=op, dtype="bfloat16", shape=(M, 512, 256), design="pipelined", config={"span": span}, us=1.0)
-        for op, M, span in (("all_gather_matmul", 4096, 1), ("all_gather_matmul+own_first", 4096, 3))
+        for op, M, span in (("all_gather_matmul", 4096, 1), ("all_gather_matmul+local_first", 4096, 3))
     )
     table.write(path, table.Table(gpu="Some GPU", world_size=4, rows=tuple(made)))
     here = machine(dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90"), 4)

@@ -42,6 +42,7 @@ class Op:
     rare     names of designs that not every call fits
     form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K); "": none
     collective  True if the ranks compute it together
+    ranks_differ_in_k  True if ranks may hold different shares of K and must still agree on ``table.agreed_of`` a row
 
     algorithms  designs that a caller can ask for; "auto" is the first
     torch_op    ``torch.ops.weft.NAME``, once it is defined
@@ -59,6 +60,7 @@ class Op:
     rare: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     collective: ClassVar[bool] = True
+    ranks_differ_in_k: ClassVar[bool] = False
 
     def __init__(self) -> None:
         # Plain attributes: torch.compile traces the public functions, which read them.
@@ -107,7 +109,7 @@ class Op:
     def found(self, call: Any, machine: Machine) -> table.Found | None:
         """Row that decides ``call``, or None."""
         op, shape, world_size = self.table_key(call, machine)
-        return table.find(op, shape, call.dtype, world_size, machine.caps)
+        return table.find(op, shape, call.dtype, world_size, machine.caps, self.ranks_differ_in_k)
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
         """Plan of the row that decides ``call``, or None."""
@@ -123,7 +125,7 @@ class Op:
     def no_row(self, call: Any, machine: Machine) -> str:
         """Reason why no row decided, as the end of a sentence."""
         op, shape, world_size = self.table_key(call, machine)
-        return table.why_none(op, shape, call.dtype, world_size, machine.caps)
+        return table.why_none(op, shape, call.dtype, world_size, machine.caps, self.ranks_differ_in_k)
 
     def check_design(self, design: Any) -> None:
         """ValueError unless ``design`` is one of this op's."""

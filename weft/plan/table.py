@@ -38,8 +38,6 @@ SCHEMA = 2
 REACH = 1.0
 # A wrong N or K costs more than a wrong M: they decide the number of tiles and the time of one.
 COLUMN_WEIGHT = 2.0
-# Ops whose ranks may hold different shares of K but must agree on `agreed_of` a row, so K does not decide it.
-SHARED_K = ("matmul_reduce_scatter", "matmul_all_reduce")
 # Designs whose rows stand for their shape alone; those of SMALL_M for their N and K.
 EXACT, SMALL_M = "cublas", "small_m"
 # The rows for which a row of SMALL_M stands, by its M: those that fill its tile, of 128 at least three quarters of it. The
@@ -140,15 +138,27 @@ class Found:
         return f"{self.file.name}: {row.key}: {time}{gain}{near} ({row.date}, {row.versions})"
 
 
-def find(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> Found | None:
-    """Row for one call, or None. ``op``: the op's name, or name+variant. Simulated ranks have no rows."""
+def find(
+    op: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    world_size: int,
+    caps: Capabilities,
+    ranks_differ_in_k: bool = False,
+) -> Found | None:
+    """Row for one call, or None. ``op``: the op's name, or name+variant. Simulated ranks have no rows.
+
+    ranks_differ_in_k  as in ``nearest``
+    """
     if caps.is_simulated:
         return None
-    return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape))
+    return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape), ranks_differ_in_k)
 
 
 @remembered
-def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...]) -> Found | None:
+def lookup(
+    gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...], ranks_differ_in_k: bool = False
+) -> Found | None:
     """Nearest row measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None beyond REACH.
 
     Where no row of ``dtype`` is near, a bf16 row of as many bytes is taken: for collectives, and for fp16 GEMMs unless the row
@@ -158,19 +168,27 @@ def lookup(gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...
     if not file.is_file():
         return None
     rows = _shipped(file).rows
-    found = nearest(rows, op, dtype, shape, file)
+    found = nearest(rows, op, dtype, shape, file, ranks_differ_in_k)
     if found is None and (len(shape) == 1 or dtype == "float16"):
-        return nearest((row for row in rows if row.design != EXACT), op, "bfloat16", shape, file)
+        others = (row for row in rows if row.design != EXACT)
+        return nearest(others, op, "bfloat16", shape, file, ranks_differ_in_k)
     return found
 
 
-def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], file: Path) -> Found | None:
+def nearest(
+    rows: Iterable[Row],
+    op: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    file: Path,
+    ranks_differ_in_k: bool = False,
+) -> Found | None:
     """Nearest of ``rows``, or None.
 
-    Where ranks may differ in K, only M and N decide ``agreed_of`` the row: among rows of that M and N, the one with the largest
+    If ranks_differ_in_k, only M and N decide ``agreed_of`` the row: among rows of that M and N, the one with the largest
     K, which loses most from a wrong choice. K then chooses among the rows that agree with it.
     """
-    deciding = 2 if op in SHARED_K else len(shape)
+    deciding = 2 if ranks_differ_in_k else len(shape)
     near = [
         (far, tuple(-size for size in row.shape[deciding:]), row.shape, row)
         for row in rows
@@ -180,7 +198,7 @@ def nearest(rows: Iterable[Row], op: str, dtype: str, shape: tuple[int, ...], fi
     if not near:
         return None
     row = min(near, key=lambda one: one[:3])[3]
-    if op in SHARED_K:
+    if ranks_differ_in_k:
         alike = [one for one in near if agreed_of(one[3]) == agreed_of(row)]
         row = min(alike, key=lambda one: (abs(math.log2(one[3].shape[2] / max(shape[2], 1))), *one[:3]))[3]
     exact = row.design in (EXACT, SMALL_M) or bucket(row.shape) == bucket(shape)
@@ -227,14 +245,21 @@ def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.w{world_size}.json"
 
 
-def why_none(op: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, caps: Capabilities) -> str:
+def why_none(
+    op: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    world_size: int,
+    caps: Capabilities,
+    ranks_differ_in_k: bool = False,
+) -> str:
     """Reason why no row decided a call, as the end of a sentence."""
     if caps.is_simulated:
         return ""
     file = file_for(caps.device_name, world_size)
     if not file.is_file():
         return f" (no {file.name}: run weft tune)"
-    if find(op, shape, dtype, world_size, caps) is None:
+    if find(op, shape, dtype, world_size, caps, ranks_differ_in_k) is None:
         return f" ({file.name} has no row of {name_of(dtype)} near this shape)"
     return f" (the row of {file.name} is for another design, alignment or size)"
 

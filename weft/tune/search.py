@@ -164,7 +164,7 @@ def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """
     groups: dict[tuple[int, ...], list[Outcome]] = {}
     for outcome in outcomes:
-        if outcome.row is not None and outcome.row.op in tuned.SHARED_K:
+        if outcome.row is not None and op_of(outcome.row.op.partition("+")[0]).ranks_differ_in_k:
             groups.setdefault(tuned.bucket(outcome.row.shape)[:2], []).append(outcome)
     chosen: dict[str, Outcome] = {}
     for group in groups.values():

@@ -91,7 +91,7 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
 class MatmulAllReduce(Overlapped):
     name, alias = "matmul_all_reduce", "gemm-ar"
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
-    sums = replicated = True
+    sums = replicated = ranks_differ_in_k = True
     projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
 class MatmulReduceScatter(Overlapped):
     name, alias = "matmul_reduce_scatter", "gemm-rs"
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
-    rows_sharded = sums = True
+    rows_sharded = sums = ranks_differ_in_k = True
     projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------

@@ -299,5 +299,4 @@ def find_op(name: str) -> Op:
     for op in _OPS.values():
         if wanted in (op.name, op.alias.replace("-", "_")):
             return op
-    known = ", ".join(f"{op.name} ({op.alias})" if op.alias != op.name else op.name for op in _OPS.values())
-    raise ValueError(f"op={quoted(name)} is not one of {known}")
+    raise ValueError(f"op={quoted(name)} is not one of {', '.join(_OPS)}")

@@ -333,8 +333,10 @@ def test_neighbours_move_one_field_within_what_the_design_allows():
     assert list(op.around(op.designs["sequential"](gemm=gemm), four)) == []
     op = MATMUL_REDUCE_SCATTER
     for world_size, span, spans, accumulate in (
-        (2, 1, {1}, {False, True}), (3, 2, {1, 2}, {False}), (8, 2, {1, 2, 4}, {False}),
-    ):  # fmt: skip
+        (2, 1, {1}, {False, True}),
+        (3, 2, {1, 2}, {False}),
+        (8, 2, {1, 2, 4}, {False}),
+    ):
         here = machine(capabilities.simulated(world_size, 8), world_size)
         moved = list(op.around(op.designs["pipelined"](span=span), here))
         assert {design.span for design in moved} == spans

@@ -91,9 +91,16 @@ def descriptor_load_without_proxy_fence(team, bug):
 
 @triton.jit
 def flagged(
-    data, landed, got, team, N: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr, LOOK: tl.constexpr,
+    data,
+    landed,
+    got,
+    team,
+    N: tl.constexpr,
+    SEM: tl.constexpr,
+    SCOPE: tl.constexpr,
+    LOOK: tl.constexpr,
     SEES: tl.constexpr,
-):  # fmt: skip
+):
     at = tl.arange(0, N)
     if wl.rank(team) == 0:
         tl.store(wl.symm_at(data, 1, team) + at, 1.0)  # here

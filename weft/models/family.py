@@ -23,8 +23,10 @@ class AttentionOptions:
     def check(self) -> None:
         """ValueError for options without a kernel."""
         for name, value, supported in (
-            ("qk_norm", self.qk_norm, True), ("bias", self.bias, False), ("rope_scaling", self.rope_scaling, None),
-        ):  # fmt: skip
+            ("qk_norm", self.qk_norm, True),
+            ("bias", self.bias, False),
+            ("rope_scaling", self.rope_scaling, None),
+        ):
             if value != supported:
                 raise ValueError(f"attention.{name}={value!r} has no kernel in weft; it runs {name}={supported!r}")
 

@@ -268,8 +268,9 @@ class Observer(HappensBefore):
             self.signals.unordered(thread, signal, None, keeps=True)()
         self.races.write(thread, access, addresses, new.dtype.itemsize)
 
-    def copies(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray,
-               what: str) -> Callable[[], None] | None:  # fmt: skip
+    def copies(
+        self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray, what: str
+    ) -> Callable[[], None] | None:
         """Note a copy that need not complete before ``quiet``. Returns as ``store`` does."""
         thread = self.thread()
         reads = self.races.access(thread, COPYING, f"load of {what}_nbi")
@@ -291,8 +292,18 @@ class Observer(HappensBefore):
     def _only_looks(op: str, old: np.ndarray, new: np.ndarray) -> bool:
         return op != "xchg" and bool((old == new).all())
 
-    def _on_signal(self, op: str, thread: ThreadClock, access: Access, signal: Any, old: int, new: int, sem: str, scope: str,
-                 changes: bool) -> None:  # fmt: skip
+    def _on_signal(
+        self,
+        op: str,
+        thread: ThreadClock,
+        access: Access,
+        signal: Any,
+        old: int,
+        new: int,
+        sem: str,
+        scope: str,
+        changes: bool,
+    ) -> None:
         if sem in ("acquire", "acq_rel"):
             self.signals.acquire(thread, signal, scope, "acquired")
         else:

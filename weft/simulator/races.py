@@ -79,8 +79,17 @@ class Races:
         frame = self.interpreter.kernel_frame(LIBRARIES)
         return (frame.f_code, frame.f_lineno) if frame is not None else None
 
-    def read(self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int, bits: np.ndarray | None, *,
-             tma: bool = False, lamport: bool = False) -> set[int]:  # fmt: skip
+    def read(
+        self,
+        thread: ThreadClock,
+        access: Access,
+        addresses: np.ndarray,
+        itemsize: int,
+        bits: np.ndarray | None,
+        *,
+        tma: bool = False,
+        lamport: bool = False,
+    ) -> set[int]:
         """Check and record a read. Returns the numbers of the writes that were read.
 
         addresses  one-dimensional, in known extents
@@ -241,8 +250,9 @@ class Races:
 
     # --- findings ----------------------------------------------------------------------------------------------------
 
-    def _check_written(self, shadow: Shadow, cells: Any, writes: np.ndarray, access: Access, bits: np.ndarray | None,
-                       itemsize: int) -> None:  # fmt: skip
+    def _check_written(
+        self, shadow: Shadow, cells: Any, writes: np.ndarray, access: Access, bits: np.ndarray | None, itemsize: int
+    ) -> None:
         """Report a read of memory that still holds the poison's bits.
 
         Other bits may come from writes that the checker cannot see.
@@ -330,8 +340,18 @@ class Races:
             )
         return f"no release after {first} (rank {earlier.thread.rank}) is acquired before {second} (rank {access.thread.rank})"
 
-    def report(self, kind: str, message: str, accesses: Iterable[Access], tensor: str = "", rank: int = 0, first: int = 0,
-               last: int = 0, detail: tuple[str, ...] = (), advice: str = "") -> None:  # fmt: skip
+    def report(
+        self,
+        kind: str,
+        message: str,
+        accesses: Iterable[Access],
+        tensor: str = "",
+        rank: int = 0,
+        first: int = 0,
+        last: int = 0,
+        detail: tuple[str, ...] = (),
+        advice: str = "",
+    ) -> None:
         sides = tuple(self.side(a) for a in accesses)
         finding = Finding(
             kind=kind, message=message, tensor=tensor, rank=rank, first=first, last=last, sides=sides, detail=detail,

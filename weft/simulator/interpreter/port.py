@@ -31,9 +31,16 @@ class Port(Protocol):
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None: ...
 
     def atomic(
-        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str,
+        self,
+        op: str,
+        addresses: np.ndarray,
+        bits: np.ndarray,
+        mask: np.ndarray,
+        dtype: np.dtype,
+        sem: str,
+        scope: str,
         access: str = "plain",
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """Old raw bits of an atomic computed in ``dtype``.
 
         op      add, fadd, xchg, min, max, umin, umax, and, or, xor

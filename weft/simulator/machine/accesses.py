@@ -33,8 +33,15 @@ class Accesses:
     _on_event: Any
     _copies: dict[Any, list[tuple[GreenletTask, str]]]  # by program: copies not yet known to be complete
 
-    def step(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, write: bool, releases: bool = False,
-             late: bool = False) -> None:  # fmt: skip
+    def step(
+        self,
+        addresses: np.ndarray,
+        mask: np.ndarray,
+        itemsize: int,
+        write: bool,
+        releases: bool = False,
+        late: bool = False,
+    ) -> None:
         """Let other tasks run before this access. ``late``: the access only enters the store buffer."""
         if getattr(self.scheduler.strategy, "explores", False):
             task, active = self.scheduler.current, addresses[mask]
@@ -86,9 +93,16 @@ class Accesses:
             self.scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
 
     def atomic(
-        self, op: str, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, dtype: np.dtype, sem: str, scope: str,
+        self,
+        op: str,
+        addresses: np.ndarray,
+        bits: np.ndarray,
+        mask: np.ndarray,
+        dtype: np.dtype,
+        sem: str,
+        scope: str,
         access: str = "plain",
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         combine = _COMBINE[op]
         dtype = np.dtype(dtype)
         return self._read_modify_write(op, addresses, bits.view(dtype), mask, dtype, combine, sem, scope, access)
@@ -219,8 +233,15 @@ class Accesses:
         self.memory.store(at, value, everywhere, self.who)
         self.scheduler.written(address, address + itemsize)
 
-    def copy_later(self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int,
-                   convert: Callable[[np.ndarray], np.ndarray], what: str) -> None:  # fmt: skip
+    def copy_later(
+        self,
+        targets: np.ndarray,
+        itemsize: int,
+        sources: np.ndarray,
+        source_itemsize: int,
+        convert: Callable[[np.ndarray], np.ndarray],
+        what: str,
+    ) -> None:
         """Begin a copy of the running program that may take place any time up to ``complete_copies``.
 
         what  "put", "get", or "put_signal" (a put delivered before the program's next signal)

@@ -152,9 +152,15 @@ class StoreBuffers:
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _add(
-        self, task: Any, addresses: np.ndarray, bits: np.ndarray, tma: bool, covered: bool, after: list[BufferedStore],
+        self,
+        task: Any,
+        addresses: np.ndarray,
+        bits: np.ndarray,
+        tma: bool,
+        covered: bool,
+        after: list[BufferedStore],
         landed: Landed,
-    ) -> None:  # fmt: skip
+    ) -> None:
         low, high = int(addresses.min()), int(addresses.max()) + bits.dtype.itemsize
         self.touch(task, low, high)
         after = [late for late in after if not late.arrived]

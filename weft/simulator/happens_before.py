@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from weft.simulator.machine.host_operations import HostOperations, host_line
+from weft.simulator.machine.memory import signed
 from weft.simulator.machine.residency import Residency
 from weft.simulator.races import Races
-from weft.simulator.signals import Signals, signed
+from weft.simulator.signals import Signals
 from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
 from weft.simulator.vector_clocks import joined, new_clock
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from weft.simulator.happens_before import HappensBefore
+from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled
 from weft.simulator.races import kind_of
-from weft.simulator.signals import addresses_in, signed
+from weft.simulator.signals import addresses_in
 from weft.simulator.thread_clocks import (
     ASYNC,
     AWAITED,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled, waits_for_one_value
 from weft.simulator.races import Races
 from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock
@@ -264,12 +265,6 @@ class Signals:
 def _is_back(signal: Signal, old: int, new: int) -> bool:
     bits = 8 * signal.itemsize
     return (new - old) % (1 << bits) >= 1 << (bits - 1)
-
-
-def signed(value: int, itemsize: int) -> int:
-    bits = 8 * itemsize
-    value = int(value) & ((1 << bits) - 1)
-    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def addresses_in(signal: Signal, addresses: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from weft.simulator import intrinsics
 from weft.simulator.interpreter import LIBRARIES, Interpreter
 from weft.simulator.machine.accesses import Accesses
 from weft.simulator.machine.launches import Grid, Launches, Program
-from weft.simulator.machine.memory import Memory
+from weft.simulator.machine.memory import Memory, signed
 from weft.simulator.machine.pointers import Pointers
 from weft.simulator.machine.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
 
@@ -201,7 +201,7 @@ class Machine(Accesses, Launches):
             return self.memory.read_word(address, itemsize, lambda: where)
 
         def describe() -> str:
-            name, seen = self.memory.describe(address), _signed(read(), itemsize)
+            name, seen = self.memory.describe(address), signed(read(), itemsize)
             return f"{where[len(task.label) :].strip()} waits for {name} >= {wanted}, sees {seen}"
 
         self.scheduler.block(Waiting(lambda: done(read()), describe, address, address + itemsize))
@@ -263,8 +263,3 @@ class Machine(Accesses, Launches):
                 [grid for pending in self._pending for grid in pending if grid.started < grid.total], lines
             )
         return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")
-
-
-def _signed(word: int, itemsize: int) -> int:
-    bits = 8 * itemsize
-    return word - (1 << bits) if word >> (bits - 1) else word

@@ -224,3 +224,10 @@ class Memory:
         where = "before its start" if address < extent.base else "past its end"
         name = f"{extent.name} of rank {extent.rank} ({extent.size:,} bytes)"
         return f"in no tensor; nearest: {name}, {distance(extent):,} bytes {where}"
+
+
+def signed(bits: int, itemsize: int) -> int:
+    """The two's complement integer whose low 8 * ``itemsize`` bits are those of ``bits``."""
+    width = 8 * itemsize
+    value = int(bits) & ((1 << width) - 1)
+    return value - (1 << width) if value >> (width - 1) else value

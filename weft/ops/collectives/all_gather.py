@@ -15,11 +15,10 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import Case, Inputs
 from weft.ops.collectives import cases
-from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
+from weft.ops.collectives.collective import ENDLESS, Collective, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
 from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_has_rows, check_tensor
-from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team, find_team
 from weft.transport.plans import word_of
@@ -124,11 +123,6 @@ class AllGather(Collective):
             tiles = cdiv(words.numel() * max(2, words.itemsize), plan.row_bytes)
             launch(all_gather_kernel, words, as_words(out, words.dtype), words.numel(), tiles, team, plan)
         return out
-
-    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
-        members = find_team(team)
-        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
-        return self.run(self.plan(call, machine_of(members)).design, members, x)
 
     def fake(self, x, team, algorithm="auto"):
         return x.new_empty((find_team(team).size * x.shape[0], *x.shape[1:]))

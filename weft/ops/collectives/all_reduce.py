@@ -25,7 +25,7 @@ from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.team.team import Team, find_team
+from weft.runtime.team.team import Team
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -240,12 +240,7 @@ class AllReduce(Collective):
         _launch(x, out, team, self.plan(call, machine_of(team)).design, partials=x.shape[0])
         return out
 
-    def forward(self, x: torch.Tensor, team: str, algorithm: str) -> torch.Tensor:
-        members = find_team(team)
-        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
-        return self.run(self.plan(call, machine_of(members)).design, members, x)
-
-    def fake(self, x, team, algorithm):
+    def fake(self, x, team, algorithm="auto"):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def setup_context(self, ctx, inputs, output):

@@ -15,13 +15,12 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import Case, Inputs, part_of
 from weft.ops.collectives import cases
-from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
+from weft.ops.collectives.collective import ENDLESS, Collective, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
 from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_even, check_tensor
-from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.team.team import Team, find_team
+from weft.runtime.team.team import Team
 from weft.transport.plans import word_of
 from weft.transport.push import (
     clears_in_order,
@@ -115,11 +114,6 @@ class AllToAll(Collective):
             tiles = cdiv(n * max(2, words.itemsize), plan.row_bytes)
             launch(all_to_all_kernel, words, as_words(out, words.dtype), n, tiles, team, plan)
         return out
-
-    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
-        members = find_team(team)
-        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
-        return self.run(self.plan(call, machine_of(members)).design, members, x)
 
     def fake(self, x, team, algorithm="auto"):
         return x.new_empty(x.shape)

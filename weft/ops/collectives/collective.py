@@ -18,9 +18,10 @@ from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine
 from weft.ops.collectives.space import copy_engines, pushes, pushes_around
 from weft.ops.op import Op
 from weft.ops.registration import check_divides
-from weft.plan.planned import AUTO, Machine, Planned
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
+from weft.runtime.team.team import find_team
 from weft.runtime.team.workspace import capacity_for
 from weft.transport.plans import LINE_BYTES, PushPlan, word_of
 
@@ -132,6 +133,11 @@ class Collective(Op):
     def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
         """The function in weft.ops."""
         raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
+        members = find_team(team)
+        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
+        return self.run(self.plan(call, machine_of(members)).design, members, x)
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: bool) -> Case:
         elements = shape[0] // dtype.itemsize

@@ -15,11 +15,10 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives import cases
-from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy
+from weft.ops.collectives.collective import ENDLESS, Collective, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, add, on_lines
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
-from weft.plan.planned import machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team, find_team
 from weft.transport.push import (
@@ -113,11 +112,6 @@ class ReduceScatter(Collective):
                 reduce_scatter_kernel, x.contiguous(), out, out.numel(), cdiv(out.nbytes, plan.row_bytes), team, plan
             )
         return out
-
-    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
-        members = find_team(team)
-        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
-        return self.run(self.plan(call, machine_of(members)).design, members, x)
 
     def fake(self, x, team, algorithm="auto"):
         return x.new_empty((x.shape[0] // find_team(team).size, *x.shape[1:]))

@@ -36,7 +36,7 @@ from weft.ops.neighbours import scaled
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
 from weft.ops.overlap.pipelined import check_pipelined, pieces_of, runs_of
-from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
+from weft.ops.overlap.sequential import Overlapped, Sequential
 from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
 from weft.ops.registration import check_flag, check_list, check_team
 from weft.plan import table
@@ -233,13 +233,6 @@ class AllGatherMatmul(Overlapped):
             if found and found.exact:
                 return found
         return super().found(call, machine)
-
-    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        if machine.caps.is_simulated:
-            return "fused", "simulated ranks run weft's own kernel"
-        if call.M <= SEQUENTIAL_ROWS:
-            return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
-        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         world, rows = machine.world_size, call.M // machine.world_size

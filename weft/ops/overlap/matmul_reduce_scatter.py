@@ -23,7 +23,7 @@ from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
-from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
+from weft.ops.overlap.sequential import Overlapped, Sequential
 from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
 from weft.ops.registration import check_flag, check_team
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -94,13 +94,6 @@ class MatmulReduceScatter(Overlapped):
     projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------
-
-    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        if machine.caps.is_simulated:
-            return "fused", "simulated ranks run weft's own kernel"
-        if call.M <= SEQUENTIAL_ROWS:
-            return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
-        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         world = machine.world_size

@@ -39,6 +39,13 @@ class Overlapped(GemmOp):
             return Planned("sequential", Sequential(gemm=gemm), f"one rank: nothing to send; {gemm.reason}", gemm.row)
         return super().choose(call, machine)
 
+    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
+        if machine.caps.is_simulated:
+            return "fused", "simulated ranks run weft's own kernel"
+        if call.M <= SEQUENTIAL_ROWS:
+            return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
+        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
+
     def found(self, call: GemmCall, machine: Machine) -> Found | None:
         found = super().found(call, machine)
         # A row of a GEMM above the crossover does not hold below it.

@@ -39,7 +39,7 @@ def check(case: Case, rank: int, everyone: Sequence[Inputs], result: Any, *, wha
             assert_identical(actual, wanted, what=what)
         else:
             assert actual.dtype == case.dtype, f"{what}: dtype {actual.dtype}"
-            assert_close(actual, wanted, accuracy.terms, partials=accuracy.partials, what=what)
+            assert_close(actual, wanted, accuracy.terms, partials=accuracy.partials, by_row=accuracy.by_row, what=what)
 
 
 def run_cases(team: Any, cases: Iterable[Case], calls: int = 3) -> Results:
@@ -62,10 +62,16 @@ def check_replicated(by_rank: Sequence[Results]) -> None:
 
 
 def assert_close(
-    actual: torch.Tensor, expected: torch.Tensor, terms: int, *, partials: int = 0, what: str = "result"
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    terms: int,
+    *,
+    partials: int = 0,
+    by_row: bool = False,
+    what: str = "result",
 ) -> None:
     """``actual`` is the sum that ``expected`` holds in fp32 or wider, rounded. NaN and infinities must stand where
-    they do there.
+    they do there. ``by_row``: the tolerance is relative to the RMS of each row, not of the whole.
 
     AssertionError with the largest error, the RMS of the errors and the first coordinates that are wrong.
     """
@@ -80,8 +86,8 @@ def assert_close(
     special = ~expected.isfinite()
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     error = torch.where(same, 0.0, (actual - expected).abs())
-    finite = expected[~special]
-    rms = finite.square().mean().sqrt().item() if finite.numel() else 0.0
+    squares = torch.where(special, torch.nan, expected).square()
+    rms = (squares.nanmean(-1, keepdim=True) if by_row else squares.nanmean()).sqrt().nan_to_num(0.0)
     relative, absolute = tolerance(dtype, terms, partials)
     # The smallest step of the type, where rounding is no longer relative.
     bound = relative * expected.abs() + absolute * rms + torch.finfo(dtype).smallest_normal * relative

@@ -76,10 +76,12 @@ class Accuracy:
     partials    partial sums that are rounded to the dtype before they are added up
     exact       bits arrive as they were sent; no arithmetic
     replicated  all ranks get the same bits
+    by_row      rows are sums of different lengths: each is judged by its own RMS, not by that of the whole result
     """
 
     terms: int = 1
     partials: int = 0
+    by_row: bool = False
     exact: bool = False
     replicated: bool = False
 

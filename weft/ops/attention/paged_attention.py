@@ -247,7 +247,7 @@ class DecodingOp(Op):
         return self.plan(call, machine_on(keys.device)).design
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=max(case.field("lengths")) + case.sizes[2], partials=1)
+        return Accuracy(terms=max(case.field("lengths")) + case.sizes[2], partials=1, by_row=True)
 
 
 def launch_of(

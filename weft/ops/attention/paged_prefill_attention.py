@@ -359,7 +359,7 @@ class PagedPrefillAttention(Op):
 
     def accuracy(self, case: Case) -> Accuracy:
         longest = max((sum(span) for span in _spans_of(case)), default=0)
-        return Accuracy(terms=longest + case.sizes[2], partials=1)
+        return Accuracy(terms=longest + case.sizes[2], partials=1, by_row=True)
 
     def call(
         self,

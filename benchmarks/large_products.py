@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.cublas import chosen
-from weft.bench.shapes import parse_shapes
+from weft.bench.ops.shapes import parse_shapes
 
 LAB = Path(__file__).resolve().parent / "lab"
 HEAD = """## Large GEMMs: cuBLAS's choice, and its best algorithm

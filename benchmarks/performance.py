@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks import large_products, skinny
-from weft.bench.levels.names import LEVELS
-from weft.bench.plot import svg
-from weft.bench.report import Report, read, shapes_of
-from weft.bench.table import markdown, sheets
+from weft.bench.harness.report import Report, read, shapes_of
+from weft.bench.models.names import LEVELS
+from weft.bench.render.plot import svg
+from weft.bench.render.table import markdown, sheets
 from weft.runtime.files import put
 
 # Of the page's sections.

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 
 from weft.bench.command import check_simulable_ranks, on_rank, show, weft_failed
-from weft.bench.levels.command import LevelFlags, level_plan
-from weft.bench.levels.names import LEVELS
-from weft.bench.measure import Stuck
-from weft.bench.plan import Plan, heap_bytes
-from weft.bench.report import Report, write_last
-from weft.bench.runner import OutOfStep
-from weft.bench.shapes import OPS, alias_of, parse_shapes
+from weft.bench.harness.meters import Stuck
+from weft.bench.harness.report import Report, write_last
+from weft.bench.harness.runner import OutOfStep
+from weft.bench.models.flags import LevelFlags, level_plan
+from weft.bench.models.names import LEVELS
+from weft.bench.ops.shapes import OPS, alias_of, parse_shapes
+from weft.bench.ops.workload import Plan, heap_bytes
 from weft.console import check_output, words
 from weft.errors import WeftError
 from weft.runtime.launch import launch

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.bench.levels.names import LEVELS
-from weft.bench.report import Report, Row, best_other, read, row_of, shapes_of, weft_row
-from weft.bench.shapes import size_label
+from weft.bench.harness.report import Report, Row, best_other, read, row_of, shapes_of, weft_row
+from weft.bench.models.names import LEVELS
+from weft.bench.ops.shapes import size_label
 
 KIB, MIB = 1 << 10, 1 << 20
 LINK = 360e9

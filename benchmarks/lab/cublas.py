@@ -35,7 +35,7 @@ import torch
 
 import weft
 from benchmarks.lab.skinny import projections
-from weft.bench import machine
+from weft.bench.harness import machine
 from weft.ops.gemm import space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.matmul import MATMUL

@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 import triton
 
-from weft.bench import measure
-from weft.bench.baselines import close_quietly
-from weft.bench.plan import Plan, heap_bytes
-from weft.bench.providers import attempt
-from weft.bench.runner import Bench, Entrant
-from weft.bench.shapes import Shape, alias_of, op_of, parse_shapes
+from weft.bench.harness import meters
+from weft.bench.harness.runner import Bench, Entrant
+from weft.bench.ops.baselines import close_quietly
+from weft.bench.ops.providers import attempt
+from weft.bench.ops.shapes import Shape, alias_of, op_of, parse_shapes
+from weft.bench.ops.workload import Plan, heap_bytes
 from weft.ops import barrier
 from weft.plan import table as tuned
 from weft.runtime.files import put
@@ -59,8 +59,8 @@ def plans_of(options: argparse.Namespace, command: str) -> tuple[Plan, ...]:
 def on_rank(team: Team, plans: tuple[Plan, ...], file: Path, head: dict, tuned_folder: Path | None) -> list[dict]:
     """A row for each shape, which rank 0 writes as it is found."""
     barrier(team)  # loaded before the first capture
-    measure.finish(team, "the first barrier")
-    empty_us = max(team.exchange(measure.events_in_graphs(team)))
+    meters.finish(team, "the first barrier")
+    empty_us = max(team.exchange(meters.events_in_graphs(team)))
     rows: list[dict] = []
     for plan in plans:
         bench, outcomes = Bench(team, plan, empty_us), []

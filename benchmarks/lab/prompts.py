@@ -23,7 +23,7 @@ import torch
 import triton
 
 import weft
-from weft.bench.machine import revision
+from weft.bench.harness.machine import revision
 from weft.engine import Engine, SamplingParams
 from weft.engine.prefill import PrefillChunk, shape_of
 from weft.engine.ragged_prefill import ragged_shape_of

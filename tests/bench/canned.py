@@ -1,6 +1,6 @@
 """Reports as a run on GPUs would leave them."""
 
-from weft.bench.report import Report, Row
+from weft.bench.harness.report import Report, Row
 
 MACHINE = {
     "gpu": "NVIDIA H200", "simulated": False, "driver": "580.1", "torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0",

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import weft
-from weft.bench import baselines
-from weft.bench.normed import NormProblem
-from weft.bench.problem import Problem
-from weft.bench.providers import Unavailable, choose
-from weft.bench.shapes import OPS, is_gemm, parse_shapes
+from weft.bench.ops import baselines
+from weft.bench.ops.normed import NormProblem
+from weft.bench.ops.problem import Problem
+from weft.bench.ops.providers import Unavailable, choose
+from weft.bench.ops.shapes import OPS, is_gemm, parse_shapes
 
 NORMED = "all-reduce-rms-norm"
 

@@ -6,9 +6,9 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import run as benchmarks_run
-from weft.bench import report, runner
 from weft.bench.command import bench
-from weft.bench.shapes import OPS, is_gemm
+from weft.bench.harness import report, runner
+from weft.bench.ops.shapes import OPS, is_gemm
 from weft.errors import WeftError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")

@@ -14,19 +14,20 @@ import weft
 from benchmarks import performance, targets
 from tests.bench import canned
 from tests.teacher_forced import all_logits
-from weft.bench import report, runner, table
 from weft.bench.command import bench
-from weft.bench.levels import generate
-from weft.bench.levels.baseline import Baseline
-from weft.bench.levels.breakdown import KINDS, Kernel, breakdown, kind_of
-from weft.bench.levels.command import LevelFlags, level_plan
-from weft.bench.levels.plan import LevelPlan
-from weft.bench.levels.problem import StepProblem
-from weft.bench.levels.roofline import roofline
-from weft.bench.levels.sessions import TorchSession, build, in_mode
-from weft.bench.levels.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
-from weft.bench.limits import Limits, limits_of
-from weft.bench.plot import svg
+from weft.bench.harness import report, runner
+from weft.bench.harness.limits import Limits, limits_of
+from weft.bench.models import generate
+from weft.bench.models.baseline import Baseline
+from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
+from weft.bench.models.flags import LevelFlags, level_plan
+from weft.bench.models.problem import StepProblem
+from weft.bench.models.roofline import roofline
+from weft.bench.models.sessions import TorchSession, build, in_mode
+from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
+from weft.bench.models.workload import LevelPlan
+from weft.bench.render import table
+from weft.bench.render.plot import svg
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -291,7 +292,7 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
         spoil(made)
         return made
 
-    monkeypatch.setattr("weft.bench.levels.problem.in_mode", spoiled)
+    monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
     found = run(plan(level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True))
     wrong, right = found.rows
     assert re.search(complaint, wrong.reason)

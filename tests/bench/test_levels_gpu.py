@@ -5,8 +5,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from weft.bench import report
 from weft.bench.command import bench
+from weft.bench.harness import report
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("bench")(bench)

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from weft.bench.machine import revision, tree
+from weft.bench.harness.machine import revision, tree
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 

@@ -13,11 +13,12 @@ import torch
 
 import weft
 from tests.bench import canned
-from weft.bench import baselines, measure, runner
-from weft.bench.plan import Plan, heap_bytes
-from weft.bench.problem import Problem
-from weft.bench.providers import Attempt, Provider, Unavailable, choose, plan_of
-from weft.bench.shapes import OPS, Shape, is_gemm, op_of, parse_shapes
+from weft.bench.harness import meters, runner
+from weft.bench.ops import baselines
+from weft.bench.ops.problem import Problem
+from weft.bench.ops.providers import Attempt, Provider, Unavailable, choose, plan_of
+from weft.bench.ops.shapes import OPS, Shape, is_gemm, op_of, parse_shapes
+from weft.bench.ops.workload import Plan, heap_bytes
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
 
@@ -62,10 +63,10 @@ def fake_gpus(monkeypatch):
     """Ranks that time as on GPUs, with events and graphs that are made up."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(measure, "capturing", lambda graph: contextlib.nullcontext())
-    monkeypatch.setattr(measure, "events_in_graphs", lambda team: 1.5)
+    monkeypatch.setattr(meters, "capturing", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(meters, "events_in_graphs", lambda team: 1.5)
     for name in ("GraphMeter", "ChainMeter", "AroundMeter"):
-        monkeypatch.setattr(measure, name, type(name, (Again, getattr(measure, name)), {}))
+        monkeypatch.setattr(meters, name, type(name, (Again, getattr(meters, name)), {}))
 
 
 @pytest.fixture
@@ -161,13 +162,13 @@ def test_times_as_on_gpus(fake_gpus, others):
 def test_without_a_graph_as_many_calls_are_timed_as_with_one(fake_gpus, others, monkeypatch):
     counts = []
 
-    class Counted(measure.EagerMeter):
+    class Counted(meters.EagerMeter):
         def __init__(self, team, attempt, numbers):
             counts.append(len(numbers))
             super().__init__(team, attempt, numbers)
 
     others(library=library)
-    monkeypatch.setattr(measure, "EagerMeter", Counted)
+    monkeypatch.setattr(meters, "EagerMeter", Counted)
     (row,) = run(plan(eager=True, providers=("library",)))[0][0][0].rows
     assert row.chain_us is not None and counts == [8, 8]  # a rank each
 
@@ -177,7 +178,7 @@ def test_what_cannot_be_captured_is_timed_without_a_graph(fake_gpus, others, mon
         raise RuntimeError("operation not permitted when stream is capturing")
 
     others(library=library)
-    monkeypatch.setattr(measure, "GraphMeter", refuse)
+    monkeypatch.setattr(meters, "GraphMeter", refuse)
     (row,) = run(plan(providers=("library",)))[0][0][0].rows
     assert row.mode == "eager"
     assert row.median_us == row.eager_us == pytest.approx(7.0)
@@ -185,7 +186,7 @@ def test_what_cannot_be_captured_is_timed_without_a_graph(fake_gpus, others, mon
 
 
 def test_without_events_in_graphs_whole_graphs_are_timed(fake_gpus, monkeypatch):
-    monkeypatch.setattr(measure, "events_in_graphs", lambda team: None)
+    monkeypatch.setattr(meters, "events_in_graphs", lambda team: None)
 
     (row,) = run(plan(op="gemm", shapes=("4,16,16",), providers=("weft.auto",), quick=True))[0][0][0].rows
     assert (row.mode, row.reason, row.chain_us) == ("around", None, None)
@@ -208,70 +209,70 @@ def test_kernels_on_some_ranks_only_end_the_run_with_what_was_found(fake_gpus, o
 def test_work_that_never_ends_is_given_up(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", type("Never", (Event,), {"query": lambda self: False}))
     team = types.SimpleNamespace(device=torch.device("cuda", 0), rank=3)
-    with pytest.raises(measure.Stuck, match=r"rank 3: nccl at 4 KiB did not end within 0.05 s.*--providers") as e:
-        measure.finish(team, "nccl at 4 KiB", 0.05)
+    with pytest.raises(meters.Stuck, match=r"rank 3: nccl at 4 KiB did not end within 0.05 s.*--providers") as e:
+        meters.finish(team, "nccl at 4 KiB", 0.05)
     e.value.reports = [canned.all_reduce()]
     assert pickle.loads(pickle.dumps(e.value)).reports == [canned.all_reduce()]
 
 
 def test_a_spread_is_of_the_samples():
-    found = measure.spread([float(value) for value in range(101)][::-1])
+    found = meters.spread([float(value) for value in range(101)][::-1])
     assert (found.median, found.p10, found.p90, found.samples) == (50.0, 10.0, 90.0, 101)
-    assert measure.spread([3.0]).p90 == 3.0
+    assert meters.spread([3.0]).p90 == 3.0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 10, 15])
 def test_every_meter_follows_every_other_equally_often(count):
-    rounds = max(2, measure.balanced_rounds(count))
-    orders = [measure.in_turn(count, number) for number in range(rounds)]
+    rounds = max(2, meters.balanced_rounds(count))
+    orders = [meters.in_turn(count, number) for number in range(rounds)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     pairs = Counter(pair for order in orders for pair in pairwise(order))
     assert set(pairs.values()) <= {1 + count % 2} and len(pairs) == count * (count - 1)
     for place in zip(*orders, strict=True):
         assert set(Counter(place).values()) == {1 + count % 2}
-    assert measure.in_turn(count, rounds) == orders[0]
+    assert meters.in_turn(count, rounds) == orders[0]
 
 
 def test_the_last_replica_takes_the_set_whose_answer_is_known():
-    assert measure.order(3, 7) == [0, 2, 1, 0, 2, 1, 0]
+    assert meters.order(3, 7) == [0, 2, 1, 0, 2, 1, 0]
     for sets in range(1, 9):
         for replicas in range(1, 20):
-            taken = measure.order(sets, replicas)
+            taken = meters.order(sets, replicas)
             assert taken[-1] == 0
             assert len(set(taken)) == min(sets, replicas)
 
 
 def test_short_calls_are_many_in_a_row():
     """So that what only the first one costs is divided by many."""
-    assert [measure.calls_in_a_row(us) for us in (0.5, 3.0, 24.9, 25.0, 99.0)] == [64, 64, 64, 32, 32]
+    assert [meters.calls_in_a_row(us) for us in (0.5, 3.0, 24.9, 25.0, 99.0)] == [64, 64, 64, 32, 32]
 
 
 def test_rounds_fill_the_time_within_bounds():
-    assert measure.rounds_for(0.1, quick=False, count=1) == 11
-    assert measure.rounds_for(1e-9, quick=False, count=1) == 50
-    assert measure.rounds_for(9.0, quick=True, count=1) == 3
+    assert meters.rounds_for(0.1, quick=False, count=1) == 11
+    assert meters.rounds_for(1e-9, quick=False, count=1) == 50
+    assert meters.rounds_for(9.0, quick=True, count=1) == 3
 
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("count", [2, 5, 8, 15, 16])
 def test_short_rounds_are_so_many_that_neighbours_are_balanced(count, quick):
-    rounds = measure.rounds_for(0.005, quick, count)
-    pairs = Counter(pair for number in range(rounds) for pair in pairwise(measure.in_turn(count, number)))
+    rounds = meters.rounds_for(0.005, quick, count)
+    pairs = Counter(pair for number in range(rounds) for pair in pairwise(meters.in_turn(count, number)))
     assert len(pairs) == count * (count - 1) and len(set(pairs.values())) == 1
 
 
 def test_long_rounds_are_no_more_than_time_allows():
-    assert measure.rounds_for(0.35 / 12, quick=True, count=16) == 16  # 1.33 times as long
-    assert measure.rounds_for(0.35 / 12, quick=True, count=8) == 16
-    assert measure.rounds_for(0.35 / 11, quick=True, count=8) == 8
-    assert measure.rounds_for(0.35 / 12, quick=True, count=15) == 12  # not balanced
-    assert measure.rounds_for(9.0, quick=True, count=5) == 3  # nor these
+    assert meters.rounds_for(0.35 / 12, quick=True, count=16) == 16  # 1.33 times as long
+    assert meters.rounds_for(0.35 / 12, quick=True, count=8) == 16
+    assert meters.rounds_for(0.35 / 11, quick=True, count=8) == 8
+    assert meters.rounds_for(0.35 / 12, quick=True, count=15) == 12  # not balanced
+    assert meters.rounds_for(9.0, quick=True, count=5) == 3  # nor these
 
 
 @pytest.mark.parametrize(("rounds", "said"), [(4, "balanced"), (5, "not balanced")])
 def test_the_protocol_says_whether_neighbours_are_balanced(rounds, said, fake_gpus, others, monkeypatch):
     others(library=library)
-    monkeypatch.setattr(measure, "rounds_for", lambda seconds, quick, count: rounds)
+    monkeypatch.setattr(meters, "rounds_for", lambda seconds, quick, count: rounds)
     made = plan(providers=("weft.one_shot", "library"))  # both alone and in a row: four meters
     assert run(made)[0][0][0].protocol["neighbours"] == said
     assert runner.neighbours({"1 KiB": True, "1 MiB": False}) == "balanced, but not at 1 MiB: too few rounds"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from weft.bench.limits import floor_us, limits_of, rate, wire_bytes
-from weft.bench.shapes import DECODE_ROWS, MODELS, OPS, ROWS, alias_of, op_of, parse_shapes
+from weft.bench.harness.limits import floor_us, limits_of, rate, wire_bytes
+from weft.bench.ops.shapes import DECODE_ROWS, MODELS, OPS, ROWS, alias_of, op_of, parse_shapes
 from weft.models import Qwen3Config
 
 NORMED = "all-reduce-rms-norm"

@@ -9,10 +9,11 @@ from rich.console import Console
 
 from benchmarks import performance, targets
 from tests.bench import canned
-from weft.bench import plot, report, table
 from weft.bench.command import BenchOptions
-from weft.bench.plot import svg
-from weft.bench.shapes import OPS, is_gemm
+from weft.bench.harness import report
+from weft.bench.ops.shapes import OPS, is_gemm
+from weft.bench.render import plot, table
+from weft.bench.render.plot import svg
 
 
 def test_json_comes_back_as_it_was(tmp_path):

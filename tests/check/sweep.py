@@ -29,7 +29,7 @@ import weft
 import weft.check
 from tests.ops.checking import call_op, inputs_of
 from weft import ops
-from weft.bench.machine import revision
+from weft.bench.harness.machine import revision
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.op import registered
 from weft.ops.overlap.sequential import Overlapped

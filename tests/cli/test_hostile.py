@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import weft
 from weft import console
 from weft.bench import command as bench_command
-from weft.bench import report, shapes
+from weft.bench.harness import report
+from weft.bench.ops import shapes
 from weft.check import command as check_command
 from weft.cli import app
 from weft.models.builtin import PATH as BUILTIN

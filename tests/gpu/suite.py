@@ -40,7 +40,7 @@ from tests.gpu.attempts import Attempts, Desynchronised, Suite
 from tests.ops import checking
 from tests.ops.checking import assert_close, assert_identical, bits, call_op, everyone_of
 from weft import ops
-from weft.bench.machine import revision
+from weft.bench.harness.machine import revision
 from weft.ops.case import BF16, Case, Inputs
 from weft.ops.op import Op, find_op, registered
 from weft.runtime.files import put

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from weft.bench.problem import Problem
-from weft.bench.shapes import OPS, op_of
+from weft.bench.ops.problem import Problem
+from weft.bench.ops.shapes import OPS, op_of
 from weft.cli import app
 from weft.plan import table as tuned
 

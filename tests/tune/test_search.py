@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import weft
-from weft.bench.plan import Plan
-from weft.bench.problem import Problem
-from weft.bench.report import Row
-from weft.bench.runner import Bench
-from weft.bench.shapes import Shape, op_of
+from weft.bench.harness.report import Row
+from weft.bench.harness.runner import Bench
+from weft.bench.ops.problem import Problem
+from weft.bench.ops.shapes import Shape, op_of
+from weft.bench.ops.workload import Plan
 from weft.errors import WeftError
 from weft.ops.collectives.space import QUICK_PUSHES
 from weft.ops.gemm.gemm_op import GemmCall

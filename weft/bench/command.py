@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from weft.bench.levels.command import LevelFlags, level_plan
-from weft.bench.levels.names import LEVELS
+from weft.bench.models.flags import LevelFlags, level_plan
+from weft.bench.models.names import LEVELS
 from weft.console import check_output, check_torchrun, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.bench.plan import Plan
-    from weft.bench.report import Report
-    from weft.bench.runner import Save
+    from weft.bench.harness.report import Report
+    from weft.bench.harness.runner import Save
+    from weft.bench.ops.workload import Plan
     from weft.runtime.team.team import Team
 
 SIMULATED_RANKS = 2
@@ -49,8 +49,8 @@ class BenchOptions:
     level: LevelFlags = field(default_factory=LevelFlags)
 
     def __post_init__(self) -> None:
-        from weft.bench.plot import check_matplotlib
-        from weft.bench.shapes import ALL
+        from weft.bench.ops.shapes import ALL
+        from weft.bench.render.plot import check_matplotlib
         from weft.runtime.launch import DEVICES
 
         if self.op not in ALL:
@@ -70,7 +70,7 @@ class BenchOptions:
 
     def lacking(self) -> list[str]:
         """Members of ``providers`` that only other ops have."""
-        from weft.bench.providers import lacking
+        from weft.bench.ops.providers import lacking
 
         return [] if self.op in LEVELS else lacking(self.op, self.providers)
 
@@ -118,7 +118,7 @@ def bench(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
     """Time all providers of an op side by side. Exit status 1: weft was wrong or did not run somewhere."""
-    from weft.bench.shapes import alias_of, stand_ins
+    from weft.bench.ops.shapes import alias_of, stand_ins
 
     with one_line_errors(traceback):
         options = BenchOptions(
@@ -187,8 +187,8 @@ def _plans(options: BenchOptions) -> tuple[list[tuple[int, Plan]], bool]:
 
     Everything that can be refused is refused here, before the first rank starts.
     """
-    from weft.bench.plan import Plan
-    from weft.bench.shapes import parse_shapes
+    from weft.bench.ops.shapes import parse_shapes
+    from weft.bench.ops.workload import Plan
 
     sizes, simulated = ranks(options.world_sizes, options.device)
     how: dict[str, Any] = {
@@ -216,8 +216,8 @@ def _measure(
     Returns the error that ended the run early, or raises it if nothing was measured. ``json``: file written after every
     shape.
     """
-    from weft.bench.plan import heap_bytes
-    from weft.bench.report import read, write_all
+    from weft.bench.harness.report import read, write_all
+    from weft.bench.ops.workload import heap_bytes
     from weft.runtime.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -281,14 +281,14 @@ def check_simulable_ranks(world_size: int) -> None:
 
 def on_rank(team: Team, plans: tuple[Plan, ...], save: Save) -> list[Report]:
     """Run the plans on one rank. Rank 0 prints progress."""
-    from weft.bench.runner import run_plans
+    from weft.bench.harness.runner import run_plans
 
     with progress(team.rank == 0) as say:
         return run_plans(team, plans, save, say)
 
 
 def show(reports: list[Report]) -> None:
-    from weft.bench import table
+    from weft.bench.render import table
 
     console = Console(highlight=False)
     for report in reports:
@@ -301,8 +301,8 @@ def weft_failed(reports: list[Report]) -> bool:
 
 
 def _write(options: BenchOptions, reports: list[Report]) -> None:
-    from weft.bench.plot import svg
-    from weft.bench.report import write
+    from weft.bench.harness.report import write
+    from weft.bench.render.plot import svg
     from weft.runtime.files import put
 
     if options.json is not None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.bench import command as bench_command
-from weft.bench.table import show_cells
+from weft.bench.render.table import show_cells
 from weft.console import check_output, message_of, numbers, one_line_errors, progress, talks
 from weft.errors import SimulatorMissing, WeftError
 
@@ -40,7 +40,7 @@ class TuneOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        from weft.bench.shapes import DTYPES
+        from weft.bench.ops.shapes import DTYPES
         from weft.runtime.launch import DEVICES
         from weft.tune.spaces import parse
 
@@ -92,7 +92,7 @@ def tune(
 
     Exit status 1: the search ended early; the file holds the results so far.
     """
-    from weft.bench.shapes import stand_ins
+    from weft.bench.ops.shapes import stand_ins
     from weft.tune.spaces import parse
 
     with one_line_errors(traceback):
@@ -134,7 +134,7 @@ def plan(options: TuneOptions) -> list[Run]:
     """
     import torch
 
-    from weft.bench.shapes import parse_shapes
+    from weft.bench.ops.shapes import parse_shapes
     from weft.plan import table as tuned
     from weft.tune.search import TunePlan, world_of
     from weft.tune.spaces import parse
@@ -183,7 +183,7 @@ def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -
 
 def _tune(runs: list[Run], traceback: bool) -> Exception | None:
     """Run them one after the other. Returns the error that ended them early, if any."""
-    from weft.bench.plan import Plan, heap_bytes
+    from weft.bench.ops.workload import Plan, heap_bytes
     from weft.runtime.launch import launch
 
     for run in runs:

@@ -28,10 +28,10 @@ import torch
 import triton
 
 import weft
-from weft.bench import machine, measure
-from weft.bench.plan import Plan
-from weft.bench.runner import Bench
-from weft.bench.shapes import Shape, op_of
+from weft.bench.harness import machine, meters
+from weft.bench.harness.runner import Bench
+from weft.bench.ops.shapes import Shape, op_of
+from weft.bench.ops.workload import Plan
 from weft.errors import WeftError
 from weft.ops import barrier
 from weft.plan import table as tuned
@@ -114,8 +114,8 @@ def search(
     """
     if team.device.type == "cuda":
         barrier(team)  # loaded before the first capture
-        measure.finish(team, "the first barrier")
-    empty_us = measure.events_in_graphs(team)
+        meters.finish(team, "the first barrier")
+    empty_us = meters.events_in_graphs(team)
     empty_us = None if None in (all_ranks := team.exchange(empty_us)) else max(all_ranks)
     found: list[list[Outcome]] = []
     for plan in plans:

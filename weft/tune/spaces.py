@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from weft.bench.problem import Problem
-from weft.bench.shapes import op_of
+from weft.bench.ops.problem import Problem
+from weft.bench.ops.shapes import op_of
 from weft.ops.op import Op
 from weft.plan.planned import Machine, Planned, machine_of
 

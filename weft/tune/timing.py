@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.baselines import close_quietly
-from weft.bench.providers import Attempt, Provider, attempt
+from weft.bench.ops.baselines import close_quietly
+from weft.bench.ops.providers import Attempt, Provider, attempt
 from weft.tune import compiling, spaces
 
 if TYPE_CHECKING:
-    from weft.bench.problem import Problem
-    from weft.bench.report import Row
-    from weft.bench.runner import Bench, Entrant
+    from weft.bench.harness.report import Row
+    from weft.bench.harness.runner import Bench, Entrant
+    from weft.bench.ops.problem import Problem
 
 # Candidates timed together, and the memory that all their CUDA graphs may hold: one result per call.
 TOGETHER, GRAPHS_BYTES = 24, 32e9

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.bench.shapes import ALL, dimensions
+from weft.bench.ops.shapes import ALL, dimensions
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.bench.shapes import DTYPES, Shape, is_gemm, op_of
+from weft.bench.ops.shapes import DTYPES, Shape, is_gemm, op_of
 from weft.ops.case import Draw, Inputs, tolerance
 from weft.ops.gemm.gemm_op import product
 from weft.plan.planned import AUTO
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.bench.providers import Attempt
+    from weft.bench.ops.providers import Attempt
     from weft.runtime.team.team import Team
 
 # Bytes read between two uses of the same weights: twice the 60 MB L2 of an H200.

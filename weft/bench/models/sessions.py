@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.bench.levels.baseline import Baseline, Cache, Functions, traced_all_reduce
+from weft.bench.models.baseline import Baseline, Cache, Functions, traced_all_reduce
 from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
 from weft.parallel.step_plan import mode_named
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weft.bench.measure import Meter, finish
+from weft.bench.harness.meters import Meter, finish
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team

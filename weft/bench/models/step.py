@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.bench.levels.baseline import Cache
-from weft.bench.levels.sessions import Session, TorchSession, shard_of
-from weft.bench.providers import Attempt
+from weft.bench.models.baseline import Cache
+from weft.bench.models.sessions import Session, TorchSession, shard_of
+from weft.bench.ops.providers import Attempt
 
 if TYPE_CHECKING:
-    from weft.bench.levels.problem import StepProblem
+    from weft.bench.models.problem import StepProblem
 
 FORCED_PROMPT, FORCED_STEPS = 24, 8
 

@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from weft.bench.levels import generate
-from weft.bench.levels.attempts import compare_first, step
-from weft.bench.levels.baseline import compiled
-from weft.bench.levels.names import LEVELS
-from weft.bench.levels.problem import StepProblem
-from weft.bench.levels.sessions import TorchSession, WeftSession
-from weft.bench.providers import Attempt, Provider, Unavailable, named_by
+from weft.bench.models import generate
+from weft.bench.models.baseline import compiled
+from weft.bench.models.names import LEVELS
+from weft.bench.models.problem import StepProblem
+from weft.bench.models.sessions import TorchSession, WeftSession
+from weft.bench.models.step import compare_first, step
+from weft.bench.ops.providers import Attempt, Provider, Unavailable, named_by
 from weft.parallel.step_plan import OLD_MODES
 
 # Providers have the old names of modes, as in the results that are committed.

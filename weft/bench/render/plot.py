@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from weft.bench.levels.names import LEVELS
-from weft.bench.limits import rate
-from weft.bench.report import Report, providers_of, row_of, shapes_of
-from weft.bench.shapes import is_gemm
+from weft.bench.harness.limits import rate
+from weft.bench.harness.report import Report, providers_of, row_of, shapes_of
+from weft.bench.models.names import LEVELS
+from weft.bench.ops.shapes import is_gemm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +58,7 @@ def svg(reports: Sequence[Report]) -> str:
 def _panels(report: Report) -> list[Callable[[Axes, Report, Sequence[str]], None]]:
     if report.op not in LEVELS:
         return [_panel]
-    from weft.bench.levels import plot  # imports the models, which plots of ops do not need
+    from weft.bench.render import model_plot as plot  # imports the models, which plots of ops do not need
 
     return [plot.times, plot.parts] if any(row.parts_us for row in report.rows) else [plot.times]
 

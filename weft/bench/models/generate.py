@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.bench.levels.baseline import compiled
-from weft.bench.levels.bench import LevelBench
-from weft.bench.levels.problem import StepProblem
-from weft.bench.levels.sessions import TorchSession
-from weft.bench.measure import Spread, capturing, finish, spread
-from weft.bench.providers import Provider, Unavailable
-from weft.bench.report import Row
-from weft.bench.shapes import Shape
+from weft.bench.harness.meters import Spread, capturing, finish, spread
+from weft.bench.harness.report import Row
+from weft.bench.models.baseline import compiled
+from weft.bench.models.bench import LevelBench
+from weft.bench.models.problem import StepProblem
+from weft.bench.models.sessions import TorchSession
+from weft.bench.ops.providers import Provider, Unavailable
+from weft.bench.ops.shapes import Shape
 from weft.engine import Engine
 from weft.engine.params import SamplingParams
 from weft.runtime.codec import exchangeable

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.bench.normed import add_norm, compiled_add_norm, then_norm
-from weft.bench.problem import Problem
-from weft.bench.providers import Attempt, Provider, Unavailable, copy_into
+from weft.bench.ops.normed import add_norm, compiled_add_norm, then_norm
+from weft.bench.ops.problem import Problem
+from weft.bench.ops.providers import Attempt, Provider, Unavailable, copy_into
 
 Close = Callable[[], None] | None
 WINDOW_STEP = 256  # elements: buffers in a window are aligned to at least 512 bytes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.bench.levels.breakdown import KINDS
-from weft.bench.levels.table import floor_us, layers_of
-from weft.bench.report import Report, providers_of, row_of, shapes_of
+from weft.bench.harness.report import Report, providers_of, row_of, shapes_of
+from weft.bench.models.breakdown import KINDS
+from weft.bench.render.model_table import floor_us, layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weft.bench.providers import Attempt
+from weft.bench.ops.providers import Attempt
 from weft.errors import WeftError
 from weft.ops import barrier
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.bench.report import Report
+    from weft.bench.harness.report import Report
     from weft.runtime.team.team import Team
 
 # Seconds after which a round counts as stuck; the longest round takes well under one.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.bench.levels.names import LEVELS
+from weft.bench.models.names import LEVELS
 from weft.console import check_simulable
 
 if TYPE_CHECKING:
-    from weft.bench.levels.plan import LevelPlan
+    from weft.bench.models.workload import LevelPlan
 
 # Flags without effect on generate, which times complete generations and always checks every token.
 OF_STEPS = ("--run-type", "--breakdown", "--eager")
@@ -42,8 +42,8 @@ class LevelFlags:
             for flag in self.given():
                 raise ValueError(f"{flag} belongs to {', '.join(levels_of(flag))}; {op} takes --shapes")
             return
-        from weft.bench.levels.providers import OLD_NAMES, WEFT_MODES
-        from weft.bench.levels.steps import RUN_TYPES
+        from weft.bench.models.providers import OLD_NAMES, WEFT_MODES
+        from weft.bench.models.steps import RUN_TYPES
 
         if shapes and (self.run_type or self.batches or self.contexts):
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
@@ -82,8 +82,8 @@ def level_plan(
     command: str,
 ) -> LevelPlan:
     """Plan of ``weft bench LEVEL`` at one world size. Simulated ranks use the tiny model by default."""
-    from weft.bench.levels.plan import LevelPlan
-    from weft.bench.levels.steps import DEFAULT_MODEL, TINY, check_split, config_of, parse_steps, words_of
+    from weft.bench.models.steps import DEFAULT_MODEL, TINY, check_split, config_of, parse_steps, words_of
+    from weft.bench.models.workload import LevelPlan
 
     model = flags.model or (TINY if simulated else DEFAULT_MODEL)
     config = config_of(model, flags.layers)

@@ -10,10 +10,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench.levels.names import LEVELS
-from weft.bench.limits import GPUS, floor_us, limits_of, rate
-from weft.bench.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
-from weft.bench.shapes import is_gemm
+from weft.bench.harness.limits import GPUS, floor_us, limits_of, rate
+from weft.bench.harness.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
+from weft.bench.models.names import LEVELS
+from weft.bench.ops.shapes import is_gemm
 
 NONE = "–"
 
@@ -36,7 +36,7 @@ def sheets(report: Report) -> list[Sheet]:
     """All tables of a report; for a model benchmark also the breakdown, if it was measured."""
     if report.op not in LEVELS:
         return [sheet(report)]
-    from weft.bench.levels import table as levels  # it imports this module
+    from weft.bench.render import model_table as levels  # it imports this module
 
     return [found for found in (levels.sheet(report), levels.breakdown_sheet(report)) if found is not None]
 

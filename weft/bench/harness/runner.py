@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from weft.bench import machine, measure
-from weft.bench.baselines import close_quietly
-from weft.bench.measure import Meter, Stuck, finish
-from weft.bench.plan import Plan
-from weft.bench.problem import Problem, Verdict, poison
-from weft.bench.providers import Attempt, Provider, Unavailable
-from weft.bench.report import Report, Row
-from weft.bench.shapes import Shape
+from weft.bench.harness import machine, meters
+from weft.bench.harness.meters import Meter, Stuck, finish
+from weft.bench.harness.report import Report, Row
+from weft.bench.ops.baselines import close_quietly
+from weft.bench.ops.problem import Problem, Verdict, poison
+from weft.bench.ops.providers import Attempt, Provider, Unavailable
+from weft.bench.ops.shapes import Shape
+from weft.bench.ops.workload import Plan
 from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
 from weft.ops import barrier
 
@@ -67,7 +67,7 @@ def run_plans(team: Team, plans: Sequence[Plan], save: Save | None, say: Callabl
     if team.device.type == "cuda":
         barrier(team)  # loaded before the first capture
         finish(team, "the first barrier")
-    empty_us = measure.events_in_graphs(team)
+    empty_us = meters.events_in_graphs(team)
     empty_us = None if None in (all_ranks := team.exchange(empty_us)) else max(all_ranks)
     here, reports = machine.describe(team), []
     save = save if save is not None and team.rank == 0 else silent
@@ -214,33 +214,33 @@ class Bench:
     def set_up(self, problem: Problem, entrant: Entrant) -> None:
         """Entrant with its meters, whose answers are checked again. No ``single`` if it is excluded."""
         team, attempt = self.team, entrant.attempt
-        numbers = measure.order(len(problem.sets), problem.replicas)
+        numbers = meters.order(len(problem.sets), problem.replicas)
         if team.is_simulated:
-            meter: Any = measure.HostMeter(team, attempt, numbers[-1:])
+            meter: Any = meters.HostMeter(team, attempt, numbers[-1:])
             mode, reason = "host", None
         else:
-            make = measure.AroundMeter if self.empty_us is None else measure.GraphMeter
+            make = meters.AroundMeter if self.empty_us is None else meters.GraphMeter
             mode = "around" if self.empty_us is None else "graph"
             meter, reason = self.together(lambda: make(team, attempt, numbers))
             if reason:
-                meter, mode, reason = measure.EagerMeter(team, attempt, numbers), "eager", f"not captured: {reason}"
+                meter, mode, reason = meters.EagerMeter(team, attempt, numbers), "eager", f"not captured: {reason}"
         row = self.replayed(problem, entrant, meter, "wrong answer when timed")
         entrant.row = replace(row, mode=mode, reason=row.reason or reason)
         if row.reason:
             return
         chain = None
         if mode == "graph":
-            one = max(team.exchange(measure.spread(meter.samples()).median))
-            if one < measure.LONG_US:
-                in_a_row = measure.order(len(problem.sets), measure.calls_in_a_row(one))
-                chain, _ = self.together(lambda: measure.ChainMeter(team, attempt, in_a_row))
+            one = max(team.exchange(meters.spread(meter.samples()).median))
+            if one < meters.LONG_US:
+                in_a_row = meters.order(len(problem.sets), meters.calls_in_a_row(one))
+                chain, _ = self.together(lambda: meters.ChainMeter(team, attempt, in_a_row))
         if chain is not None:
             entrant.row = self.replayed(problem, entrant, chain, "wrong answer in a row")
             if entrant.row.reason:
                 return
         entrant.single, entrant.chain = meter, chain
         if self.plan.eager and mode in ("graph", "around"):
-            entrant.eager = measure.EagerMeter(team, attempt, numbers)
+            entrant.eager = meters.EagerMeter(team, attempt, numbers)
 
     def replayed(self, problem: Problem, entrant: Entrant, meter: Meter, complaint: str) -> Row:
         """Row after a round of ``meter`` and a check of its last answer.
@@ -254,7 +254,7 @@ class Bench:
         if failure:
             return replace(entrant.row, reason=failure)
         finish(self.team, what)
-        if attempt.in_place and isinstance(meter, (measure.ChainMeter, measure.AroundMeter)):
+        if attempt.in_place and isinstance(meter, (meters.ChainMeter, meters.AroundMeter)):
             return entrant.row  # it continued with its own sums, for which there is no answer
         return self.judged(entrant.row, problem, attempt, meter.out, complaint)
 
@@ -264,19 +264,19 @@ class Bench:
         """Rounds of all meters in turn. Returns each row with the median of the rank whose median is largest."""
         if not entrants:
             return
-        meters = [meter for entrant in entrants for meter in entrant.meters()]
+        timed = [meter for entrant in entrants for meter in entrant.meters()]
         started = time.perf_counter()
-        self.round(meters)
+        self.round(timed)
         seconds = max(self.team.exchange(time.perf_counter() - started))
-        rounds = 2 if self.team.is_simulated else measure.rounds_for(seconds, self.plan.quick, len(meters))
-        self.balanced[entrants[0].row.label] = rounds % measure.balanced_rounds(len(meters)) == 0
-        samples: list[list[float]] = [[] for _ in meters]
+        rounds = 2 if self.team.is_simulated else meters.rounds_for(seconds, self.plan.quick, len(timed))
+        self.balanced[entrants[0].row.label] = rounds % meters.balanced_rounds(len(timed)) == 0
+        samples: list[list[float]] = [[] for _ in timed]
         for number in range(rounds):
             # Neighbours alternate, since the previous meter affects clocks and caches. Equal on all ranks.
-            self.round([meters[place] for place in measure.in_turn(len(meters), number)])
-            for meter, found in zip(meters, samples, strict=True):
+            self.round([timed[place] for place in meters.in_turn(len(timed), number)])
+            for meter, found in zip(timed, samples, strict=True):
                 found += meter.samples()
-        mine = {id(meter): measure.spread(found) for meter, found in zip(meters, samples, strict=True)}
+        mine = {id(meter): meters.spread(found) for meter, found in zip(timed, samples, strict=True)}
         for entrant in entrants:
             all_ranks = self.team.exchange([mine[id(meter)] for meter in entrant.meters()])
             single, *others = [max(ranks, key=lambda s: s.median) for ranks in zip(*all_ranks, strict=True)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.runner import Bench
+from weft.bench.harness.runner import Bench
 
 if TYPE_CHECKING:
-    from weft.bench.providers import Attempt
-    from weft.bench.report import Row
-    from weft.bench.shapes import Shape
+    from weft.bench.harness.report import Row
+    from weft.bench.ops.providers import Attempt
+    from weft.bench.ops.shapes import Shape
 
 
 class LevelBench(Bench):

@@ -1,4 +1,4 @@
-"""Roofline of a model's step at the rates of weft.bench.limits."""
+"""Roofline of a model's step at the rates of weft.bench.harness.limits."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.bench.limits import Limits
-from weft.bench.shapes import DTYPES
+from weft.bench.harness.limits import Limits
+from weft.bench.ops.shapes import DTYPES
 
 if TYPE_CHECKING:
     from weft.models.config import DecoderConfig

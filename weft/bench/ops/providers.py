@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.bench.shapes import OPS, op_of
+from weft.bench.ops.shapes import OPS, op_of
 from weft.ops.op import Op
 from weft.plan.planned import AUTO, Planned, machine_of
 
 if TYPE_CHECKING:
-    from weft.bench.problem import Problem
+    from weft.bench.ops.problem import Problem
 
 
 class Unavailable(Exception):
@@ -63,7 +63,7 @@ RENAMED = {"weft.segments": "weft.pipelined", "weft.library": "weft.sequential"}
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
-    from weft.bench.baselines import BASELINES  # it imports this module
+    from weft.bench.ops.baselines import BASELINES  # it imports this module
 
     return (*_of_weft(op_of(op)), *(provider for provider in BASELINES if op in provider.ops))
 

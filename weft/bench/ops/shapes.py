@@ -2,7 +2,7 @@
 
 A shape has the form that its op names (``Op.form``): "bytes", (bytes,) of the input of all-reduce, reduce-scatter and
 all-to-all, of the output of all-gather; "rows", (M, H): rows and columns; "gemm", (M, N, K): M rows of the whole GEMM, N and K
-of one rank's. Shapes of LEVELS are in weft.bench.levels.steps.
+of one rank's. Shapes of LEVELS are in weft.bench.models.steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
-from weft.bench.levels.names import LEVELS
+from weft.bench.models.names import LEVELS
 from weft.ops.gemm.gemm_op import GemmOp
 from weft.ops.op import Op, find_op, registered
 

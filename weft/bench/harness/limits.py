@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.bench.shapes import DTYPES, is_gemm, op_of
+from weft.bench.ops.shapes import DTYPES, is_gemm, op_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

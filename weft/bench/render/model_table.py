@@ -1,18 +1,18 @@
 """Reports of model benchmarks as tables: pure functions.
 
-weft.bench.table prints them and writes Markdown.
+weft.bench.render.table prints them and writes Markdown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.bench.levels.breakdown import KINDS
-from weft.bench.levels.roofline import roofline
-from weft.bench.levels.steps import MODELS, config_of
-from weft.bench.limits import limits_of
-from weft.bench.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
-from weft.bench.table import NONE, Sheet, about_machine, microseconds, plain, reasons, speed_up
+from weft.bench.harness.limits import limits_of
+from weft.bench.harness.report import Report, Row, best_other, providers_of, row_of, shapes_of, weft_row
+from weft.bench.models.breakdown import KINDS
+from weft.bench.models.roofline import roofline
+from weft.bench.models.steps import MODELS, config_of
+from weft.bench.render.table import NONE, Sheet, about_machine, microseconds, plain, reasons, speed_up
 
 
 def sheet(report: Report) -> Sheet:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from weft.bench.problem import Problem, Verdict
-from weft.bench.providers import Attempt, copy_into
+from weft.bench.ops.problem import Problem, Verdict
+from weft.bench.ops.providers import Attempt, copy_into
 from weft.ops.case import tolerance
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, all_reduce_rms_norm
 from weft.plan.planned import AUTO
 
 if TYPE_CHECKING:
-    from weft.bench.shapes import Shape
+    from weft.bench.ops.shapes import Shape
     from weft.runtime.team.team import Team
 
 

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.levels import generate
-from weft.bench.levels.attempts import FORCED_STEPS
-from weft.bench.levels.bench import LevelBench
-from weft.bench.levels.breakdown import profile
-from weft.bench.levels.problem import StepProblem
-from weft.bench.levels.providers import choose
-from weft.bench.levels.steps import config_of
-from weft.bench.plan import Plan
-from weft.bench.providers import Provider
-from weft.bench.shapes import DTYPES, Shape
+from weft.bench.models import generate
+from weft.bench.models.bench import LevelBench
+from weft.bench.models.breakdown import profile
+from weft.bench.models.problem import StepProblem
+from weft.bench.models.providers import choose
+from weft.bench.models.step import FORCED_STEPS
+from weft.bench.models.steps import config_of
+from weft.bench.ops.providers import Provider
+from weft.bench.ops.shapes import DTYPES, Shape
+from weft.bench.ops.workload import Plan
 from weft.models.config import DecoderConfig
 
 if TYPE_CHECKING:
-    from weft.bench.measure import Meter
-    from weft.bench.runner import Bench
+    from weft.bench.harness.meters import Meter
+    from weft.bench.harness.runner import Bench
     from weft.runtime.team.team import Team
 
 CHECK = (

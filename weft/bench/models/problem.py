@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weft.bench.levels.attempts import remember, step, step_alone
-from weft.bench.levels.baseline import Baseline, Cache
-from weft.bench.levels.roofline import weights
-from weft.bench.levels.sessions import TorchSession, build, in_mode, shard_of
-from weft.bench.levels.steps import is_decode
-from weft.bench.problem import COLD_BYTES, Verdict
-from weft.bench.providers import Attempt
-from weft.bench.shapes import DTYPES, Shape
+from weft.bench.models.baseline import Baseline, Cache
+from weft.bench.models.roofline import weights
+from weft.bench.models.sessions import TorchSession, build, in_mode, shard_of
+from weft.bench.models.step import remember, step, step_alone
+from weft.bench.models.steps import is_decode
+from weft.bench.ops.problem import COLD_BYTES, Verdict
+from weft.bench.ops.providers import Attempt
+from weft.bench.ops.shapes import DTYPES, Shape
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.bench.levels.plan import LevelPlan
+    from weft.bench.models.workload import LevelPlan
     from weft.models import Decoder
     from weft.runtime.team.team import Team
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.levels.names import LEVELS
-from weft.bench.normed import NormProblem
-from weft.bench.problem import MOST_SETS, Problem
-from weft.bench.providers import Provider, choose
-from weft.bench.shapes import DTYPES, Shape, is_gemm, op_of
+from weft.bench.models.names import LEVELS
+from weft.bench.ops.normed import NormProblem
+from weft.bench.ops.problem import MOST_SETS, Problem
+from weft.bench.ops.providers import Provider, choose
+from weft.bench.ops.shapes import DTYPES, Shape, is_gemm, op_of
 
 if TYPE_CHECKING:
-    from weft.bench.measure import Meter
-    from weft.bench.runner import Bench
+    from weft.bench.harness.meters import Meter
+    from weft.bench.harness.runner import Bench
     from weft.runtime.team.team import Team
 
 # Of ops with several results.
@@ -54,11 +54,11 @@ class Plan:
         return choose(self.op, self.providers, simulated)
 
     def problem(self, shape: Shape, team: Team, **fields: bool) -> Any:
-        """Problem set up at this shape (weft.bench.problem.Problem). ``fields``: of the call."""
+        """Problem set up at this shape (weft.bench.ops.problem.Problem). ``fields``: of the call."""
         return PROBLEMS.get(op_of(self.op).form, Problem)(self.op, shape, self.dtype, team, **fields)
 
     def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
-        from weft.bench.runner import Bench  # it imports this module
+        from weft.bench.harness.runner import Bench  # it imports this module
 
         return Bench(team, self, empty_us, say)
 

@@ -1,0 +1,1 @@
+"""Harness: what is equal for all workloads of a benchmark."""

@@ -1,0 +1,1 @@
+"""Benchmarks of ops: shapes, providers and baselines."""

@@ -1,6 +1,6 @@
 """Compare the reports of two trees that ran in turn on one machine: a table of ratios, new over old.
 
-    python benchmarks/run.py --out RUNS/old.1 …        in the old tree, then in the new one: RUNS/new.1, RUNS/old.2, …
+    weft bench OP… --out RUNS/old.1                    in the old tree, then in the new one: RUNS/new.1, RUNS/old.2, …
     python -m benchmarks.two_trees RUNS [--json FILE]  the table as Markdown; the rows as JSON
 
 A row is one op or step, shape, provider and way of timing. Its time in a tree is the median over that tree's runs; the spread

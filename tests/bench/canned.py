@@ -53,3 +53,19 @@ def ag_gemm():
             row(tall, "weft.auto", "weft", 1480.0, label="qwen3-32b gate-up M=8192"),
         ],
     )
+
+
+def model():
+    rows = []
+    for shape, label, times in (
+        ((1, 128, 1), "decode 1x128", (5000.0, 7000.0, 6000.0)),
+        ((32, 128, 128), "prefill 32x128", (110000.0, 109000.0, None)),
+    ):
+        for provider, us in zip(("weft.auto", "torch.eager", "torch.compile"), times, strict=True):
+            more = {"reason": "no compiler"} if us is None else {}
+            parts = {"gemm": 0.7 * us, "gap": 0.3 * us} if us and provider == "weft.auto" else None
+            role = "weft" if "weft" in provider else "other"
+            rows.append(row(shape, provider, role, us, label=label, parts_us=parts, **more))
+    made = report("model", 4, rows)
+    made.subject = "qwen3-32b"
+    return made

@@ -5,10 +5,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import run as benchmarks_run
 from weft.bench.command import bench
-from weft.bench.harness import report, runner
-from weft.bench.ops.shapes import OPS, is_gemm
+from weft.bench.harness import bench as harness_bench
+from weft.bench.harness import report
+from weft.bench.ops.shapes import OPS, op_of
+from weft.bench.workloads import read
 from weft.errors import WeftError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
@@ -18,7 +19,7 @@ SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype"), [*((op, "bf16") for op in OPS), *((op, "fp32") for op in OPS if not is_gemm(op))]
+    ("op", "dtype"), [*((op, "bf16") for op in OPS), *((op, "fp32") for op in OPS if op_of(op).form != "gemm")]
 )
 def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     pytest.importorskip("matplotlib")
@@ -28,7 +29,7 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "times mean nothing" in result.stdout
-    (found,) = report.read(file)
+    (found,) = read(file)
     assert (found.op, found.dtype, found.world_size, found.is_simulated) == (op, dtype, 2, True)
     assert picture.read_text().startswith("<svg")
     for row in found.rows:
@@ -64,20 +65,20 @@ def test_providers_of_other_ops_are_named_when_they_are_left_out():
     ],
 )
 def test_what_was_measured_before_a_run_ends_early_is_shown_and_written(error, status, said, monkeypatch, tmp_path):
-    measure, file = runner.Bench.measure, tmp_path / "x.json"
+    measure, file = harness_bench.Bench.measure, tmp_path / "x.json"
 
     def failing(bench, shape):
         if (bench.team.size, bench.team.rank, shape.size) == (3, 0, (240,)):
             raise error
         return measure(bench, shape)
 
-    monkeypatch.setattr(runner.Bench, "measure", failing)
+    monkeypatch.setattr(harness_bench.Bench, "measure", failing)
     words = ["all-gather", "--check-only", "--providers", "weft.auto", "--json", str(file)]
     result = CliRunner().invoke(app, [*words, "--shapes", "96,240", "--world-size", "2,3"])
     assert result.exit_code == status, result.output
     assert f"weft: {said}" in result.stderr
     assert result.stdout.count("right") == 3
-    found = report.read(file)
+    found = read(file)
     assert [(one.world_size, report.shapes_of(one)) for one in found] == [(2, [(96,), (240,)]), (3, [(96,)])]
     file.unlink()
     result = CliRunner().invoke(app, [*words, "--shapes", "240", "--world-size", "3"])
@@ -133,6 +134,16 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory); name another"),
         (["gemm", "--json", ""], "--json .: no file can be written there (Is a directory)"),
         (["gemm", "--json", "/dev/null"], "it is a device or a pipe"),
+        (
+            ["gemm@3,4,5", "all-reduce", "--out", "/proc/x"],
+            "--out /proc/x/gemm.w2.json: no file can be written there (",
+        ),
+        (["gemm", "all@96"], "op 'all' is unknown"),
+        (["gemm@qwen4", "all-reduce"], "neither a set"),
+        (
+            ["gemm", "all-reduce", "--bsz", "4"],
+            "--bsz belongs to mlp, attn, model, generate; gemm, all-reduce takes --shapes",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, message):
@@ -144,23 +155,37 @@ def test_a_mistake_is_one_line_and_exit_2(arguments, message):
     assert result.stdout == ""
 
 
-def test_several_ops_in_one_launch(tmp_path, capsys):
-    words = ["all-reduce@96", "gemm@3,16,16", "all-reduce@2KiB"]
-    assert benchmarks_run.main([*words, "--out", str(tmp_path), "--providers", "weft", "--check-only"]) == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["all-reduce.w2.json", "gemm.w2.json"]
-    (found,) = report.read(tmp_path / "all-reduce.w2.json")
+def test_several_ops_in_one_launch(tmp_path):
+    words = ["all-reduce@96", "gemm@3,16,16", "all_reduce@2KiB", "--out", str(tmp_path), "--json", str(tmp_path / "x")]
+    result = CliRunner().invoke(app, [*words, "--providers", "weft", "--check-only", "--world-size", "2,3"])
+    assert result.exit_code == 2 and "--shapes 2KiB: 2048 bytes do not divide into 3 parts" in result.stderr
+    result = CliRunner().invoke(app, [*words, "--providers", "weft", "--check-only", "--world-size", "1,2"])
+    assert result.exit_code == 0, result.output
+    written = [f"{op}.w{size}.json" for op in ("all-reduce", "gemm") for size in (1, 2)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [*written, "x"]
+    (found,) = read(tmp_path / "all-reduce.w2.json")
     assert report.shapes_of(found) == [(96,), (2048,)]
-    assert found.command.startswith("python benchmarks/run.py all-reduce@96")
-    assert "2 ops in" in capsys.readouterr().out
-    assert benchmarks_run.main(["all@96", "--out", str(tmp_path)]) == 2
-    assert "op 'all' is unknown" in capsys.readouterr().err
-    assert benchmarks_run.main(["gemm@3,4,5", "--out", "/proc/x", "--check-only"]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("weft: --out /proc/x/gemm.w2.json: no file can be written there (")
-    assert (told.out, told.err.count("\n")) == ("", 1)
-    assert benchmarks_run.main(["gemm", "--world-size", "0", "--out", str(tmp_path)]) == 2
-    assert "--world-size 0 is not a positive number" in capsys.readouterr().err
-    assert benchmarks_run.main(["gemm", "--providers", ",", "--out", str(tmp_path)]) == 2
-    assert "--providers ',' names nothing" in capsys.readouterr().err
-    assert benchmarks_run.main(["gemm", "--world-size", "17", "--out", str(tmp_path)]) == 2
-    assert "at most 16 ranks are simulated" in capsys.readouterr().err
+    assert set(found.machine) >= {"commit", "clean", "revision"}
+    assert [(one.op, one.world_size) for one in read(tmp_path / "x")] == [
+        ("all-reduce", 1), ("gemm", 1), ("all-reduce", 2), ("gemm", 2),
+    ]  # fmt: skip
+
+
+def test_shapes_and_flags_belong_to_those_that_take_them(tmp_path):
+    """--shapes to ops without their own, --check and --mode to layers and models."""
+    words = [
+        "gemm",
+        "ag-gemm@4,16,16",
+        "mlp@decode:1x3",
+        "--shapes",
+        "3,16,16",
+        "--mode",
+        "gemm_ar",
+        "--check",
+        "--check-only",
+    ]
+    result = CliRunner().invoke(app, [*words, "--providers", "weft.auto,weft.gemm_ar", "--json", str(tmp_path / "x")])
+    assert result.exit_code == 2 and "provider 'weft.gemm_ar' is unknown; gemm has" in result.stderr
+    result = CliRunner().invoke(app, [*words, "--providers", "weft", "--json", str(tmp_path / "x")])
+    assert result.exit_code == 0, result.output
+    assert [report.shapes_of(one) for one in read(tmp_path / "x")] == [[(3, 16, 16)], [(4, 16, 16)], [(1, 3, 1)]]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import weft
 from weft import console
 from weft.bench import command as bench_command
-from weft.bench.harness import report
+from weft.bench import workloads
 from weft.bench.ops import shapes
 from weft.check import command as check_command
 from weft.cli import app
@@ -168,14 +168,14 @@ def test_nested_and_huge_json_elsewhere(tmp_path):
     file = tmp_path / "nested.json"
     for text in (NESTED, '{"a": ' * 50_000, "9" * 5000):
         file.write_text(text)
-        for read in (tuned.read, report.read):
+        for read in (tuned.read, workloads.read):
             with pytest.raises(ValueError, match="nested.json: not a"):
                 read(file)
         refused(run("tune", "all-reduce", "--device", "sim", "--out", file), "nested.json: not a file of weft tune")
 
 
 def test_named_shapes_say_what_simulated_ranks_run_instead(monkeypatch):
-    monkeypatch.setattr(bench_command, "_measure", lambda plans, simulated, json, reports: None)
+    monkeypatch.setattr(bench_command, "_measure", lambda runs, how, simulated, asked, reports: None)
     result = run("bench", "gemm-rs", "--shapes", "qwen3-32b:4096", "--device", "sim")
     says = "weft: --shapes qwen3-32b:4096: simulated ranks run 32x48x32 instead, since a tile takes them milliseconds; "
     assert result.stderr.startswith(says) and result.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from weft.bench.ops.problem import Problem
+from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import OPS, op_of
 from weft.cli import app
 from weft.plan import table as tuned
@@ -108,14 +108,14 @@ def test_without_a_file_nothing_is_written_in_the_simulator():
 
 @pytest.mark.parametrize(("good", "shapes"), [(0, "96"), (1, "2048,96")])
 def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch, tmp_path):
-    call, file = Problem.call, tmp_path / "x.json"
+    call, file = OpProblem.call, tmp_path / "x.json"
 
     def failing(problem, tensors, design):
         if problem.team.rank == 1 and file.exists() == bool(good):
             raise RuntimeError("lost")
         return call(problem, tensors, design)
 
-    monkeypatch.setattr(Problem, "call", failing)
+    monkeypatch.setattr(OpProblem, "call", failing)
     result = tune("all-reduce", "--quick", "--shapes", shapes, "--out", str(file))
     assert result.exit_code == 1
     assert (f"results so far are in {file}" in result.stderr) == file.exists() == bool(good)

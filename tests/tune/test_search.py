@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import weft
+from weft.bench.harness.bench import Bench, Options
 from weft.bench.harness.report import Row
-from weft.bench.harness.runner import Bench
-from weft.bench.ops.problem import Problem
+from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import Shape, op_of
-from weft.bench.ops.workload import Plan
+from weft.bench.ops.workload import OpWorkload
 from weft.errors import WeftError
 from weft.ops.collectives.space import QUICK_PUSHES
 from weft.ops.gemm.gemm_op import GemmCall
@@ -45,7 +45,7 @@ def run(plan, world_size=2):
 @pytest.fixture
 def calls(monkeypatch):
     """[(rank, label, whether it was compiled only)], in order."""
-    made, call = [], Problem.call
+    made, call = [], OpProblem.call
 
     def recorded(problem, tensors, design):
         compiled = getattr(STATE, "compiling", False)
@@ -59,7 +59,7 @@ def calls(monkeypatch):
         finally:
             STATE.compiling = False
 
-    monkeypatch.setattr(Problem, "call", recorded)
+    monkeypatch.setattr(OpProblem, "call", recorded)
     monkeypatch.setattr(compiling, "compile_only", compile_only)
     return made
 
@@ -69,7 +69,7 @@ def failing(monkeypatch, calls):
     """failing(action): action(rank, label, compiled, out) may raise, or give another answer."""
 
     def use(action):
-        recorded = Problem.call
+        recorded = OpProblem.call
 
         def call(problem, tensors, design):
             compiled, name = getattr(STATE, "compiling", False), spaces.label(problem.op, design)
@@ -78,7 +78,7 @@ def failing(monkeypatch, calls):
             out = recorded(problem, tensors, design)
             return action(problem.team.rank, name, compiled, out)
 
-        monkeypatch.setattr(Problem, "call", call)
+        monkeypatch.setattr(OpProblem, "call", call)
 
     return use
 
@@ -224,8 +224,8 @@ def test_times_of_a_warm_gpu_are_compared_by_the_default(monkeypatch):
         return {design: time * slow for design, time in us.items()}
 
     def main(team):
-        problem = Problem("gemm", shapes((5, 24, 16))[0], "bf16", team)
-        bench = Bench(team, Plan(op="gemm", shapes=(), providers=("weft",)), None)
+        problem = OpProblem(op_of("gemm"), shapes((5, 24, 16))[0], "bf16", team)
+        bench = Bench(team, OpWorkload(name="gemm", shapes=(), words=("weft",)), Options(), None)
         return [timing.timed(bench, problem, designs, reference)[0] for reference in (None, 20.0)]
 
     tiles = [Tile(block_m=16, block_n=16, block_k=16, group=group) for group in range(1, 6)]
@@ -242,7 +242,7 @@ def test_large_results_are_timed_in_smaller_groups():
     def together(op, *size, replicas=2):
         shape = Shape(size=size, label="")
         problem = types.SimpleNamespace(shape=shape, dtype=torch.bfloat16, replicas=replicas)
-        problem.result_bytes = Problem.result_bytes.fget(problem)
+        problem.result_bytes = OpProblem.result_bytes.fget(problem)
         return timing.most_together(problem)
 
     assert together("all-reduce", 1 << 28) == together("gemm-rs", 4096, 5120, 6400) == timing.TOGETHER
@@ -307,7 +307,7 @@ def test_a_variant_has_its_own_inputs_and_answer():
         for word in ("gemm+partials", "gemm+deferred_norm", "gemm-silu+deferred_norm", "ag-gemm+own_first"):
             alias, variants = spaces.parse(word)
             shape = shapes((16, 32, 256))[0]
-            problem = Problem(alias, shape, "bf16", team, **dict.fromkeys(variants, True))
+            problem = OpProblem(op_of(alias), shape, "bf16", team, **dict.fromkeys(variants, True))
             for design in spaces.first(problem, True)[:4]:
                 out = problem.call(problem.sets[0], design)
                 assert not problem.judge(out).wrong, (word, design)

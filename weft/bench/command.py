@@ -7,22 +7,21 @@ import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from weft.bench.models.flags import LevelFlags, level_plan
-from weft.bench.models.names import LEVELS
+from weft.bench.models.flags import ModelFlags
+from weft.bench.models.names import is_model
 from weft.console import check_output, check_torchrun, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
+    from weft.bench.harness.bench import Options
     from weft.bench.harness.report import Report
-    from weft.bench.harness.runner import Save
-    from weft.bench.ops.workload import Plan
+    from weft.bench.harness.workload import Workload
     from weft.runtime.team.team import Team
 
 SIMULATED_RANKS = 2
@@ -32,35 +31,43 @@ MOST_SIMULATED_RANKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """Flags as typed. ValueError for values that are wrong on any machine."""
+    """Flags as typed. ValueError for values that are wrong on any machine.
 
-    op: str
+    ops     OP or OP@SHAPES; those of one op are measured together
+    shapes  for ops without their own
+    """
+
+    ops: tuple[str, ...]
     world_sizes: tuple[int, ...] = ()
     shapes: tuple[str, ...] = ()
     dtype: str = "bf16"
     providers: tuple[str, ...] = ()
     json: Path | None = None
+    out: Path | None = None
     plot: Path | None = None
     check_only: bool = False
     quick: bool = False
     eager: bool = False
     device: str = "auto"
-    command: str = ""
-    level: LevelFlags = field(default_factory=LevelFlags)
+    model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
-        from weft.bench.ops.shapes import ALL
+        from weft.bench.harness.machine import check_clean
         from weft.bench.render.plot import check_matplotlib
+        from weft.bench.workloads import NAMES
         from weft.runtime.launch import DEVICES
 
-        if self.op not in ALL:
-            raise ValueError(f"op {self.op!r} is unknown; choose one of {', '.join(ALL)}")
-        self.level.check_op(self.op, self.shapes, self.eager)
+        for op in self.shapes_by_op():
+            if op not in NAMES:
+                raise ValueError(f"op {op!r} is unknown; choose one of {', '.join(NAMES)}")
+        self.model.check_ops(self.shapes_by_op(), self.eager)
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
         check_output("--json", self.json)
         check_output("--plot", self.plot)
         check_apart("--json", self.json, "--plot", self.plot)
+        check_clean("--json", self.json)
+        check_clean("--out", self.out)
         if self.plot is not None and self.plot.suffix != ".svg":
             raise ValueError(
                 f"--plot {self.plot}: plots are SVG pictures; name the file {self.plot.with_suffix('.svg')}"
@@ -68,19 +75,56 @@ class BenchOptions:
         if self.plot is not None:
             check_matplotlib()
 
-    def lacking(self) -> list[str]:
-        """Members of ``providers`` that only other ops have."""
-        from weft.bench.ops.providers import lacking
+    def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
+        """Shapes of each op, in the order of the command."""
+        from weft.bench.ops.shapes import alias_of
 
-        return [] if self.op in LEVELS else lacking(self.op, self.providers)
+        found: dict[str, tuple[str, ...]] = {}
+        for word in self.ops:
+            name, _, shapes = word.partition("@")
+            op = alias_of(name)
+            found[op] = (*found.get(op, ()), *((shapes,) if shapes else self.shapes))
+        return found
+
+    def workloads(self, world_size: int, simulated: bool) -> tuple[Workload, ...]:
+        """Workloads at one world size. ValueError for shapes, providers or models that there are not."""
+        from weft.bench.ops.shapes import parse_shapes
+        from weft.bench.ops.workload import OpWorkload
+
+        made: list[Workload] = []
+        for op, shapes in self.shapes_by_op().items():
+            if is_model(op):
+                how = {"simulated": simulated, "dtype": self.dtype, "words": self.providers}
+                made.append(self.model.workload(op, shapes, world_size, **how))
+            else:
+                parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
+                made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=self.providers))
+        return tuple(made)
+
+    def hints(self, world_sizes: tuple[int, ...], simulated: bool) -> list[str]:
+        """Lines for the user: providers that an op lacks, and small shapes that simulated ranks run instead."""
+        from weft.bench.ops.providers import lacking
+        from weft.bench.ops.shapes import stand_ins
+
+        lines = []
+        for op, shapes in self.shapes_by_op().items():
+            if is_model(op):
+                continue
+            if absent := lacking(op, self.providers):
+                lines.append(f"{op} has no provider {', '.join(absent)}; the others are measured")
+            for size in world_sizes if simulated else ():
+                lines += stand_ins(op, shapes, size, self.dtype)
+        return lines
 
 
 def bench(
-    op: Annotated[
-        str,
+    ops: Annotated[
+        list[str],
         typer.Argument(
+            metavar="OP[@SHAPES]...",
             help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
-            "gemm-ar; a layer: mlp, attn; a step of a model: model; complete generations: generate"
+            "gemm-ar; a layer: mlp, attn; a step of a model: model; complete generations: generate. Several are measured in "
+            "one launch, as in all-reduce ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
         ),
     ],
     world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
@@ -100,6 +144,10 @@ def bench(
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write OP.wW.json into this folder for each op and world size, after every shape"),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
@@ -117,24 +165,24 @@ def bench(
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Break down the time of a step")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
-    """Time all providers of an op side by side. Exit status 1: weft was wrong or did not run somewhere."""
-    from weft.bench.ops.shapes import alias_of, stand_ins
-
+    """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
     with one_line_errors(traceback):
-        options = BenchOptions(
-            op=alias_of(op),
+        from weft.bench.harness.bench import Options
+
+        asked = BenchOptions(
+            ops=tuple(ops),
             world_sizes=numbers("world-size", world_size),
             shapes=tuple(shapes or ()),
             dtype=dtype,
             providers=words("providers", providers),
             json=json,
+            out=out,
             plot=plot,
             check_only=check_only,
             quick=quick,
             eager=eager,
             device=device,
-            command=shlex.join(["weft", *sys.argv[1:]]),
-            level=LevelFlags(
+            model=ModelFlags(
                 model=model,
                 layers=layers,
                 run_type=run_type,
@@ -145,18 +193,19 @@ def bench(
                 breakdown=breakdown,
             ),
         )
-        plans, simulated = _plans(options)
-        if talks() and (absent := options.lacking()):
-            typer.echo(f"weft: {options.op} has no provider {', '.join(absent)}; the others are measured", err=True)
-        if simulated and talks() and options.op not in LEVELS:
-            for size, _ in plans:
-                for line in stand_ins(options.op, options.shapes, size, options.dtype):
-                    typer.echo(f"weft: {line}", err=True)
+        # Everything that can be refused is refused here, before the first rank starts.
+        sizes, simulated = ranks(asked.world_sizes, asked.device)
+        runs = [(size, asked.workloads(size, simulated)) for size in sizes]
+        _check_folder(asked.out, runs)
+        if talks():
+            for line in asked.hints(sizes, simulated):
+                typer.echo(f"weft: {line}", err=True)
+        how = Options(check_only=check_only, quick=quick, eager=eager, command=shlex.join(["weft", *sys.argv[1:]]))
         reports: list[Report] = []
-        lost = _measure(plans, simulated, options.json, reports)
+        lost = _measure(runs, how, simulated, asked, reports)
         if talks():
             show(reports)
-            _write(options, reports)
+            _write(asked, reports)
             if lost is not None:
                 typer.echo(f"weft: {str(lost) or 'interrupted, so the rest was not measured'}", err=True)
         if lost is not None and traceback:
@@ -182,56 +231,60 @@ def leave(status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
-def _plans(options: BenchOptions) -> tuple[list[tuple[int, Plan]], bool]:
-    """Plans for each world size, and whether their ranks are simulated.
+def _check_folder(folder: Path | None, runs: list[tuple[int, tuple[Workload, ...]]]) -> None:
+    """Raise ValueError unless all files of ``--out`` can be written."""
+    from weft.bench.harness.report import file_name
 
-    Everything that can be refused is refused here, before the first rank starts.
-    """
-    from weft.bench.ops.shapes import parse_shapes
-    from weft.bench.ops.workload import Plan
+    for size, workloads in runs if folder is not None else ():
+        for workload in workloads:
+            check_output("--out", folder / file_name(workload.name, size))
 
-    sizes, simulated = ranks(options.world_sizes, options.device)
-    how: dict[str, Any] = {
-        "dtype": options.dtype, "providers": options.providers, "check_only": options.check_only, "quick": options.quick,
-        "eager": options.eager, "command": options.command,
-    }  # fmt: skip
-    plans: list[Plan] = [
-        level_plan(options.op, options.level, options.shapes, size, simulated=simulated, **how)
-        if options.op in LEVELS
-        else Plan(
-            op=options.op,
-            shapes=parse_shapes(options.op, options.shapes, size, dtype=options.dtype, tiny=simulated),
-            **how,
-        )
-        for size in sizes
-    ]
-    return list(zip(sizes, plans, strict=True)), simulated
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Writer of the reports so far, called after every shape. ``before``: of earlier launches."""
+
+    files: tuple[Path, ...]
+    folder: Path | None
+    before: tuple[Report, ...]
+
+    def __call__(self, reports: list[Report]) -> None:
+        from weft.bench.harness.report import write, write_each
+
+        for file in self.files:
+            write(file, [*self.before, *reports])
+        if self.folder is not None:
+            write_each(self.folder, reports[-1:])
 
 
 def _measure(
-    plans: list[tuple[int, Plan]], simulated: bool, json: Path | None, reports: list[Report]
+    runs: list[tuple[int, tuple[Workload, ...]]],
+    how: Options,
+    simulated: bool,
+    asked: BenchOptions,
+    reports: list[Report],
 ) -> WeftError | KeyboardInterrupt | None:
-    """Append a report for each world size.
+    """Append a report for each workload at each world size.
 
-    Returns the error that ended the run early, or raises it if nothing was measured. ``json``: file written after every
-    shape.
+    Returns the error that ended the run early, or raises it if nothing was measured.
     """
-    from weft.bench.harness.report import read, write_all
-    from weft.bench.ops.workload import heap_bytes
+    from weft.bench.harness.runner import heap_bytes
+    from weft.bench.workloads import read
     from weft.runtime.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
         # Ranks are other processes: if they are lost, their reports so far are read from this file.
         found = Path(folder) / "found.json"
-        for size, plan in plans:
-            before = list(reports)
+        files = (found, *([asked.json] if asked.json else []))
+        for size, workloads in runs:
+            before = tuple(reports)
             try:
                 reports += launch(
                     on_rank,
                     size,
                     "sim" if simulated else "cuda",
-                    args=((plan,), partial(write_all, [found, *([json] if json else [])], before)),
-                    heap_bytes=None if simulated else heap_bytes((plan,)),
+                    args=(workloads, how, Save(files=files, folder=asked.out, before=before)),
+                    heap_bytes=None if simulated else heap_bytes(workloads),
                 )[0]
             except (WeftError, KeyboardInterrupt) as error:
                 # Reports of Stuck and OutOfStep, with the reason at all shapes that were not measured.
@@ -279,20 +332,21 @@ def check_simulable_ranks(world_size: int) -> None:
         )
 
 
-def on_rank(team: Team, plans: tuple[Plan, ...], save: Save) -> list[Report]:
-    """Run the plans on one rank. Rank 0 prints progress."""
-    from weft.bench.harness.runner import run_plans
+def on_rank(team: Team, workloads: tuple[Workload, ...], how: Options, save: Save) -> list[Report]:
+    """Measure on one rank. Rank 0 prints progress."""
+    from weft.bench.harness.runner import run_workloads
 
     with progress(team.rank == 0) as say:
-        return run_plans(team, plans, save, say)
+        return run_workloads(team, workloads, how, save, say)
 
 
 def show(reports: list[Report]) -> None:
     from weft.bench.render import table
+    from weft.bench.render.sheets import sheets
 
     console = Console(highlight=False)
     for report in reports:
-        for made in table.sheets(report):
+        for made in sheets(report):
             table.show(made, console)
 
 
@@ -300,12 +354,14 @@ def weft_failed(reports: list[Report]) -> bool:
     return any(row.role == "weft" and row.reason and row.median_us is None for report in reports for row in report.rows)
 
 
-def _write(options: BenchOptions, reports: list[Report]) -> None:
-    from weft.bench.harness.report import write
+def _write(asked: BenchOptions, reports: list[Report]) -> None:
+    from weft.bench.harness.report import write, write_each
     from weft.bench.render.plot import svg
     from weft.runtime.files import put
 
-    if options.json is not None:
-        write(options.json, reports)
-    if options.plot is not None:
-        put(options.plot, svg(reports))
+    if asked.json is not None:
+        write(asked.json, reports)
+    if asked.out is not None:
+        write_each(asked.out, reports)
+    if asked.plot is not None:
+        put(asked.plot, svg(reports))

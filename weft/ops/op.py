@@ -184,6 +184,10 @@ class Op:
         """Call the public function, or ``run`` if ``case.design`` is a design, with tensors of ``inputs``."""
         raise NotImplementedError
 
+    def results(self, case: Case, team: Any, *tensors: torch.Tensor) -> Any:
+        """Result of ``call``; several as a tuple, where ``call`` joins them in another kernel."""
+        return self.call(case, team, *tensors)
+
     def cases(self) -> Iterator[Case]:
         """Cases that simulated ranks and GPUs run."""
         return iter(())

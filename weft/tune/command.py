@@ -40,7 +40,7 @@ class TuneOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        from weft.bench.ops.shapes import DTYPES
+        from weft.bench.harness.workload import DTYPES
         from weft.runtime.launch import DEVICES
         from weft.tune.spaces import parse
 
@@ -183,12 +183,13 @@ def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -
 
 def _tune(runs: list[Run], traceback: bool) -> Exception | None:
     """Run them one after the other. Returns the error that ended them early, if any."""
-    from weft.bench.ops.workload import Plan, heap_bytes
+    from weft.bench.harness.runner import heap_bytes
+    from weft.bench.ops.workload import OpWorkload
     from weft.runtime.launch import launch
 
     for run in runs:
-        harness = [Plan(op=one.op, shapes=one.shapes, dtype=one.dtype, providers=("weft",)) for one in run.plans]
-        heap = heap_bytes(harness) if run.device == "cuda" else None
+        workloads = [OpWorkload(name=one.op, shapes=one.shapes, dtype=one.dtype, words=("weft",)) for one in run.plans]
+        heap = heap_bytes(workloads) if run.device == "cuda" else None
         try:
             outcomes = launch(on_rank, run.world_size, run.device, args=(run.plans, run.json), heap_bytes=heap)[0]
         except (WeftError, OSError) as error:  # OSError: the file can no longer be written

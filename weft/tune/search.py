@@ -28,12 +28,13 @@ import torch
 import triton
 
 import weft
-from weft.bench.harness import machine, meters
-from weft.bench.harness.runner import Bench
-from weft.bench.ops.shapes import Shape, op_of
-from weft.bench.ops.workload import Plan
+from weft.bench.harness import machine
+from weft.bench.harness.bench import Bench, Options
+from weft.bench.harness.runner import started
+from weft.bench.harness.workload import Failed, Shape, together
+from weft.bench.ops.shapes import op_of
+from weft.bench.ops.workload import OpWorkload
 from weft.errors import WeftError
-from weft.ops import barrier
 from weft.plan import table as tuned
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
@@ -112,11 +113,7 @@ def search(
 
     Any WeftError ends the search: a kernel that does not end (Stuck), ranks out of step (OutOfStep, PeerFailed).
     """
-    if team.device.type == "cuda":
-        barrier(team)  # loaded before the first capture
-        meters.finish(team, "the first barrier")
-    empty_us = meters.events_in_graphs(team)
-    empty_us = None if None in (all_ranks := team.exchange(empty_us)) else max(all_ranks)
+    empty_us = started(team)
     found: list[list[Outcome]] = []
     for plan in plans:
         found.append([])
@@ -131,11 +128,11 @@ def search_one(
     team: Team, plan: TunePlan, empty_us: float | None, say: Callable[[str], None]
 ) -> Iterator[list[Outcome]]:
     """Outcomes so far, after every shape; the last ones are `reconciled`."""
-    harness = Plan(op=plan.op, shapes=plan.shapes, dtype=plan.dtype, providers=("weft",), quick=plan.quick)
-    bench, versions = Bench(team, harness, empty_us), versions_of()
+    workload = OpWorkload(name=plan.op, shapes=plan.shapes, dtype=plan.dtype, words=("weft",))
+    bench, versions = Bench(team, workload, Options(quick=plan.quick), empty_us), versions_of()
     outcomes: list[Outcome] = []
     for number, shape in enumerate(plan.shapes):
-        started = time.perf_counter()
+        begin = time.perf_counter()
         try:
             outcome = tune_shape(bench, shape, plan, versions)
         except WeftError:
@@ -146,7 +143,7 @@ def search_one(
         if team.rank == 0:
             if plan.out is not None and outcome.row is not None:
                 save(plan.out, team, outcome.row)
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - begin
             say(f"{plan.name} {told(outcome)}: {number + 1} of {len(plan.shapes)}, {seconds:.1f} s")
         yield outcomes
     outcomes = reconciled(outcomes)
@@ -197,9 +194,10 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
     """Search one shape in rounds of candidates. Collective."""
     team, op, quick = bench.team, op_of(plan.op), plan.quick
     fields = dict.fromkeys(plan.variants, True)
-    problem, reason = bench.together(lambda: bench.plan.problem(shape, team, **fields))
-    if problem is None or reason:
-        return Outcome(label=shape.label, row=None, reason=reason or "")
+    try:
+        problem = together(team, lambda: bench.workload.problem(shape, team, **fields))
+    except Failed as error:
+        return Outcome(label=shape.label, row=None, reason=str(error))
     default = spaces.default(problem)
     candidates: list[Any] = team.exchange(spaces.first(problem, quick))[0]
     seen: set[Any] = set()

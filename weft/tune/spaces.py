@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from weft.bench.ops.problem import Problem
+from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import op_of
 from weft.ops.op import Op
 from weft.plan.planned import Machine, Planned, machine_of
@@ -47,23 +47,23 @@ def _fields(design: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, ":".join(map(str, value)) if isinstance(value, tuple) else value
 
 
-def call_of(problem: Problem) -> tuple[Any, Machine]:
+def call_of(problem: OpProblem) -> tuple[Any, Machine]:
     """The problem's call, and its machine."""
     here = machine_of(problem.team)
     return problem.op.call_of_case(problem.case, here), here
 
 
-def default(problem: Problem) -> Any:
+def default(problem: OpProblem) -> Any:
     """The op's choice without rows."""
     return problem.op.by_rule(*call_of(problem))
 
 
-def first(problem: Problem, quick: bool) -> list[Any]:
+def first(problem: OpProblem, quick: bool) -> list[Any]:
     """The rule's design, the one that calls get now, then candidates far apart, without duplicates."""
     op, (call, here) = problem.op, call_of(problem)
     return list(dict.fromkeys([op.by_rule(call, here), op.plan(call, here).design, *op.space(call, here, quick)]))
 
 
-def around(problem: Problem, best: Any, quick: bool) -> list[Any]:
+def around(problem: OpProblem, best: Any, quick: bool) -> list[Any]:
     """Neighbours of ``best``: one field moved."""
     return list(dict.fromkeys(problem.op.around(best, machine_of(problem.team), quick)))

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.ops.baselines import close_quietly
-from weft.bench.ops.providers import Attempt, Provider, attempt
+from weft.bench.harness.bench import Entrant
+from weft.bench.harness.provider import Prepared, Provider
+from weft.bench.ops.providers import prepared
 from weft.tune import compiling, spaces
 
 if TYPE_CHECKING:
+    from weft.bench.harness.bench import Bench
     from weft.bench.harness.report import Row
-    from weft.bench.harness.runner import Bench, Entrant
-    from weft.bench.ops.problem import Problem
+    from weft.bench.ops.problem import OpProblem
 
 # Candidates timed together, and the memory that all their CUDA graphs may hold: one result per call.
 TOGETHER, GRAPHS_BYTES = 24, 32e9
@@ -23,7 +24,7 @@ FINALISTS = 2
 
 
 def timed(
-    bench: Bench, problem: Problem, designs: Sequence[Any], reference: float | None = None
+    bench: Bench, problem: OpProblem, designs: Sequence[Any], reference: float | None = None
 ) -> tuple[dict[Any, float], list[tuple[str, str]]]:
     """({design: its time, see `deciding`}, [(candidate, reason why it was dropped)]). Collective.
 
@@ -34,7 +35,7 @@ def timed(
     """
     times: dict[Any, float] = {}
     failed: list[tuple[str, str]] = []
-    made = [partial(attempt(problem, design).run, 0) for design in designs]
+    made = [partial(prepared(problem, design).run, 0) for design in designs]
     compiling.compile_shares(made, bench.team)
     anchors, rest = list(designs[:2]), list(designs[2:])
     together = most_together(problem)
@@ -47,7 +48,7 @@ def timed(
                 entrants[design] = entrant
             else:
                 failed.append((spaces.label(problem.op, design), entrant.row.reason or "it has no time"))
-                close_quietly(entrant.attempt)
+                entrant.leave()
         found = measured(bench, entrants)
         ordered = [design for design in sorted(found, key=lambda design: found[design]) if design != designs[0]]
         # Equal on all ranks, which have the same times.
@@ -59,14 +60,14 @@ def timed(
         for one in passes:
             times |= scaled(one, designs[0], reference)
         for entrant in entrants.values():
-            entrant.single = entrant.chain = entrant.eager = None
-            close_quietly(entrant.attempt)
+            entrant.leave()
     return times, list(dict.fromkeys(failed))
 
 
 def measured(bench: Bench, entrants: Mapping[Any, Entrant]) -> dict[Any, float]:
     """Times by which candidates are compared."""
-    return dict(zip(entrants, deciding(list(bench.time(list(entrants.values())))), strict=True))
+    bench.time(list(entrants.values()))
+    return dict(zip(entrants, deciding([entrant.row for entrant in entrants.values()]), strict=True))
 
 
 def scaled(times: dict[Any, float], default: Any, reference: float | None) -> dict[Any, float]:
@@ -84,16 +85,16 @@ def deciding(rows: Sequence[Row]) -> list[float]:
     return [math.sqrt(row.median_us * row.chain_us) if in_a_row else row.median_us for row in rows]
 
 
-def most_together(problem: Problem) -> int:
+def most_together(problem: OpProblem) -> int:
     """Largest number of candidates per group at one shape, besides two more in every group."""
     return max(1, min(TOGETHER, int(GRAPHS_BYTES / (problem.result_bytes * problem.replicas)) - 2))
 
 
-def enter(bench: Bench, problem: Problem, design: Any) -> Entrant:
+def enter(bench: Bench, problem: OpProblem, design: Any) -> Entrant:
     """Entrant of a candidate after all steps but timing; no ``single`` if it was dropped. Collective."""
 
-    def make(problem: Problem) -> Attempt:
-        made = attempt(problem, design)
+    def make(problem: OpProblem) -> Prepared:
+        made = prepared(problem, design)
         # All ranks exchange the result before any of them launches.
         compiling.compile_only(lambda: made.run(0), problem.team)
         return made

@@ -18,26 +18,44 @@ if TYPE_CHECKING:
 
 
 def describe(team: Team) -> dict[str, Any]:
-    """GPU, driver and versions for the JSON; None for absent ones."""
-    on_gpus = team.device.type == "cuda"
+    """GPU, driver, versions and sources for the JSON; None for absent ones.
+
+    ``uuid``: of the first GPU, which tells machines apart.
+    """
+    on_gpus, package = team.device.type == "cuda", Path(weft.__file__).parent
+    commit, clean = commit_of(package)
     return {
         "gpu": team.caps.device_name,
         "simulated": team.is_simulated,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpus else None,
+        "uuid": _nvidia_smi("uuid") if on_gpus else None,
+        "driver": _nvidia_smi("driver_version") if on_gpus else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip,
         "triton": triton.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpus else None,
         "python": platform.python_version(),
         "weft": weft.__version__,
-        "revision": revision(Path(weft.__file__).parent),
+        "revision": revision(package),
+        "commit": commit,
+        "clean": clean,
     }
 
 
 def state() -> str | None:
     """Current clock, power and temperature of the first GPU: large GEMMs are limited by power."""
-    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
-    return _output("nvidia-smi", query, "--format=csv,noheader")
+    return _nvidia_smi("clocks.sm,power.draw,temperature.gpu")
+
+
+def _nvidia_smi(fields: str) -> str | None:
+    """Fields of the first GPU."""
+    return _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+
+
+def commit_of(package: Path) -> tuple[str | None, bool]:
+    """(hash of the commit, True if it holds the present files of ``package``); (None, False) without git."""
+    git = ("git", "-C", str(package), "rev-parse")
+    commit = _output(*git, "HEAD") if (package.parent / ".git").exists() else None
+    return commit, commit is not None and _output(*git, "HEAD:./") == tree(package)
 
 
 def revision(package: Path) -> str:
@@ -45,14 +63,22 @@ def revision(package: Path) -> str:
 
     ``git rev-parse COMMIT:weft`` gives the same name for every commit with these sources.
     """
-    here = f"{package.name}/ {tree(package)[:12]}"
-    if not (package.parent / ".git").exists():
-        return here
-    commit = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
+    here, (commit, clean) = f"{package.name}/ {tree(package)[:12]}", commit_of(package)
     if commit is None:
         return here
-    same = _output("git", "-C", str(package), "rev-parse", "HEAD:./") == tree(package)
-    return f"{commit} ({here})" if same else f"{commit} with changes ({here})"
+    return f"{commit} ({here})" if clean else f"{commit} with changes ({here})"
+
+
+def check_clean(flag: str, target: Path | None) -> None:
+    """ValueError if ``target`` lies in benchmarks/results of a checkout whose sources no commit holds."""
+    package = Path(weft.__file__).parent
+    results = package.parent / "benchmarks" / "results"
+    if target is None or not target.resolve().is_relative_to(results) or commit_of(package)[1]:
+        return
+    raise ValueError(
+        f"{flag} {target}: weft/ has changes that no commit holds, and results there name one that does; commit them, or "
+        f"write to another folder"
+    )
 
 
 def tree(folder: Path) -> str:

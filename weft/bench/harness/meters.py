@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weft.bench.ops.providers import Attempt
+from weft.bench.harness.provider import Prepared
 from weft.errors import WeftError
 from weft.ops import barrier
 from weft.runtime.codec import exchangeable
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 # Seconds after which a round counts as stuck; the longest round takes well under one.
 PATIENCE_SECONDS = 20.0
-# Calls that take less than LONG_US alone are also timed in a row: FEW_CALLS of them, or MANY_CALLS if one takes less than
-# SHORT_US. They share the first one's extra 5 µs.
-SHORT_US, MANY_CALLS = 25.0, 64
-LONG_US, FEW_CALLS = 100.0, 32
+# Calls that take less than LONG_US alone are also timed in a row: as many as fill ROW_US, between FEW_CALLS and MANY_CALLS.
+# They share the first one's extra 5 µs.
+LONG_US, ROW_US = 2000.0, 4000.0
+FEW_CALLS, MANY_CALLS = 8, 64
 OVERRUN = 1.4
 
 
@@ -102,12 +102,12 @@ def finish(team: Team, what: str, seconds: float = PATIENCE_SECONDS) -> None:
 
 def calls_in_a_row(single_us: float) -> int:
     """Number of calls in a row for an op that takes this long alone."""
-    return MANY_CALLS if single_us < SHORT_US else FEW_CALLS
+    return max(FEW_CALLS, min(MANY_CALLS, int(ROW_US / single_us)))
 
 
-def order(attempt_sets: int, replicas: int) -> list[int]:
+def order(sets: int, replicas: int) -> list[int]:
     """Set used by each replica, in turn; the last one uses set 0, whose answer is known."""
-    return [(replicas - 1 - place) % attempt_sets for place in range(replicas)]
+    return [(replicas - 1 - place) % sets for place in range(replicas)]
 
 
 def in_turn(count: int, round: int) -> list[int]:
@@ -157,24 +157,24 @@ def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _prepare(attempt: Attempt, numbers: Sequence[int]) -> None:
+def _prepare(prepared: Prepared, numbers: Sequence[int]) -> None:
     """Prepare all inputs. Calls that share a buffer get the last one's input."""
-    if attempt.prepare is not None:
+    if prepared.prepare is not None:
         for number in numbers:
-            attempt.prepare(number)
+            prepared.prepare(number)
 
 
 class GraphMeter:
-    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pairs = [(event(), event()) for _ in numbers]
         self.out: Any = None
         with capturing(self._graph):
             for number, (start, end) in zip(numbers, self._pairs, strict=True):
-                _prepare(attempt, [number])
+                _prepare(prepared, [number])
                 barrier(team)
                 start.record()
-                self.out = attempt.run(number)
+                self.out = prepared.run(number)
                 end.record()
 
     def replay(self) -> None:
@@ -185,16 +185,16 @@ class GraphMeter:
 
 
 class ChainMeter:
-    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._graph, self._count = torch.cuda.CUDAGraph(), len(numbers)
         self._start, self._end = event(), event()
         self.out: Any = None
         with capturing(self._graph):
-            _prepare(attempt, sorted(set(numbers), reverse=True))
+            _prepare(prepared, sorted(set(numbers), reverse=True))
             barrier(team)
             self._start.record()
             for number in numbers:
-                self.out = attempt.run(number)
+                self.out = prepared.run(number)
             self._end.record()
 
     def replay(self) -> None:
@@ -205,17 +205,17 @@ class ChainMeter:
 
 
 class AroundMeter:
-    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
+    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._count = len(numbers)
         self._graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
         self._pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in self._graphs]
         self.out: Any = None
         for graph, with_op in zip(self._graphs, (False, True), strict=True):
             with capturing(graph):
-                _prepare(attempt, sorted(set(numbers), reverse=True))
+                _prepare(prepared, sorted(set(numbers), reverse=True))
                 barrier(team)
                 for number in numbers if with_op else ():
-                    self.out = attempt.run(number)
+                    self.out = prepared.run(number)
 
     def replay(self) -> None:
         for graph, (start, end) in zip(self._graphs, self._pairs, strict=True):
@@ -229,17 +229,17 @@ class AroundMeter:
 
 
 class EagerMeter:
-    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
-        self._team, self._attempt, self._numbers = team, attempt, numbers
+    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
+        self._team, self._prepared, self._numbers = team, prepared, numbers
         self._pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in numbers]
         self.out: Any = None
 
     def replay(self) -> None:
         for number, (start, end) in zip(self._numbers, self._pairs, strict=True):
-            _prepare(self._attempt, [number])
+            _prepare(self._prepared, [number])
             barrier(self._team)
             start.record()
-            self.out = self._attempt.run(number)
+            self.out = self._prepared.run(number)
             end.record()
 
     def samples(self) -> list[float]:
@@ -247,18 +247,18 @@ class EagerMeter:
 
 
 class HostMeter:
-    def __init__(self, team: Team, attempt: Attempt, numbers: Sequence[int]) -> None:
-        self._team, self._attempt, self._numbers = team, attempt, numbers
+    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
+        self._team, self._prepared, self._numbers = team, prepared, numbers
         self._samples: list[float] = []
         self.out: Any = None
 
     def replay(self) -> None:
         self._samples = []
         for number in self._numbers:
-            _prepare(self._attempt, [number])
+            _prepare(self._prepared, [number])
             self._team.barrier()
             started = time.perf_counter()
-            self.out = self._attempt.run(number)
+            self.out = self._prepared.run(number)
             self._samples.append((time.perf_counter() - started) * 1e6)
 
     def samples(self) -> list[float]:

@@ -11,25 +11,23 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.bench.harness.meters import Spread, capturing, finish, spread
-from weft.bench.harness.report import Row
+from weft.bench.harness.provider import Prepared, Unavailable, Verdict
+from weft.bench.harness.workload import Problem, Shape, together
 from weft.bench.models.baseline import compiled
-from weft.bench.models.bench import LevelBench
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession
-from weft.bench.ops.providers import Provider, Unavailable
-from weft.bench.ops.shapes import Shape
 from weft.engine import Engine
 from weft.engine.params import SamplingParams
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
+    from weft.models.config import DecoderConfig
     from weft.runtime.team.team import Team
 
 # (prompt, token), in order of arrival on the host.
@@ -41,21 +39,48 @@ CLOSE = 6.0
 CHECK = "every token of every answer, given those before it, is eager torch's likeliest one, within rounding"
 
 
-class AnswersProblem:
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one round on one rank."""
+
+    first: float
+    each: float
+    whole: float
+
+
+class AnswersProblem(Problem):
     """Prompts [batch, length] and weights, equal for all providers, and the check of their answers."""
 
-    def __init__(self, plan: Any, shape: Shape, team: Team) -> None:
-        self.shape, self.team, self.plan = shape, team, plan
+    alone = True
+    replicas = 1
+
+    def __init__(self, shape: Shape, config: DecoderConfig, dtype: str, team: Team) -> None:
+        self.shape, self.team, self.sets = shape, team, [0]
         self.batch, self.length, self.new = shape.size
         prefill = Shape(size=(self.batch, self.length, self.length), label=shape.label)
-        self.step = StepProblem(replace(plan, op="model", shapes=(prefill,)), prefill, team)
-        self.prompts = self.step.tokens
+        self.of_step = StepProblem("model", prefill, config, dtype, team)
+        self.prompts = self.of_step.step.tokens
 
-    def expect(self) -> float:
-        return self.step.distance_to_fp32()
+    def expect(self) -> None:
+        what = f"eager torch at {self.shape.label}"
+        distance = together(self.team, self.of_step.distance_to_fp32, launches=what)
+        self.of_step.agree(self.team.exchange(distance))
 
-    def agree(self, distances: Sequence[float]) -> None:
-        self.step.agree(distances)
+    def check(self, prepared: Prepared, out: tuple[Times, list[list[int]]], what: str) -> Verdict:
+        answers = out[1]
+        if lacking := next(filter(None, self.team.exchange(self.lacking(answers))), ""):
+            return Verdict(wrong=lacking)
+        checker = together(self.team, lambda: self.checker(answers))
+        seen = together(self.team, checker, launches=f"eager torch's check of {what}")
+        return Verdict(wrong=self.wrong(self.team.exchange(seen)))
+
+    def time(self, prepared: Prepared, what: str, quick: bool) -> dict[str, Any]:
+        times: list[Times] = []
+        for _ in range(1 if self.team.is_simulated else rounds_of(quick)):
+            self.team.barrier()
+            times.append(together(self.team, lambda: prepared.run(0), launches=what)[0])
+        return timed(self.team.exchange(times), self.batch * self.new)
 
     def lacking(self, answers: list[list[int]]) -> str:
         """First answer with a wrong number of tokens; "" if there is none."""
@@ -69,7 +94,7 @@ class AnswersProblem:
         It gives this rank's data before each token, [3, batch * new] on the host: its largest logit, the logit of the given
         token (-inf if it is another rank's), and the sum of the squares of its logits.
         """
-        model, device = self.step.baseline, self.team.device
+        model, device = self.of_step.baseline, self.team.device
         given = torch.tensor(answers, device=device)
         tokens = torch.cat((self.prompts, given[:, :-1]), dim=1)
         session = TorchSession(model, self.batch, tokens.shape[1])
@@ -93,11 +118,11 @@ class AnswersProblem:
 
         ``all_ranks``: results of all ranks' `checker`.
         """
-        together = torch.stack(list(all_ranks))
-        best, taken = together[:, 0].amax(0), together[:, 1].amax(0)
-        scale = (together[:, 2].sum(0) / self.step.config.vocab_size).sqrt()
+        seen = torch.stack(list(all_ranks))
+        best, taken = seen[:, 0].amax(0), seen[:, 1].amax(0)
+        scale = (seen[:, 2].sum(0) / self.of_step.config.vocab_size).sqrt()
         below = ((best - taken) / scale).view(self.batch, self.new)
-        limit = CLOSE * self.step.limit
+        limit = CLOSE * self.of_step.limit
         if float(below.max()) <= limit:
             return ""
         row, place = divmod(int(below.argmax()), self.new)
@@ -108,18 +133,18 @@ class AnswersProblem:
 # --- providers ---------------------------------------------------------------------------------------------------------
 
 
-def weft(problem: AnswersProblem, mode: str) -> Callable[[], Tokens]:
+def weft(problem: AnswersProblem, mode: str) -> Prepared:
     """Engine with as many batch slots as prompts.
 
     It makes its own random weights, which the baseline then uses.
     """
-    problem.step.share(None)
+    problem.of_step.share(None)
     gc.collect()  # the previous engine is freed, with its weights
     engine = Engine(
-        problem.step.config, problem.team, mode=mode, dtype=problem.step.dtype, max_batch=problem.batch,
+        problem.of_step.config, problem.team, mode=mode, dtype=problem.of_step.dtype, max_batch=problem.batch,
         max_seq_len=problem.length + problem.new, pages=1 + problem.batch * -(-(problem.length + problem.new) // 64),
     )  # fmt: skip
-    problem.step.share(engine.model)
+    problem.of_step.share(engine.model)
     prompts = problem.prompts.tolist()
     params = [SamplingParams(max_tokens=problem.new, ignore_eos=True)] * problem.batch
 
@@ -127,24 +152,27 @@ def weft(problem: AnswersProblem, mode: str) -> Callable[[], Tokens]:
         for pieces in engine.answer_in_steps(prompts, params):
             yield [(piece.prompt, piece.token_id) for piece in pieces]
 
-    return answers
+    return answering(problem, answers)
 
 
-def eager(problem: AnswersProblem) -> Callable[[], Tokens]:
-    session = TorchSession(problem.step.baseline, problem.batch, problem.length + problem.new)
-    return TorchAnswers(problem, session, session)
+def eager(problem: AnswersProblem) -> Prepared:
+    session = TorchSession(problem.of_step.baseline, problem.batch, problem.length + problem.new)
+    return answering(problem, TorchAnswers(problem, session, session))
 
 
-def compile_decoding(problem: AnswersProblem) -> Callable[[], Tokens]:
+def compile_decoding(problem: AnswersProblem) -> Prepared:
     """Prompts eagerly, tokens by torch.compile: gpt-fast's default."""
     if problem.team.is_simulated:
         raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
-    torch.compiler.reset()
-    model, longest = problem.step.baseline, problem.length + problem.new
+    model, longest = problem.of_step.baseline, problem.length + problem.new
     writer = TorchSession(model, problem.batch, longest, compiled(problem.batch))
     reader = TorchSession(model, problem.batch, longest)
     reader.recall(writer.cache, longest)
-    return TorchAnswers(problem, reader, writer)
+    return answering(problem, TorchAnswers(problem, reader, writer))
+
+
+def answering(problem: AnswersProblem, answers: Callable[[], Tokens]) -> Prepared:
+    return Prepared(run=lambda number: drawn(problem, answers))
 
 
 class TorchAnswers:
@@ -200,25 +228,7 @@ class TorchAnswers:
             yield list(enumerate(self.host[place].tolist()))
 
 
-def providers(modes: Sequence[str]) -> tuple[Provider, ...]:
-    ours = (
-        Provider(name=f"weft.{mode}", ops=("generate",), role="weft", make=partial(weft, mode=mode)) for mode in modes
-    )
-    others = (("torch.eager", eager), ("torch.compile", compile_decoding))
-    return (*ours, *(Provider(name=name, ops=("generate",), role="other", make=make) for name, make in others))
-
-
 # --- measuring ---------------------------------------------------------------------------------------------------------
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Seconds of one round on one rank."""
-
-    first: float
-    each: float
-    whole: float
 
 
 def rounds_of(quick: bool) -> int:
@@ -237,8 +247,8 @@ def protocol(quick: bool) -> dict[str, Any]:
     }
 
 
-def timed(row: Row, all_ranks: Sequence[Sequence[Times]], tokens: int) -> Row:
-    """Row with its times. ``all_ranks``: each rank's rounds, of ``tokens`` in all.
+def timed(all_ranks: Sequence[Sequence[Times]], tokens: int) -> dict[str, Any]:
+    """Fields of a row with its times. ``all_ranks``: each rank's rounds, of ``tokens`` in all.
 
     Every time is of the rank with the largest median; p10 and p90 of so few rounds are its fastest and its slowest round.
     """
@@ -247,66 +257,10 @@ def timed(row: Row, all_ranks: Sequence[Sequence[Times]], tokens: int) -> Row:
         return max((spread([pick(times) * 1e6 for times in ranks]) for ranks in all_ranks), key=lambda s: s.median)
 
     each, whole = slowest(lambda t: t.each), slowest(lambda t: t.whole)
-    return replace(
-        row, reason=None, median_us=each.median, p10_us=each.p10, p90_us=each.p90, samples=each.samples,
-        first_us=slowest(lambda t: t.first).median, tokens_per_second=tokens / whole.median * 1e6,
-    )  # fmt: skip
-
-
-class GenerateBench(LevelBench):
-    """Bench in which each provider is checked and then timed, one provider after the other."""
-
-    def measure(self, shape: Shape) -> list[Row]:
-        problem, reason = self.problem(shape)
-        if problem is None or reason:
-            return list(self.without([shape], reason))
-        rows = []
-        for provider in self.providers:
-            with self.told(f"{shape.label}: {provider.name}"):
-                rows.append(self.one(problem, provider))
-        return rows
-
-    def one(self, problem: AnswersProblem, provider: Provider) -> Row:
-        row, what = self.row(problem.shape, provider), f"{provider.name} at {problem.shape.label}"
-        answers, reason = self.together(lambda: provider.make(problem), launches=what)
-        if answers is None or reason:
-            return replace(row, reason=reason)
-        found, reason = self.answered(problem, answers, what)
-        if found is None or reason:
-            return replace(row, reason=reason)
-        if reason := self.complaint(problem, found[1], what):
-            return replace(row, reason=reason)
-        if self.plan.check_only:
-            return replace(row, max_abs_error=0.0, reason=None)
-        rounds = 1 if self.team.is_simulated else rounds_of(self.plan.quick)
-        times: list[Times] = []
-        for _ in range(rounds):
-            again, reason = self.answered(problem, answers, what)
-            if again is None or reason:
-                return replace(row, reason=reason)
-            times.append(again[0])
-        mode = "host" if self.team.is_simulated else "wall"
-        return timed(replace(row, mode=mode), self.team.exchange(times), problem.batch * problem.new)
-
-    def complaint(self, problem: AnswersProblem, answers: list[list[int]], what: str) -> str:
-        """Reason to reject the answers; "" if they are accepted."""
-        if lacking := next(filter(None, self.team.exchange(problem.lacking(answers))), ""):
-            return f"wrong answer: {lacking}"
-        checker, reason = self.together(lambda: problem.checker(answers))
-        if checker is None or reason:
-            return f"could not be checked: {reason}"
-        seen, reason = self.together(checker, launches=f"eager torch's check of {what}")
-        if reason:
-            return f"could not be checked: {reason}"
-        wrong = problem.wrong(self.team.exchange(seen))
-        return f"wrong answer: {wrong}" if wrong else ""
-
-    def answered(
-        self, problem: AnswersProblem, answers: Callable[[], Tokens], what: str
-    ) -> tuple[tuple[Times, list[list[int]]] | None, str | None]:
-        """One round from a barrier of all ranks: its times and answers, as `together` returns them."""
-        self.team.barrier()
-        return self.together(lambda: drawn(problem, answers), launches=what)
+    return {
+        "median_us": each.median, "p10_us": each.p10, "p90_us": each.p90, "samples": each.samples,
+        "first_us": slowest(lambda t: t.first).median, "tokens_per_second": tokens / whole.median * 1e6,
+    }  # fmt: skip
 
 
 def drawn(problem: AnswersProblem, answers: Callable[[], Tokens]) -> tuple[Times, list[list[int]]]:

@@ -1,27 +1,25 @@
-"""One step of one model at one rank: inputs, models, and the eager baseline's answer."""
+"""One step of one model at one rank: models, the eager baseline's answer, and comparisons with it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from weft.bench.harness.provider import Prepared, Verdict
+from weft.bench.harness.workload import COLD_BYTES, DTYPES, Problem, Shape, together
 from weft.bench.models.baseline import Baseline, Cache
 from weft.bench.models.roofline import weights
-from weft.bench.models.sessions import TorchSession, build, in_mode, shard_of
-from weft.bench.models.step import remember, step, step_alone
-from weft.bench.models.steps import is_decode
-from weft.bench.ops.problem import COLD_BYTES, Verdict
-from weft.bench.ops.providers import Attempt
-from weft.bench.ops.shapes import DTYPES, Shape
+from weft.bench.models.sessions import Session, TorchSession, build, in_mode, shard_of
+from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS, Step
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.bench.models.workload import LevelPlan
     from weft.models import Decoder
+    from weft.models.config import DecoderConfig
     from weft.runtime.team.team import Team
 
 # Largest RMS of a row's error over the RMS of the eager baseline's row. Both round, at different places: over the 4 layers of a
@@ -38,97 +36,50 @@ class Choice(NamedTuple):
     """This rank's largest logit, the chosen token id, and its logit if it is one of this rank's."""
 
     best: float
-    word: int
+    token: int
     logit: float | None
 
 
-class StepProblem:
-    """Problem of one step.
+class StepProblem(Problem):
+    """Problem of one step of ``level``: weft's models and the baseline share their weights.
 
-    `sets` are layers in rotation, so that weights are cold; a "model" benchmark has one.
-
-    tokens     [batch, length], the same on all ranks; x [batch * new, H] likewise, for single layers
-    positions  [batch]: of the new tokens, if the step decodes
+    teacher_forced  compare answers before timing: logits over given tokens; of layers, all that are timed
     """
 
-    def __init__(self, plan: LevelPlan, shape: Shape, team: Team) -> None:
-        self.op, self.shape, self.team, self.plan = plan.op, shape, team, plan
-        self.dtype, self.dtype_name = DTYPES[plan.dtype], plan.dtype
-        self.batch, self.length, self.new = shape.size
-        self.decodes = is_decode(shape.size)
-        config = plan.config
-        if self.op != "model":
-            layers = self._cold_layers() if team.device.type == "cuda" else min(2, config.num_hidden_layers)
+    def __init__(
+        self, level: str, shape: Shape, config: DecoderConfig, dtype: str, team: Team, *, teacher_forced: bool = False
+    ) -> None:
+        self.shape, self.team, self.teacher_forced = shape, team, teacher_forced
+        self.dtype, self.dtype_name = DTYPES[dtype], dtype
+        if level != "model":
+            on_gpus = team.device.type == "cuda"
+            layers = _cold_layers(level, config, team.size, self.dtype) if on_gpus else min(2, config.num_hidden_layers)
             config = replace(config, num_hidden_layers=layers)
         self.config = config
-        self.sets = list(range(1 if self.op == "model" else config.num_hidden_layers))
         self.share(build(config, team, "torch", self.dtype))
-        generator = torch.Generator().manual_seed(7)
-        tokens = torch.randint(config.vocab_size, (self.batch, self.length), generator=generator)
-        self.tokens = tokens.to(team.device)
-        self.positions = torch.full((self.batch,), self.length - 1, device=team.device)
-        shared = torch.Generator(team.device).manual_seed(8)
-        self._inputs = [
-            torch.empty(self.batch * n, config.hidden_size, dtype=self.dtype, device=team.device).normal_(
-                generator=shared
-            )
-            for n in ((self.new, self.length - self.new) if self.op != "model" else ())
-        ]
+        self.step = Step(level, shape, config, self.dtype, team)
+        self.sets, self.replicas = self.step.sets, 1 if level == "model" else max(2, len(self.step.sets))
         self._answers: dict[bool, torch.Tensor] = {}
         self._history: Cache | None = None
         self._noise = 0.0
-        self.forced: list[torch.Tensor] = []  # see attempts.compare_forced
+        self._forced: list[torch.Tensor] = []
 
-    @property
-    def replicas(self) -> int:
-        return 1 if self.op == "model" else max(2, len(self.sets))
+    def session(self, model: Baseline | None = None, batch: int | None = None) -> TorchSession:
+        """Session of the eager baseline."""
+        return TorchSession(model or self.baseline, batch or self.step.batch, self.step.length)
 
-    def expect(self) -> float:
-        """Make the eager baseline's answer and return `distance_to_fp32`."""
-        self.answer()
-        return self.distance_to_fp32()
-
-    def distance_to_fp32(self) -> float:
-        """Distance of the eager baseline's logits on this rank from fp32, of a few sequences; 0 for layers."""
-        if self.op != "model":
-            return 0.0
-        few = min(self.batch, NOISE_ROWS)
-        both = self.baseline, self.baseline.in_fp32()
-        found, exact = (step_alone(self, TorchSession(model, few, self.length)) for model in both)
-        return self.distance(found, exact)[1]
-
-    def agree(self, distances: Sequence[float]) -> None:
-        """Set the limit from ``distances`` to fp32 of all ranks."""
-        self._noise = max(distances)
-
-    @property
-    def limit(self) -> float:
-        """Largest accepted `distance`, equal on all ranks after `agree`."""
-        if self.op != "model":
-            return LAYER_LIMIT[self.dtype_name]
-        return max(MODEL_LIMIT[self.dtype_name], NOISE_FACTOR * self._noise)
-
-    @property
-    def x(self) -> torch.Tensor:
-        return self._inputs[0]
-
-    @property
-    def earlier(self) -> torch.Tensor:
-        """Input of a single layer's history, [batch * (length - new), H]."""
-        return self._inputs[1]
+    def prepared(self, session: Session) -> Prepared:
+        return self.step.prepared(session, self.history)
 
     def history(self) -> Cache:
         """Keys and values before a decoding step, by eager torch; all providers start from them."""
         if self._history is None:
-            self._history = remember(self, TorchSession(self.baseline, self.batch, self.length))
+            session = self.session()
+            self.step.remember(session)
+            self._history = session.cache
         return self._history
 
-    def _cold_layers(self) -> int:
-        """Number of layers that puts COLD_BYTES between two uses of one."""
-        sizes = weights(self.plan.config, self.team.size)
-        names = ("gate_up", "down") if self.op == "mlp" else ("qkv", "o")
-        nbytes = sum(sizes[name] for name in names) * self.dtype.itemsize
-        return min(24, 1 + math.ceil(COLD_BYTES / nbytes))
+    # --- models --------------------------------------------------------------------------------------------------------
 
     def model(self, mode: str) -> Decoder:
         """weft's model on the baseline's weights."""
@@ -149,23 +100,97 @@ class StepProblem:
 
     # --- the baseline's answer --------------------------------------------------------------------------------------
 
+    def expect(self) -> None:
+        def found() -> float:
+            self.answer()
+            return self.distance_to_fp32()
+
+        distance = together(self.team, found, launches=f"eager torch at {self.shape.label}")
+        self.agree(self.team.exchange(distance))
+
+    def distance_to_fp32(self) -> float:
+        """Distance of the eager baseline's logits on this rank from fp32, of a few sequences; 0 for layers."""
+        if not self.step.is_model:
+            return 0.0
+        few = min(self.step.batch, NOISE_ROWS)
+        found, exact = (
+            self.step.logits(self.session(model, few)) for model in (self.baseline, self.baseline.in_fp32())
+        )
+        return self.distance(found, exact)[1]
+
+    def agree(self, distances: Sequence[float]) -> None:
+        """Set the limit from ``distances`` to fp32 of all ranks."""
+        self._noise = max(distances)
+
+    @property
+    def limit(self) -> float:
+        """Largest accepted `distance`, equal on all ranks after `agree`."""
+        if not self.step.is_model:
+            return LAYER_LIMIT[self.dtype_name]
+        return max(MODEL_LIMIT[self.dtype_name], NOISE_FACTOR * self._noise)
+
     def answer(self, local: bool = False) -> torch.Tensor:
         """Expected result of set 0. ``local``: this rank's rows of it, if tokens are sharded."""
         if False not in self._answers:
-            self._answers[False] = step(self, TorchSession(self.baseline, self.batch, self.length)).run(0)
+            self._answers[False] = self.prepared(self.session()).run(0)
         if local and True not in self._answers:
             self._answers[True] = shard_of(self._answers[False], self.team)
         return self._answers[local]
 
+    def poison(self, prepared: Prepared) -> None:
+        expected = self.answer(prepared.local)
+        torch.empty(expected.shape, dtype=self.dtype, device=expected.device).fill_(math.nan)
+
     def forget(self) -> None:
         self._answers.clear()
-        self.forced.clear()
+        self._forced.clear()
+
+    # --- comparisons before timing ----------------------------------------------------------------------------------
+
+    def compare_first(self, make: Callable[[int, int], Session]) -> list[tuple[str, float]]:
+        """(name, `distance` on this rank) between a session's answers and the eager baseline's.
+
+        For a model the logits after given tokens; for layers the output of each that the timing rotates through. ``make``:
+        (batch, max_len) -> the session.
+        """
+        if self.step.is_model:
+            size = self.step.batch, FORCED_PROMPT + FORCED_STEPS
+            if not self._forced:
+                self._forced = list(self.step.forced(TorchSession(self.baseline, *size)))
+            pairs = zip(self.step.forced(make(*size)), self._forced, strict=True)
+            names = ["after the prompt", *(f"after given token {number}" for number in range(1, FORCED_STEPS + 1))]
+            return [(name, self._apart(*pair)) for name, pair in zip(names, pairs, strict=True)]
+        found, expected = (self.prepared(one) for one in (make(self.step.batch, self.step.length), self.session()))
+        distances = []
+        for number in self.sets:
+            right = expected.run(number)
+            right = shard_of(right, self.team) if found.local else right
+            distances.append((f"of layer {number}", self._apart(found.run(number), right)))
+        return distances
+
+    def _apart(self, actual: torch.Tensor, expected: torch.Tensor) -> float:
+        return self.distance(actual, expected)[1] if actual.shape == expected.shape else math.inf
+
+    def rehearse(self, prepared: Prepared, what: str) -> str:
+        if prepared.first is None:
+            return ""
+        for ranks in zip(*self.team.exchange(together(self.team, prepared.first, launches=what)), strict=True):
+            worst = max(distance for _, distance in ranks)
+            if not worst <= self.limit:
+                return f"wrong answer: relative RMS {worst:.3g} of a row {ranks[0][0]}, more than {self.limit:g}"
+        return ""
 
     # --- judging ----------------------------------------------------------------------------------------------------
 
-    def verdict(self, attempt: Attempt, actual: torch.Tensor) -> Verdict:
-        """Verdict on the result of ``attempt.run`` on this rank."""
-        return self.judge(actual, attempt.local)
+    def check(self, prepared: Prepared, out: Any, what: str) -> Verdict:
+        found = Problem.check(self, prepared, out, what)
+        if found.wrong or prepared.chosen is None:
+            return found
+        choices = self.team.exchange(together(self.team, lambda: self.choices(out, prepared.chosen)))
+        return replace(found, wrong=self.wrong_choice(choices))
+
+    def verdict(self, prepared: Prepared, out: torch.Tensor) -> Verdict:
+        return self.judge(out, prepared.local)
 
     def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
         expected = self.answer(local)
@@ -180,8 +205,8 @@ class StepProblem:
 
     def distance(self, actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
         """(largest error, largest relative RMS of a row's error); NaN counts as infinite."""
-        words = self.baseline.real if self.op == "model" else actual.shape[1]
-        actual, expected = actual[:, :words].float(), expected[:, :words].float()
+        real = self.baseline.real if self.step.is_model else actual.shape[1]  # without padding
+        actual, expected = actual[:, :real].float(), expected[:, :real].float()
         if actual.numel() == 0:
             return 0.0, 0.0
         error = (actual - expected).nan_to_num(math.inf, math.inf, math.inf)
@@ -189,24 +214,13 @@ class StepProblem:
         # Padding rows of a shard are zero in both.
         return float(error.abs().max()), float((error.square().mean(dim=1).sqrt() / scale).max())
 
-    def wrong_first(self, all_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
-        """Reason to reject the first comparisons of any rank; "" if there is none.
-
-        ``all_ranks``: the ranks' `compare_first`.
-        """
-        for ranks in zip(*all_ranks, strict=True):
-            worst = max(distance for _, distance in ranks)
-            if not worst <= self.limit:
-                return f"wrong answer: relative RMS {worst:.3g} of a row {ranks[0][0]}, more than {self.limit:g}"
-        return ""
-
     def choices(self, logits: torch.Tensor, tokens: torch.Tensor) -> list[Choice]:
         """This rank's `Choice` for each sequence's token in ``tokens`` [batch], from its ``logits``."""
         start, size = self.baseline.start, logits.shape[1]
         best = logits.max(dim=-1).values.tolist()
         return [
-            Choice(best[row], word, float(logits[row, word - start]) if start <= word < start + size else None)
-            for row, word in enumerate(tokens.tolist())
+            Choice(best[row], token, float(logits[row, token - start]) if start <= token < start + size else None)
+            for row, token in enumerate(tokens.tolist())
         ]
 
     def wrong_choice(self, all_ranks: Sequence[Sequence[Choice]]) -> str:
@@ -217,8 +231,16 @@ class StepProblem:
         for row, ranks in enumerate(zip(*all_ranks, strict=True)):
             best = max(choice.best for choice in ranks)
             for rank, choice in enumerate(ranks):
-                if not 0 <= choice.word < self.config.vocab_size:
-                    return f"rank {rank}: sequence {row}: {choice.word} is no token id"
+                if not 0 <= choice.token < self.config.vocab_size:
+                    return f"rank {rank}: sequence {row}: {choice.token} is no token id"
                 if choice.logit is not None and choice.logit != best:
-                    return f"rank {rank}: sequence {row}: token {choice.word} is not the likeliest"
+                    return f"rank {rank}: sequence {row}: token {choice.token} is not the likeliest"
         return ""
+
+
+def _cold_layers(level: str, config: DecoderConfig, world_size: int, dtype: torch.dtype) -> int:
+    """Number of layers that puts COLD_BYTES between two uses of one."""
+    sizes = weights(config, world_size)
+    names = ("gate_up", "down") if level == "mlp" else ("qkv", "o")
+    nbytes = sum(sizes[name] for name in names) * dtype.itemsize
+    return min(24, 1 + math.ceil(COLD_BYTES / nbytes))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.bench.harness.limits import Limits
-from weft.bench.ops.shapes import DTYPES
+from weft.bench.harness.workload import DTYPES
 
 if TYPE_CHECKING:
     from weft.models.config import DecoderConfig

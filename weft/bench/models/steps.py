@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
+from weft.bench.harness.workload import Shape, words_apart
 from weft.bench.models.names import LEVELS
-from weft.bench.ops.shapes import Shape, words_apart
 from weft.layers.attention import check_heads
 from weft.models.config import PUBLISHED, DecoderConfig
 

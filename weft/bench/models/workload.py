@@ -1,26 +1,25 @@
-"""Plans of model benchmarks: steps of a model, and the protocol."""
+"""Workload of a model: steps of it, steps of its layers alone, or complete generations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.harness.limits import Limits
+from weft.bench.harness.meters import Meter
+from weft.bench.harness.provider import Provider
+from weft.bench.harness.workload import DTYPES, Problem, Shape, Workload
 from weft.bench.models import generate
-from weft.bench.models.bench import LevelBench
 from weft.bench.models.breakdown import profile
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.providers import choose
+from weft.bench.models.roofline import roofline
 from weft.bench.models.step import FORCED_STEPS
 from weft.bench.models.steps import config_of
-from weft.bench.ops.providers import Provider
-from weft.bench.ops.shapes import DTYPES, Shape
-from weft.bench.ops.workload import Plan
 from weft.models.config import DecoderConfig
 
 if TYPE_CHECKING:
-    from weft.bench.harness.meters import Meter
-    from weft.bench.harness.runner import Bench
     from weft.runtime.team.team import Team
 
 CHECK = (
@@ -29,10 +28,17 @@ CHECK = (
     "tokens are the likeliest; before timing, and once more as timed"
 )
 
+EVERY_LAYER = "outputs of all layers that the timing rotates through"
+DATA = (
+    "random weights and prompts; the history of a decoding step is eager torch's, the same for all providers; "
+    "one step repeated"
+)
+LAYERS_DATA = "random; several layers in rotation: 120 MB of weights lie between two uses of one"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LevelPlan(Plan):
-    """Plan of a model benchmark, ``op``.
+class ModelWorkload(Workload):
+    """Model benchmark: ``name`` is "mlp", "attn", "model" or "generate".
 
     model, layers   by name, with this many of its layers; None: all
     modes           of weft's models; all if empty
@@ -55,34 +61,50 @@ class LevelPlan(Plan):
     def subject(self) -> str:
         return self.model if self.layers is None else f"{self.model}, {self.layers} layers"
 
-    def chosen(self, simulated: bool = False) -> tuple[Provider, ...]:
-        return choose(self.op, self.modes, self.providers)
+    @property
+    def generates(self) -> bool:
+        return self.name == "generate"
 
-    def bench(self, team: Team, empty_us: float | None, say: Callable[[str], None]) -> Bench:
-        return (generate.GenerateBench if self.op == "generate" else LevelBench)(team, self, empty_us, say)
+    def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
+        return choose(self.name, self.modes, self.words)
 
-    def problem(self, shape: Shape, team: Team) -> Any:
-        return (generate.AnswersProblem if self.op == "generate" else StepProblem)(self, shape, team)
+    def problem(self, shape: Shape, team: Team) -> Problem:
+        if self.generates:
+            return generate.AnswersProblem(shape, self.config, self.dtype, team)
+        return StepProblem(self.name, shape, self.config, self.dtype, team, teacher_forced=self.teacher_forced)
 
-    def parts(self, team: Team, meter: Meter | None) -> dict[str, float] | None:
-        return profile(team, meter) if self.breakdown and meter is not None else None
+    def parts(self, team: Team, meter: Meter) -> dict[str, float] | None:
+        return profile(team, meter) if self.breakdown else None
 
     def moved_bytes(self) -> int:
         """Size of the hidden states of the longest prompts."""
         tokens = max((shape.size[0] * shape.size[1] for shape in self.shapes), default=0)
         return tokens * self.config.hidden_size * DTYPES[self.dtype].itemsize
 
-    def protocol(self, simulated: bool, empty_us: float | None) -> dict[str, Any]:
-        if self.op == "generate" and not simulated:
-            return generate.protocol(self.quick)
-        found = Plan.protocol(self, simulated, empty_us) | {"check": generate.CHECK if self.op == "generate" else CHECK}
-        if self.op == "model":
-            found["data"] = (
-                "random weights and prompts; the history of a decoding step is eager torch's, the same for all providers; "
-                "one step repeated"
-            )
-        if self.teacher_forced and self.op == "model":
-            found["teacher-forced"] = f"logits after a prompt and {FORCED_STEPS} given tokens, likewise"
-        elif self.teacher_forced and self.op != "generate":
-            found["every layer"] = "outputs of all layers of mlp and attn that the timing rotates through, likewise"
-        return found
+    @property
+    def check_rule(self) -> str:
+        if self.generates:
+            return generate.CHECK
+        if not self.teacher_forced:
+            return CHECK
+        before = f"logits after a prompt and {FORCED_STEPS} given tokens" if self.name == "model" else EVERY_LAYER
+        return f"{CHECK}; {before}, likewise"
+
+    def protocol(self, common: dict[str, Any], quick: bool) -> dict[str, Any]:
+        if self.generates:
+            return generate.protocol(quick)
+        return common | {"data": DATA if self.name == "model" else LAYERS_DATA}
+
+    def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
+        """The roofline of a step; of a generation, of the step of a token in the middle of the answers."""
+        if self.generates:
+            batch, prompt, new = size
+            size = (batch, prompt + (new + 1) // 2, 1)
+        level = "model" if self.generates else self.name
+        found = roofline(level, self.config, world_size, size, self.dtype, limits)
+        return None if found is None else found.floor
+
+    @property
+    def step_layers(self) -> int:
+        """Number of layers in one step."""
+        return self.config.num_hidden_layers if self.name in ("model", "generate") else 1

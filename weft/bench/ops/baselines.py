@@ -5,7 +5,6 @@ Outputs are preallocated if the baseline takes one. NVLink multicast is never re
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.bench.ops.normed import add_norm, compiled_add_norm, then_norm
-from weft.bench.ops.problem import Problem
-from weft.bench.ops.providers import Attempt, Provider, Unavailable, copy_into
+from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.ops.normed import add_norm, compiled_add_norm, copy_into, then_norm
+from weft.bench.ops.problem import OpProblem
 
 Close = Callable[[], None] | None
 WINDOW_STEP = 256  # elements: buffers in a window are aligned to at least 512 bytes
 
 
-def group_of(problem: Problem) -> Any:
+def group_of(problem: OpProblem) -> Any:
     if problem.team.group is None:
         raise Unavailable("needs GPUs; these are simulated ranks")
     return problem.team.group
@@ -31,11 +30,11 @@ def group_of(problem: Problem) -> Any:
 # --- buffers ---------------------------------------------------------------------------------------------------------
 
 
-def ordinary(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
+def ordinary(problem: OpProblem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
     return [torch.empty(size, dtype=problem.dtype, device=problem.team.device) for size in sizes], None
 
 
-def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
+def windowed(problem: OpProblem, sizes: list[tuple[int, ...]]) -> tuple[list[torch.Tensor], Close]:
     """Buffers registered as a symmetric window, so that NCCL may use its symmetric kernels."""
     group = group_of(problem)
     backend = group._get_backend(problem.team.device)
@@ -59,7 +58,7 @@ def windowed(problem: Problem, sizes: list[tuple[int, ...]]) -> tuple[list[torch
     return tensors, lambda: backend.deregister_mem_pool(pool)
 
 
-def symmetric(problem: Problem, size: tuple[int, ...]) -> torch.Tensor:
+def symmetric(problem: OpProblem, size: tuple[int, ...]) -> torch.Tensor:
     """Start of an allocation in torch's symmetric memory, shared by all of torch's ops here in turn.
 
     They read it from its beginning, since some do not support tensors that start later in an allocation.
@@ -80,7 +79,7 @@ def symmetric(problem: Problem, size: tuple[int, ...]) -> torch.Tensor:
 # --- collectives -----------------------------------------------------------------------------------------------------
 
 
-def nccl_all_reduce(problem: Problem, place: Callable = ordinary) -> Attempt:
+def nccl_all_reduce(problem: OpProblem, place: Callable = ordinary) -> Prepared:
     group = group_of(problem)
     buffers, close = place(problem, [tuple(x.shape) for (x,) in problem.sets])
 
@@ -91,7 +90,7 @@ def nccl_all_reduce(problem: Problem, place: Callable = ordinary) -> Attempt:
     return _collective(problem, buffers, run, close, in_place=True)
 
 
-def nccl(problem: Problem, call: str, result: Callable[[int, int], int], place: Callable = ordinary) -> Attempt:
+def nccl(problem: OpProblem, call: str, result: Callable[[int, int], int], place: Callable = ordinary) -> Prepared:
     """``call``: of torch.distributed. result(elements, world_size): elements of its output."""
     group, (x, *_) = group_of(problem), problem.sets[0]
     (*buffers, out), close = place(
@@ -107,17 +106,17 @@ def nccl(problem: Problem, call: str, result: Callable[[int, int], int], place: 
 
 
 def _collective(
-    problem: Problem, buffers: list[torch.Tensor], run: Callable, close: Close = None, in_place: bool = False
-) -> Attempt:
+    problem: OpProblem, buffers: list[torch.Tensor], run: Callable, close: Close = None, in_place: bool = False
+) -> Prepared:
     def prepare(number: int) -> None:
         copy_into(buffers[number], problem.sets[number][0])
 
     for number in reversed(range(len(buffers))):
         prepare(number)  # 0 last: the first call is checked and uses it, and buffers may be shared
-    return Attempt(run=run, prepare=prepare, close=close, in_place=in_place)
+    return Prepared(run=run, prepare=prepare, close=close, in_place=in_place)
 
 
-def torch_all_reduce(problem: Problem, call: Callable) -> Attempt:
+def torch_all_reduce(problem: OpProblem, call: Callable) -> Prepared:
     name, (x, *_) = group_of(problem).group_name, problem.sets[0]
     buffer = symmetric(problem, tuple(x.shape))
     buffers = [buffer] * len(problem.sets)
@@ -132,7 +131,7 @@ def two_shot(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name)
 
 
-def low_contention(problem: Problem, call: Callable) -> Attempt:
+def low_contention(problem: OpProblem, call: Callable) -> Prepared:
     """torch's copy-engine all-gather and reduce-scatter, on inputs in symmetric memory."""
     import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
 
@@ -153,7 +152,7 @@ def low_contention_reduce_scatter(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", name)
 
 
-def nccl_then_norm(problem: Problem, norm: Callable) -> Attempt:
+def nccl_then_norm(problem: OpProblem, norm: Callable) -> Prepared:
     group = group_of(problem)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +162,7 @@ def nccl_then_norm(problem: Problem, norm: Callable) -> Attempt:
     return replace(then_norm(problem, [x.clone() for x, *_ in problem.sets], call, norm), in_place=True)
 
 
-def torch_then_norm(problem: Problem, norm: Callable) -> Attempt:
+def torch_then_norm(problem: OpProblem, norm: Callable) -> Prepared:
     name, x = group_of(problem).group_name, problem.sets[0][0]
     buffer = symmetric(problem, tuple(x.shape))
     return then_norm(problem, [buffer] * len(problem.sets), lambda x: one_shot(x, name), norm)
@@ -172,17 +171,17 @@ def torch_then_norm(problem: Problem, norm: Callable) -> Attempt:
 # --- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
-def cublas(problem: Problem) -> Attempt:
+def cublas(problem: OpProblem) -> Prepared:
     """GEMM alone; if the op gathers A, it is gathered beforehand."""
     group_of(problem)
     pairs = problem.sets
     if problem.op.gathers:
         pairs = [(problem.gathered(number), b) for number, (_, b) in enumerate(problem.sets)]
     (out,), _ = ordinary(problem, [(pairs[0][0].shape[0], pairs[0][1].shape[0])])
-    return Attempt(run=lambda number: torch.mm(pairs[number][0], pairs[number][1].T, out=out), local=problem.op.sums)
+    return Prepared(run=lambda number: torch.mm(pairs[number][0], pairs[number][1].T, out=out), local=problem.op.sums)
 
 
-def nccl_and_cublas(problem: Problem, place: Callable = ordinary) -> Attempt:
+def nccl_and_cublas(problem: OpProblem, place: Callable = ordinary) -> Prepared:
     """All-gather, then GEMM."""
     group, (m, n, k), shards = group_of(problem), problem.shape.size, problem.sets
     (*mine, gathered), close = place(problem, [tuple(a.shape) for a, _ in shards] + [(m, k)])
@@ -194,10 +193,10 @@ def nccl_and_cublas(problem: Problem, place: Callable = ordinary) -> Attempt:
         dist.all_gather_into_tensor(gathered, mine[number], group=group)
         return torch.mm(gathered, shards[number][1].T, out=out)
 
-    return Attempt(run=run, close=close)
+    return Prepared(run=run, close=close)
 
 
-def cublas_and_nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
+def cublas_and_nccl(problem: OpProblem, place: Callable = ordinary) -> Prepared:
     """GEMM, then reduce-scatter, or all-reduce where all ranks get the result."""
     group, (m, n, _) = group_of(problem), problem.shape.size
     if problem.op.replicated:
@@ -215,10 +214,10 @@ def cublas_and_nccl(problem: Problem, place: Callable = ordinary) -> Attempt:
             dist.reduce_scatter_tensor(out, partial, group=group)
         return out
 
-    return Attempt(run=run, close=close)
+    return Prepared(run=run, close=close)
 
 
-def cublas_and_torch(problem: Problem, call: Callable) -> Attempt:
+def cublas_and_torch(problem: OpProblem, call: Callable) -> Prepared:
     """GEMM into symmetric memory, followed by torch's all-reduce there."""
     name, (m, n, _) = group_of(problem).group_name, problem.shape.size
     product = symmetric(problem, (m, n))
@@ -227,14 +226,14 @@ def cublas_and_torch(problem: Problem, call: Callable) -> Attempt:
         torch.mm(problem.sets[number][0], problem.sets[number][1].T, out=product)
         return call(product, name)
 
-    return Attempt(run=run)
+    return Prepared(run=run)
 
 
-def torch_fused(problem: Problem, call: Callable) -> Attempt:
+def torch_fused(problem: OpProblem, call: Callable) -> Prepared:
     import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
 
     name = group_of(problem).group_name
-    return Attempt(run=lambda number: call(*problem.sets[number], name))
+    return Prepared(run=lambda number: call(*problem.sets[number], name))
 
 
 def fused_all_gather_matmul(a: torch.Tensor, b: torch.Tensor, name: str) -> torch.Tensor:
@@ -246,11 +245,11 @@ def fused_matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, name: str) -> 
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b.T, "sum", 0, name)
 
 
-def _provider(name: str, op: str, make: Callable[[Problem], Attempt], role: str = "other") -> Provider:
+def _provider(name: str, op: str, make: Callable[[OpProblem], Prepared], role: str = "other") -> Provider:
     return Provider(name=name, ops=(op,), role=role, make=make)
 
 
-def _with_window(name: str, op: str, make: Callable[..., Attempt], *arguments: Any) -> tuple[Provider, Provider]:
+def _with_window(name: str, op: str, make: Callable[..., Prepared], *arguments: Any) -> tuple[Provider, Provider]:
     """The baseline with ordinary buffers, and with buffers in a window."""
     return (
         _provider(name, op, lambda problem: make(problem, *arguments)),
@@ -288,10 +287,3 @@ BASELINES = (
     _provider("cublas", "gemm-rs", cublas, role="ceiling"),
     _provider("cublas", "gemm-ar", cublas, role="ceiling"),
 )
-
-
-def close_quietly(attempt: Attempt) -> None:
-    """Close a baseline. An error while it frees memory must not end the run."""
-    if attempt.close is not None:
-        with contextlib.suppress(RuntimeError):
-            attempt.close()

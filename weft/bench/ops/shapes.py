@@ -2,7 +2,7 @@
 
 A shape has the form that its op names (``Op.form``): "bytes", (bytes,) of the input of all-reduce, reduce-scatter and
 all-to-all, of the output of all-gather; "rows", (M, H): rows and columns; "gemm", (M, N, K): M rows of the whole GEMM, N and K
-of one rank's. Shapes of LEVELS are in weft.bench.models.steps.
+of one rank's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
-from weft.bench.models.names import LEVELS
+from weft.bench.harness.workload import DTYPES, Shape, words_apart
 from weft.ops.gemm.gemm_op import GemmOp
 from weft.ops.op import Op, find_op, registered
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 DECODE_ROWS = (1, 2, 4, 7, 8, 16, 32, 64, 128)
 SIZES = tuple(1024 * 4**power for power in range(10))  # 1 KiB .. 256 MiB
@@ -51,22 +50,6 @@ TINY_SIZES = (1 * KIB, 12 * KIB)
 SIMULATED_BYTES, SIMULATED_ROWS, SIMULATED_SIDE = 128 * KIB, 64, 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    size: tuple[int, ...]
-    label: str
-
-
-def dimensions(op: str) -> int:
-    """Number of dimensions of a shape of the op or model benchmark."""
-    return 3 if op in LEVELS else FORMS[op_of(op).form].dimensions
-
-
-def is_gemm(op: str) -> bool:
-    """True for an op that is rated by its operations; others are rated by their bytes on the wire."""
-    return op not in LEVELS and op_of(op).form == "gemm"
-
-
 def op_of(name: str) -> Op:
     """The op of this name or alias. ValueError unless it has shapes."""
     try:
@@ -93,7 +76,7 @@ def parse_shapes(
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
            BYTES,BYTES,… (64KiB, 1MiB) of a collective; or several of them separated by commas
-    dtype  may bound a shape; Plan refuses an unknown one
+    dtype  may bound a shape; the workload refuses an unknown one
     tiny   for simulated ranks: named sets become a few small shapes, and large shapes are refused
 
     ValueError for unreadable words and for shapes that the op refuses.
@@ -124,18 +107,6 @@ def stand_ins(op: str, words: Sequence[str], world_size: int, dtype: str = "bf16
                 f"its own shapes take a machine with GPUs"
             )
     return tuple(lines)
-
-
-def words_apart(text: str) -> list[str]:
-    """Words of a list. A number belongs to the numbers before it, or to the rows of a set."""
-    found: list[str] = []
-    for part in text.split(","):
-        word = found[-1] if found else ""
-        if word and not part.strip()[:1].isalpha() and (":" in word or not word[:1].isalpha()):
-            found[-1] = f"{word},{part.strip()}"
-        else:
-            found.append(part.strip())
-    return found
 
 
 def size_label(nbytes: int) -> str:
@@ -324,4 +295,3 @@ FORMS = {
     "gemm": Form(dimensions=3, sets=GEMM_SETS, read=_read_gemm, check=_no_check, simulable=_simulable_gemm),
 }
 OPS = tuple(op.alias for form in FORMS for op in registered() if op.form == form)
-ALL = (*OPS, *LEVELS)

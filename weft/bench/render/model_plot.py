@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.bench.harness.limits import GPUS
 from weft.bench.harness.report import Report, providers_of, row_of, shapes_of
 from weft.bench.models.breakdown import KINDS
-from weft.bench.render.model_table import floor_us, layers_of
+from weft.bench.workloads import workload_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,8 @@ def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
     Without a roofline the bars are the milliseconds themselves.
     """
     shapes = shapes_of(report)
-    floors = [floor_us(report, shape) for shape in shapes]
+    workload, limits = workload_of(report), GPUS.get(report.machine["gpu"])
+    floors = [workload.floor_us(report.world_size, shape, limits) for shape in shapes]
     units = [floor or 1e3 for floor in floors] if all(floors) else [1e3] * len(shapes)
     timed = [p for p in providers_of(report) if any(_us(report, shape, p) for shape in shapes)]
     width = 0.8 / max(1, len(timed))
@@ -48,7 +50,7 @@ def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
 
 def parts(axes: Axes, report: Report, colours: Sequence[str]) -> None:
     """Draw microseconds per layer, a stacked bar for each row with a breakdown."""
-    rows, layers = [row for row in report.rows if row.parts_us], layers_of(report)
+    rows, layers = [row for row in report.rows if row.parts_us], workload_of(report).step_layers
     lefts = [0.0] * len(rows)
     for number, kind in enumerate(KINDS):
         values = [(row.parts_us or {}).get(kind, 0.0) / layers for row in rows]

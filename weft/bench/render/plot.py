@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from weft.bench.harness.limits import rate
 from weft.bench.harness.report import Report, providers_of, row_of, shapes_of
-from weft.bench.models.names import LEVELS
-from weft.bench.ops.shapes import is_gemm
+from weft.bench.render import model_plot
+from weft.bench.workloads import workload_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,15 +55,14 @@ def svg(reports: Sequence[Report]) -> str:
 
 
 def _panels(report: Report) -> list[Callable[[Axes, Report, Sequence[str]], None]]:
-    if report.op not in LEVELS:
+    if not report.subject:
         return [_panel]
-    from weft.bench.render import model_plot as plot  # imports the models, which plots of ops do not need
-
-    return [plot.times, plot.parts] if any(row.parts_us for row in report.rows) else [plot.times]
+    parts = any(row.parts_us for row in report.rows)
+    return [model_plot.times, model_plot.parts] if parts else [model_plot.times]
 
 
 def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    collective, shapes = not is_gemm(report.op), shapes_of(report)
+    collective, shapes = not workload_of(report).is_gemm, shapes_of(report)
     unit = "µs" if collective else "TFLOP/s"
     axes.set_title(f"{report.op}, {report.dtype}, world size {report.world_size}: {unit}", loc="left")
     lines = _lines(report, shapes)
@@ -97,11 +95,12 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
 def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, float]]]:
     """Points by provider, for shapes with a time: (index of the shape, µs of a collective or TFLOP/s)."""
     lines: dict[str, list[tuple[int, float]]] = {}
+    workload = workload_of(report)
     for provider in providers_of(report):
         for place, shape in enumerate(shapes):
             row = row_of(report, shape, provider)
             if row is not None and row.median_us:
                 us = row.median_us
-                value = rate(report.op, report.world_size, shape, report.dtype, us) if is_gemm(report.op) else us
+                value = workload.rate(report.world_size, shape, us) if workload.is_gemm else us
                 lines.setdefault(provider, []).append((place, value))
     return lines

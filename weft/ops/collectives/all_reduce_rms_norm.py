@@ -304,17 +304,19 @@ class AllReduceRMSNorm(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.world_size + 1 + case.sizes[-1], partials=1, replicated=True)
 
-    def call(
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
+        normed, hidden = self.results(case, team, *tensors)
+        return torch.stack((normed.normed() if isinstance(normed, DeferredNorm) else normed, hidden))
+
+    def results(
         self, case: Case, team: Team, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
         deferred = bool(case.field("deferred"))
         if isinstance(case.design, str):
             arguments = (x, residual, weight, CASES_EPS, team, case.design)
-            normed, hidden = all_reduce_rms_norm(*arguments, factored=deferred)
-        else:
-            normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
-            normed = DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed
-        return torch.stack((normed.normed() if deferred else normed, hidden))
+            return all_reduce_rms_norm(*arguments, factored=deferred)
+        normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
+        return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
 
     def cases(self) -> Iterator[Case]:
         return cases.rms_norm_cases(self.name)

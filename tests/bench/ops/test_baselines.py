@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import weft
+from weft.bench.harness.provider import Unavailable
 from weft.bench.ops import baselines
-from weft.bench.ops.normed import NormProblem
-from weft.bench.ops.problem import Problem
-from weft.bench.ops.providers import Unavailable, choose
-from weft.bench.ops.shapes import OPS, is_gemm, parse_shapes
+from weft.bench.ops.problem import OpProblem
+from weft.bench.ops.providers import choose
+from weft.bench.ops.shapes import OPS, op_of, parse_shapes
 
 NORMED = "all-reduce-rms-norm"
 
@@ -63,20 +63,24 @@ def libraries(monkeypatch):
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in (NORMED, "gemm-silu")])
 def test_every_library_gives_the_answer(op, libraries):
-    names = [p.name for p in choose(op, ["nccl", "cublas", "cublas+nccl"])] if is_gemm(op) else ["nccl", "nccl.window"]
+    names = (
+        [p.name for p in choose(op, ["nccl", "cublas", "cublas+nccl"])]
+        if op_of(op).form == "gemm"
+        else ["nccl", "nccl.window"]
+    )
 
     def main(team):
         backend = Backend()
         team.group = group_of(team, backend)
-        problem = Problem(op, parse_shapes(op, [], team.size, tiny=True)[0], "bf16", team)
+        problem = OpProblem(op_of(op), parse_shapes(op, [], team.size, tiny=True)[0], "bf16", team)
         for provider in choose(op, names):
-            attempt = provider.make(problem)
+            prepared = provider.make(problem)
             for _ in range(2):
-                if attempt.prepare is not None:
-                    attempt.prepare(0)
-                assert problem.judge(attempt.run(0), attempt.local).wrong == "", provider.name
+                if prepared.prepare is not None:
+                    prepared.prepare(0)
+                assert problem.judge(prepared.run(0), prepared.local).wrong == "", provider.name
             assert backend.registered == ("window" in provider.name)
-            baselines.close_quietly(attempt)
+            prepared.release()
             assert backend.registered == 0
         return len(choose(op, names))
 
@@ -88,15 +92,15 @@ def test_a_library_and_a_norm_give_the_answer(libraries):
 
     def main(team):
         team.group = group_of(team, None)
-        problem = NormProblem(NORMED, parse_shapes(NORMED, ["5,24"], team.size)[0], "bf16", team)
+        problem = OpProblem(op_of(NORMED), parse_shapes(NORMED, ["5,24"], team.size)[0], "bf16", team)
         (provider,) = choose(NORMED, ["nccl+torch"])
-        attempt = provider.make(problem)
+        prepared = provider.make(problem)
         for _ in range(2):
-            attempt.prepare(0)
-            normed, hidden = attempt.run(0)
-            assert problem.verdict(attempt, (normed, hidden)).wrong == ""
-        assert "hidden: 1 of 120 elements" in problem.judge((normed, bump(hidden))).wrong
-        assert re.search(r"normed: 1\d\d of 120 elements", problem.judge((normed * 1.5, hidden)).wrong)
+            prepared.prepare(0)
+            normed, hidden = prepared.run(0)
+            assert problem.verdict(prepared, (normed, hidden)).wrong == ""
+        assert "result 1: 1 of 120 elements" in problem.judge((normed, bump(hidden))).wrong
+        assert re.search(r"result 0: 1\d\d of 120 elements", problem.judge((normed * 1.5, hidden)).wrong)
         assert "shape (4, 24), not (5, 24)" in problem.judge((normed[1:], hidden)).wrong
         return True
 
@@ -111,7 +115,7 @@ def test_a_library_and_a_norm_give_the_answer(libraries):
 def test_buffers_in_a_window_are_one_allocation_and_aligned(libraries):
     def main(team):
         team.group = group_of(team, Backend())
-        problem = Problem("all-reduce", parse_shapes("all-reduce", ["96"], 1)[0], "bf16", team)
+        problem = OpProblem(op_of("all-reduce"), parse_shapes("all-reduce", ["96"], 1)[0], "bf16", team)
         a, b = baselines.windowed(problem, [(3, 5), (7,)])[0]
         assert (a.shape, b.shape) == ((3, 5), (7,))
         assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -131,16 +135,16 @@ def test_torch_ops_share_one_symmetric_buffer(monkeypatch):
         team.group = group_of(team, None)
         shared = torch.empty(1024, dtype=torch.bfloat16)
         monkeypatch.setattr(baselines, "symmetric", lambda problem, size: shared[: size[0]])
-        problem = Problem("all-reduce", parse_shapes("all-reduce", ["96"], 1)[0], "bf16", team)
+        problem = OpProblem(op_of("all-reduce"), parse_shapes("all-reduce", ["96"], 1)[0], "bf16", team)
 
         def reduce(x, name):
             assert name == "g"
             return x.copy_(team.library.all_reduce(x))
 
         first, second = (baselines.torch_all_reduce(problem, reduce) for _ in range(2))
-        for attempt in (first, second, first):
-            attempt.prepare(0)
-            assert problem.judge(attempt.run(0)).wrong == ""
+        for prepared in (first, second, first):
+            prepared.prepare(0)
+            assert problem.judge(prepared.run(0)).wrong == ""
         return True
 
     assert weft.simulate(main, 1) == [True]

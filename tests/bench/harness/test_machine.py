@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from weft.bench.harness.machine import revision, tree
+import weft
+from weft.bench.harness.machine import check_clean, commit_of, revision, tree
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -45,10 +46,12 @@ def test_a_folder_has_the_name_that_git_gives_it(package):
 
 
 def test_changes_show_and_name_what_ran(package):
-    commit = git(package, "rev-parse", "--short=12", "HEAD")
+    commit = git(package, "rev-parse", "HEAD")
     assert revision(package) == f"{commit} (weft/ {tree(package)[:12]})"
+    assert commit_of(package) == (commit, True)
     (package / "new.py").write_text("x = 1\n")  # not even added
     assert revision(package) == f"{commit} with changes (weft/ {tree(package)[:12]})"
+    assert commit_of(package) == (commit, False)
     changed = tree(package)
     git(package, "add", "-A")
     git(package, "commit", "-q", "-m", "what ran")
@@ -57,4 +60,16 @@ def test_changes_show_and_name_what_ran(package):
 
 def test_without_git_the_sources_have_a_name_all_the_same(package):
     shutil.rmtree(package.parent / ".git")
+    assert commit_of(package) == (None, False)
     assert revision(package) == f"weft/ {tree(package)[:12]}"
+
+
+def test_results_of_changed_sources_are_refused(package, monkeypatch, tmp_path):
+    monkeypatch.setattr(weft, "__file__", str(package / "__init__.py"))
+    results = package.parent / "benchmarks" / "results" / "h200-x2"
+    check_clean("--out", results)
+    (package / "new.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"--out .*/h200-x2: weft/ has changes that no commit holds"):
+        check_clean("--out", results)
+    check_clean("--json", tmp_path / "x.json")
+    check_clean("--json", None)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from weft.bench.harness.limits import floor_us, limits_of, rate, wire_bytes
 from weft.bench.ops.shapes import DECODE_ROWS, MODELS, OPS, ROWS, alias_of, op_of, parse_shapes
 from weft.models import Qwen3Config
 
@@ -156,27 +155,3 @@ def test_projections_must_divide():
         parse_shapes("gemm", ["qwen3-32b"], 3)
     with pytest.raises(ValueError, match="no rows of symm-mem-recipes divide by world_size=3; .*symm-mem-recipes:384"):
         parse_shapes("ag-gemm", ["symm-mem-recipes"], 3)
-
-
-def test_the_wire_carries_the_fewest_bytes():
-    n = 4 << 20
-    assert wire_bytes("all-reduce", 4, (n,), "bf16") == 1.5 * n
-    assert wire_bytes("all-gather", 4, (n,), "bf16") == 0.75 * n
-    assert wire_bytes("gemm-ar", 2, (8, 16, 32), "bf16") == 2 * 8 * 16
-    assert wire_bytes("ag-gemm", 2, (8, 16, 32), "bf16") == 8 * 32
-    assert wire_bytes("gemm", 2, (8, 16, 32), "bf16") == 0
-    assert wire_bytes(NORMED, 4, (8, 512), "bf16") == wire_bytes("all-reduce", 4, (8192,), "bf16")
-
-
-def test_the_floor_is_the_larger_of_both():
-    h200 = limits_of("NVIDIA H200")
-    assert floor_us("all-reduce", 2, (360_000,), "bf16", h200) == pytest.approx(1.0 + 1.2)
-    # Weights of 65.5 MB at 4.3 TB/s; 2 * 8192 * 12800 * 5120 / 790e12; a wire that is slower than the GEMM.
-    assert floor_us("gemm", 4, (128, 5120, 6400), "bf16", h200) == pytest.approx(15.9, abs=0.1)
-    assert floor_us("ag-gemm", 4, (8192, 12800, 5120), "bf16", h200) == pytest.approx(1359, abs=1)
-    assert floor_us("ag-gemm", 4, (8192, 256, 5120), "bf16", h200) == pytest.approx(174.8, abs=0.1)
-    assert floor_us("gemm", 4, (128, 5120, 6400), "fp32", h200) is None
-    assert floor_us("gemm", 4, (128, 5120, 6400), "bf16", limits_of("some GPU")) is None
-    assert floor_us(NORMED, 2, (36, 5000), "bf16", h200) == pytest.approx(1.0 + 1.2)
-    assert rate("gemm", 1, (1000, 1000, 1000), "bf16", 2.0) == pytest.approx(1000)
-    assert rate("all-reduce", 2, (1_000_000,), "bf16", 10.0) == pytest.approx(100)

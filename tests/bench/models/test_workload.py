@@ -11,38 +11,41 @@ import typer
 from typer.testing import CliRunner
 
 import weft
-from benchmarks import performance, targets
-from tests.bench import canned
 from tests.teacher_forced import all_logits
 from weft.bench.command import bench
-from weft.bench.harness import report, runner
-from weft.bench.harness.limits import Limits, limits_of
+from weft.bench.harness import runner
+from weft.bench.harness.bench import Options
+from weft.bench.harness.limits import Limits
 from weft.bench.models import generate
 from weft.bench.models.baseline import Baseline
 from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
-from weft.bench.models.flags import LevelFlags, level_plan
+from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.roofline import roofline
 from weft.bench.models.sessions import TorchSession, build, in_mode
 from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
-from weft.bench.models.workload import LevelPlan
-from weft.bench.render import table
-from weft.bench.render.plot import svg
+from weft.bench.models.workload import ModelWorkload
+from weft.bench.render.sheets import sheets
+from weft.bench.workloads import read
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("bench")(bench)
 # 390 GB/s of NVLink and 5 µs an all-reduce: what the sums below were done with by hand.
-HOW = {"dtype": "bf16", "providers": (), "check_only": False, "quick": False, "eager": False, "command": ""}
 ASSUMED = Limits(link=390e9, flops=780e12, memory=4.3e12, latency=5e-6)
 
 
-def plan(level, *words, **more):
-    return LevelPlan(op=level, model="tiny", shapes=parse_steps(level, words, TINY_CONFIG), **more)
+def workload(level, *words, providers=(), **more):
+    return ModelWorkload(
+        name=level, model="tiny", shapes=parse_steps(level, words, TINY_CONFIG), words=providers, **more
+    )
 
 
-def run(made, world_size=2):
-    return weft.simulate(lambda team: runner.run_plans(team, [made], None, lambda line: None), world_size)[0][0]
+def run(made, world_size=2, check_only=False):
+    def main(team):
+        return runner.run_workloads(team, [made], Options(check_only=check_only), None, lambda line: None)
+
+    return weft.simulate(main, world_size)[0][0]
 
 
 # --- words ---------------------------------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ def test_the_roofline_of_prefill_and_of_single_layers():
     assert alone.exposed == max(0, alone.wire - alone.gemms)
     assert roofline("mlp", config, 1, (1, 128, 1), "bf16", ASSUMED).latency == 0
     assert roofline("model", config, 4, (1, 128, 1), "fp32", ASSUMED) is None
-    assert roofline("model", config, 4, (1, 128, 1), "bf16", limits_of("some GPU")) is None
+    assert roofline("model", config, 4, (1, 128, 1), "bf16", None) is None
 
 
 # --- the baseline --------------------------------------------------------------------------------------------------------
@@ -180,7 +183,9 @@ def test_weights_exist_once_beside_an_engine(monkeypatch):
             heads.append(len({x.data_ptr() for x in alive}))
 
     monkeypatch.setattr(generate, "Engine", Counted)
-    found = run(plan("generate", "2x5+3", modes=("ag_rs", "gemm_ar"), providers=("weft", "torch.eager")), world_size=1)
+    found = run(
+        workload("generate", "2x5+3", modes=("ag_rs", "gemm_ar"), providers=("weft", "torch.eager")), world_size=1
+    )
     assert [row.reason for row in found.rows] == [None] * 3
     assert heads == [2, 2]  # the embedding has the head's shape
 
@@ -195,7 +200,7 @@ def test_a_model_is_checked_and_timed(tmp_path):
     result = CliRunner().invoke(app, ["model", "--shapes", "decode:3x4", *flags])
     assert result.exit_code == 0, result.output
     assert "times mean nothing" in result.stdout
-    (found,) = report.read(file)
+    (found,) = read(file)
     assert (found.op, found.subject, found.is_simulated) == ("model", "tiny", True)
     assert "relative RMS" not in result.stdout
     rows = {row.provider: row for row in found.rows}
@@ -205,7 +210,7 @@ def test_a_model_is_checked_and_timed(tmp_path):
         assert rows[name].reason is None
     assert 0 < rows["weft.gemm_ar"].rms_error < 0.05
     assert "does not run on simulated ranks" in rows["torch.compile"].reason
-    assert "given tokens" in found.protocol["teacher-forced"]
+    assert "given tokens" in found.protocol["check"]
     assert picture.read_text().startswith("<svg")
 
 
@@ -213,38 +218,40 @@ def test_a_model_is_checked_and_timed(tmp_path):
 @pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
 def test_layers_are_checked_in_both_modes(level, mode):
     """3 tokens over 2 ranks: sharded, one of the rows is padding."""
-    found = run(plan(level, "decode:3x4", "prefill:1x3", modes=(mode,), providers=("weft",), check_only=True))
+    found = run(workload(level, "decode:3x4", "prefill:1x3", modes=(mode,), providers=("weft",)), check_only=True)
     assert [row.reason for row in found.rows] == [None, None]
     assert all(0 < row.rms_error < 0.02 for row in found.rows)
 
 
 @pytest.mark.parametrize(
-    ("level", "key", "said"),
+    ("level", "said"),
     [
-        ("model", "teacher-forced", "logits after a prompt and 8 given tokens, likewise"),
-        ("mlp", "every layer", "outputs of all layers of mlp and attn that the timing rotates through, likewise"),
-        ("attn", "every layer", "outputs of all layers of mlp and attn that the timing rotates through, likewise"),
-        ("generate", None, None),
+        ("model", "; logits after a prompt and 8 given tokens, likewise"),
+        ("mlp", "; outputs of all layers that the timing rotates through, likewise"),
+        ("attn", "; outputs of all layers that the timing rotates through, likewise"),
+        ("generate", ""),
     ],
 )
-def test_the_protocol_says_what_is_compared_first(level, key, said):
-    made = plan(level, "2x5+3" if level == "generate" else "decode:2x6", teacher_forced=True).protocol(False, None)
-    more = {name: made[name] for name in made if name in ("teacher-forced", "every layer")}
-    assert more == ({key: said} if key else {})
+def test_the_protocol_says_what_is_compared_first(level, said):
+    step = "2x5+3" if level == "generate" else "decode:2x6"
+    found, plain = (
+        runner.protocol(workload(level, step, teacher_forced=first), Options(), False, None) for first in (True, False)
+    )
+    assert found["check"] == plain["check"] + said
 
 
 def test_modes_have_two_names_and_providers_one():
     for mode in ("replicated", "gemm_ar"):
-        LevelFlags(modes=(mode,)).check_op("model", (), False)
-        assert plan("model", "decode:2x6", modes=(mode,), providers=("weft",)).chosen()[0].name == "weft.gemm_ar"
+        ModelFlags(modes=(mode,)).check_ops({"model": ()}, False)
+        assert workload("model", "decode:2x6", modes=(mode,), providers=("weft",)).providers()[0].name == "weft.gemm_ar"
 
 
 def test_the_protocol_of_answers_says_nothing_of_graphs_and_events():
-    made = plan("generate", "2x5+3", quick=True).protocol(False, 1.25)
+    made = runner.protocol(workload("generate", "2x5+3"), Options(quick=True), False, 1.25)
     assert list(made) == ["timing", "alternation", "rounds", "data", "statistic", "check"]
     assert made["rounds"] == "3 of whole answers"
     assert not any(word in str(made) for word in ("event", "graph", "120 MB", "in a row"))
-    simulated = plan("generate", "2x5+3").protocol(True, None)
+    simulated = runner.protocol(workload("generate", "2x5+3"), Options(), True, None)
     assert "times mean nothing" in simulated["timing"] and simulated["check"] == made["check"]
 
 
@@ -293,27 +300,28 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
         return made
 
     monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
-    found = run(plan(level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True))
+    found = run(
+        workload(level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True)
+    )
     wrong, right = found.rows
     assert re.search(complaint, wrong.reason)
     assert wrong.reason.startswith("wrong")
     assert wrong.median_us is None
     assert right.reason is None and right.median_us > 0
-    assert table.sheets(found)[0].rows[0][1] == "WRONG"
+    assert sheets(found)[0].rows[0][1] == "WRONG"
 
 
 def test_a_check_that_fails_on_one_rank_is_a_row_with_its_reason(monkeypatch):
     judge = StepProblem.judge
 
     def failing(problem, actual, local=False):
-        if problem.team.rank == 1 and not problem.plan.check_only:
+        if problem.team.rank == 1:
             raise RuntimeError("no memory left")
         return judge(problem, actual, local)
 
     monkeypatch.setattr(StepProblem, "judge", failing)
-    (row,) = run(plan("model", "decode:2x6", providers=("torch.eager",))).rows
+    (row,) = run(workload("model", "decode:2x6", providers=("torch.eager",))).rows
     assert row.reason == "could not be checked: rank 1: RuntimeError: no memory left"
-    assert run(plan("model", "decode:2x6", providers=("torch.eager",), check_only=True)).rows[0].reason is None
 
 
 # --- what the time goes to -----------------------------------------------------------------------------------------------
@@ -390,89 +398,11 @@ def test_kernels_that_wait_have_what_the_others_leave():
     assert found == dict.fromkeys(KINDS, 0.0) | {"gemm": 8.0, "communication": 1 + 1 + 2 + 1 + 1, "gap": 2}
 
 
-# --- tables, plots and pages from canned figures ---------------------------------------------------------------------------
-
-
-def canned_model():
-    rows = []
-    for shape, label, times in (
-        ((1, 128, 1), "decode 1x128", (5000.0, 7000.0, 6000.0)),
-        ((32, 128, 128), "prefill 32x128", (110000.0, 109000.0, None)),
-    ):
-        for provider, us in zip(("weft.auto", "torch.eager", "torch.compile"), times, strict=True):
-            more = {"reason": "no compiler"} if us is None else {}
-            parts = {"gemm": 0.7 * us, "gap": 0.3 * us} if us and provider == "weft.auto" else None
-            role = "weft" if "weft" in provider else "other"
-            rows.append(canned.row(shape, provider, role, us, label=label, parts_us=parts, **more))
-    made = canned.report("model", 4, rows)
-    made.subject = "qwen3-32b"
-    return made
-
-
-def test_the_tables_of_a_model():
-    made, parts = table.sheets(canned_model())
-    assert made.title == "model of qwen3-32b, bf16, world size 4 (4 x NVIDIA H200), ms"
-    assert made.header == (
-        "step", "weft.auto", "torch.eager", "torch.compile", "over eager", "speed-up", "roofline", "of limit",
-    )  # fmt: skip
-    # 64 layers of 243.8 MB and a head of 389 MB at 4.3 TB/s, 128 latencies of 1.2 µs.
-    assert made.rows[0] == ("decode 1x128", "5.00", "7.00", "6.00", "1.40x", "1.20x", "3.87", "77%")
-    assert made.rows[1][:6] == ("prefill 32x128", "110.0", "109.0", "–", "0.99x", "0.99x")
-    assert made.slower == {1}
-    assert made.notes[-1] == "torch.compile at prefill 32x128: no compiler"
-    assert parts.header == ("step", "provider", "gemm", "gap", "sum")
-    assert parts.rows[0] == ("decode 1x128", "weft.auto", "54.7", "23.4", "78.1")
-
-
-def test_a_model_is_drawn_and_paged(tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = svg([canned_model()])
-    for words in ("times the roofline; ms", "µs per layer", "weft.auto", "torch.compile", "gap"):
-        assert words in picture
-    assert svg([canned_model()]) == picture
-    report.write(tmp_path / "results" / "h200-x4" / "model.w4.json", [canned_model()])
-    assert performance.main(tmp_path / "results", tmp_path / "performance.md") == 0
-    page = (tmp_path / "performance.md").read_text()
-    assert "### model of qwen3-32b" in page
-    assert "#### model of qwen3-32b, world size 4: µs per layer" in page
-    assert (tmp_path / "performance" / "h200-x4-model-qwen3-32b-w4-bf16.svg").is_file()
-    report.write(tmp_path / "results" / "h200-x4" / "model-more.w4.json", [canned_model()])
-    assert performance.main(tmp_path / "results", tmp_path / "performance.md") == 0
-    assert (tmp_path / "performance" / "h200-x4-model-qwen3-32b-w4-bf16-2.svg").is_file()
-
-
-def test_runs_with_no_step_in_common_share_a_table():
-    decode, prefill = (
-        replace(canned_model(), rows=rows) for rows in (canned_model().rows[:3], canned_model().rows[3:])
-    )
-    other = replace(decode, world_size=2)
-    prefill.machine = prefill.machine | {"revision": "def"}
-    (both, alone) = performance.joined([decode, other, prefill])
-    assert (both.rows, both.machine["revision"]) == (canned_model().rows, "abc, def")
-    assert alone == other
-    assert performance.joined([decode, prefill, decode]) == [both, decode]
-
-
-def test_targets_of_models_are_met_or_missed(tmp_path, capsys):
-    report.write(tmp_path / "model.w4.json", [canned_model()])
-    assert targets.main([str(tmp_path)]) == 1
-    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert told == [
-        "model W=4 decode 1x128 <= 5.2 ms 5.00 met",
-        "model W=4 decode 1x128: 1.35 x over torch.eager 5.00 / 7.00 = 0.71 met",
-        "model W=4 decode 1x128: 1.2 x over torch.compile 5.00 / 6.00 = 0.83 met",
-        "model W=4 prefill 32x128 <= 95.0 ms 110.00 MISSED",
-        "model W=4 prefill 32x128: 1.2 x over torch.eager 110.00 / 109.00 = 1.01 MISSED",
-        "model W=4 prefill 32x128: 1.2 x over torch.compile the other was not measured –",
-        "3 met, 2 missed of 6",
-    ]
-
-
 # --- whole answers -------------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_checked_and_timed():
-    (row, other) = run(plan("generate", "2x5+3", modes=("gemm_ar",), providers=("weft", "torch.eager"))).rows
+    (row, other) = run(workload("generate", "2x5+3", modes=("gemm_ar",), providers=("weft", "torch.eager"))).rows
     for found in (row, other):
         assert found.reason is None
         assert found.mode == "host"
@@ -508,22 +438,22 @@ def test_times_of_answers_are_those_of_the_slowest_rank():
     def times(*each):
         return [generate.Times(first=0.002, each=value * 1e-6, whole=0.01) for value in each]
 
-    row = canned.row((2, 5, 3), "weft.auto", "weft", reason="not timed")
-    found = generate.timed(row, [times(10, 11, 90), times(12, 13, 14)], tokens=6)
-    assert (found.p10_us, found.median_us, found.p90_us) == pytest.approx((12, 13, 14))
-    assert (found.samples, found.first_us, found.tokens_per_second) == (3, pytest.approx(2000), pytest.approx(600))
+    found = generate.timed([times(10, 11, 90), times(12, 13, 14)], tokens=6)
+    assert (found["p10_us"], found["median_us"], found["p90_us"]) == pytest.approx((12, 13, 14))
+    assert (found["samples"], found["first_us"], found["tokens_per_second"]) == pytest.approx((3, 2000, 600))
 
 
 def test_wrong_answers_are_caught(monkeypatch):
     def stuck(problem):
-        return lambda: ([(prompt, 7) for prompt in range(problem.batch)] for _ in range(problem.new))
+        steps = range(problem.new)
+        return generate.answering(problem, lambda: ([(prompt, 7) for prompt in range(problem.batch)] for _ in steps))
 
     def short(problem):
-        return lambda: ([(prompt, 7)] for prompt in range(problem.batch))
+        return generate.answering(problem, lambda: ([(prompt, 7)] for prompt in range(problem.batch)))
 
     for make, complaint in ((stuck, r"token \d lies .* RMS below eager torch's choice"), (short, "1 tokens, not 3")):
         monkeypatch.setattr(generate, "eager", make)
-        (row,) = run(plan("generate", "2x5+3", providers=("torch.eager",))).rows
+        (row,) = run(workload("generate", "2x5+3", providers=("torch.eager",))).rows
         assert re.search("wrong answer: .*" + complaint, row.reason)
         assert row.median_us is None
 
@@ -536,14 +466,15 @@ def test_a_check_of_answers_that_fails_on_one_rank_is_a_row_with_its_reason(monk
             super().__init__(model, batch, max_len, functions)
 
     monkeypatch.setattr(generate, "TorchSession", Failing)
-    (row,) = run(plan("generate", "2x5+3", providers=("torch.eager",))).rows
+    (row,) = run(workload("generate", "2x5+3", providers=("torch.eager",))).rows
     assert row.reason == "could not be checked: rank 1: RuntimeError: no memory left"
 
 
 def test_generate_checks_every_token_with_check_or_without():
-    made = level_plan("generate", LevelFlags(check=True), ("2x5+3",), 2, simulated=True, **HOW)
-    LevelFlags(check=True).check_op("generate", (), False)
-    assert made == level_plan("generate", LevelFlags(), ("2x5+3",), 2, simulated=True, **HOW)
+    how = {"simulated": True, "dtype": "bf16", "words": ()}
+    made = ModelFlags(check=True).workload("generate", ("2x5+3",), 2, **how)
+    ModelFlags(check=True).check_ops({"generate": ()}, False)
+    assert made == ModelFlags().workload("generate", ("2x5+3",), 2, **how)
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""Traffic of ops, and the limits that follow from it."""
+
+import pytest
+
+from weft.bench.harness.limits import GPUS
+from weft.bench.ops.workload import OpWorkload
+
+NORMED = "all-reduce-rms-norm"
+
+
+def of(op, dtype="bf16"):
+    return OpWorkload(name=op, shapes=(), dtype=dtype)
+
+
+def test_the_wire_carries_the_fewest_bytes():
+    n = 4 << 20
+    assert of("all-reduce").wire_bytes(4, (n,)) == 1.5 * n
+    assert of("all-gather").wire_bytes(4, (n,)) == 0.75 * n
+    assert of("gemm-ar").wire_bytes(2, (8, 16, 32)) == 2 * 8 * 16
+    assert of("ag-gemm").wire_bytes(2, (8, 16, 32)) == 8 * 32
+    assert of("gemm").wire_bytes(2, (8, 16, 32)) == 0
+    assert of(NORMED).wire_bytes(4, (8, 512)) == of("all-reduce").wire_bytes(4, (8192,))
+
+
+def test_the_floor_is_the_larger_of_both():
+    h200 = GPUS["NVIDIA H200"]
+    assert of("all-reduce").floor_us(2, (389_000,), h200) == pytest.approx(1.0 + 1.2)
+    # Weights of 65.5 MB at 4.3 TB/s; 2 * 8192 * 12800 * 5120 / 790e12; a wire that is slower than the GEMM.
+    assert of("gemm").floor_us(4, (128, 5120, 6400), h200) == pytest.approx(15.9, abs=0.1)
+    assert of("ag-gemm").floor_us(4, (8192, 12800, 5120), h200) == pytest.approx(1359, abs=1)
+    assert of("ag-gemm").floor_us(4, (8192, 256, 5120), h200) == pytest.approx(161.8, abs=0.1)
+    assert of("gemm", "fp32").floor_us(4, (128, 5120, 6400), h200) is None
+    assert of("gemm").floor_us(4, (128, 5120, 6400), None) is None
+    assert of(NORMED).floor_us(2, (389, 500), h200) == pytest.approx(1.0 + 1.2)
+    assert of("gemm").rate(1, (1000, 1000, 1000), 2.0) == pytest.approx(1000)
+    assert of("all-reduce").rate(2, (1_000_000,), 10.0) == pytest.approx(100)

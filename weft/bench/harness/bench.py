@@ -1,0 +1,264 @@
+"""``Bench``: one workload on one rank. For each shape all providers are checked, then timed in rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.bench.harness import meters
+from weft.bench.harness.meters import Meter, finish
+from weft.bench.harness.provider import Prepared, Provider, Verdict
+from weft.bench.harness.report import Row
+from weft.bench.harness.workload import Failed, Problem, Shape, Workload, together
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to measure, equal for all workloads. ``command``: for the report."""
+
+    check_only: bool = False
+    quick: bool = False
+    eager: bool = False
+    command: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Entrant:
+    """Provider that gave the right answer, with its meters: single calls, calls in a row, without a graph."""
+
+    row: Row
+    prepared: Prepared | None = None
+    single: Meter | None = None
+    chain: Meter | None = None
+    eager: Meter | None = None
+
+    def meters(self) -> list[Meter]:
+        return [meter for meter in (self.single, self.chain, self.eager) if meter is not None]
+
+    def leave(self) -> None:
+        """Free its graphs and buffers."""
+        self.single = self.chain = self.eager = None
+        if self.prepared is not None:
+            self.prepared.release()
+            self.prepared = None
+
+
+def silent(told: Any) -> None:
+    """Print nothing, write nothing."""
+
+
+class Bench:
+    """One workload at one rank. Every method is collective: all ranks take the same path through it."""
+
+    def __init__(
+        self,
+        team: Team,
+        workload: Workload,
+        options: Options,
+        empty_us: float | None,
+        say: Callable[[str], None] = silent,
+    ) -> None:
+        self.team, self.workload, self.options, self.empty_us, self.say = team, workload, options, empty_us, say
+        self.providers = workload.providers(team.is_simulated)
+        self.balanced: dict[str, bool] = {}  # by label of the shape: True if neighbours were balanced
+
+    def measure(self, shape: Shape) -> list[Row]:
+        try:
+            problem = together(self.team, lambda: self.workload.problem(shape, self.team))
+            problem.expect()
+        except Failed as error:
+            return self.without([shape], str(error))
+        rows: list[Row] = []
+        for providers in [[one] for one in self.providers] if problem.alone else [self.providers]:
+            entrants = [self.entered(problem, provider) for provider in providers]
+            if not self.options.check_only:
+                self.measure_together(problem, [entrant for entrant in entrants if entrant.row.reason is None])
+            for entrant in entrants:
+                rows.append(entrant.row)
+                entrant.leave()
+            del entrants
+        if self.team.device.type == "cuda":
+            del problem
+            gc.collect()
+            torch.cuda.empty_cache()
+        return rows
+
+    def measure_together(self, problem: Problem, entrants: list[Entrant]) -> None:
+        """Fill in the times of entrants that passed the check."""
+        label = problem.shape.label
+        if problem.alone:
+            for entrant in entrants:
+                with self.told(f"{label}: {entrant.row.provider} timed"):
+                    self.time_alone(problem, entrant)
+            return
+        for entrant in entrants:
+            with self.told(f"{label}: {entrant.row.provider} captured"):
+                self.set_up(problem, entrant)
+            if entrant.single is None:
+                entrant.leave()
+        problem.forget()
+        with self.told(f"{label}: timed"):
+            self.time([entrant for entrant in entrants if entrant.single is not None])
+        for entrant in entrants:
+            if entrant.single is not None:
+                entrant.row = replace(entrant.row, parts_us=self.workload.parts(self.team, entrant.single))
+
+    @contextlib.contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Scope that reports its duration, for slow operations: whole steps of models."""
+        begin = time.perf_counter()
+        yield
+        if self.workload.subject:
+            self.say(f"  {what}, {time.perf_counter() - begin:.1f} s")
+
+    # --- one provider -----------------------------------------------------------------------------------------------
+
+    def entered(self, problem: Problem, provider: Provider) -> Entrant:
+        with self.told(f"{problem.shape.label}: {provider.name} checked"):
+            return self.enter(problem, provider)
+
+    def enter(self, problem: Problem, provider: Provider) -> Entrant:
+        """Entrant of a provider whose answer was checked. Its row has a reason if it is excluded."""
+        entrant = Entrant(row=self.row(problem.shape, provider))
+        what = f"{provider.name} at {problem.shape.label}"
+        try:
+            prepared = together(self.team, lambda: provider.make(problem), launches=what if problem.alone else None)
+            entrant.prepared = prepared
+            reason = problem.rehearse(prepared, what)
+            if not reason:
+                together(self.team, lambda: problem.poison(prepared))
+                out = together(self.team, lambda: prepared.run(0), launches=what)
+        except Failed as error:
+            reason = str(error)
+        if reason:
+            entrant.row = replace(entrant.row, reason=reason)
+        else:
+            finish(self.team, what)
+            entrant.row = self.judged(problem, entrant, out, "wrong answer")
+        if entrant.row.reason:
+            entrant.leave()
+        return entrant
+
+    def judged(self, problem: Problem, entrant: Entrant, out: Any, complaint: str) -> Row:
+        """Row of the entrant after a check of ``out``. It has a reason if the answer is wrong."""
+        row = entrant.row
+        try:
+            found: Verdict = problem.check(entrant.prepared, out, f"{row.provider} at {row.label}")
+        except Failed as error:
+            return replace(row, reason=f"could not be checked: {error}")
+        errors = (error if math.isfinite(error) else None for error in (found.max_abs_error, found.rms_error))
+        return replace(
+            row, **dict(zip(("max_abs_error", "rms_error"), errors, strict=True)),
+            reason=f"{complaint}: {found.wrong}" if found.wrong else None,
+        )  # fmt: skip
+
+    def set_up(self, problem: Problem, entrant: Entrant) -> None:
+        """Give the entrant its meters, whose answers are checked again; no ``single`` if it is excluded."""
+        team, prepared = self.team, entrant.prepared
+        numbers = meters.order(len(problem.sets), problem.replicas)
+        reason = None
+        if team.is_simulated:
+            meter: Any = meters.HostMeter(team, prepared, numbers[-1:])
+            mode = "host"
+        else:
+            make = meters.AroundMeter if self.empty_us is None else meters.GraphMeter
+            mode = "around" if self.empty_us is None else "graph"
+            try:
+                meter = together(team, lambda: make(team, prepared, numbers))
+            except Failed as error:
+                meter, mode, reason = meters.EagerMeter(team, prepared, numbers), "eager", f"not captured: {error}"
+        row = self.replayed(problem, entrant, meter, "wrong answer when timed")
+        entrant.row = replace(row, mode=mode, reason=row.reason or reason)
+        if row.reason:
+            return
+        chain = None
+        if mode == "graph":
+            one = max(team.exchange(meters.spread(meter.samples()).median))
+            if one < meters.LONG_US:
+                in_a_row = meters.order(len(problem.sets), meters.calls_in_a_row(one))
+                with contextlib.suppress(Failed):
+                    chain = together(team, lambda: meters.ChainMeter(team, prepared, in_a_row))
+        if chain is not None:
+            entrant.row = self.replayed(problem, entrant, chain, "wrong answer in a row")
+            if entrant.row.reason:
+                return
+        entrant.single, entrant.chain = meter, chain
+        if self.options.eager and mode in ("graph", "around"):
+            entrant.eager = meters.EagerMeter(team, prepared, numbers)
+
+    def replayed(self, problem: Problem, entrant: Entrant, meter: Meter, complaint: str) -> Row:
+        """Row after a round of ``meter`` and a check of its last answer; with a reason if it is excluded."""
+        what = f"{entrant.row.provider} at {problem.shape.label}"
+        for tensor in () if meter.out is None else meter.out if isinstance(meter.out, tuple) else (meter.out,):
+            tensor.fill_(math.nan)
+        try:
+            together(self.team, meter.replay, launches=what)
+        except Failed as error:
+            return replace(entrant.row, reason=str(error))
+        finish(self.team, what)
+        if entrant.prepared.in_place and isinstance(meter, (meters.ChainMeter, meters.AroundMeter)):
+            return entrant.row  # it continued with its own sums, for which there is no answer
+        return self.judged(problem, entrant, meter.out, complaint)
+
+    def time_alone(self, problem: Problem, entrant: Entrant) -> None:
+        """Fill in the times that the problem itself takes."""
+        what = f"{entrant.row.provider} at {problem.shape.label}"
+        mode = "host" if self.team.is_simulated else "wall"
+        try:
+            entrant.row = replace(entrant.row, mode=mode, **problem.time(entrant.prepared, what, self.options.quick))
+        except Failed as error:
+            entrant.row = replace(entrant.row, reason=str(error))
+
+    # --- all providers ----------------------------------------------------------------------------------------------
+
+    def time(self, entrants: Sequence[Entrant]) -> None:
+        """Rounds of all meters in turn. Each row gets the median of the rank whose median is largest."""
+        if not entrants:
+            return
+        timed = [meter for entrant in entrants for meter in entrant.meters()]
+        begin = time.perf_counter()
+        self.round(timed)
+        seconds = max(self.team.exchange(time.perf_counter() - begin))
+        rounds = 2 if self.team.is_simulated else meters.rounds_for(seconds, self.options.quick, len(timed))
+        self.balanced[entrants[0].row.label] = rounds % meters.balanced_rounds(len(timed)) == 0
+        samples: list[list[float]] = [[] for _ in timed]
+        for number in range(rounds):
+            # Neighbours alternate, since the previous meter affects clocks and caches. Equal on all ranks.
+            self.round([timed[place] for place in meters.in_turn(len(timed), number)])
+            for meter, found in zip(timed, samples, strict=True):
+                found += meter.samples()
+        mine = {id(meter): meters.spread(found) for meter, found in zip(timed, samples, strict=True)}
+        for entrant in entrants:
+            all_ranks = self.team.exchange([mine[id(meter)] for meter in entrant.meters()])
+            single, *others = [max(ranks, key=lambda s: s.median) for ranks in zip(*all_ranks, strict=True)]
+            chain = others.pop(0).median if entrant.chain is not None else None
+            eager = others.pop(0).median if entrant.eager is not None else None
+            if entrant.row.mode == "eager":
+                eager = single.median
+            entrant.row = replace(
+                entrant.row, median_us=single.median, p10_us=single.p10, p90_us=single.p90, samples=single.samples,
+                chain_us=chain, eager_us=eager,
+            )  # fmt: skip
+
+    def round(self, timed: Sequence[Meter]) -> None:
+        for meter in timed:
+            meter.replay()
+        finish(self.team, "a round of all providers")
+
+    def row(self, shape: Shape, provider: Provider) -> Row:
+        return Row(
+            shape=shape.size, label=shape.label, provider=provider.name, role=provider.role, reason="not measured"
+        )
+
+    def without(self, shapes: Sequence[Shape], reason: str) -> list[Row]:
+        return [replace(self.row(shape, p), reason=reason) for shape in shapes for p in self.providers]

@@ -1,0 +1,189 @@
+"""``Workload`` and its parts: all that the harness knows of what it measures.
+
+A workload, an op or a step of a model at several shapes, is plain data, sent to all ranks. At a shape it makes a ``Problem`` on
+each rank, for which every ``Provider`` prepares its way to solve it (``Prepared``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from weft.bench.harness.limits import Limits
+from weft.bench.harness.meters import Meter, Stuck
+from weft.bench.harness.provider import Prepared, Provider, Unavailable, Verdict
+from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+T = TypeVar("T")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Bytes read between two uses of the same weights: twice the 60 MB L2 of an H200.
+COLD_BYTES = 120e6
+# Errors that end the run.
+FATAL = (Stuck, CallMismatch, PeerFailed, PeerSilent)
+
+
+class Failed(Exception):
+    """Error on all ranks: an action raised on one of them. Its message is that rank's reason."""
+
+
+class OutOfStep(WeftError):
+    """Error: a provider started its kernels on some ranks only, so they wait for peers that will not come."""
+
+    def __init__(self, rank: int, what: str, reason: str) -> None:
+        super().__init__(f"rank {rank}: {what} failed on some ranks only ({reason}), so nothing after it was measured")
+        self.rank, self.what, self.reason = rank, what, reason
+        self.reports: list[Any] = []  # results so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    size: tuple[int, ...]
+    label: str
+
+
+class Problem:
+    """One shape of a workload on one rank.
+
+    sets      inputs in rotation
+    replicas  number of calls in one CUDA graph
+    alone     providers do not fit into memory together: each is checked and timed before the next is made
+    """
+
+    shape: Shape
+    team: Team
+    sets: Sequence[Any]
+    replicas: int
+    alone: bool = False
+
+    def expect(self) -> None:
+        """Make what `check` compares with. Collective; Failed if it cannot be made on some rank."""
+
+    def poison(self, prepared: Prepared) -> None:
+        """Fill the memory that the result will probably get, so that unwritten elements show."""
+
+    def rehearse(self, prepared: Prepared, what: str) -> str:
+        """Reason to exclude a provider before its first call; "" if there is none. Collective."""
+        return ""
+
+    def check(self, prepared: Prepared, out: Any, what: str) -> Verdict:
+        """Verdict of all ranks on the result of ``prepared.run(0)``. Collective; may raise Failed."""
+        found: list[Verdict] = self.team.exchange(together(self.team, lambda: self.verdict(prepared, out)))
+        wrong = next((f"rank {rank}: {verdict.wrong}" for rank, verdict in enumerate(found) if verdict.wrong), "")
+        # A maximum would lose NaN.
+        worst = max(filter(math.isfinite, (verdict.max_abs_error for verdict in found)), default=math.inf)
+        rms = max(filter(math.isfinite, (verdict.rms_error for verdict in found)), default=math.inf)
+        return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
+
+    def verdict(self, prepared: Prepared, out: Any) -> Verdict:
+        """Verdict of this rank."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Free the memory of the answers."""
+
+    def time(self, prepared: Prepared, what: str, quick: bool) -> dict[str, Any]:
+        """Fields of the row with the times, for a problem whose providers are timed ``alone``. Collective."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Op, layer or model at several shapes: plain data, sent to all ranks.
+
+    name   of the op or model benchmark, in commands and reports
+    words  names or families of the providers to measure; all if empty
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    dtype: str = "bf16"
+    words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.providers()  # ValueError for unknown names
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+
+    @property
+    def subject(self) -> str:
+        """Model of a model benchmark; "" if the shapes name everything."""
+        return ""
+
+    def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
+        """Providers to measure. ValueError for names that no provider has."""
+        raise NotImplementedError
+
+    def problem(self, shape: Shape, team: Team) -> Problem:
+        """Problem of this rank at a shape. Not collective."""
+        raise NotImplementedError
+
+    def parts(self, team: Team, meter: Meter) -> dict[str, float] | None:
+        """Breakdown of the time of a provider by kind of kernel; None if not requested. Collective."""
+        return None
+
+    def protocol(self, common: dict[str, Any], quick: bool) -> dict[str, Any]:
+        """``common``, the harness's description of the timing on GPUs, completed for this workload."""
+        raise NotImplementedError
+
+    @property
+    def check_rule(self) -> str:
+        """Description of the check, for the protocol."""
+        raise NotImplementedError
+
+    def moved_bytes(self) -> int:
+        """Size of the largest tensor that moves between ranks through workspaces."""
+        raise NotImplementedError
+
+    def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
+        """Least time of a shape by its traffic and its operations; None if it is not known."""
+        raise NotImplementedError
+
+
+def together(team: Team, action: Callable[[], T], launches: str | None = None) -> T:
+    """Result of ``action``; Failed on all ranks, with the first rank's reason, if it raised on any.
+
+    ``action`` must not be collective, since a rank that raises would leave the others in it. A provider's may be, if it fails
+    on all ranks alike.
+    ``launches``: description of its GPU work with waits between ranks. OutOfStep if it raised on some ranks only.
+    """
+    made, reason = None, None
+    try:
+        made = action()
+    except FATAL:
+        raise
+    except Exception as error:  # any failure of a provider becomes a row with its reason
+        reason = _one_line(error)
+    reasons = team.exchange(reason)
+    first = next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)
+    if first is None:
+        return made  # type: ignore[return-value]
+    if len(set(reasons)) == 1:
+        first = reasons[0]
+    if launches and None in reasons:
+        raise OutOfStep(team.rank, launches, first)
+    raise Failed(first)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    spoken = isinstance(error, (WeftError, ValueError, Unavailable, Failed))
+    return (text if spoken else f"{type(error).__name__}: {text}")[:300]
+
+
+def words_apart(text: str) -> list[str]:
+    """Words of a list. A number belongs to the numbers before it, or to the rows of a set."""
+    found: list[str] = []
+    for part in text.split(","):
+        word = found[-1] if found else ""
+        if word and not part.strip()[:1].isalpha() and (":" in word or not word[:1].isalpha()):
+            found[-1] = f"{word},{part.strip()}"
+        else:
+            found.append(part.strip())
+    return found

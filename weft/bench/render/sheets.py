@@ -1,0 +1,232 @@
+"""Reports as sheets, tables of text: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.bench.harness.limits import GPUS
+from weft.bench.harness.report import (
+    Report,
+    Row,
+    best_other,
+    best_other_eager,
+    providers_of,
+    row_of,
+    shapes_of,
+    weft_row,
+)
+from weft.bench.models.breakdown import KINDS
+from weft.bench.workloads import workload_of
+
+NONE = "–"
+MILLISECONDS = ("model", "generate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """Title, header and cells as text.
+
+    ``slower``: (row, column) of speed-ups below 1; ``notes``: sentences below the table.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    slower: frozenset[tuple[int, int]]
+    notes: tuple[str, ...]
+
+
+def sheets(report: Report) -> list[Sheet]:
+    """All tables of a report: the times, and the breakdown if it was measured."""
+    return [found for found in (sheet(report), breakdown_sheet(report)) if found is not None]
+
+
+def sheet(report: Report) -> Sheet:
+    """Table with each provider's time per shape, weft's speed-ups and spread, and its share of the limit."""
+    providers, workload, milli = providers_of(report), workload_of(report), report.op in MILLISECONDS
+    has_eager = any(row.role == "weft" and row.eager_us and row.mode != "eager" for row in report.rows)
+    named = ["over eager"] if report.subject else []
+    named += ["speed-up", *(["eager speed-up"] if has_eager else [])]
+    first = 1 + len(providers)
+    rows, slower = [], set()
+    for number, shape in enumerate(shapes_of(report)):
+        ours = weft_row(report, shape)
+        gains = [ratio(ours, row_of(report, shape, "torch.eager"))] if report.subject else []
+        gains += [ratio(ours, best_other(report, shape))]
+        gains += [ratio(ours, best_other_eager(report, shape), "eager_us")] if has_eager else []
+        slower |= {(number, first + place) for place, gain in enumerate(gains) if gain is not None and gain < 1}
+        limit, share = limit_of(report, shape, ours)
+        rows.append(
+            (
+                label_of(report, shape),
+                *(cell(row_of(report, shape, provider), milli) for provider in providers),
+                *(plain(gain, "{:.2f}x") for gain in gains),
+                spread(ours, milli),
+                limit,
+                plain(share, "{:.0%}"),
+            )
+        )
+    last = "roofline" if report.subject else "TFLOP/s" if workload.is_gemm else "busbw GB/s"
+    unit = "ms per token after the first" if report.op == "generate" else "ms" if milli else "µs"
+    return Sheet(
+        title=f"{title_of(report)}, {unit}",
+        header=("step" if report.subject else "shape", *providers, *named, "p10–p90", last, "of limit"),
+        rows=tuple(rows),
+        slower=frozenset(slower),
+        notes=tuple(_notes(report, providers)),
+    )
+
+
+def title_of(report: Report) -> str:
+    subject = f"{report.op} of {report.subject}" if report.subject else report.op
+    where = "simulated ranks" if report.is_simulated else f"{report.world_size} x {report.machine['gpu']}"
+    return f"{subject}, {report.dtype}, world size {report.world_size} ({where})"
+
+
+def label_of(report: Report, shape: Sequence[int]) -> str:
+    label = next(row.label for row in report.rows if row.shape == tuple(shape))
+    named = not report.subject and not label[0].isdigit() and len(shape) == 3
+    return f"{label} ({'x'.join(map(str, shape))})" if named else label
+
+
+def ratio(ours: Row | None, other: Row | None, field: str = "median_us") -> float | None:
+    """Time of ``other`` over weft's."""
+    if ours is None or other is None or not getattr(ours, field) or not getattr(other, field):
+        return None
+    return getattr(other, field) / getattr(ours, field)
+
+
+def limit_of(report: Report, shape: Sequence[int], row: Row | None) -> tuple[str, float | None]:
+    """(rate of an op, or roofline of a step; share of the limit, which is 1 at best)."""
+    workload, us = workload_of(report), None if row is None else row.median_us
+    floor = workload.floor_us(report.world_size, shape, GPUS.get(report.machine["gpu"]))
+    share = floor / us if floor and us else None
+    if report.subject:
+        return NONE if floor is None else _time(floor, report.op in MILLISECONDS), share
+    rate = workload.rate(report.world_size, shape, us) if us and not report.is_simulated else None
+    return plain(rate, "{:.0f}"), share
+
+
+def spread(row: Row | None, milli: bool) -> str:
+    """Percentiles 10 and 90 of a row's samples."""
+    if row is None or row.p10_us is None or row.p90_us is None:
+        return NONE
+    return f"{_time(row.p10_us, milli)}–{_time(row.p90_us, milli)}"
+
+
+def breakdown_sheet(report: Report) -> Sheet | None:
+    """Table of the breakdown per layer; None if it was not requested."""
+    rows = [row for row in report.rows if row.parts_us]
+    if not rows:
+        return None
+    layers = workload_of(report).step_layers
+    kinds = [kind for kind in KINDS if any((row.parts_us or {}).get(kind) for row in rows)]
+    cells = []
+    for row in rows:
+        parts = {kind: (row.parts_us or {}).get(kind, 0.0) / layers for kind in kinds}
+        cells.append(
+            (row.label, row.provider, *(microseconds(parts[kind]) for kind in kinds), microseconds(sum(parts.values())))
+        )
+    notes = [
+        "Rank 0, one profiled replay from its first kernel on, by kernel name. Overlaps count for the kernel that began first."
+    ]
+    if layers > 1:
+        notes.append(f"The whole step divided by its {layers} layers, including embedding and head.")
+    both = [kind for kind in kinds if "+" in kind]
+    if both:
+        notes.append(f"{', '.join(both)}: kernels that do both.")
+    return Sheet(
+        title=f"{report.op} of {report.subject}, world size {report.world_size}: µs per layer",
+        header=("step", "provider", *kinds, "sum"),
+        rows=tuple(cells),
+        slower=frozenset(),
+        notes=tuple(notes),
+    )
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def cell(row: Row | None, milli: bool) -> str:
+    if row is None:
+        return ""
+    if row.median_us is None:
+        if not row.reason:
+            return "right"
+        return "WRONG" if row.reason.startswith("wrong") else NONE
+    text = _time(row.median_us, milli) + ("*" if row.mode == "eager" else "")
+    if row.chain_us is not None and not milli:
+        text += f" ({microseconds(row.chain_us)})"
+    if row.first_us is not None and row.tokens_per_second is not None:
+        return text + f" (first {_time(row.first_us, milli)}, {row.tokens_per_second:.0f}/s)"
+    return text if row.eager_us is None or row.mode == "eager" else f"{text} / {_time(row.eager_us, milli)}"
+
+
+def microseconds(value: float) -> str:
+    """Number with about three digits: 3.26, 41.8, 752."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _time(value: float, milli: bool) -> str:
+    return f"{value / 1e3:.2f}" if milli and value < 1e5 else f"{value / 1e3:.1f}" if milli else microseconds(value)
+
+
+def plain(value: float | None, form: str) -> str:
+    return NONE if value is None else form.format(value)
+
+
+# --- notes -----------------------------------------------------------------------------------------------------------
+
+
+def _notes(report: Report, providers: Sequence[str]) -> list[str]:
+    notes, rows = about_machine(report), report.rows
+    if any(row.chain_us is not None for row in rows) and report.op not in MILLISECONDS:
+        notes.append("In brackets: per call of several in a row.")
+    if any(row.eager_us is not None and row.mode != "eager" for row in rows):
+        notes.append(
+            "After the slash: without a CUDA graph. Eager speed-up: of these times, over their fastest baseline."
+        )
+    if any(row.mode == "eager" for row in rows):
+        notes.append("*: could not be captured in a CUDA graph.")
+    if any(row.role == "ceiling" for row in rows):
+        ceilings = ", ".join(dict.fromkeys(row.provider for row in rows if row.role == "ceiling"))
+        notes.append(f"{ceilings}: the GEMM alone, not the whole op.")
+    if report.op == "generate":
+        notes.append(
+            "In brackets: time until the first tokens were on the host, and new tokens of all sequences per second."
+        )
+    if report.op == "model":
+        notes.append("Whole steps: embedding, layers, head and greedy choice.")
+    return notes + reasons(report, providers)
+
+
+def about_machine(report: Report) -> list[str]:
+    """First notes below a table: how the times were taken, and unknown limits."""
+    if report.is_simulated:
+        ran = any(row.max_abs_error is not None or cell(row, False) not in ("", NONE) for row in report.rows)
+        return [f"Simulated ranks: {'answers were checked' if ran else 'no answer was checked'}, times mean nothing."]
+    calls = "steps" if report.subject else "single calls"
+    gpu = report.machine["gpu"]
+    notes = [
+        f"Median of {calls}, maximum over the ranks; p10–p90: of weft's. Speed-up: weft.auto over the fastest baseline."
+    ]
+    unknown = f"No limits: rates are known for {', '.join(GPUS)}, not for {gpu}."
+    return notes if gpu in GPUS else [*notes, unknown]
+
+
+def reasons(report: Report, providers: Sequence[str]) -> list[str]:
+    """Notes why providers did not run; equal reasons at equal shapes share a note."""
+    everywhere = [row.label for row in report.rows if row.provider == providers[0]] if providers else []
+    shared: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for provider in providers:
+        found: dict[str, list[str]] = {}
+        for row in report.rows:
+            if row.provider == provider and row.reason:
+                found.setdefault(row.reason, []).append(row.label)
+        for reason, labels in found.items():
+            shared.setdefault((reason, tuple(labels)), []).append(provider)
+    return [
+        f"{', '.join(names)}{'' if list(labels) == everywhere else ' at ' + ', '.join(labels)}: {reason}"
+        for (reason, labels), names in shared.items()
+    ]

@@ -1,0 +1,40 @@
+"""All workloads by name, and the reports of files with those that they belong to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.bench.harness.report import SCHEMA, Report, from_json
+from weft.bench.harness.workload import Workload
+from weft.bench.models.names import LEVELS, is_model
+from weft.bench.ops.shapes import FORMS, OPS, op_of
+from weft.bench.ops.workload import OpWorkload
+
+NAMES = (*OPS, *LEVELS)
+
+
+def workload_of(report: Report) -> Workload:
+    """The workload that a report measured, for its traffic. ValueError if there is none."""
+    if not is_model(report.op):
+        return OpWorkload(name=report.op, shapes=(), dtype=report.dtype)
+    from weft.bench.models.workload import ModelWorkload  # it loads the models and the engine
+
+    model, _, layers = report.subject.partition(",")
+    return ModelWorkload(
+        name=report.op, shapes=(), dtype=report.dtype, model=model, layers=int(layers.split()[0]) if layers else None
+    )
+
+
+def read(path: Path) -> list[Report]:
+    """Reports of a results file. ValueError, with the file's name, for unknown schemas, ops and shapes."""
+    try:
+        reports = from_json(path.read_text())
+        for report in reports:
+            if report.op not in NAMES:
+                raise ValueError(f"op {report.op!r} is unknown")
+            dimensions = 3 if is_model(report.op) else FORMS[op_of(report.op).form].dimensions
+            if any(len(row.shape) != dimensions for row in report.rows):
+                raise ValueError(f"a shape does not fit {report.op}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a results file of schema {SCHEMA}: {error}") from error
+    return reports

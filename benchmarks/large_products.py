@@ -31,7 +31,7 @@ OTHERS = ("llama3-70b", "symm-mem-recipes")
 
 
 def section(document: dict[str, Any], head: str, names: dict[tuple[int, ...], str]) -> str:
-    """Section of docs/performance.md for one file. ``names``: names of unlabelled GEMMs, by N and K."""
+    """Section of docs/performance/gemms.md for one file. ``names``: names of unlabelled GEMMs, by N and K."""
     return "\n".join([head + MEASURED.format(**document), *table(document["rows"], names), ""])
 
 

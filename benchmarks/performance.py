@@ -1,81 +1,211 @@
-"""Generator of docs/performance.md and its plots: ``python -m benchmarks.performance``.
+"""Generator of docs/performance.md and the pages that it links: ``python -m benchmarks.performance``.
 
-All figures come from benchmarks/results/<machine>/OP.wW.json, and those of the GEMM tables from benchmarks/lab.
+All figures come from benchmarks/results/<folder>/*.wW.json, and those of the GEMM tables from benchmarks/lab. Folders named
+MACHINE-xN have the tables of docs/performance.md; every folder has a page with all providers, docs/performance/<folder>.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
 
 from benchmarks import large_products, skinny
-from weft.bench.harness.report import Report, read, shapes_of
-from weft.bench.models.names import LEVELS
+from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
 from weft.bench.render.plot import svg
-from weft.bench.render.table import markdown, sheets
+from weft.bench.render.sheets import (
+    MILLISECONDS,
+    NONE,
+    Sheet,
+    cell,
+    label_of,
+    limit_of,
+    plain,
+    ratio,
+    sheets,
+    spread,
+    title_of,
+)
+from weft.bench.render.table import markdown
+from weft.bench.workloads import NAMES, read
 from weft.runtime.files import put
 
-# Of the page's sections.
-ORDER = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "all-reduce-rms-norm", "gemm", "gemm-silu", "ag-gemm",
-    "gemm-rs", "gemm-ar", *LEVELS,
-)  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
-HEAD = """# Performance
+GENERATED = (
+    "<!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->\n"
+)
+HEAD = f"""# Performance
 
-<!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->
+{GENERATED}
+How to read the tables:
 
-Every provider's answer is checked against fp32 before it is timed. Rows where weft is slower are included. A time is the median
-of single calls, the maximum over the ranks. `of limit` is the time at the best rates measured on this hardware
-(`weft/bench/limits.py`), divided by weft's time. Above each table are the commit of weft at the start of the run and git's name
-of the sources that ran: `git rev-parse COMMIT:weft` prints it for every commit with these sources.
+- Every answer is checked before it is timed, and once more as it is timed. Rows where weft is slower are printed too.
+- A time is the median of single calls on the slowest rank, in a CUDA graph, each after a barrier of all ranks on the GPU;
+  p10–p90 is the spread of its samples. In brackets: per call of several in a row, for calls of up to 2 ms, in older tables of
+  up to 0.1 ms.
+- *Fastest baseline* is the fastest of NCCL, torch's symmetric-memory ops, and cuBLAS with each of them; for layers and models
+  the faster of eager torch and torch.compile. *Speed-up* is its time over weft's.
+- *of limit* is the least time that the hardware allows, over weft's time: bytes on the wire at 389 GB/s, which a copy engine
+  reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s (`weft/bench/harness/limits.py`).
+  For layers and models the least time is the *roofline*.
+- NVLink multicast (NVLS) is off on these machines, for weft, NCCL and torch alike.
+- Machines differ by a few percent, and long GEMMs run at the power limit: compare within a row.
+- Each table names the commit of weft that ran, whether that commit holds all its sources, the date and the machine. For tables
+  "with changes" git's name of the sources follows: `git rev-parse COMMIT:weft` prints it for every commit with these sources.
 """
+KEYS = (
+    ("gpu", "GPU"),
+    ("driver", "driver"),
+    ("torch", "torch"),
+    ("cuda", "CUDA"),
+    ("triton", "Triton"),
+    ("nccl", "NCCL"),
+)
 
 
-def document(machines: dict[str, list[Report]], pictures: str, notes: dict[str, str], more: list[str]) -> str:
-    """Text of the page.
+# --- docs/performance.md -------------------------------------------------------------------------------------------------
 
-    machines  name of the results folder -> its reports
-    pictures  folder of the plots, relative to the page
-    notes     notes on a folder's figures (its note.md)
-    more      sections at the end
-    """
-    parts = [HEAD]
-    for machine, reports in machines.items():
-        parts.append(f"## {machine}\n")
-        parts.append(f"{described(reports)}\n")
-        if machine in notes:
-            parts.append(f"{notes[machine]}\n")
-        for report, picture in zip(*in_order(machine, joined(reports)), strict=True):
-            made, *others = sheets(report)
-            parts.append(f"### {made.title}\n")
-            parts.append(f"weft {report.machine.get('revision')}, {report.date[:10]}\n")
-            parts.append(f"![{report.op}]({pictures}/{picture})\n")
-            parts.append(f"{markdown(made)}\n")
-            for other in others:
-                parts.append(f"#### {other.title}\n\n{markdown(other)}\n")
-    return "\n".join([*parts, *more])
+
+def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: str) -> str:
+    """Text of docs/performance.md. ``pages``: folder of the other pages, relative to it."""
+    main = {name: reports for name, reports in folders.items() if is_main(name)}
+    parts = [HEAD, "## Summary\n", summary(main, pages)]
+    for name, reports in main.items():
+        parts.append(f"## {name}\n")
+        parts.append(f"[All providers, breakdowns, versions and commands]({pages}/{name}.md)\n")
+        for report in reports:
+            parts.append(f"### {title_of(report)}\n\n{provenance(report)}\n\n{markdown(compact(report)).rstrip()}\n")
+    parts.append("## Also measured\n")
+    for name in folders:
+        if not is_main(name):
+            first = notes.get(name, "").removeprefix("**Notes.** ").split(". ")[0].replace("\n", " ").rstrip(".")
+            parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
+    parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.\n")
+    return "\n".join(parts)
+
+
+def is_main(folder: str) -> bool:
+    return re.fullmatch(r".*-x\d+", folder) is not None
+
+
+def summary(folders: dict[str, list[Report]], pages: str) -> str:
+    """Table with a row for each report: speed-ups over the fastest baseline, and rows that weft loses."""
+    lines = ["| op | machine | rows | least | geometric mean | most | slower |", "|---|---|---:|---:|---:|---:|---|"]
+    for name, reports in folders.items():
+        for report in reports:
+            gains = {shape: gain_of(report, shape) for shape in shapes_of(report)}
+            found = [gain for gain in gains.values() if gain is not None]
+            lost = [weft_row(report, shape).label for shape, gain in gains.items() if gain is not None and gain < 1]
+            mean = statistics.geometric_mean(found) if found else None
+            ends = (min(found, default=None), mean, max(found, default=None))
+            subject = f"{report.op} of {report.subject}" if report.subject else report.op
+            cells = (
+                subject,
+                name,
+                str(len(found)),
+                *(plain(gain, "{:.2f}x") for gain in ends),
+                "; ".join(lost) or "none",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def gain_of(report: Report, shape: tuple[int, ...]) -> float | None:
+    return ratio(weft_row(report, shape), best_other(report, shape))
+
+
+def compact(report: Report) -> Sheet:
+    """Table with weft's choice beside the fastest baseline."""
+    milli = report.op in MILLISECONDS
+    rows = []
+    for shape in shapes_of(report):
+        ours, other = weft_row(report, shape), best_other(report, shape)
+        limit, share = limit_of(report, shape, ours)
+        rows.append(
+            (
+                label_of(report, shape),
+                *timed(ours, milli),
+                NONE if other is None else other.provider,
+                *timed(other, milli),
+                plain(ratio(ours, other), "{:.2f}x"),
+                limit,
+                plain(share, "{:.0%}"),
+            )
+        )
+    full = sheets(report)[0]
+    unit = "ms" if milli else "µs"
+    header = (
+        full.header[0],
+        f"weft, {unit}",
+        "p10–p90",
+        "fastest baseline",
+        unit,
+        "p10–p90",
+        "speed-up",
+        *full.header[-2:],
+    )
+    notes = [note for note in full.notes if note.startswith(("weft", "*"))]
+    return Sheet(title=full.title, header=header, rows=tuple(rows), slower=frozenset(), notes=tuple(notes))
+
+
+def timed(row: Row | None, milli: bool) -> tuple[str, str]:
+    if row is None:
+        return NONE, NONE
+    return cell(dataclasses.replace(row, eager_us=None), milli), spread(row, milli)
+
+
+# --- pages of folders ----------------------------------------------------------------------------------------------------
+
+
+def page(name: str, reports: list[Report], note: str, pictures: list[str]) -> str:
+    """Text of docs/performance/<folder>.md, with all providers."""
+    parts = [f"# {name}\n", GENERATED, f"{described(reports)}\n", *([f"{note}\n"] if note else [])]
+    for number, report in enumerate(reports):
+        made, *others = sheets(report)
+        parts.append(f"## {made.title}\n\n{provenance(report)}\n")
+        if pictures:
+            parts.append(f"![{report.op}]({pictures[number]})\n")
+        parts.append(f"{markdown(made)}\n")
+        for other in others:
+            parts.append(f"### {other.title}\n\n{markdown(other)}\n")
+    return "\n".join(parts)
+
+
+def provenance(report: Report) -> str:
+    """Line with the sources, the date and the machine of a report."""
+    machine = report.machine
+    sources = machine.get("revision") or "of an unknown commit"
+    if machine.get("clean") or "with changes" not in sources:
+        sources += ", clean"
+    place = f"{report.world_size} x {machine['gpu']}"
+    if machine.get("uuid"):
+        place += f" (first GPU {machine['uuid']})"
+    return f"weft {sources}; {report.date[:10]}; {place}"
 
 
 def described(reports: list[Report]) -> str:
-    """Versions, dates, commands and protocol, with equal values of several reports once."""
+    """Versions, commands and protocol; where reports differ, with the ops that they belong to."""
     lines = []
-    for key, name in (("gpu", "GPU"), ("driver", "driver"), ("torch", "torch"), ("cuda", "CUDA"), ("triton", "Triton"),
-                      ("nccl", "NCCL")):  # fmt: skip
-        values = dict.fromkeys(str(report.machine.get(key)) for report in reports)
-        lines.append(f"- {name}: {', '.join(values)}")
-    dates = sorted({report.date[:10] for report in reports})
-    lines.append(f"- measured: {', '.join(dates)}")
+    for key, name in KEYS:
+        lines += values_of(name, {report.op: str(report.machine.get(key)) for report in reports})
     lines += [f"- `{command}`" for command in dict.fromkeys(report.command for report in reports) if command]
-    protocol: dict[str, dict[str, None]] = {}
-    for report in reports:
-        for key, value in report.protocol.items():
-            text = f"{value:.2f}" if isinstance(value, float) else str(value)
-            protocol.setdefault(key, {})[text] = None
-    lines += [f"- {key}: {'; '.join(values)}" for key, values in protocol.items()]
+    for key in dict.fromkeys(key for report in reports for key in report.protocol):
+        given = {report.op: report.protocol[key] for report in reports if key in report.protocol}
+        texts = {op: f"{value:.2f}" if isinstance(value, float) else str(value) for op, value in given.items()}
+        lines += values_of(key, texts)
     return "\n".join(lines)
+
+
+def values_of(name: str, by_op: dict[str, str]) -> list[str]:
+    """A line for each value, the most frequent first; the others with their ops."""
+    values: dict[str, list[str]] = {}
+    for op, value in by_op.items():
+        values.setdefault(value, []).append(op)
+    first, *others = sorted(values, key=lambda value: -len(values[value]))
+    return [f"- {name}: {first}", *(f"- {name} of {', '.join(values[value])}: {value}" for value in others)]
 
 
 def joined(reports: list[Report]) -> list[Report]:
@@ -84,7 +214,7 @@ def joined(reports: list[Report]) -> list[Report]:
     The times of a row come from one run in any case. Shapes measured twice stay in separate reports.
     """
     found: dict[tuple, list[Report]] = {}
-    for report in reports:
+    for report in sorted(reports, key=lambda report: NAMES.index(report.op)):
         alike = found.setdefault((report.op, report.world_size, report.dtype, report.subject), [])
         shapes = set(shapes_of(report))
         place = next((at for at, other in enumerate(alike) if shapes.isdisjoint(shapes_of(other))), None)
@@ -100,39 +230,46 @@ def joined(reports: list[Report]) -> list[Report]:
     return [report for alike in found.values() for report in alike]
 
 
-def in_order(machine: str, reports: list[Report]) -> tuple[list[Report], list[str]]:
-    """Reports of a machine in the order of the page, and the names of their pictures, numbered if equal."""
-    ordered = sorted(reports, key=lambda report: ORDER.index(report.op))
+def pictures_of(folder: str, reports: list[Report]) -> list[str]:
+    """File names of the reports' pictures, numbered if equal; none but for the main folders."""
     names: list[str] = []
     taken: Counter[str] = Counter()
-    for report in ordered:
+    for report in reports if is_main(folder) else ():
         subject = f"-{report.subject.replace(', ', '-').replace(' ', '')}" if report.subject else ""
-        name = f"{machine}-{report.op}{subject}-w{report.world_size}-{report.dtype}"
+        name = f"{folder}-{report.op}{subject}-w{report.world_size}-{report.dtype}"
         taken[name] += 1
         names.append(f"{name}.svg" if taken[name] == 1 else f"{name}-{taken[name]}.svg")
-    return ordered, names
+    return names
 
 
-def main(results: Path = ROOT / "benchmarks" / "results", page: Path = ROOT / "docs" / "performance.md") -> int:
-    machines: dict[str, list[Report]] = {}
+def main(results: Path = ROOT / "benchmarks" / "results", front: Path = ROOT / "docs" / "performance.md") -> int:
+    folders: dict[str, list[Report]] = {}
     for file in sorted(results.glob("*/*.w*.json")):
-        machines.setdefault(file.parent.name, []).extend(read(file))
-    if not machines:
-        print(f"weft: no results in {results}/<machine>/OP.wW.json; make some with benchmarks/run.py", file=sys.stderr)
+        for report in read(file):
+            if report.machine.get("clean") is False:
+                print(
+                    f"weft: {file} was measured on sources that no commit holds; measure it on a clean tree",
+                    file=sys.stderr,
+                )
+                return 2
+            folders.setdefault(file.parent.name, []).append(report)
+    if not folders:
+        print(f"weft: no results in {results}/<folder>/OP.wW.json; make some with weft bench --out", file=sys.stderr)
         return 2
-    folder = page.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = set()
-    for machine, reports in machines.items():
-        for report, picture in zip(*in_order(machine, joined(reports)), strict=True):
-            put(folder / picture, svg([report]))
-            drawn.add(picture)
-    for stale in folder.glob("*.svg"):
-        if stale.name not in drawn:
-            stale.unlink()
+    folders = {name: joined(reports) for name, reports in folders.items()}
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
-    put(page, document(machines, folder.name, notes, [*skinny.sections(), *large_products.sections()]))
-    print(f"{page}: {sum(len(joined(reports)) for reports in machines.values())} tables")
+    pages = front.with_suffix("")
+    written = {"gemms.md": "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])}
+    for name, reports in folders.items():
+        pictures = pictures_of(name, reports)
+        written |= {picture: svg([report]) for picture, report in zip(pictures, reports, strict=False)}
+        written[f"{name}.md"] = page(name, reports, notes.get(name, ""), pictures)
+    for name, text in written.items():
+        put(pages / name, text)
+    for stale in (file for file in pages.iterdir() if file.name not in written):
+        stale.unlink()
+    put(front, front_page(folders, notes, pages.name))
+    print(f"{front}: {sum(map(len, folders.values()))} tables in {len(folders)} folders")
     return 0
 
 

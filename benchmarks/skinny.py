@@ -23,7 +23,7 @@ are two kernels.
 
 
 def section(document: dict[str, Any]) -> str:
-    """Section of docs/performance.md for one file."""
+    """Section of docs/performance/gemms.md for one file."""
     note = [document["note"], ""] if "note" in document else []
     return "\n".join([HEAD.format(**document), *note, *table(document["rows"]), ""])
 

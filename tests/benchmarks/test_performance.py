@@ -1,0 +1,78 @@
+"""The pages of measured results, from canned ones."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import performance
+from tests.bench import canned
+from weft.bench.harness import report
+
+pytest.importorskip("matplotlib")
+
+
+def write(folder, name, made):
+    report.write(folder / "results" / name, [made])
+    return performance.main(folder / "results", folder / "docs" / "performance.md")
+
+
+def test_pages_are_written_from_the_results(tmp_path):
+    stale = tmp_path / "docs" / "performance" / "no-longer-there.svg"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    assert write(tmp_path, "h200-x4/all-reduce.w4.json", canned.all_reduce()) == 0
+    assert write(tmp_path, "h200-x4/model.w4.json", canned.model()) == 0
+    assert write(tmp_path, "h200-x4-more/ag-gemm.w4.json", canned.ag_gemm()) == 0
+    assert not stale.exists()
+    front = (tmp_path / "docs" / "performance.md").read_text()
+    for words in (
+        "| all-reduce | h200-x4 | 2 | 0.97x | 1.97x | 4.00x | 64 MiB |",
+        "### all-reduce, bf16, world size 4 (4 x NVIDIA H200)\n\nweft abc, clean; 2026-11-20; 4 x NVIDIA H200\n",
+        "| 4 KiB | 5.00 (3.10) | 5.00–5.00 | nccl | 20.0 (18.2) | 20.0–20.0 | 4.00x | 1 | 24% |",
+        "| 64 MiB | 300 | 300–300 | nccl | 290 | 290–290 | 0.97x | 336 | 87% |",
+        "### model of qwen3-32b",
+        "- [h200-x4-more](performance/h200-x4-more.md)",
+    ):
+        assert words in front
+    assert "### ag-gemm" not in front and ".svg" not in front
+    page = (tmp_path / "docs" / "performance" / "h200-x4.md").read_text()
+    for words in ("- torch: 2.11.0", "`weft bench x`", "- empty_us: 1.25", "| 64 MiB | 300 | WRONG |"):
+        assert words in page
+    assert "### model of qwen3-32b, world size 4: µs per layer" in page
+    pictures = [line.split("(")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
+    assert len(pictures) == 2
+    folder = tmp_path / "docs" / "performance"
+    assert sorted(file.name for file in folder.iterdir()) == sorted(
+        [*pictures, "gemms.md", "h200-x4.md", "h200-x4-more.md"]
+    )
+
+
+def test_results_of_changed_sources_and_none_at_all_are_refused(tmp_path, capsys):
+    changed = canned.all_reduce()
+    changed.machine["clean"] = False
+    assert write(tmp_path, "h200-x4/all-reduce.w4.json", changed) == 2
+    assert "was measured on sources that no commit holds" in capsys.readouterr().err
+    assert performance.main(tmp_path / "nothing", tmp_path / "x.md") == 2
+    assert "weft bench --out" in capsys.readouterr().err
+    assert not (tmp_path / "docs").exists()
+
+
+def test_protocols_that_differ_name_their_ops():
+    assert performance.values_of("rounds", {"gemm": "quick", "mlp": "quick"}) == ["- rounds: quick"]
+    assert performance.values_of("rounds", {"generate": "3", "gemm": "quick", "mlp": "quick"}) == [
+        "- rounds: quick",
+        "- rounds of generate: 3",
+    ]
+
+
+def test_runs_with_no_step_in_common_share_a_table():
+    decode, prefill = (
+        replace(canned.model(), rows=rows) for rows in (canned.model().rows[:3], canned.model().rows[3:])
+    )
+    other = replace(decode, world_size=2)
+    prefill.machine = prefill.machine | {"revision": "def"}
+    (both, alone) = performance.joined([decode, other, prefill])
+    assert (both.rows, both.machine["revision"]) == (canned.model().rows, "abc, def")
+    assert alone == other
+    assert performance.joined([decode, prefill, decode]) == [both, decode]
+    assert performance.pictures_of("h200-x4", [both, both])[1] == "h200-x4-model-qwen3-32b-w4-bf16-2.svg"

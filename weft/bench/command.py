@@ -168,6 +168,8 @@ def bench(
     """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
     with one_line_errors(traceback):
         from weft.bench.harness.bench import Options
+        from weft.bench.render.plot import svg
+        from weft.runtime.files import put
 
         asked = BenchOptions(
             ops=tuple(ops),
@@ -205,7 +207,8 @@ def bench(
         lost = _measure(runs, how, simulated, asked, reports)
         if talks():
             show(reports)
-            _write(asked, reports)
+            if asked.plot is not None:
+                put(asked.plot, svg(reports))
             if lost is not None:
                 typer.echo(f"weft: {str(lost) or 'interrupted, so the rest was not measured'}", err=True)
         if lost is not None and traceback:
@@ -352,16 +355,3 @@ def show(reports: list[Report]) -> None:
 
 def weft_failed(reports: list[Report]) -> bool:
     return any(row.role == "weft" and row.reason and row.median_us is None for report in reports for row in report.rows)
-
-
-def _write(asked: BenchOptions, reports: list[Report]) -> None:
-    from weft.bench.harness.report import write, write_each
-    from weft.bench.render.plot import svg
-    from weft.runtime.files import put
-
-    if asked.json is not None:
-        write(asked.json, reports)
-    if asked.out is not None:
-        write_each(asked.out, reports)
-    if asked.plot is not None:
-        put(asked.plot, svg(reports))

@@ -91,6 +91,7 @@ class Bench:
             del problem
             gc.collect()
             torch.cuda.empty_cache()
+            torch.compiler.reset()  # compiled code is not used at another shape, and its number is limited
         return rows
 
     def measure_together(self, problem: Problem, entrants: list[Entrant]) -> None:

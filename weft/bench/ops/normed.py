@@ -24,8 +24,6 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> t
 
 def compiled_add_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Addition and norm as one kernel of torch.compile."""
-    # Compiled code of the last shape is not used again, and torch.compile limits its number.
-    torch.compiler.reset()
     return torch.compile(add_norm, fullgraph=True, dynamic=False)
 
 

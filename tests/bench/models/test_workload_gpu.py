@@ -6,7 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from weft.bench.command import bench
-from weft.bench.harness import report
+from weft.bench.workloads import read
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("bench")(bench)
@@ -17,7 +17,7 @@ def run(tmp_path, *arguments):
     file = tmp_path / "x.json"
     result = CliRunner().invoke(app, [*arguments, *MODEL, "--json", str(file)])
     assert result.exit_code == 0, result.output
-    (found,) = report.read(file)
+    (found,) = read(file)
     return found.rows
 
 

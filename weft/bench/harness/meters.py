@@ -126,8 +126,9 @@ def balanced_rounds(count: int) -> int:
     return 1 if count == 1 else count * (1 + count % 2)
 
 
-def event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True, external=True)
+def event(external: bool) -> torch.cuda.Event:
+    """Event for timing. ``external``: it may be recorded inside a CUDA graph."""
+    return torch.cuda.Event(enable_timing=True, external=external)
 
 
 @contextlib.contextmanager
@@ -164,30 +165,47 @@ def _prepare(prepared: Prepared, numbers: Sequence[int]) -> None:
             prepared.prepare(number)
 
 
-class GraphMeter:
+class EagerMeter:
+    """Single calls, each after a barrier, timed by events on the stream."""
+
+    external = False
+
     def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._pairs = [(event(), event()) for _ in numbers]
+        self._team, self._prepared, self._numbers = team, prepared, numbers
+        self._pairs = [(event(self.external), event(self.external)) for _ in numbers]
         self.out: Any = None
-        with capturing(self._graph):
-            for number, (start, end) in zip(numbers, self._pairs, strict=True):
-                _prepare(prepared, [number])
-                barrier(team)
-                start.record()
-                self.out = prepared.run(number)
-                end.record()
 
     def replay(self) -> None:
-        self._graph.replay()
+        for number, (start, end) in zip(self._numbers, self._pairs, strict=True):
+            _prepare(self._prepared, [number])
+            barrier(self._team)
+            start.record()
+            self.out = self._prepared.run(number)
+            end.record()
 
     def samples(self) -> list[float]:
         return [start.elapsed_time(end) * 1e3 for start, end in self._pairs]
 
 
+class GraphMeter(EagerMeter):
+    """The same work in one CUDA graph."""
+
+    external = True
+
+    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
+        super().__init__(team, prepared, numbers)
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph):
+            super().replay()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
 class ChainMeter:
     def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._graph, self._count = torch.cuda.CUDAGraph(), len(numbers)
-        self._start, self._end = event(), event()
+        self._start, self._end = event(True), event(True)
         self.out: Any = None
         with capturing(self._graph):
             _prepare(prepared, sorted(set(numbers), reverse=True))
@@ -208,7 +226,7 @@ class AroundMeter:
     def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._count = len(numbers)
         self._graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
-        self._pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in self._graphs]
+        self._pairs = [(event(False), event(False)) for _ in self._graphs]
         self.out: Any = None
         for graph, with_op in zip(self._graphs, (False, True), strict=True):
             with capturing(graph):
@@ -226,24 +244,6 @@ class AroundMeter:
     def samples(self) -> list[float]:
         without, whole = (start.elapsed_time(end) * 1e3 for start, end in self._pairs)
         return [(whole - without) / self._count]
-
-
-class EagerMeter:
-    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
-        self._team, self._prepared, self._numbers = team, prepared, numbers
-        self._pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in numbers]
-        self.out: Any = None
-
-    def replay(self) -> None:
-        for number, (start, end) in zip(self._numbers, self._pairs, strict=True):
-            _prepare(self._prepared, [number])
-            barrier(self._team)
-            start.record()
-            self.out = self._prepared.run(number)
-            end.record()
-
-    def samples(self) -> list[float]:
-        return [start.elapsed_time(end) * 1e3 for start, end in self._pairs]
 
 
 class HostMeter:
@@ -272,7 +272,7 @@ def events_in_graphs(team: Team) -> float | None:
     x = torch.zeros(1 << 20, device=team.device).add_(1)
     empty: list[float] = []
     try:
-        graph, marks = torch.cuda.CUDAGraph(), [event() for _ in range(3)]
+        graph, marks = torch.cuda.CUDAGraph(), [event(True) for _ in range(3)]
         with capturing(graph):
             marks[0].record()
             marks[1].record()

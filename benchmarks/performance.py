@@ -34,6 +34,7 @@ from weft.bench.workloads import NAMES, read
 from weft.runtime.files import put
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
 GENERATED = (
     "<!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->\n"
 )
@@ -242,33 +243,46 @@ def pictures_of(folder: str, reports: list[Report]) -> list[str]:
     return names
 
 
-def main(results: Path = ROOT / "benchmarks" / "results", front: Path = ROOT / "docs" / "performance.md") -> int:
+def reports_of(results: Path) -> dict[str, list[Report]]:
+    """Reports by folder. ValueError for files of changed sources, and if there are none."""
     folders: dict[str, list[Report]] = {}
     for file in sorted(results.glob("*/*.w*.json")):
         for report in read(file):
             if report.machine.get("clean") is False:
-                print(
-                    f"weft: {file} was measured on sources that no commit holds; measure it on a clean tree",
-                    file=sys.stderr,
-                )
-                return 2
+                raise ValueError(f"{file} was measured on sources that no commit holds; measure it on a clean tree")
             folders.setdefault(file.parent.name, []).append(report)
     if not folders:
-        print(f"weft: no results in {results}/<folder>/OP.wW.json; make some with weft bench --out", file=sys.stderr)
-        return 2
-    folders = {name: joined(reports) for name, reports in folders.items()}
+        raise ValueError(f"no results in {results}/<folder>/OP.wW.json; make some with weft bench --out")
+    return {name: joined(reports) for name, reports in folders.items()}
+
+
+def texts(folders: dict[str, list[Report]], results: Path) -> tuple[str, dict[str, str]]:
+    """(docs/performance.md, the pages that it links by file name)."""
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
-    pages = front.with_suffix("")
-    written = {"gemms.md": "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])}
+    pages = {
+        f"{name}.md": page(name, reports, notes.get(name, ""), pictures_of(name, reports))
+        for name, reports in folders.items()
+    }
+    pages["gemms.md"] = "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])
+    return front_page(folders, notes, "performance"), pages
+
+
+def main(results: Path = RESULTS, front: Path = PAGE) -> int:
+    try:
+        folders = reports_of(results)
+    except ValueError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 2
+    text, written = texts(folders, results)
     for name, reports in folders.items():
-        pictures = pictures_of(name, reports)
-        written |= {picture: svg([report]) for picture, report in zip(pictures, reports, strict=False)}
-        written[f"{name}.md"] = page(name, reports, notes.get(name, ""), pictures)
-    for name, text in written.items():
-        put(pages / name, text)
+        for picture, report in zip(pictures_of(name, reports), reports, strict=False):
+            written[picture] = svg([report])
+    put(front, text)
+    pages = front.with_suffix("")
+    for name, content in written.items():
+        put(pages / name, content)
     for stale in (file for file in pages.iterdir() if file.name not in written):
         stale.unlink()
-    put(front, front_page(folders, notes, pages.name))
     print(f"{front}: {sum(map(len, folders.values()))} tables in {len(folders)} folders")
     return 0
 

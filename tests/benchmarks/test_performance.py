@@ -8,21 +8,21 @@ from benchmarks import performance
 from tests.bench import canned
 from weft.bench.harness import report
 
-pytest.importorskip("matplotlib")
 
-
-def write(folder, name, made):
-    report.write(folder / "results" / name, [made])
+def written(folder, **reports):
+    """Exit status with these reports as the results, by folder."""
+    for name, made in reports.items():
+        for one in made:
+            report.write(folder / "results" / name.replace("_", "-") / f"{one.op}.w4.json", [one])
     return performance.main(folder / "results", folder / "docs" / "performance.md")
 
 
 def test_pages_are_written_from_the_results(tmp_path):
+    pytest.importorskip("matplotlib")
     stale = tmp_path / "docs" / "performance" / "no-longer-there.svg"
     stale.parent.mkdir(parents=True)
     stale.touch()
-    assert write(tmp_path, "h200-x4/all-reduce.w4.json", canned.all_reduce()) == 0
-    assert write(tmp_path, "h200-x4/model.w4.json", canned.model()) == 0
-    assert write(tmp_path, "h200-x4-more/ag-gemm.w4.json", canned.ag_gemm()) == 0
+    assert written(tmp_path, h200_x4=[canned.all_reduce(), canned.model()], h200_x4_more=[canned.ag_gemm()]) == 0
     assert not stale.exists()
     front = (tmp_path / "docs" / "performance.md").read_text()
     for words in (
@@ -50,11 +50,23 @@ def test_pages_are_written_from_the_results(tmp_path):
 def test_results_of_changed_sources_and_none_at_all_are_refused(tmp_path, capsys):
     changed = canned.all_reduce()
     changed.machine["clean"] = False
-    assert write(tmp_path, "h200-x4/all-reduce.w4.json", changed) == 2
+    assert written(tmp_path, h200_x4=[changed]) == 2
     assert "was measured on sources that no commit holds" in capsys.readouterr().err
     assert performance.main(tmp_path / "nothing", tmp_path / "x.md") == 2
     assert "weft bench --out" in capsys.readouterr().err
     assert not (tmp_path / "docs").exists()
+
+
+def test_the_committed_pages_are_those_of_the_committed_results():
+    """`python -m benchmarks.performance` writes them."""
+    front, pages = performance.texts(performance.reports_of(performance.RESULTS), performance.RESULTS)
+    assert performance.PAGE.read_text() == front
+    folder = performance.PAGE.with_suffix("")
+    assert {file.name: file.read_text() for file in folder.glob("*.md")} == pages
+    named = {
+        line.split("(")[1].rstrip(")") for text in pages.values() for line in text.splitlines() if line[:2] == "!["
+    }
+    assert {file.name for file in folder.glob("*.svg")} == named
 
 
 def test_protocols_that_differ_name_their_ops():

@@ -45,7 +45,7 @@ def test_no_measured_call_of_a_collective_beats_its_limit():
         (file.stem, row.label, row.provider): limit_of(
             found, row.shape, replace(row, median_us=row.chain_us or row.median_us)
         )[1]
-        for file in sorted((performance.ROOT / "benchmarks" / "results").glob("*/*.w*.json"))
+        for file in sorted(performance.RESULTS.glob("*/*.w*.json"))
         for found in read(file)
         if found.op in OPS and op_of(found.op).form != "gemm"
         for row in found.rows

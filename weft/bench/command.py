@@ -76,15 +76,9 @@ class BenchOptions:
             check_matplotlib()
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        """Shapes of each op, in the order of the command."""
-        from weft.bench.ops.shapes import alias_of
+        from weft.bench.ops.shapes import shapes_by_op
 
-        found: dict[str, tuple[str, ...]] = {}
-        for word in self.ops:
-            name, _, shapes = word.partition("@")
-            op = alias_of(name)
-            found[op] = (*found.get(op, ()), *((shapes,) if shapes else self.shapes))
-        return found
+        return shapes_by_op(self.ops, self.shapes)
 
     def workloads(self, world_size: int, simulated: bool) -> tuple[Workload, ...]:
         """Workloads at one world size. ValueError for shapes, providers or models that there are not."""

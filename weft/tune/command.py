@@ -59,11 +59,9 @@ class TuneOptions:
                 )
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
-        for word in self.words:
-            op, _, shapes = word.partition("@")
-            found[op] = (*found.get(op, ()), *((shapes,) if shapes else self.shapes))
-        return found
+        from weft.bench.ops.shapes import shapes_by_op
+
+        return shapes_by_op(self.words, self.shapes)
 
 
 def tune(

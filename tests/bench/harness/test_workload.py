@@ -18,7 +18,7 @@ def test_the_harness_knows_no_op_no_model_and_no_table():
 def test_all_ranks_fail_together_with_the_first_reason():
     def main(team):
         assert together(team, lambda: team.rank) == team.rank
-        with pytest.raises(Failed, match="^rank 1: ZeroDivisionError: division by zero$"):
+        with pytest.raises(Failed, match="^rank 1: ZeroDivisionError: .* by zero$"):
             together(team, lambda: 1 // (team.rank != 1))
         with pytest.raises(Failed, match="^no memory$"):
             together(team, fail, launches="a step")

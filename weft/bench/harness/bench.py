@@ -80,7 +80,10 @@ class Bench:
             return self.without([shape], str(error))
         rows: list[Row] = []
         for providers in [[one] for one in self.providers] if problem.alone else [self.providers]:
-            entrants = [self.entered(problem, provider) for provider in providers]
+            entrants = []
+            for provider in providers:
+                with self.told(f"{shape.label}: {provider.name} checked"):
+                    entrants.append(self.enter(problem, provider))
             if not self.options.check_only:
                 self.measure_together(problem, [entrant for entrant in entrants if entrant.row.reason is None])
             for entrant in entrants:
@@ -124,10 +127,6 @@ class Bench:
 
     # --- one provider -----------------------------------------------------------------------------------------------
 
-    def entered(self, problem: Problem, provider: Provider) -> Entrant:
-        with self.told(f"{problem.shape.label}: {provider.name} checked"):
-            return self.enter(problem, provider)
-
     def enter(self, problem: Problem, provider: Provider) -> Entrant:
         """Entrant of a provider whose answer was checked. Its row has a reason if it is excluded."""
         entrant = Entrant(row=self.row(problem.shape, provider))
@@ -157,11 +156,10 @@ class Bench:
             found: Verdict = problem.check(entrant.prepared, out, f"{row.provider} at {row.label}")
         except Failed as error:
             return replace(row, reason=f"could not be checked: {error}")
-        errors = (error if math.isfinite(error) else None for error in (found.max_abs_error, found.rms_error))
+        worst, rms = (error if math.isfinite(error) else None for error in (found.max_abs_error, found.rms_error))
         return replace(
-            row, **dict(zip(("max_abs_error", "rms_error"), errors, strict=True)),
-            reason=f"{complaint}: {found.wrong}" if found.wrong else None,
-        )  # fmt: skip
+            row, max_abs_error=worst, rms_error=rms, reason=f"{complaint}: {found.wrong}" if found.wrong else None
+        )
 
     def set_up(self, problem: Problem, entrant: Entrant) -> None:
         """Give the entrant its meters, whose answers are checked again; no ``single`` if it is excluded."""

@@ -130,14 +130,10 @@ def weft_row(report: Report, shape: Sequence[int]) -> Row | None:
     return next((row for row in rows if row.provider == "weft.auto"), min(rows, key=_median, default=None))
 
 
-def best_other(report: Report, shape: Sequence[int]) -> Row | None:
-    return min(_timed(report, shape, "other"), key=_median, default=None)
-
-
-def best_other_eager(report: Report, shape: Sequence[int]) -> Row | None:
-    """Fastest baseline without a CUDA graph."""
-    timed = [row for row in _timed(report, shape, "other") if row.eager_us]
-    return min(timed, key=lambda row: row.eager_us, default=None)
+def best_other(report: Report, shape: Sequence[int], field: str = "median_us") -> Row | None:
+    """Fastest baseline by ``field``, a time of its row."""
+    timed = [row for row in _timed(report, shape, "other") if getattr(row, field)]
+    return min(timed, key=lambda row: getattr(row, field), default=None)
 
 
 def _timed(report: Report, shape: Sequence[int], role: str) -> list[Row]:

@@ -69,6 +69,16 @@ def alias_of(name: str) -> str:
         return name
 
 
+def shapes_by_op(words: Sequence[str], shapes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of those without their own."""
+    found: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        op, _, own = word.partition("@")
+        op = alias_of(op)
+        found[op] = (*found.get(op, ()), *((own,) if own else shapes))
+    return found
+
+
 def parse_shapes(
     op: str, words: Sequence[str], world_size: int, *, dtype: str = "bf16", tiny: bool = False
 ) -> tuple[Shape, ...]:

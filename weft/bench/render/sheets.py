@@ -10,7 +10,6 @@ from weft.bench.harness.report import (
     Report,
     Row,
     best_other,
-    best_other_eager,
     providers_of,
     row_of,
     shapes_of,
@@ -54,7 +53,7 @@ def sheet(report: Report) -> Sheet:
         ours = weft_row(report, shape)
         gains = [ratio(ours, row_of(report, shape, "torch.eager"))] if report.subject else []
         gains += [ratio(ours, best_other(report, shape))]
-        gains += [ratio(ours, best_other_eager(report, shape), "eager_us")] if has_eager else []
+        gains += [ratio(ours, best_other(report, shape, "eager_us"), "eager_us")] if has_eager else []
         slower |= {(number, first + place) for place, gain in enumerate(gains) if gain is not None and gain < 1}
         limit, share = limit_of(report, shape, ours)
         rows.append(

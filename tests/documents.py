@@ -1,0 +1,137 @@
+"""Blocks and commands of the documents, and a session that follows a page as its reader would.
+
+```python      a block whose first line is "# NAME.py" is that file; one without a name continues the last file
+```diff        an edit of the file that "--- NAME.py" names: its lines with "-" are replaced by those with "+"
+```console     lines "$ command", each with what it prints; "..." stands for any text
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+from weft.cli import app
+
+ROOT = Path(__file__).parent.parent
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Fenced block of a page; ``line`` is that of its first line of text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks of a page."""
+    text = page.read_text()
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        yield Block(page=page, line=text.count("\n", 0, found.start(2)) + 1, language=found[1], text=found[2])
+
+
+def turns(block: Block) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block with the output that follows it."""
+    for turn in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, output = turn.partition("\n")
+        yield command, output.strip("\n")
+
+
+def follow(page: Path, folder: Path, monkeypatch) -> None:
+    """Write the files of a page to ``folder``, edit them and run its commands. AssertionError where it is wrong."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # a machine with GPUs would print other times
+    last = None
+    for block in blocks(page):
+        where = f"{page.name}:{block.line}"
+        if block.language == "python":
+            last = write(block, folder, last)
+        elif block.language == "diff":
+            edit(block, folder)
+        elif block.language == "console":
+            for command, expected in turns(block):
+                check_output(f"{where}: {command}", expected, run(command))
+        else:
+            raise AssertionError(f"{where}: a block of {block.language or 'no language'} is not run")
+
+
+def write(block: Block, folder: Path, last: Path | None) -> Path:
+    """Write a Python block to the file that it names, or to the end of ``last``; returns the file."""
+    if named := re.match(r"# (\w+\.py)\n", block.text):
+        file = folder / named[1]
+        file.write_text(block.text)
+        return file
+    assert last is not None, f"{block.page.name}:{block.line}: the first block names its file"
+    last.write_text(f"{last.read_text()}\n\n{block.text}")
+    return last
+
+
+def edit(block: Block, folder: Path) -> None:
+    """Apply a diff block, whose lines with "-" and " " stand once in the file."""
+    header, _, body = block.text.partition("\n")
+    file, lines = folder / header.removeprefix("--- "), body.splitlines()
+    old, new = ("".join(f"{line[1:]}\n" for line in lines if line[:1] != left_out) for left_out in "+-")
+    assert file.read_text().count(old) == 1, (
+        f"{block.page.name}:{block.line}: {file.name} has not these lines once:\n{old}"
+    )
+    file.write_text(file.read_text().replace(old, new))
+
+
+def run(command: str) -> str:
+    """Standard output of ``weft ...`` or ``python FILE``, in this process. Findings are no failure."""
+    program, *arguments = shlex.split(command)
+    if program == "weft":
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0 or arguments[0] == "check" and result.exit_code == 1, result.output
+        return result.stdout
+    assert program == "python", f"{command}: the session runs weft and python"
+    printed = io.StringIO()
+    loaded = set(sys.modules)
+    with contextlib.redirect_stdout(printed):
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        finally:
+            sys.path.pop(0)
+            for name in set(sys.modules) - loaded:
+                if (
+                    getattr(sys.modules[name], "__file__", None)
+                    and Path(sys.modules[name].__file__).parent == Path.cwd()
+                ):
+                    del sys.modules[name]
+    return printed.getvalue()
+
+
+def scripts(page: Path, folder: Path) -> list[Path]:
+    """Write the files of a page to ``folder``, as before its edits; those that the page runs by ``python``."""
+    last, ran = None, []
+    for block in blocks(page):
+        if block.language == "python":
+            last = write(block, folder, last)
+        elif block.language == "console":
+            ran += [folder / command.split()[1] for command, _ in turns(block) if command.startswith("python ")]
+    return ran
+
+
+def check_output(where: str, expected: str, printed: str) -> None:
+    """AssertionError unless ``printed`` is what the page shows."""
+    printed = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
+    checker = doctest.OutputChecker()
+    assert checker.check_output(f"{expected}\n", f"{printed}\n", doctest.ELLIPSIS), (
+        f"{where}\nThe page shows:\n{expected}\nIt prints:\n{printed}"
+    )

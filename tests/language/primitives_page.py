@@ -1,0 +1,229 @@
+"""Generator of docs/primitives.md: ``python -m tests.language.primitives_page`` writes it.
+
+Signatures and promises are those of the code, examples those of tests/language/examples.py. ``LOWERINGS`` is written by hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+import weft.language as wl
+from tests.language import examples
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "primitives.md"
+# Modules in the order of the page; others follow.
+ORDER = ("coordinates", "signals", "epochs", "channels", "bulk", "ordering", "lamport", "hints", "multimem")
+
+
+class Lowering(NamedTuple):
+    nvidia: str
+    amd: str
+    simulator: str = "interpreted as written"
+
+
+NOTHING = "nothing"
+RELEASE = Lowering(
+    "`cp.async.bulk.wait_group 0` (from sm_90 on), `bar.sync`, `st.release.sys` by one thread; "
+    '"add": `atom.add.release.sys`',
+    "`s_waitcnt vmcnt(0)`, `buffer_wbl2 sc0 sc1`, `s_waitcnt vmcnt(0)`, `s_barrier`, a release atomic of system scope",
+    "a release: the signal carries what the program knows. A program's late stores come first",
+)
+ACQUIRE = Lowering(
+    "`ld.acquire.sys` until the value is there, `bar.sync`, `fence.proxy.async` (from sm_90 on)",
+    "an acquire atomic of system scope until the value is there, `s_barrier`",
+    "an intrinsic: the program blocks until the value is there, and acquires what the signal carries",
+)
+COPY = Lowering(
+    "`bar.sync`, `ld.global` and `st.global` of 16 bytes a thread, `bar.sync`", "the same with AMD's instructions"
+)
+LATER = COPY._replace(simulator="an intrinsic: the copy happens at any time until `quiet` or the kernel's end")
+FLAGGED = Lowering(
+    "`st.global` of up to 16 bytes a thread", "the same", "a store that is its own signal, element by element"
+)
+POLL = Lowering(
+    "`ld.volatile.global` until no -0.0 is left; with several warps on one element a `bar.sync` and a second load",
+    "the same with AMD's instructions",
+    "an intrinsic: the program blocks until all elements have arrived",
+)
+RECEIVE = POLL._replace(nvidia=f"`lamport_clear`; if `ordered`, `ld.volatile.global` until it shows; {POLL.nvidia}")
+MULTIMEM = Lowering("none yet: a compile-time error", "none", "the same error")
+
+LOWERINGS = {
+    "rank": Lowering("arithmetic on a kernel argument", "the same"),
+    "num_ranks": Lowering("a compile-time constant", "the same"),
+    "symm_at": Lowering(
+        "one load from the team's table, one add", "the same", "the same; a pointer outside the heap is an error"
+    ),
+    "notify": RELEASE,
+    "wait": ACQUIRE,
+    "consume_token": Lowering(NOTHING, NOTHING),
+    "barrier": Lowering("`notify` to every peer, then `wait` for every peer", "the same"),
+    "next_epoch": Lowering("a load, an add", "the same"),
+    "advance_epoch": Lowering("`bar.sync`, `atom.add.acq_rel.gpu`; the last program stores", "the same"),
+    "next_call": Lowering("`next_epoch`", "the same"),
+    "current_call": Lowering("a load", "the same"),
+    "advance_call": Lowering("`advance_epoch`", "the same"),
+    "chunk_notify": Lowering("`notify`", "`notify`", "`notify`; a chunk or rank that the channel lacks is an error"),
+    "chunk_wait": Lowering("`wait`", "`wait`", "`wait`; a chunk or rank that the channel lacks is an error"),
+    "put": COPY,
+    "get": COPY,
+    "put_signal": Lowering("`put`, `notify`", "the same"),
+    "put_nbi": LATER,
+    "get_nbi": LATER,
+    "put_signal_nbi": LATER._replace(simulator="an intrinsic: the copy happens at any time until the signal arrives"),
+    "gather_stores": Lowering(
+        "`bar.sync`", "`s_waitcnt vmcnt(0)`, `buffer_wbl2 sc0 sc1`, `s_waitcnt vmcnt(0)`, `s_barrier`"
+    ),
+    "fence": Lowering(
+        "`cp.async.bulk.wait_group 0` (from sm_90 on), `bar.sync`, `fence.acq_rel.sys`, `bar.sync`",
+        "`gather_stores`, an acq_rel atomic of system scope on a word of this rank, `s_barrier`",
+        "later stores come after earlier ones",
+    ),
+    "quiet": Lowering("`fence`", "`fence`", "performs the copies of `_nbi` primitives, then `fence`"),
+    "wait_for_previous_kernel": Lowering(
+        "`griddepcontrol.wait` (from sm_90 on)", NOTHING, "until then the check knows nothing of the kernel before"
+    ),
+    "let_next_kernel_start": Lowering(
+        "`griddepcontrol.launch_dependents` (from sm_90 on)", NOTHING, "what the next kernel knows when it starts"
+    ),
+    "follow_previous_kernel": Lowering("the two above", NOTHING),
+    "lamport_store": FLAGGED,
+    "lamport_clear": FLAGGED._replace(simulator="marks the elements as unwritten"),
+    "lamport_load": POLL,
+    "lamport_load_keyed": POLL,
+    "lamport_receive": RECEIVE,
+    "lamport_receive_keyed": RECEIVE,
+    "prefetch": Lowering("`cp.async.bulk.prefetch.L2` (from sm_90 on)", NOTHING, NOTHING),
+    "zero_here": Lowering("a volatile `mov`", "a 0", "a 0"),
+    "multimem_store": MULTIMEM,
+    "multimem_load_reduce": MULTIMEM,
+}
+WITHOUT_EXAMPLE = ("multimem_store", "multimem_load_reduce")
+
+HEAD = """# Primitives
+
+What kernels import from `weft.language`, usually as `wl`: signature, promise, lowering and an example of each. Written by
+`python -m tests.language.primitives_page`: signatures and promises are the docstrings', the examples run in the tests.
+
+Memory order belongs to the primitive: `notify` releases, `wait` acquires, and no flag weakens one. A primitive is a
+`@triton.jit` function of the whole program, which all its threads must reach. Misuses that types show are refused at
+compile time, by the same functions in the simulator (`weft/language/arguments.py`).
+
+Lowerings: NVIDIA is PTX as stock Triton compiles it, with the few instructions that Triton lacks in
+`weft/language/lowering/ptx.py`. AMD is compiled for gfx942 in the tests and has not run on a GPU.
+"""
+
+
+def primitives() -> dict[str, Any]:
+    """Name -> primitive, of all that ``weft.language`` exports."""
+    return {name: getattr(wl, name) for name in wl.__all__ if not inspect.ismodule(getattr(wl, name))}
+
+
+def own(primitive: Any) -> Any:
+    """The Python function of a primitive."""
+    return getattr(primitive, "fn", primitive)
+
+
+def module_of(primitive: Any) -> str:
+    return own(primitive).__module__.rpartition(".")[2]
+
+
+def groups() -> list[tuple[str, list[str]]]:
+    """(module, names of its primitives in the order of its source), in the order of the page."""
+    found: dict[str, list[str]] = {}
+    for name, primitive in primitives().items():
+        found.setdefault(module_of(primitive), []).append(name)
+    for names in found.values():
+        names.sort(key=lambda name: inspect.getsourcelines(own(getattr(wl, name)))[1])
+    return sorted(found.items(), key=lambda group: (*ORDER, group[0]).index(group[0]))
+
+
+def kernels(module: str) -> list[str]:
+    """Sources of the kernels of a module's example, without the decorator."""
+    return [
+        inspect.getsource(member.fn).strip()
+        for name, member in vars(examples).items()
+        if isinstance(member, triton.JITFunction) and re.fullmatch(f"{module}(_\\w+)?", name)
+    ]
+
+
+def lacking() -> list[str]:
+    """What is missing for the page, a line each."""
+    found = primitives()
+    lines = [f"{name}: no entry in LOWERINGS of tests/language/primitives_page.py" for name in found.keys() - LOWERINGS]
+    lines += [f"{name}: in LOWERINGS, but weft.language does not export it" for name in LOWERINGS.keys() - found]
+    for name in found.keys() - set(WITHOUT_EXAMPLE):
+        module = module_of(found[name])
+        if not any(f"wl.{name}(" in kernel for kernel in kernels(module)):
+            lines.append(f"{name}: in no kernel {module}... of tests/language/examples.py")
+    return sorted(lines)
+
+
+def signature(primitive: Any) -> str:
+    """A primitive's parameters with their defaults, as in source: constants by value, no annotations."""
+    shown = []
+    for name, parameter in inspect.signature(own(primitive)).parameters.items():
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            shown.append(name)
+        elif default is not None or name != "_semantic":
+            shown.append(f"{name}={getattr(default, 'value', default)!r}")
+    return f"{own(primitive).__name__}({', '.join(shown)})"
+
+
+def promise(described: Any) -> str:
+    """A docstring as Markdown; its indented lines are code."""
+    text = inspect.getdoc(own(described)).replace("``", "`")
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.splitlines()
+        # A table of arguments, such as "ptr     a block of pointers", as a list.
+        if re.match(r"\w+ {2,}\S", lines[0]):
+            paragraph = re.sub(r"^(\w+) {2,}", r"- `\1`: ", paragraph, flags=re.MULTILINE)
+            paragraph = re.sub(r"\n {3,}", "\n  ", paragraph)
+        paragraphs.append(paragraph)
+    return "\n\n".join(paragraphs)
+
+
+def page() -> Iterator[str]:
+    """Yield the page's paragraphs."""
+    yield HEAD.strip()
+    for module, names in groups():
+        yield f"## {module.capitalize()}"
+        yield promise(importlib.import_module(f"weft.language.{module}"))
+        if example := kernels(module):
+            yield "```python\n" + "\n\n\n".join(example) + "\n```"
+        for name in names:
+            yield f"### {name}"
+            yield f"```python\n{signature(getattr(wl, name))}\n```"
+            yield promise(getattr(wl, name))
+            nvidia, amd, simulator = LOWERINGS[name]
+            yield f"- NVIDIA: {nvidia}\n- AMD: {amd}\n- simulator: {simulator}"
+    yield "## OpenSHMEM names"
+    yield promise(wl.shmem)
+    yield "\n".join(["| name | promise |", "|---|---|", *shmem()])
+
+
+def shmem() -> Iterator[str]:
+    """Yield a row for each function of ``weft.language.shmem``."""
+    for name, member in vars(wl.shmem).items():
+        if callable(member) and not name.startswith("_") and member.__module__ == wl.shmem.__name__:
+            yield f"| `{signature(member)}` | {promise(member).partition(chr(10))[0]} |"
+
+
+def write() -> str:
+    """The page. SystemExit with what is missing for it."""
+    if lines := lacking():
+        raise SystemExit("\n".join(lines))
+    return "\n\n".join(page()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write())

@@ -174,7 +174,8 @@ def signature(primitive: Any) -> str:
         if default is inspect.Parameter.empty:
             shown.append(name)
         elif default is not None or name != "_semantic":
-            shown.append(f"{name}={getattr(default, 'value', default)!r}")
+            value = getattr(default, "value", default)
+            shown.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}")
     return f"{own(primitive).__name__}({', '.join(shown)})"
 
 

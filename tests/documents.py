@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from typer.testing import CliRunner
-
-from weft.cli import app
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -52,10 +51,15 @@ def turns(block: Block) -> Iterator[tuple[str, str]]:
         yield command, output.strip("\n")
 
 
-def follow(page: Path, folder: Path, monkeypatch) -> None:
+def follow(page: Path, folder: Path) -> None:
     """Write the files of a page to ``folder``, edit them and run its commands. AssertionError where it is wrong."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # a machine with GPUs would print other times
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)  # on a machine with GPUs less would be virtual
+        _follow(page, folder)
+
+
+def _follow(page: Path, folder: Path) -> None:
     last = None
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
@@ -70,10 +74,15 @@ def follow(page: Path, folder: Path, monkeypatch) -> None:
             raise AssertionError(f"{where}: a block of {block.language or 'no language'} is not run")
 
 
-def write(block: Block, folder: Path, last: Path | None) -> Path:
+def write(block: Block, folder: Path, last: Path | None) -> Path | None:
     """Write a Python block to the file that it names, or to the end of ``last``; returns the file."""
-    if named := re.match(r"# (\w+\.py)\n", block.text):
+    if named := re.match(r"# ([\w/]+\.py)\n", block.text):
+        if (ROOT / named[1]).is_file():
+            excerpt = block.text[named.end() :]
+            assert excerpt in (ROOT / named[1]).read_text(), f"{block.page.name}:{block.line}: not in {named[1]}"
+            return last
         file = folder / named[1]
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block.text)
         return file
     assert last is not None, f"{block.page.name}:{block.line}: the first block names its file"
@@ -94,6 +103,8 @@ def edit(block: Block, folder: Path) -> None:
 
 def run(command: str) -> str:
     """Standard output of ``weft ...`` or ``python FILE``, in this process. Findings are no failure."""
+    from weft.cli import app  # it lists the ops that are registered by now
+
     program, *arguments = shlex.split(command)
     if program == "weft":
         result = CliRunner().invoke(app, arguments)

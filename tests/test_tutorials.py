@@ -10,8 +10,8 @@ from tests.documents import TUTORIALS, follow, scripts
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_a_reader_sees_what_a_tutorial_shows(page, tmp_path, monkeypatch):
-    follow(page, tmp_path, monkeypatch)
+def test_a_reader_sees_what_a_tutorial_shows(page, tmp_path):
+    follow(page, tmp_path)
 
 
 @pytest.mark.gpu(2)

@@ -24,7 +24,10 @@ from typer.testing import CliRunner
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,20 @@ def turns(block: Block) -> Iterator[tuple[str, str]]:
     for turn in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, _, output = turn.partition("\n")
         yield command, output.strip("\n")
+
+
+def commands(page: Path, spans: bool = False) -> Iterator[str]:
+    """Yield the commands in a page's indented lines and blocks without a language, and if ``spans`` in code spans."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^ {4}(.*)$", text, flags=re.MULTILINE)
+    lines += [line for block in blocks(page) if not block.language for line in block.text.splitlines()]
+    for line in lines + (re.findall(r"`([^`\n]+)`", text) if spans else []):
+        command = line.partition("   ")[0].removeprefix(".venv/bin/").strip()
+        # `weft bench` alone names a subcommand.
+        if re.match(r"weft [a-z]+ \S|torchrun .* weft|(make|python) \S", command) and not re.search(
+            r"…|\.\.\.", command
+        ):
+            yield command
 
 
 def follow(page: Path, folder: Path) -> None:
@@ -102,7 +119,7 @@ def edit(block: Block, folder: Path) -> None:
 
 
 def run(command: str) -> str:
-    """Standard output of ``weft ...`` or ``python FILE``, in this process. Findings are no failure."""
+    """Standard output of ``weft …``, ``python FILE`` or ``python -c …``, in this process. Findings are no failure."""
     from weft.cli import app  # it lists the ops that are registered by now
 
     program, *arguments = shlex.split(command)
@@ -116,7 +133,10 @@ def run(command: str) -> str:
     with contextlib.redirect_stdout(printed):
         sys.path.insert(0, str(Path.cwd()))
         try:
-            runpy.run_path(arguments[0], run_name="__main__")
+            if arguments[0] == "-c":
+                exec(arguments[1], {})
+            else:
+                runpy.run_path(arguments[0], run_name="__main__")
         finally:
             sys.path.pop(0)
             for name in set(sys.modules) - loaded:

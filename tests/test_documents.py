@@ -1,0 +1,64 @@
+"""Links, paths and commands of the documents: each leads somewhere, names what exists, and is understood."""
+
+import re
+import shlex
+
+import pytest
+import typer
+
+from tests.documents import PAGES, ROOT, blocks, commands
+from weft.cli import app
+
+# Names of files in these are of the past, or of the commits that were measured.
+NOW = [page for page in PAGES if page.name not in ("renames.md", "performance.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\[[^\]\n]+\]\((?!http)([^)\s]+)\)", page.read_text())
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name}: {link} leads nowhere"
+        assert not anchor or anchor in anchors(target.read_text()), f"{page.name}: {link} has no such heading"
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", NOW, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_are_named_exist(page):
+    own = {found for block in blocks(page) for found in re.findall(r"^# ([\w/]+\.py)$", block.text, flags=re.MULTILINE)}
+    named = set(re.findall(r"(?<![\w/.])(?:weft|tests|benchmarks|scripts)/[\w/.-]*\w", page.read_text()))
+    assert sorted(name for name in named - own if not list(ROOT.glob(name)) and not list(ROOT.glob(f"{name}*"))) == []
+
+
+def test_names_of_decisions_are_in_their_files():
+    rules = re.findall(r"`(\w+)` of `([\w/]+\.py)`", (ROOT / "docs" / "decisions.md").read_text())
+    assert len(rules) > 10
+    assert [rule for rule in rules if not re.search(rf"\b{rule[0]}\b", (ROOT / rule[1]).read_text())] == []
+
+
+COMMANDS = sorted({command for page in NOW for command in commands(page, spans=True)})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_understood(command):
+    """By the parser of its program. Those of console blocks run as the page says (test_tutorials, test_adding_an_op)."""
+    program, *arguments = shlex.split(command)
+    if program == "torchrun":  # … -m weft SUBCOMMAND
+        arguments = arguments[arguments.index("weft") + 1 :]
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert arguments[0] in targets
+    elif program.endswith("python"):
+        script = arguments[1].replace(".", "/") + ".py" if arguments[0] == "-m" else arguments[0]
+        assert (ROOT / script).is_file() or (ROOT / script).with_suffix("").is_dir() or arguments[0] == "-c"
+    else:
+        group = typer.main.get_command(app)
+        with group.make_context("weft", arguments[:1], resilient_parsing=True) as context:
+            name, subcommand, rest = group.resolve_command(context, arguments)
+            subcommand.make_context(name, rest, parent=context)

@@ -17,10 +17,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime.jit import KernelInterface
 from typer.testing import CliRunner
+
+from tests.compiling import compiled
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -69,11 +73,35 @@ def commands(page: Path, spans: bool = False) -> Iterator[str]:
 
 
 def follow(page: Path, folder: Path) -> None:
-    """Write the files of a page to ``folder``, edit them and run its commands. AssertionError where it is wrong."""
+    """Write the files of a page to ``folder``, edit them and run its commands; then compile the kernels that ran.
+
+    AssertionError where the page is wrong. The simulator interprets some code that Triton does not compile.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(torch.cuda, "device_count", lambda: 0)  # on a machine with GPUs less would be virtual
+        launches = record_launches(patch)
         _follow(page, folder)
+    for (file, _), (kernel, arguments, constants) in launches.items():
+        if Path(file).is_relative_to(folder):
+            compiled(kernel, *arguments, arch="sm_90", **constants)
+
+
+def record_launches(patch: pytest.MonkeyPatch) -> dict[tuple[str, str], tuple[Any, tuple, dict[str, Any]]]:
+    """The first launch of each kernel while ``patch`` lasts: (file, name) -> (kernel, arguments, keyword arguments)."""
+    launches: dict[tuple[str, str], tuple[Any, tuple, dict[str, Any]]] = {}
+    getitem = KernelInterface.__getitem__
+
+    def record(kernel: Any, grid: Any) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> Any:
+            at = kernel.fn.__code__.co_filename, kernel.__name__
+            launches.setdefault(at, (kernel, arguments, constants))
+            return getitem(kernel, grid)(*arguments, **constants)
+
+        return launch
+
+    patch.setattr(KernelInterface, "__getitem__", record)
+    return launches
 
 
 def _follow(page: Path, folder: Path) -> None:

@@ -3,6 +3,8 @@
 import pytest
 
 import weft
+from tests.compiling import compiled
+from tests.documents import record_launches
 from tests.language import examples, primitives_page
 
 CHECKS = [check for name, check in vars(examples).items() if name.startswith("check_")]
@@ -20,9 +22,13 @@ def test_a_primitive_without_an_entry_or_an_example_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_an_example_is_right_and_free_of_races(check):
+def test_an_example_is_right_free_of_races_and_compiles(check, monkeypatch):
+    launches = record_launches(monkeypatch)
     report = weft.check(check, [2, 3], schedules=4)
     assert report.ok, str(report)
+    assert launches
+    for kernel, arguments, constants in launches.values():
+        assert compiled(kernel, *arguments, arch="sm_90", **constants).asm
 
 
 @pytest.mark.gpu(2)

@@ -1,8 +1,10 @@
 """Blocks and commands of the documents, and a session that follows a page as its reader would.
 
-```python      a block whose first line is "# NAME.py" is that file; one without a name continues the last file
-```diff        an edit of the file that "--- NAME.py" names: its lines with "-" are replaced by those with "+"
-```console     lines "$ command", each with what it prints; "..." stands for any text
+A block of
+    python   whose first line is "# NAME.py" is that file, or an excerpt of the checkout's file of that name; a block without a
+             name continues the last file
+    diff     edits the file that "--- NAME.py" names: its lines with "-" are replaced by those with "+"
+    console  has lines "$ command", each with what it prints; "..." stands for any text
 """
 
 from __future__ import annotations
@@ -156,23 +158,19 @@ def run(command: str) -> str:
         assert result.exit_code == 0 or arguments[0] == "check" and result.exit_code == 1, result.output
         return result.stdout
     assert program == "python", f"{command}: the session runs weft and python"
-    printed = io.StringIO()
-    loaded = set(sys.modules)
-    with contextlib.redirect_stdout(printed):
-        sys.path.insert(0, str(Path.cwd()))
-        try:
+    printed, loaded, folder = io.StringIO(), set(sys.modules), str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        with contextlib.redirect_stdout(printed):
             if arguments[0] == "-c":
                 exec(arguments[1], {})
             else:
-                runpy.run_path(arguments[0], run_name="__main__")
-        finally:
-            sys.path.pop(0)
-            for name in set(sys.modules) - loaded:
-                if (
-                    getattr(sys.modules[name], "__file__", None)
-                    and Path(sys.modules[name].__file__).parent == Path.cwd()
-                ):
-                    del sys.modules[name]
+                runpy.run_path(str(Path(arguments[0]).absolute()), run_name="__main__")
+    finally:
+        sys.path.remove(folder)
+        for name in set(sys.modules) - loaded:  # another page may have a file of that name
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+                del sys.modules[name]
     return printed.getvalue()
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from tests.documents import ROOT, blocks, commands, run
+from tests.compiling import compiled
+from tests.documents import ROOT, blocks, commands, record_launches, run
 
 README = ROOT / "README.md"
 
@@ -12,8 +13,11 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "readme.py"  # a file: Triton reads a kernel's source from it
     script.write_text("\n\n".join(block.text for block in blocks(README) if block.language == "python"))
+    launches = record_launches(monkeypatch)
     # Where the README says what is printed, that is what is printed.
     assert run("python readme.py").strip() == str([[0.0, 1.0, 2.0, 3.0]] * 4)
+    kernel, arguments, constants = launches[str(script), "all_gather"]
+    assert compiled(kernel, *arguments, arch="sm_90", **constants).asm
 
 
 def test_commands_run_without_gpus(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
-"""cuBLAS GEMMs with the algorithm that ``weft tune gemm`` found for the shape, else torch.mm's choice.
+"""cuBLAS GEMMs with the algorithm that a search found for the shape, else torch.mm's choice.
 
-From 256 rows on the tuned algorithm takes about 3 % less time on H200; at 128 rows cuBLAS's own choice is the best. A row of
-the table holds for its own M only, because the last round of tiles decides (docs/decisions.md, "Overlapped GEMMs").
+From 256 rows on the algorithm that was found takes about 3 % less time on H200; at 128 rows cuBLAS's own choice is the best. It
+holds for its own M only, because the last round of tiles decides (docs/decisions.md, "Overlapped GEMMs").
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.ops.local import capabilities_of
-from weft.plan import table
+from weft.plan import algorithms, table
 from weft.plan.memo import once, remembered
 from weft.runtime import cublaslt
 from weft.runtime.capabilities import Capabilities
@@ -22,7 +22,7 @@ from weft.runtime.cublaslt import Algorithm
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cublas:
-    """GEMM by cuBLAS. algorithm: found by ``weft tune``; None: torch.mm's choice."""
+    """GEMM by cuBLAS. algorithm: found by a search; None: torch.mm's choice."""
 
     algorithm: Algorithm | None = None
 
@@ -64,8 +64,16 @@ _TORCH = Cublas()
 
 @remembered
 def tuned(M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities) -> Cublas:
-    """Design of the row of exactly this shape, else torch.mm's choice."""
+    """Design of ``chosen``."""
+    return chosen(M, N, K, dtype, caps)[0]
+
+
+def chosen(M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities) -> tuple[Cublas, str]:
+    """Design of a shape with the reason: from the shipped row of exactly this shape, else from the cache's
+    entry, else torch.mm's choice, without a reason.
+    """
     found = table.find("matmul", (M, N, K), dtype, 1, caps)
-    return (
-        found.row.as_design({table.EXACT: Cublas}) if found is not None and found.row.design == table.EXACT else _TORCH
-    )
+    if found is not None and found.row.design == table.EXACT:
+        return found.row.as_design({table.EXACT: Cublas}), found.reason
+    entry = algorithms.find(M, N, K, dtype, caps)
+    return (_TORCH, "") if entry is None else (Cublas(algorithm=entry.algorithm), entry.reason)

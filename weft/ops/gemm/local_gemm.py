@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,14 +12,14 @@ import torch
 from weft.kernels.deferred_norm import normed
 from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
 from weft.ops.case import Case, Draw, Inputs
-from weft.ops.gemm import small_m, space
+from weft.ops.gemm import cublas, small_m, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, product
 from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
 from weft.ops.local import capabilities_of
 from weft.ops.op import registered
 from weft.plan import table
-from weft.plan.planned import Machine, machine
+from weft.plan.planned import Machine, Planned, machine
 
 # Of the deferred RMS scale of a case: any that is small beside the mean squares.
 EPS = 1e-6
@@ -36,6 +37,14 @@ class LocalGemm(GemmOp):
     def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         # A GEMM of one rank knows of no other ranks.
         return self.variant(call), (call.M, call.N, call.K), 1
+
+    def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        planned = super().choose(call, machine)
+        if planned.row is not None or not isinstance(planned.design, Cublas):
+            return planned
+        N = call.N * (2 if self.gated else 1)
+        design, reason = cublas.chosen(call.M, N, call.K, call.dtype, machine.caps)
+        return replace(planned, design=design, reason=f"{planned.reason}; {reason}") if reason else planned
 
     def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
         found = super().found(call, machine)
@@ -90,8 +99,8 @@ class LocalGemm(GemmOp):
         return "small_m" if small else "cublas", reason
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
-        """The small-M design; the others are the ops' own."""
-        return default_small_m(call, machine.caps, gated=self.gated)
+        """cuBLAS with torch.mm's choice, or the small-M design; others are the ops' own."""
+        return Cublas() if name == "cublas" else default_small_m(call, machine.caps, gated=self.gated)
 
 
 @functools.cache

@@ -105,10 +105,8 @@ class Matmul(LocalGemm):
         return name, reason
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
-        if name == "small_m":
+        if name != "persistent":
             return super().default(name, call, machine)
-        if name == "cublas":
-            return Cublas()
         tile = default_tile(call.M, call.N, call.dtype, machine.caps)
         return Persistent(tile=tile, split=splits_by_default(call.K, machine.caps))
 

@@ -18,7 +18,7 @@ from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_is_tensor
-from weft.plan.planned import AUTO, Machine, machine
+from weft.plan.planned import AUTO, machine
 
 
 def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor:
@@ -61,11 +61,6 @@ class MatmulSiluMul(LocalGemm):
     operands = ("x", "weight")
     projections = COLUMN_PARALLEL[1:]
     variants = ("deferred_norm",)
-
-    def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
-        if name == "cublas":
-            return cublas.tuned(call.M, 2 * call.N, call.K, call.dtype, machine.caps)
-        return super().default(name, call, machine)
 
     def accuracy(self, case: Case) -> Accuracy:
         # cuBLAS rounds both results before silu.

@@ -15,6 +15,7 @@ from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.elementwise.add_rms_norm import add_rms_norm
 from weft.ops.elementwise.silu_mul import silu_mul
 from weft.ops.explain import Explanation, explain
+from weft.ops.gemm.algorithm_search import warm_up
 from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_parts import matmul_parts
 from weft.ops.gemm.matmul_silu_mul import matmul_silu_mul
@@ -30,7 +31,7 @@ __all__ = [
     "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention", "decode_metadata", "explain", "join_argmax",
     "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "paged_attention",
     "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "sample_argmax", "silu_mul", "top_p_mass",
-    "vocab_embedding",
+    "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

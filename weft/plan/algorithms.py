@@ -80,9 +80,9 @@ class Entry:
         return f"cached search: {self.dtype} {shape}: {mine}, torch.mm {self.torch_us:.4g} µs (cuBLAS {self.cublas})"
 
 
-# Entries that plans of this process read, and keys without one that `missing` collects.
+# Entries that plans of this process read, and GEMMs without one that `missing` collects.
 _used: dict[Key, Entry] = {}
-_missing: dict[Key, None] | None = None
+_missing: dict[tuple[torch.dtype, tuple[int, ...]], None] | None = None
 
 
 def use(entries: Iterable[Entry]) -> None:
@@ -101,13 +101,13 @@ def find(M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities) -> Entr
     except TypeError:  # a symbolic size of torch.compile has no hash
         return None
     if entry is None and _missing is not None:
-        _missing[key] = None
+        _missing[dtype, (M, N, K)] = None
     return entry
 
 
 @contextmanager
-def missing() -> Iterator[dict[Key, None]]:
-    """Scope that collects the keys of cuBLAS GEMMs with neither a row nor an entry."""
+def missing() -> Iterator[dict[tuple[torch.dtype, tuple[int, ...]], None]]:
+    """Scope that collects dtype and shape of cuBLAS GEMMs with neither a row nor an entry."""
     global _missing
     _missing = {}
     forget()  # memoised plans would not look

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SCHEMA = 2
+# Smaller gains over the default are noise: it stays.
+LEAST_GAIN = 0.02
 # Largest distance of a row in each dimension, in powers of two: beyond it another tile or algorithm is as likely.
 REACH = 1.0
 # A wrong N or K costs more than a wrong M: they decide the number of tiles and the time of one.

@@ -43,8 +43,6 @@ from weft.tune import spaces, timing
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Smaller gains are noise: the default stays.
-LEAST_GAIN = 0.02
 # Rounds after the first, each around the best of the previous one; if quick, only if neighbours compile fast.
 MOVES, QUICK_MOVES = 3, 1
 
@@ -243,7 +241,7 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
 def agreed(team: Team, times: dict[Any, float], default: Any) -> tuple[Any, float]:
     """Fastest candidate with its time, as rank 0 sees it; the default if it loses less than LEAST_GAIN."""
     best = min(times, key=lambda config: times[config])
-    if default in times and times[best] > times[default] * (1 - LEAST_GAIN):
+    if default in times and times[best] > times[default] * (1 - tuned.LEAST_GAIN):
         best = default
     return team.exchange((best, times[best]))[0]
 

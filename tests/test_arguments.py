@@ -1,5 +1,7 @@
 """Arguments of a wrong type or value, for every public callable: one line with the argument, its value and the rule."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -258,7 +260,15 @@ def test_ops():
         return seen
 
     [seen] = weft.simulate(main, 1)
-    assert seen == set(ops.__all__) - {"Explanation", "DeferredNorm", "SequenceRanges", "explain"}
+    assert seen == set(ops.__all__) - {"Explanation", "DeferredNorm", "SequenceRanges", "explain", "warm_up"}
+
+
+def test_warm_up():
+    def main(team):
+        wrong = {"shapes": (5, None, "x", [5], [(1, 2)], [(1, 2, 0)], [(1, 2, "3")]), "dtype": DTYPE, "run": CALLABLE}
+        check_table(partial(ops.warm_up, team), {}, {**wrong, "algorithm_cache": (5, b"x", True)})
+
+    weft.simulate(main, 1)
 
 
 def test_spans():

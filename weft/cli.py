@@ -105,6 +105,12 @@ class GenerateFlags:
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
     ] = None
+    algorithm_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Read cuBLAS algorithms of this file, and time and add those that it lacks [default: weft's rows]"
+        ),
+    ] = None
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 
 
@@ -154,7 +160,10 @@ class GenerateOptions:
         _one_of("dtype", flags.dtype, ("auto", *DTYPES))
         engine = EngineConfig(
             dtype=None if flags.dtype == "auto" else getattr(torch, DTYPES[flags.dtype]),
-            **{name: getattr(flags, name) for name in ("mode", "max_batch", "max_seq_len", "page_size")},
+            **{
+                name: getattr(flags, name)
+                for name in ("mode", "max_batch", "max_seq_len", "page_size", "algorithm_cache")
+            },
         )
         names = ("max_new_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")
         sampling = {name: getattr(flags, name) for name in names}

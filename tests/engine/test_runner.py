@@ -283,6 +283,20 @@ def test_buckets_are_powers_of_two_and_the_whole_batch(byte_model):
     assert on_one_rank(main, byte_model) == ([1, 2, 4, 6], [1, 2, 4, 6, 6])
 
 
+def test_padding_is_read_in_sizes_up_to_a_full_chunk_and_only_page_0_changes(byte_model):
+    def main(model):
+        runner, sizes = new_runner(model), []
+        runner.model.fill_cache = lambda tokens, *rest: sizes.append(len(tokens)) or fill_cache(tokens, *rest)
+        fill_cache = Qwen3ForCausalLM.fill_cache.__get__(model)
+        before = runner.cache.data.clone()
+        runner.run_padding(300)
+        return sizes, (runner.cache.data != before).flatten(3).any(3).any(0).any(0)
+
+    sizes, changed = on_one_rank(main, byte_model)
+    assert sizes == [256, 300]
+    assert changed.nonzero().tolist() == [[0]]
+
+
 def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(9_000))
@@ -324,6 +338,8 @@ def test_what_does_not_fit_is_refused():
         EngineConfig(max_batch=0)
     with pytest.raises(ValueError, match="pages=1 is less than 2"):
         EngineConfig(pages=1)
+    with pytest.raises(ValueError, match="algorithm_cache=3 is not the path of a file"):
+        EngineConfig(algorithm_cache=3)
     with pytest.raises(ValueError, match=r"memory_fraction=1.5 is not in \(0, 1\]"):
         EngineConfig(memory_fraction=1.5)
     for page_size in (24, 0, -16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from weft.arguments import check_bool, check_instance, check_number, check_optional, is_integer, positive, quoted
@@ -31,6 +32,8 @@ class EngineConfig:
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
+    algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
+                     chunk_tokens tokens lack (a second a GEMM), and adds it; None: shipped rows and torch.mm's choice
     """
 
     mode: Mode = "auto"
@@ -43,6 +46,7 @@ class EngineConfig:
     memory_fraction: float = 0.8
     chunk_tokens: int = 4096
     cuda_graph: bool = True
+    algorithm_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         # Not at the top: the command line reads the defaults before it needs torch and Triton.
@@ -54,6 +58,7 @@ class EngineConfig:
         check_mode(self.mode)
         check_optional(check_instance, "dtype", self.dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
         check_optional(check_bool, "fused", self.fused)
+        check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
         check_bool("cuda_graph", self.cuda_graph)
         for name in ("chunk_tokens", "max_batch"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from os import PathLike
 from typing import Any
@@ -42,6 +43,7 @@ from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.memory import check_cache
+from weft.ops import warm_up
 from weft.runtime.codec import encode
 from weft.runtime.team.team import Team
 
@@ -104,6 +106,9 @@ class Engine:
             for line in warnings:
                 logger.warning(line)
         self.batch = Batch(Runner(self.model, config), config.chunk_tokens)
+        if config.algorithm_cache is not None:
+            run = partial(self.batch.runner.run_padding, config.chunk_tokens)
+            warm_up(team, run=run, algorithm_cache=config.algorithm_cache)
         self._texts: dict[int, TextStream | None] = {}
         self._entered = 0
         self._held: list[Piece] = []  # pieces that have arrived and were not yet given out

@@ -150,6 +150,18 @@ class Runner:
         kind = max(p.kind for p in params)
         return choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
 
+    def run_padding(self, most: int) -> None:
+        """Run prompts of padding, of 256, 512, … ``most`` tokens: the GEMMs of prompts that fill the batch.
+
+        They write to page 0 of the cache, and choose no tokens.
+        """
+        with self._without_autograd():
+            for tokens in sorted({min(1 << n, most) for n in range(8, max(8, most.bit_length()) + 1)}):
+                sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
+                pages = torch.zeros(len(sequences), self.table.shape[1], dtype=torch.int32, device=self.team.device)
+                step = self.model.prefill_step(sequences, pages, self.page_size)
+                self.model.fill_cache(torch.zeros(tokens, dtype=torch.int64, device=self.team.device), step, self.cache)
+
     def assign_slots(self, states: dict[int, SlotState]) -> None:
         """Assign batch slots for the next decode step; unlisted ones are empty. Sends changes only."""
         changed = {slot: state for slot, state in states.items() if self._states.get(slot) != state}

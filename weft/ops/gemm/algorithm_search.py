@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weft.arguments import quoted
+from weft.arguments import check_callable, check_instance, check_optional, check_sequence, is_integer, quoted
 from weft.errors import Unsupported
 from weft.ops.case import tolerance
 from weft.ops.gemm import cublas, space
@@ -54,7 +54,7 @@ class Contest(Protocol):
 
 def warm_up(
     team: Team,
-    shapes: Iterable[Shape] = (),
+    shapes: Sequence[Shape] = (),
     dtype: torch.dtype = torch.bfloat16,
     *,
     run: Callable[[], Any] | None = None,
@@ -72,16 +72,22 @@ def warm_up(
 
         weft.ops.warm_up(team, run=lambda: model(tokens), algorithm_cache="algorithms.json")
     """
-    shapes = [tuple(shape) for shape in shapes]
-    if wrong := [shape for shape in shapes if len(shape) != 3 or not all(type(n) is int and n > 0 for n in shape)]:
-        raise ValueError(f"warm_up: shapes has {quoted(wrong[0])}; pass (M, N, K), three positive integers")
+    gemms = [(dtype, _checked(shape)) for shape in check_sequence("shapes", shapes, "a list of (M, N, K)")]
+    check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
+    check_optional(check_callable, "run", run, "run()")
+    check_optional(check_instance, "algorithm_cache", algorithm_cache, (str, PathLike), "the path of a file")
     if team.is_simulated:
         return []
     if torch.cuda.is_current_stream_capturing():
         raise Unsupported(f"rank {team.rank}: warm_up times GEMMs, and a CUDA graph is captured; call it before")
-    return agree(
-        team, [(dtype, shape) for shape in shapes], run, None if algorithm_cache is None else Path(algorithm_cache)
-    )
+    return agree(team, gemms, run, None if algorithm_cache is None else Path(algorithm_cache))
+
+
+def _checked(shape: Any) -> Shape:
+    sizes = tuple(shape) if isinstance(shape, tuple | list) else ()
+    if len(sizes) != 3 or not all(is_integer(size) and size > 0 for size in sizes):
+        raise ValueError(f"warm_up: shapes has {quoted(shape)}; pass (M, N, K), three positive integers")
+    return sizes
 
 
 def agree(team: Team, gemms: list[Gemm], run: Callable[[], Any] | None, file: Path | None) -> list[Entry]:

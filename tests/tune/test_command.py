@@ -71,6 +71,25 @@ def test_a_second_search_adds_to_the_file(tmp_path):
     assert "holds rows of simulated at world size 2" in result.stderr
 
 
+def test_the_algorithm_cache_is_for_gemms_and_replaces_no_file(tmp_path):
+    file = tmp_path / "x.json"
+    result = tune("ag-gemm", "gemm-silu", "--shapes", "4,24,16", "--algorithm-cache", str(file))
+    assert (result.exit_code, result.stdout) == (0, "Simulated ranks run no cuBLAS: nothing was searched.\n"), (
+        result.output
+    )
+    assert not file.exists()
+    file.write_text("{}")
+    for flags, reason in (
+        (("all-reduce",), "all-reduce computes no GEMM; leave it out"),
+        (("gemm", "--out", "y.json"), "no table is written; leave out --out and --json"),
+        (("gemm", "--shapes", "4,24,16"), "x.json: it is not a cache of cuBLAS algorithms of schema 1"),
+    ):
+        result = tune(*flags, "--algorithm-cache", str(file))
+        assert result.exit_code == 2
+        assert reason in " ".join(result.stderr.split())
+    assert file.read_text() == "{}"
+
+
 def test_several_ops_are_searched_in_one_launch(tmp_path):
     file = tmp_path / "x.json"
     result = tune("all-gather@96", "gemm-rs", "all-gather@2048", "--quick", "--shapes", "4,24,16", "--out", str(file))

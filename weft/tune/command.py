@@ -19,6 +19,7 @@ from weft.console import check_output, message_of, numbers, one_line_errors, pro
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
+    from weft.plan.algorithms import Entry
     from weft.runtime.team.team import Team
     from weft.tune.search import Outcome, TunePlan
 
@@ -37,6 +38,7 @@ class TuneOptions:
     quick: bool = False
     out: Path | None = None
     json: Path | None = None
+    algorithm_cache: Path | None = None
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -51,6 +53,11 @@ class TuneOptions:
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
         bench_command.check_apart("--out", self.out, "--json", self.json)
+        if self.algorithm_cache is not None and (self.out is not None or self.json is not None):
+            raise ValueError(
+                f"--algorithm-cache {self.algorithm_cache}: only cuBLAS's algorithms are searched, and no table is written; "
+                f"leave out --out and --json"
+            )
         for flag, file in (("--out", self.out), ("--json", self.json)):
             if file is not None and len(self.world_sizes) > 1:
                 raise ValueError(
@@ -83,6 +90,13 @@ def tune(
         Path | None, typer.Option(help="The file to write [default: weft's own, which the ops read]")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the times of all candidates to this file")] = None,
+    algorithm_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Search cuBLAS's algorithms only, for all GEMMs that the ops ask of cuBLAS and that have no row, and add them "
+            "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
@@ -102,6 +116,7 @@ def tune(
             quick=quick,
             out=out,
             json=json,
+            algorithm_cache=algorithm_cache,
             device=device,
         )
         plans = plan(options)
@@ -123,6 +138,7 @@ class Run:
     device: str
     plans: tuple[TunePlan, ...]
     json: Path | None = None
+    algorithm_cache: Path | None = None
 
 
 def plan(options: TuneOptions) -> list[Run]:
@@ -132,20 +148,24 @@ def plan(options: TuneOptions) -> list[Run]:
     """
     import torch
 
-    from weft.bench.ops.shapes import parse_shapes
+    from weft.bench.ops.shapes import op_of, parse_shapes
+    from weft.plan import algorithms
     from weft.plan import table as tuned
     from weft.tune.search import TunePlan, world_of
     from weft.tune.spaces import parse
 
     sizes, simulated = bench_command.ranks(options.world_sizes, options.device)
     check_output("--json", options.json)
+    check_output("--algorithm-cache", options.algorithm_cache)
     runs = []
     for size in sizes:
         plans = []
         for word, shapes in options.shapes_by_op().items():
             op, variants = parse(word)
             file, world = options.out, world_of(op, size)
-            if file is None and not simulated:
+            if options.algorithm_cache is not None and op_of(op).form != "gemm":
+                raise ValueError(f"--algorithm-cache {options.algorithm_cache}: {op} computes no GEMM; leave it out")
+            if file is None and not simulated and options.algorithm_cache is None:
                 file = tuned.file_for(torch.cuda.get_device_name(), world)
             if file is not None:
                 _check_file(file, None if simulated else torch.cuda.get_device_name(), world, simulated)
@@ -160,7 +180,17 @@ def plan(options: TuneOptions) -> list[Run]:
                 f"run weft tune once for each"
             )
         device = "sim" if simulated else "cuda"
-        runs.append(Run(world_size=size, device=device, plans=tuple(plans), json=options.json))
+        runs.append(
+            Run(
+                world_size=size,
+                device=device,
+                plans=tuple(plans),
+                json=options.json,
+                algorithm_cache=options.algorithm_cache,
+            )
+        )
+    if options.algorithm_cache is not None and options.algorithm_cache.exists():
+        algorithms.read(options.algorithm_cache)
     return runs
 
 
@@ -189,6 +219,12 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
         workloads = [OpWorkload(name=one.op, shapes=one.shapes, dtype=one.dtype, words=("weft",)) for one in run.plans]
         heap = heap_bytes(workloads) if run.device == "cuda" else None
         try:
+            if run.algorithm_cache is not None:
+                arguments = run.plans, run.algorithm_cache
+                found = launch(algorithms_on_rank, run.world_size, run.device, args=arguments, heap_bytes=heap)[0]
+                if talks():
+                    show_algorithms(run, found)
+                continue
             outcomes = launch(on_rank, run.world_size, run.device, args=(run.plans, run.json), heap_bytes=heap)[0]
         except (WeftError, OSError) as error:  # OSError: the file can no longer be written
             if traceback:
@@ -209,6 +245,35 @@ def on_rank(team: Team, plans: tuple[TunePlan, ...], tried: Path | None) -> list
 
     with progress(team.rank == 0) as say:
         return search(team, plans, say, tried)
+
+
+def algorithms_on_rank(team: Team, plans: tuple[TunePlan, ...], file: Path) -> list[Entry]:
+    """Search cuBLAS's algorithms on one rank. Rank 0 prints progress."""
+    from weft.tune.algorithms import search_algorithms
+
+    with progress(team.rank == 0) as say:
+        return search_algorithms(team, plans, file, say)
+
+
+def show_algorithms(run: Run, found: list[Entry]) -> None:
+    """Print a line for each GEMM that was searched, and the file."""
+    if run.device == "sim":
+        typer.echo("Simulated ranks run no cuBLAS: nothing was searched.")
+        return
+    console = Console(highlight=False)
+    header = ("GEMM", "algorithm", "µs", "torch.mm µs", "gain")
+    rows = [
+        (
+            f"{entry.dtype} {'x'.join(map(str, entry.shape))}",
+            "torch.mm's choice" if entry.algorithm is None else str(entry.algorithm).removeprefix("Algorithm"),
+            f"{entry.us:.4g}",
+            f"{entry.torch_us:.4g}",
+            f"{entry.torch_us / entry.us:.2f}x",
+        )
+        for entry in found
+    ]
+    show_cells(header, [list(map(Text, row)) for row in rows], console, left=2)
+    console.print(f"{len(found)} GEMMs searched, the others were known; added to {run.algorithm_cache}", soft_wrap=True)
 
 
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:

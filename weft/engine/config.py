@@ -33,7 +33,7 @@ class EngineConfig:
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
-                     chunk_tokens tokens lack (a second a GEMM), and adds it; None: shipped rows and torch.mm's choice
+                     chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
 
     mode: Mode = "auto"

@@ -1,6 +1,7 @@
 """Baselines: NCCL, torch's symmetric-memory ops, cuBLAS, and cuBLAS with each of them.
 
-Outputs are preallocated if the baseline takes one. NVLink multicast is never requested.
+Outputs are preallocated if the baseline takes one. NVLink multicast is never requested. cuBLAS runs the algorithm that weft
+runs for the same GEMM: a shipped row's, one of the cache, or torch.mm's choice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.normed import add_norm, compiled_add_norm, copy_into, then_norm
 from weft.bench.ops.problem import OpProblem
+from weft.ops.gemm.cublas import matmul
 
 Close = Callable[[], None] | None
 WINDOW_STEP = 256  # elements: buffers in a window are aligned to at least 512 bytes
@@ -171,14 +173,18 @@ def torch_then_norm(problem: OpProblem, norm: Callable) -> Prepared:
 # --- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
-def cublas(problem: OpProblem) -> Prepared:
+def torch_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b.T, out=out)
+
+
+def gemm(problem: OpProblem, multiply: Callable = matmul) -> Prepared:
     """GEMM alone; if the op gathers A, it is gathered beforehand."""
     group_of(problem)
     pairs = problem.sets
     if problem.op.gathers:
         pairs = [(problem.gathered(number), b) for number, (_, b) in enumerate(problem.sets)]
     (out,), _ = ordinary(problem, [(pairs[0][0].shape[0], pairs[0][1].shape[0])])
-    return Prepared(run=lambda number: torch.mm(pairs[number][0], pairs[number][1].T, out=out), local=problem.op.sums)
+    return Prepared(run=lambda number: multiply(*pairs[number], out), local=problem.op.sums)
 
 
 def nccl_and_cublas(problem: OpProblem, place: Callable = ordinary) -> Prepared:
@@ -191,7 +197,7 @@ def nccl_and_cublas(problem: OpProblem, place: Callable = ordinary) -> Prepared:
 
     def run(number: int) -> torch.Tensor:
         dist.all_gather_into_tensor(gathered, mine[number], group=group)
-        return torch.mm(gathered, shards[number][1].T, out=out)
+        return matmul(gathered, shards[number][1], out)
 
     return Prepared(run=run, close=close)
 
@@ -207,7 +213,7 @@ def cublas_and_nccl(problem: OpProblem, place: Callable = ordinary) -> Prepared:
 
     def run(number: int) -> torch.Tensor:
         a, b = problem.sets[number]
-        torch.mm(a, b.T, out=partial)
+        matmul(a, b, partial)
         if out is partial:
             dist.all_reduce(partial, group=group)
         else:
@@ -223,8 +229,7 @@ def cublas_and_torch(problem: OpProblem, call: Callable) -> Prepared:
     product = symmetric(problem, (m, n))
 
     def run(number: int) -> torch.Tensor:
-        torch.mm(problem.sets[number][0], problem.sets[number][1].T, out=product)
-        return call(product, name)
+        return call(matmul(*problem.sets[number], product), name)
 
     return Prepared(run=run)
 
@@ -247,6 +252,14 @@ def fused_matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, name: str) -> 
 
 def _provider(name: str, op: str, make: Callable[[OpProblem], Prepared], role: str = "other") -> Provider:
     return Provider(name=name, ops=(op,), role=role, make=make)
+
+
+def _alone(op: str, role: str) -> tuple[Provider, Provider]:
+    """Each rank's GEMM alone, and on request by torch.mm's choice of an algorithm."""
+    by_torch = replace(
+        _provider("torch.mm", op, lambda problem: gemm(problem, torch_mm), role), on_request=True, rare=True
+    )
+    return _provider("cublas", op, gemm, role), by_torch
 
 
 def _with_window(name: str, op: str, make: Callable[..., Prepared], *arguments: Any) -> tuple[Provider, Provider]:
@@ -275,7 +288,7 @@ BASELINES = (
     _provider(
         "torch.one_shot+compile", "all-reduce-rms-norm", lambda problem: torch_then_norm(problem, compiled_add_norm())
     ),
-    _provider("cublas", "gemm", cublas),
+    *_alone("gemm", "other"),
     *_with_window("cublas+nccl", "ag-gemm", nccl_and_cublas),
     *_with_window("cublas+nccl", "gemm-rs", cublas_and_nccl),
     *_with_window("cublas+nccl", "gemm-ar", cublas_and_nccl),
@@ -283,7 +296,7 @@ BASELINES = (
     _provider("torch.fused", "gemm-rs", lambda problem: torch_fused(problem, fused_matmul_reduce_scatter)),
     _provider("cublas+torch.one_shot", "gemm-ar", lambda problem: cublas_and_torch(problem, one_shot)),
     _provider("cublas+torch.two_shot", "gemm-ar", lambda problem: cublas_and_torch(problem, two_shot)),
-    _provider("cublas", "ag-gemm", cublas, role="ceiling"),
-    _provider("cublas", "gemm-rs", cublas, role="ceiling"),
-    _provider("cublas", "gemm-ar", cublas, role="ceiling"),
+    *_alone("ag-gemm", "ceiling"),
+    *_alone("gemm-rs", "ceiling"),
+    *_alone("gemm-ar", "ceiling"),
 )

@@ -16,13 +16,15 @@ from weft.bench.command import bench
 from weft.bench.harness import runner
 from weft.bench.harness.bench import Options
 from weft.bench.harness.limits import Limits
-from weft.bench.models import generate
-from weft.bench.models.baseline import Baseline
+from weft.bench.harness.provider import Unavailable
+from weft.bench.models import compiled, generate
+from weft.bench.models.baseline import Baseline, Functions, attend
 from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem
+from weft.bench.models.providers import COMPILED
 from weft.bench.models.roofline import roofline
-from weft.bench.models.sessions import TorchSession, build, in_mode
+from weft.bench.models.sessions import TorchSession, build, in_mode, shard_of
 from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
 from weft.bench.models.workload import ModelWorkload
 from weft.bench.render.sheets import sheets
@@ -153,6 +155,41 @@ def test_the_baseline_is_the_model(world_size):
     assert all(weft.simulate(main, world_size))
 
 
+def test_the_sharded_baseline_is_the_model():
+    """The recipe that torch's micro-pipelining rewrites, not compiled: each rank has half of the rows."""
+
+    def main(team):
+        baseline = Baseline(build(TINY_CONFIG, team, "torch", torch.float32))
+        scatter, gather = team.library.reduce_scatter, team.library.all_gather
+        recipe = compiled.Sharded(team=team, attend=attend, all_reduce=scatter, gather=gather)
+        layers = {"layer": recipe.decoder_layer, "attention": recipe.attention, "mlp": recipe.mlp}
+        # As a compiled function, with the recipe for its first argument.
+        functions = Functions(
+            recipe=recipe, gather=gather, **{name: lambda _, *rest, f=f: f(*rest) for name, f in layers.items()}
+        )
+        tokens = torch.randint(130, (2, 6), generator=torch.Generator().manual_seed(0))
+        expected, found = (TorchSession(baseline, 2, 6, run) for run in (None, functions))
+        logits = [session.prefill(tokens, session.prompts(6)) for session in (expected, found)]
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+        x = torch.randn(12, TINY_CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
+        whole, part = expected.mlp(0, x, 12), found.mlp(0, shard_of(x, team), 12)
+        torch.testing.assert_close(part, shard_of(whole, team), atol=1e-4, rtol=1e-4)
+        return expected.is_sharded(12), found.is_sharded(12)
+
+    assert weft.simulate(main, 2) == [(False, True)] * 2
+
+
+def test_torch_compile_says_what_it_cannot_build():
+    one, two = types.SimpleNamespace(size=1), types.SimpleNamespace(size=2)
+    for make, arguments, reason in (
+        (compiled.symmetric, (one, 1, 10240), "one rank: nothing to sum"),
+        (compiled.symmetric, (two, 4096, 40 << 20), "sums of 40 MiB: NCCL takes less time"),
+        (compiled.pipelined, (two, 4095), "4095 tokens are not split evenly over 2 ranks"),
+    ):
+        with pytest.raises(Unavailable, match=reason):
+            make(*arguments)
+
+
 def test_modes_share_weights():
     def main(team):
         for config in (TINY_CONFIG, replace(TINY_CONFIG, tie_word_embeddings=True)):
@@ -204,12 +241,13 @@ def test_a_model_is_checked_and_timed(tmp_path):
     assert (found.op, found.subject, found.is_simulated) == ("model", "tiny", True)
     assert "relative RMS" not in result.stdout
     rows = {row.provider: row for row in found.rows}
-    assert list(rows) == ["weft.gemm_ar", "torch.eager", "torch.compile"]
+    assert list(rows) == ["weft.gemm_ar", "torch.eager", *COMPILED]
     for name in ("weft.gemm_ar", "torch.eager"):
         assert rows[name].median_us > 0
         assert rows[name].reason is None
     assert 0 < rows["weft.gemm_ar"].rms_error < 0.05
-    assert "does not run on simulated ranks" in rows["torch.compile"].reason
+    for name in COMPILED:
+        assert "does not run on simulated ranks" in rows[name].reason
     assert "given tokens" in found.protocol["check"]
     assert picture.read_text().startswith("<svg")
 

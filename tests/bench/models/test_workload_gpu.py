@@ -52,3 +52,17 @@ def test_answers_are_generated(tmp_path):
     for row in run(tmp_path, "generate", "--world-size", "1", "--shapes", "3x20+6"):
         assert (row.reason, row.mode) == (None, "wall")
         assert row.tokens_per_second > 0
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_baselines_are_right_with_symmetric_memory_and_micro_pipelined(tmp_path):
+    # Sums of 6 KiB, of 700 KiB and of 8 MiB: one-shot, two-shot, and two-shot without autotuning.
+    flags = ["--world-size", "2", "--shapes", "decode:3x70,350x20", "--shapes", "prefill:32x128"]
+    providers = ["--providers", "torch.compile+symm,torch.compile+async_tp"]
+    rows = {(row.provider, row.label): row.reason for row in run(tmp_path, "model", *flags, *providers)}
+    for label in ("decode 3x70", "decode 350x20", "prefill 32x128"):
+        assert rows["torch.compile+symm", label] is None
+    assert rows["torch.compile+async_tp", "prefill 32x128"] is None
+    assert "too few to split" in rows["torch.compile+async_tp", "decode 3x70"]

@@ -1,7 +1,7 @@
-"""Baseline of benchmarks: the reference recipe over a dense KV cache, eager or compiled.
+"""Baseline of benchmarks: the reference recipe over a dense KV cache.
 
 As gpt-fast does it: a static cache, fused qkv and gate-up GEMMs by F.linear, torch's SDPA and RMSNorm, NCCL for all-reduces,
-everything captured in one CUDA graph by the caller; `compiled` puts torch.compile over the same functions. The weights are
+everything captured in one CUDA graph by the caller; compiled.py puts torch.compile over the same functions. The weights are
 those of a model of weft, by reference.
 """
 
@@ -27,12 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """Methods of the recipe that run: its own, or the same compiled."""
+    """Methods that run, of ``recipe`` or the same compiled.
 
+    gather  all ranks' rows of a tensor, where the recipe's x and residual are a rank's; None: all ranks have all rows
+    """
+
+    recipe: Reference
     layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = Reference.decoder_layer
     attention: Callable[..., torch.Tensor] = Reference.attention
     mlp: Callable[..., torch.Tensor] = Reference.mlp
     head: Callable[..., torch.Tensor] = Reference.logits
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class Cache(NamedTuple):
@@ -86,7 +91,7 @@ class Baseline:
         self.table, self.norm, self.head = (mapped(torch.Tensor.detach, part) for part in parts)
         self.start, self.real = self.head.start, self.head.real
         self.dtype, self.device = self.head.weight.dtype, self.team.device
-        self.sum: AllReduce = all_reduce(self.team)
+        self.eager = Functions(recipe=Reference(team=self.team, attend=attend, all_reduce=all_reduce(self.team)))
         self.angles = rotary_table(self.config, self.dtype, self.device)
 
     def in_fp32(self) -> Baseline:
@@ -108,16 +113,12 @@ class Baseline:
         # Zeros, since a masked NaN times the softmax's zero weight is still NaN.
         return Cache(*(torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2)))
 
-    def recipe(self, summed: AllReduce) -> Reference:
-        return Reference(team=self.team, attend=attend, all_reduce=summed)
-
     def prefill(
         self,
         tokens: torch.Tensor,
         at: Tokens,
         cache: Cache,
         run: Functions,
-        summed: AllReduce,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows``.
@@ -127,13 +128,11 @@ class Baseline:
         batch, length = tokens.shape
         if rows is None:
             rows = torch.arange(1, batch + 1, device=tokens.device) * length - 1
-        return self._logits(tokens.flatten(), at, cache, run, summed, rows)
+        return self._logits(tokens.flatten(), at, cache, run, rows)
 
-    def decode(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions, summed: AllReduce
-    ) -> torch.Tensor:
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions) -> torch.Tensor:
         """One more token of each sequence, [batch] at positions[batch] → logits after it. Can be captured."""
-        return self._logits(tokens, self.one_each(positions, cache.keys.shape[3]), cache, run, summed, None)
+        return self._logits(tokens, self.one_each(positions, cache.keys.shape[3]), cache, run, None)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's logits → token id [batch] of the largest of all ranks', from one (value, id) a rank."""
@@ -152,21 +151,20 @@ class Baseline:
         )
 
     def _logits(
-        self,
-        tokens: torch.Tensor,
-        at: Tokens,
-        cache: Cache,
-        run: Functions,
-        summed: AllReduce,
-        rows: torch.Tensor | None,
+        self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        x, recipe = self.recipe(self.sum).embed(tokens, self.table), self.recipe(summed)
+        x = self.eager.recipe.embed(tokens, self.table)
+        if run.gather is not None:
+            x = x.chunk(self.team.size)[self.team.rank]
         residual = torch.zeros_like(x)  # not None, so that a compiled layer is the same for all
         for w, *layer in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, residual = run.layer(recipe, x, residual, w, at, Cache(*layer))
+            x, residual = run.layer(run.recipe, x, residual, w, at, Cache(*layer))
+        if run.gather is not None:
+            x = run.gather(x + residual)  # one gather of the sum, in place of two
+            residual = torch.zeros_like(x)
         if rows is not None:
             x, residual = x[rows], residual[rows]
-        return run.head(recipe, x, residual, self.norm, self.head, at, None)
+        return run.head(run.recipe, x, residual, self.norm, self.head, at, None)
 
 
 def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> torch.Tensor:
@@ -223,27 +221,3 @@ def all_reduce(team: Team) -> AllReduce:
         return x
 
     return in_place
-
-
-def traced_all_reduce(team: Team) -> AllReduce:
-    """The same as an op that torch.compile can trace."""
-    if team.size == 1:
-        return lambda x: x
-    name, ops = team.group.group_name, torch.ops._c10d_functional
-    return lambda x: ops.wait_tensor(ops.all_reduce(x, "sum", name))
-
-
-def compiled(rows: int) -> Functions:
-    """Layers and head by torch.compile, for steps of `rows` tokens.
-
-    One compilation serves all layers, which differ in tensors alone. Embedding and choice are a few small kernels of a step.
-    Layers of one token take coordinate_descent_tuning, as in gpt-fast: GEMMs become kernels of torch's own, which may stream
-    weights faster than cuBLAS. It takes a minute; with more tokens GEMMs are cuBLAS's in any case.
-    """
-
-    def one(function: Callable, tuned: bool) -> Callable:
-        return torch.compile(function, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": tuned})
-
-    layers = (Reference.decoder_layer, Reference.attention, Reference.mlp)
-    layer, attention, mlp = (one(function, rows == 1) for function in layers)
-    return Functions(layer=layer, attention=attention, mlp=mlp, head=one(Reference.logits, False))

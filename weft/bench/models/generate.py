@@ -19,7 +19,7 @@ import torch
 from weft.bench.harness.meters import Spread, capturing, finish, spread
 from weft.bench.harness.provider import Prepared, Unavailable, Verdict
 from weft.bench.harness.workload import Problem, Shape, together
-from weft.bench.models.baseline import compiled
+from weft.bench.models.compiled import compiled
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession
 from weft.engine import Engine
@@ -165,7 +165,7 @@ def compile_decoding(problem: AnswersProblem) -> Prepared:
     if problem.team.is_simulated:
         raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
     model, longest = problem.of_step.baseline, problem.length + problem.new
-    writer = TorchSession(model, problem.batch, longest, compiled(problem.batch))
+    writer = TorchSession(model, problem.batch, longest, compiled(problem.team, problem.batch))
     reader = TorchSession(model, problem.batch, longest)
     reader.recall(writer.cache, longest)
     return answering(problem, TorchAnswers(problem, reader, writer))

@@ -1,13 +1,14 @@
-"""Providers of model benchmarks: weft's modes; eager torch and torch.compile, both with NCCL."""
+"""Providers of model benchmarks: weft's modes, eager torch, and torch.compile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable, named_by
 from weft.bench.models import generate
-from weft.bench.models.baseline import compiled
+from weft.bench.models.baseline import Functions
+from weft.bench.models.compiled import compiled, pipelined, symmetric
 from weft.bench.models.names import LEVELS
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession, WeftSession
@@ -30,12 +31,32 @@ def eager(problem: StepProblem) -> Prepared:
     return problem.prepared(problem.session())
 
 
-def compile_all(problem: StepProblem) -> Prepared:
+def by_compile(problem: StepProblem, make: Callable[[StepProblem], Functions]) -> Prepared:
     if problem.team.is_simulated:
         raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
-    step = problem.step
-    functions = compiled(step.batch * step.new)
-    return problem.prepared(TorchSession(problem.baseline, step.batch, step.length, functions))
+    return problem.prepared(TorchSession(problem.baseline, problem.step.batch, problem.step.length, make(problem)))
+
+
+def with_nccl(problem: StepProblem) -> Functions:
+    return compiled(problem.team, problem.step.batch * problem.step.new)
+
+
+def with_symmetric_memory(problem: StepProblem) -> Functions:
+    rows = problem.step.batch * problem.step.new
+    return symmetric(problem.team, rows, rows * problem.config.hidden_size * problem.dtype.itemsize)
+
+
+def with_pipelining(problem: StepProblem) -> Functions:
+    if problem.step.decodes:
+        raise Unavailable("micro-pipelining is for prompts: the rows of a decode step are too few to split")
+    return pipelined(problem.team, problem.step.batch * problem.step.new)
+
+
+COMPILED = {
+    "torch.compile": with_nccl,
+    "torch.compile+symm": with_symmetric_memory,
+    "torch.compile+async_tp": with_pipelining,
+}
 
 
 def choose(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Provider, ...]:
@@ -44,12 +65,11 @@ def choose(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Prov
     ValueError for an unknown word.
     """
     named = {OLD_NAMES.get(mode, mode) for mode in modes or WEFT_MODES}
-    whole = level == "generate"
-    ours, others = (
-        (generate.weft, (generate.eager, generate.compile_decoding)) if whole else (weft, (eager, compile_all))
-    )
-    made = {f"weft.{mode}": partial(ours, mode=mode) for mode in WEFT_MODES if mode in named}
-    made |= dict(zip(("torch.eager", "torch.compile"), others, strict=True))
+    ours, others = weft, {"torch.eager": eager}
+    others |= {name: partial(by_compile, make=make) for name, make in COMPILED.items()}
+    if level == "generate":
+        ours, others = generate.weft, {"torch.eager": generate.eager, "torch.compile": generate.compile_decoding}
+    made = {f"weft.{mode}": partial(ours, mode=mode) for mode in WEFT_MODES if mode in named} | others
     for word in words:
         if not any(named_by(word, name) for name in made):
             raise ValueError(f"provider {word!r} is unknown here; {level} has {', '.join(made)}")

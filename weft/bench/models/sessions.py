@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.bench.models.baseline import Baseline, Cache, Functions, traced_all_reduce
+from weft.bench.models.baseline import Baseline, Cache, Functions
 from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
 from weft.parallel.step_plan import mode_named
 
@@ -61,17 +61,16 @@ class TorchSession:
     def __init__(self, model: Baseline, batch: int, max_len: int, functions: Functions | None = None) -> None:
         self.model, self.batch, self.max_len = model, batch, max_len
         self.cache = model.new_cache(batch, max_len)
-        self.run = functions or Functions()
-        self.sum = model.sum if functions is None else traced_all_reduce(model.team)
+        self.run = functions or model.eager
 
     def prompts(self, length: int) -> Any:
         return self.model.prompts(self.batch, length)
 
     def prefill(self, tokens: torch.Tensor, at: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
-        return self.model.prefill(tokens, at, self.cache, self.run, self.sum, rows)
+        return self.model.prefill(tokens, at, self.cache, self.run, rows)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.model.decode(tokens, positions, self.cache, self.run, self.sum)
+        return self.model.decode(tokens, positions, self.cache, self.run)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         return self.model.choose(logits)
@@ -83,14 +82,14 @@ class TorchSession:
         self.cache = history
 
     def is_sharded(self, tokens: int) -> bool:
-        return False
+        return self.run.gather is not None
 
     def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
         cache = Cache(self.cache.keys[index], self.cache.values[index])
-        return self.run.attention(self.model.recipe(self.sum), x, self.model.layers[index].attention, at, cache)
+        return self.run.attention(self.run.recipe, x, self.model.layers[index].attention, at, cache)
 
     def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        return self.run.mlp(self.model.recipe(self.sum), x, self.model.layers[index].mlp)
+        return self.run.mlp(self.run.recipe, x, self.model.layers[index].mlp)
 
 
 class WeftSession:

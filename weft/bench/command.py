@@ -49,6 +49,7 @@ class BenchOptions:
     quick: bool = False
     eager: bool = False
     device: str = "auto"
+    algorithm_cache: Path | None = None
     model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
@@ -147,6 +148,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs")] = False,
     device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
+    algorithm_cache: Annotated[
+        Path | None,
+        typer.Option(help="Cache of cuBLAS algorithms, by weft tune, for weft and baselines [default: none]"),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="qwen3-32b, … with random weights [of layers and models]")] = None,
     layers: Annotated[int | None, typer.Option(help="Number of its layers [default: all]")] = None,
     run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None,
@@ -178,6 +183,7 @@ def bench(
             quick=quick,
             eager=eager,
             device=device,
+            algorithm_cache=algorithm_cache,
             model=ModelFlags(
                 model=model,
                 layers=layers,
@@ -280,7 +286,7 @@ def _measure(
                     on_rank,
                     size,
                     "sim" if simulated else "cuda",
-                    args=(workloads, how, Save(files=files, folder=asked.out, before=before)),
+                    args=(workloads, how, Save(files=files, folder=asked.out, before=before), asked.algorithm_cache),
                     heap_bytes=None if simulated else heap_bytes(workloads),
                 )[0]
             except (WeftError, KeyboardInterrupt) as error:
@@ -329,10 +335,14 @@ def check_simulable_ranks(world_size: int) -> None:
         )
 
 
-def on_rank(team: Team, workloads: tuple[Workload, ...], how: Options, save: Save) -> list[Report]:
+def on_rank(
+    team: Team, workloads: tuple[Workload, ...], how: Options, save: Save, algorithm_cache: Path | None
+) -> list[Report]:
     """Measure on one rank. Rank 0 prints progress."""
     from weft.bench.harness.runner import run_workloads
+    from weft.ops import warm_up
 
+    warm_up(team, algorithm_cache=algorithm_cache)
     with progress(team.rank == 0) as say:
         return run_workloads(team, workloads, how, save, say)
 

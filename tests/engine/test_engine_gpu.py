@@ -4,6 +4,7 @@ One launch a world size does all modes: starting the ranks takes longer than wha
 """
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import weft
 from weft.engine import Engine, EngineConfig, Runner, SamplingParams
 from weft.engine.params import Kind
 from weft.engine.runner import SlotState
-from weft.models import Qwen3ForCausalLM
+from weft.models import DecoderConfig, Qwen3ForCausalLM
+from weft.plan import algorithms
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
 LONG = ["a prompt of more tokens than are read at once by an engine that is told so"]
@@ -156,3 +158,26 @@ def test_an_llm_answers_from_processes_of_its_own_and_outlives_a_refusal(byte_mo
         assert len(first.token_ids) == 20 and llm.stats.new_tokens == 20
     with pytest.raises(ValueError, match="no such directory"):
         weft.LLM("/nowhere", 2, device="cuda")
+
+
+def warmed_up(team, file):
+    """Entries that an engine's warm-up leaves, and tokens of a prompt, for two engines of one file."""
+    config = replace(DecoderConfig.named("qwen3-0.6b"), num_hidden_layers=2)
+    found = []
+    for _ in range(2):
+        engine = Engine(config, team, algorithm_cache=file, chunk_tokens=512, max_batch=2, max_seq_len=600, pages=40)
+        [answer] = engine.generate([list(range(1, 500))], max_new_tokens=4)
+        found.append((algorithms.read(file), answer.token_ids))
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.gpu(2)
+def test_an_engine_finds_algorithms_once(tmp_path):
+    file = tmp_path / "algorithms.json"
+    first, second = weft.launch(warmed_up, 2, "cuda", args=(file,))
+    assert first == second
+    (entries, tokens), again = first
+    assert again == (entries, tokens)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert {entry.shape[0] for entry in entries} >= {256, 512}

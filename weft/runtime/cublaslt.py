@@ -35,7 +35,7 @@ _SPLIT_K = 2
 # The workspace that torch gives cuBLAS on Hopper (CUBLAS_WORKSPACE_CONFIG).
 _WORKSPACE_BYTES = 32 << 20
 # Alignment of operands that the algorithms' TMA accesses need, and that the heuristics are told.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 # SM counts that the heuristics are told, 0 for all; each count brings other algorithms.
 _SM_COUNTS = (0, 64, 96, 120)
 _MOST = 64
@@ -139,7 +139,7 @@ class _Gemm:
             most = c_uint64(_WORKSPACE_BYTES)
             _call("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE_BYTES, byref(most), c_size_t(8))
             for attribute in _MIN_ALIGNMENTS:
-                value = c_uint32(_ALIGNMENT)
+                value = c_uint32(ALIGNMENT)
                 _call("MatmulPreferenceSetAttribute", preference, attribute, byref(value), c_size_t(4))
             _call("MatmulAlgoGetHeuristic", _handle(), *self._operands(), preference, _MOST, found, byref(count))
         finally:
@@ -232,7 +232,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algor
     elsewhere = torch._C._cuda_getDevice() != index
     with torch.cuda.device(index) if elsewhere else nullcontext():
         prepared = _prepared(index, *layouts, algorithm)
-        if prepared is None or (a.data_ptr() | b.data_ptr() | out.data_ptr()) % _ALIGNMENT:
+        if prepared is None or (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNMENT:
             return False
         prepared.run(a, b, out, add)
     return True
@@ -270,4 +270,4 @@ def _fits(layout: _Layout, dtype: torch.dtype) -> bool:
     shape, strides, own = layout
     if own != dtype or dtype not in _TYPES or len(shape) != 2 or 0 in shape or strides[1] != 1:
         return False
-    return strides[0] * dtype.itemsize % _ALIGNMENT == 0
+    return strides[0] * dtype.itemsize % ALIGNMENT == 0

@@ -87,7 +87,7 @@ def _checked(shape: Any) -> Shape:
     sizes = tuple(shape) if isinstance(shape, tuple | list) else ()
     if len(sizes) != 3 or not all(is_integer(size) and size > 0 for size in sizes):
         raise ValueError(f"warm_up: shapes has {quoted(shape)}; pass (M, N, K), three positive integers")
-    return sizes
+    return tuple(map(int, sizes))
 
 
 def agree(team: Team, gemms: list[Gemm], run: Callable[[], Any] | None, file: Path | None) -> list[Entry]:
@@ -110,11 +110,14 @@ def agree(team: Team, gemms: list[Gemm], run: Callable[[], Any] | None, file: Pa
             found.append(entry)
             if team.rank == 0 and file is not None:
                 algorithms.save(file, [entry])
+    torch.cuda.empty_cache()  # operands and graphs of the search
     return found
 
 
 def _search(dtype: torch.dtype, shape: Shape, team: Team) -> Entry | None:
     """Entry of a shape, by timing on this rank's GPU; None where cuBLASLt names no algorithm."""
+    if any(size * dtype.itemsize % cublaslt.ALIGNMENT for size in shape[1:]):
+        return None  # no algorithm reads such rows
     candidates = [design.algorithm for design in space.algorithms(GemmCall(*shape, dtype), quick=False)]
     named = [algorithm for algorithm in candidates if algorithm is not None]
     if not named:

@@ -91,7 +91,6 @@ def pipelined(team: Team, rows: int) -> Functions:
 
 def _functions(recipe: Reference, options: dict[str, Any], of_head: dict[str, Any]) -> Functions:
     """``recipe`` compiled. One compilation serves all layers, which differ in tensors alone."""
-    torch.compiler.reset()  # of the last shape: compiled code is not reused for another shape
 
     def one(function: Callable, options: dict[str, Any]) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False, options=options)

@@ -15,7 +15,7 @@ MODEL = ["--model", "qwen3-0.6b", "--layers", "3", "--providers", "weft.auto,tor
 
 def run(tmp_path, *arguments):
     file = tmp_path / "x.json"
-    result = CliRunner().invoke(app, [*arguments, *MODEL, "--json", str(file)])
+    result = CliRunner().invoke(app, [*MODEL, *arguments, "--json", str(file)])
     assert result.exit_code == 0, result.output
     (found,) = read(file)
     return found.rows

@@ -17,10 +17,10 @@ import torch
 
 import weft
 from weft import ops
+from weft.check.detector.detector import Observer
 from weft.ops.gemm.tile import Tile
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Fused
 from weft.runtime.files import put
-from weft.simulator.observer import Observer
 
 RUNS = 3
 WORLD_SIZE = 4

@@ -13,7 +13,7 @@ import weft.check
 import weft.language as wl
 from tests.check import examples
 from tests.zoo import staging
-from weft.simulator.observer import Observer
+from weft.check.detector.detector import Observer
 
 
 def line_of(text):

@@ -12,8 +12,8 @@ import weft
 import weft.check
 import weft.language as wl
 from tests.zoo import misusing, publishing, reusing, sticking
+from weft.check.detector.findings import Finding, Place, Side
 from weft.check.folding import Seen, causes_of
-from weft.simulator.findings import Finding, Place, Side
 
 N = 32
 

@@ -14,8 +14,8 @@ import weft.check
 import weft.language as wl
 from tests.zoo.overlapping import fill, sum_of
 from weft import ops
+from weft.check.detector.happens_before import HappensBefore
 from weft.models import Qwen3Config, Qwen3ForCausalLM
-from weft.simulator.happens_before import HappensBefore
 from weft.simulator.machine.machine import Machine
 
 N = 32

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.zoo.catalogue import EXHIBITS
-from weft.simulator.findings import REMEDIES
+from weft.check.detector.findings import REMEDIES
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "check.md"

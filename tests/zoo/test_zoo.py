@@ -4,7 +4,7 @@ import pytest
 
 import weft.check
 from tests.zoo import catalogue, table
-from weft.simulator.findings import RACES
+from weft.check.detector.findings import RACES
 
 
 def run(case, bug):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.simulator.findings import RACES, Finding
+from weft.check.detector.findings import RACES, Finding
 
 # Kinds that may make results differ between schedules.
 DISORDER = RACES | {"uncleared"}

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from weft.simulator.findings import Finding, Side
+from weft.check.detector.findings import Finding, Side
 
 DEFAULT_SMS = 8  # resident programs of a rank by default
 

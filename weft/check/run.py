@@ -21,16 +21,16 @@ from weft.arguments import (
     is_integer,
     positive,
 )
+from weft.check.detector.findings import Finding, Side, allowed_by
+from weft.check.detector.host_operations import host_line_of
 from weft.check.digests import Digest, digest_of, first_difference
 from weft.check.folding import Seen, causes_of
 from weft.check.report import DEFAULT_SMS, Found, Report, Schedule
 from weft.check.shrinking import Shrinking
+from weft.check.strategies import STRATEGIES, make, strategy_of
 from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
 from weft.runtime.mains import check_main
 from weft.runtime.simulate import simulate
-from weft.simulator.findings import Finding, Side, allowed_by
-from weft.simulator.machine.host_operations import host_line_of
-from weft.simulator.strategies import STRATEGIES, make, strategy_of
 
 DEFAULT_SCHEDULES = 20
 # Resident programs of a rank, for mains that size kernels by them; each for as many runs as "mix" has strategies.
@@ -182,8 +182,8 @@ class Runner:
         return replace(outcome, findings=kept + hangs)
 
     def _run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
+        from weft.check.detector.detector import Observer
         from weft.simulator.machine.store_buffers import StoreBuffers
-        from weft.simulator.observer import Observer
 
         kept = []
 

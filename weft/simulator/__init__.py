@@ -2,6 +2,5 @@
 
 The entry point is ``weft.simulate`` (in ``weft.runtime.simulate``). Reading order: ``scheduler`` (tasks and the choice of the
 next one), ``memory`` (addresses), ``machine`` (launches, streams, waits), ``interpreter`` (everything that touches Triton's
-internals). ``weft check`` adds ``observer``: ``happens_before`` (order between threads of execution), ``thread_clocks`` and
-``vector_clocks``, ``races`` (shadow memory), ``signals``.
+internals). ``weft check`` adds an observer, its detector (``weft.check.detector``).
 """

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from weft.simulator.vector_clocks import ORDER, at, fit, joined, new_clock, receive
+from weft.check.detector.vector_clocks import ORDER, at, fit, joined, new_clock, receive
 
 
 def known(slot, time):

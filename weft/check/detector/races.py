@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.advice import advice_for
-from weft.simulator.findings import Finding, Place, Side, allowed_by
-from weft.simulator.interpreter import LIBRARIES
-from weft.simulator.machine.memory import Extent
-from weft.simulator.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
-from weft.simulator.thread_clocks import (
+from weft.check.detector.advice import advice_for
+from weft.check.detector.findings import Finding, Place, Side, allowed_by
+from weft.check.detector.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
+from weft.check.detector.thread_clocks import (
     ASYNC,
     AWAITED,
     BLOCK,
@@ -31,7 +29,9 @@ from weft.simulator.thread_clocks import (
     Sync,
     ThreadClock,
 )
-from weft.simulator.vector_clocks import LAMPORT, ORDER, UNFENCED_LAMPORT, Slots, at, receive
+from weft.check.detector.vector_clocks import LAMPORT, ORDER, UNFENCED_LAMPORT, Slots, at, receive
+from weft.simulator.interpreter import LIBRARIES
+from weft.simulator.machine.memory import Extent
 
 _COPIES = (DELIVERY, COPYING)
 

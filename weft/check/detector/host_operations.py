@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MACHINERY = ("torch.", "triton.", "weft.simulator.", "weft.runtime.", "contextlib")
+_MACHINERY = ("torch.", "triton.", "weft.simulator.", "weft.check.", "weft.runtime.", "contextlib")
 # Operations that use a tensor's shape only.
 _SHAPE_ONLY = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
@@ -83,7 +83,7 @@ def host_line_of(error: BaseException) -> tuple | None:
     found, entry = None, error.__traceback__
     while entry is not None:
         name = entry.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith((*_MACHINERY, "weft.check.", "threading")):
+        if not name.startswith((*_MACHINERY, "threading")):
             found = entry.tb_frame.f_code, entry.tb_lineno
         entry = entry.tb_next
     return found

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, fit, joined
+from weft.check.detector.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, fit, joined
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.simulator.findings import Place
+from weft.check.detector.findings import Place
+from weft.check.detector.thread_clocks import Access
+from weft.check.detector.vector_clocks import at
 from weft.simulator.machine.polling import is_polled
-from weft.simulator.thread_clocks import Access
-from weft.simulator.vector_clocks import at
 
 _STORES = ("store", "descriptor store")
 _COPY, _HOST = "copy", "host"

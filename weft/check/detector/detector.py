@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.happens_before import HappensBefore
-from weft.simulator.machine.memory import signed
-from weft.simulator.machine.polling import is_polled
-from weft.simulator.races import kind_of
-from weft.simulator.signals import addresses_in
-from weft.simulator.thread_clocks import (
+from weft.check.detector.happens_before import HappensBefore
+from weft.check.detector.races import kind_of
+from weft.check.detector.signals import addresses_in
+from weft.check.detector.thread_clocks import (
     ASYNC,
     AWAITED,
     BLOCK,
@@ -32,6 +30,8 @@ from weft.simulator.thread_clocks import (
     Sync,
     ThreadClock,
 )
+from weft.simulator.machine.memory import signed
+from weft.simulator.machine.polling import is_polled
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
 # Most elements of a relaxed access that are each examined as signals, and most blocks of one line's stores that are kept for

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from weft.check.detector.races import Races
+from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled, waits_for_one_value
-from weft.simulator.races import Races
-from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock
 
 
 class Signals:

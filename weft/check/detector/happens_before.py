@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from weft.simulator.machine.host_operations import HostOperations, host_line
+from weft.check.detector.host_operations import HostOperations, host_line
+from weft.check.detector.races import Races
+from weft.check.detector.residency import Residency
+from weft.check.detector.signals import Signals
+from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
+from weft.check.detector.vector_clocks import joined, new_clock
 from weft.simulator.machine.memory import signed
-from weft.simulator.machine.residency import Residency
-from weft.simulator.races import Races
-from weft.simulator.signals import Signals
-from weft.simulator.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
-from weft.simulator.vector_clocks import joined, new_clock
 
 # Ordinary tensors of a rank kept known after their use, while an access that is not ordered after the use may still come.
 _HELD = 64

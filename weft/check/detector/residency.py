@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.simulator.thread_clocks import SCALAR, Access, Signal, ThreadClock
+from weft.check.detector.thread_clocks import SCALAR, Access, Signal, ThreadClock
 
 
 class Residency:

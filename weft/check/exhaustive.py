@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from weft.check.gathered import Gathered
 from weft.check.report import Schedule
-
-if TYPE_CHECKING:
-    from weft.check.run import Gathered, Runner
+from weft.check.runner import Runner
 
 # Byte ranges: (low, high, may be written).
 Footprint = tuple[tuple[int, int, bool], ...]

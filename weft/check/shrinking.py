@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.check.report import Found, Schedule
-
-if TYPE_CHECKING:
-    from weft.check.run import Outcome, Runner
+from weft.check.runner import Outcome, Runner
 
 # Most runs for one report, and seeds tried for one strategy.
 _RUNS = 16

@@ -1,0 +1,140 @@
+"""Run of a main under one schedule, with the detector, and its outcome."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.check.detector.findings import Finding, Side, allowed_by
+from weft.check.detector.host_operations import host_line_of
+from weft.check.digests import Digest, digest_of
+from weft.check.folding import Seen, causes_of
+from weft.check.report import Schedule
+from weft.check.strategies import make
+from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
+from weft.runtime.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Outcome of one run.
+
+    digest     of the ranks' ``results``; None if the run ended early
+    programs   most programs of a rank resident at once
+    is_sized   main has asked how many programs can be resident
+    unstarted  size of the largest grid that had unstarted programs in a deadlock, 0 if there was none
+    """
+
+    findings: tuple[tuple[Finding, int], ...]
+    digest: Digest | None
+    results: Any
+    programs: int
+    is_sized: bool = False
+    unstarted: int = 0
+
+    @property
+    def needs_more_sms(self) -> bool:
+        """True if the run failed for lack of SMs, or by an error that this lack may have caused."""
+        kinds = ("residency", "error")
+        return any(f.kind in kinds and not f.message.startswith("AssertionError") for f, _ in self.findings)
+
+    @property
+    def causes(self) -> list[Finding]:
+        """Findings that are not consequences of others of this run."""
+        seen = [Seen(finding=finding, runs=frozenset((0,))) for finding, _ in self.findings]
+        return [one.finding for i, (one, cause) in enumerate(zip(seen, causes_of(seen), strict=True)) if i == cause]
+
+
+class Runner:
+    """Runner of a main under one schedule at a time."""
+
+    def __init__(self, main: Callable[..., Any], heap_bytes: int | None, args: tuple) -> None:
+        self._main, self._heap_bytes, self._args = main, heap_bytes, args
+
+    def run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
+        """Run once. If programs find no free SM, run again with enough SMs: a hang there has another cause."""
+        outcome = self._run(schedule, strategy)
+        if strategy is not None or outcome.unstarted <= schedule.sms:
+            return outcome
+        larger = self._run(replace(schedule, sms=outcome.unstarted))
+        hangs = tuple((f, count) for f, count in larger.findings if f.kind in ("deadlock", "launch-mismatch"))
+        if not hangs:
+            return outcome
+        kept = tuple((f, count) for f, count in outcome.findings if f.kind != "residency")
+        return replace(outcome, findings=kept + hangs)
+
+    def _run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
+        from weft.check.detector.detector import Observer
+        from weft.simulator.machine.store_buffers import StoreBuffers
+
+        kept = []
+
+        def prepare(machine: Any) -> None:
+            machine.observer = Observer(machine)
+            chosen = strategy or make(
+                schedule.strategy, schedule.seed, schedule.world_size, schedule.sms, schedule.depth
+            )
+            machine.scheduler.strategy = chosen
+            if strategy is not None:
+                strategy.place = machine.memory.place
+            if schedule.strategy in ("delay", "exhaustive"):
+                machine.store_buffers = StoreBuffers(machine, schedule.seed, tasks=schedule.strategy == "exhaustive")
+            late = machine.store_buffers
+            machine.scheduler.when_stuck = lambda: late is not None and late.time_passes() or machine.return_launches()
+            kept.append(machine)
+
+        digest = results = error = None
+        try:
+            results = simulate(
+                self._main, schedule.world_size, seed=schedule.seed, sms=schedule.sms, heap_bytes=self._heap_bytes,
+                args=self._args, prepare=prepare,
+            )  # fmt: skip
+            digest = digest_of(results)
+        except (Exception, SystemExit) as caught:  # a main that exits early has proved nothing
+            error = caught
+        if not kept or isinstance(error, WrongMain):
+            raise error  # the run did not begin
+        machine = kept[0]
+        observer = machine.observer
+        if error is None:
+            observer.signals.finish()
+        races = observer.races
+        findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
+        if error is not None and not isinstance(error, Deadlock):
+            findings.append((_of_error(error, machine), 1))
+        return Outcome(
+            findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
+            is_sized=machine.is_sized, unstarted=observer.unstarted,
+        )  # fmt: skip
+
+
+_PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")
+
+
+def _of_error(error: Exception, machine: Any) -> Finding:
+    """Finding for an exception."""
+    races, failed = machine.observer.races, machine.scheduler.failed
+    kind, tensor, rank, index = "error", "", 0, 0
+    message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+    sides: tuple[Side, ...] = ()
+    if isinstance(error, InvalidAccess):
+        misaligned, gone = "misaligned" in error.verb, "freed" in error.nearest
+        kind = "misaligned" if misaligned else "use-after-free" if gone else "out-of-bounds"
+        place = _PLACE.match(error.nearest)
+        if place is not None:
+            tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
+        named = machine.observer.named.get(error.who)
+        sides = (races.side(replace(named, verb=error.verb)),) if named is not None else ()
+    elif failed is not None:
+        kind = "misaligned" if isinstance(error, Misaligned) else kind
+        code = machine.interpreter.line_of(error) or host_line_of(error)
+        verb = type(error).__name__
+        sides = (Side(rank=failed.rank, task=failed.label, verb=verb, place=races.place(code), sync=""),)
+    if isinstance(error, WeftError) and "programs that wait for each other" in str(error):
+        kind = "residency"
+    return Finding(
+        kind=kind, message=message.splitlines()[0] if message else kind, tensor=tensor, rank=rank, first=index, last=index,
+        sides=sides, allowed=allowed_by(kind, sides),
+    )  # fmt: skip

@@ -26,6 +26,7 @@ LAYERS = (
     "language",
     "runtime",
     "simulator",
+    "triton_api",
     "errors",
     "arguments",
 )
@@ -36,6 +37,9 @@ ALONGSIDE = {("tune", "bench")}
 
 ENVIRONMENT_FILE = "weft/runtime/launch.py"
 ASSEMBLY_FILES = ("weft/language/lowering/gcn.py", "weft/language/lowering/ptx.py")
+TRITON_API = "weft/triton_api.py"
+# Triton's modules that every file may import; also those of triton.language.extra.
+TRITON_PUBLIC = ("triton", "triton.language", "triton.language.extra", "triton.tools.tensor_descriptor")
 # `import weft` must work without them.
 SIMULATOR_ONLY = ("greenlet", "ml_dtypes")
 
@@ -134,6 +138,37 @@ def test_has_its_home(words, homes):
         if name_of(file) not in homes
         for line, word in attributes_and_names(ast.parse(file.read_text()))
         if word in words
+    ]
+    assert strays == []
+
+
+def triton_internals(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Imports of Triton's modules that are not public, and private names of public ones."""
+    for node in ast.walk(tree):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            private = any(alias.name.startswith("_") for alias in node.names)
+            modules = [f"{node.module}._" if private else node.module]
+        for module in modules:
+            if module.split(".")[0] == "triton" and not (
+                module in TRITON_PUBLIC or module.startswith("triton.language.extra.")
+            ):
+                yield node.lineno, f"imports {module}"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            if owner.split(".")[0] in ("tl", "triton"):
+                yield node.lineno, f"uses {owner}.{node.attr}"
+
+
+def test_one_file_imports_the_internals_of_triton():
+    uses = "import triton.knobs\nfrom triton.runtime.jit import JITFunction\nfrom triton import language, _utils\ntl.core._x"
+    assert len(list(triton_internals(ast.parse(uses)))) == 4
+    assert not list(triton_internals(ast.parse("import triton.language as tl\nfrom triton.language.extra import cuda")))
+    strays = [
+        f"{name_of(file)}:{line} {use}"
+        for file in FILES
+        if name_of(file) != TRITON_API
+        for line, use in triton_internals(ast.parse(file.read_text()))
     ]
     assert strays == []
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl
-from triton.language.core import constexpr
 
 # Signal type -> signed type in which its values are compared.
 _SIGNED = {"int32": tl.int32, "uint32": tl.int32, "int64": tl.int64, "uint64": tl.int64}
@@ -83,7 +82,7 @@ def _shape(x: tl.tensor) -> list[int]:
 
 
 def _known(x: Any) -> Any:
-    return x.value if isinstance(x, constexpr) else x
+    return x.value if isinstance(x, tl.constexpr) else x
 
 
 def _fields(x: Any) -> tuple[str, ...]:
@@ -106,7 +105,7 @@ def _named(x: Any) -> str:
 @tl.core.builtin
 def signed_type_of(primitive, signal, _semantic=None):
     """``signed_type`` in a kernel, a compile-time constant."""
-    return constexpr(signed_type(_known(primitive), signal))
+    return tl.constexpr(signed_type(_known(primitive), signal))
 
 
 @tl.core.builtin

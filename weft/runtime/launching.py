@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 
 from weft.runtime.team.view import TeamView
+from weft.triton_api import CompiledKernel, JITFunction, knobs
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team

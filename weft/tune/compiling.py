@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
+
+from weft.triton_api import CompiledKernel, JITFunction
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team

@@ -35,9 +35,8 @@ from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import Launch, launch_on
 
 if TYPE_CHECKING:
-    from triton.runtime.jit import JITFunction
-
     from weft.runtime.capabilities import Capabilities
+    from weft.triton_api import JITFunction
 
 LOG2_E = math.log2(math.e)
 PAGE_SIZES = (16, 32, 64, 128, 256)

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import ir
-from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from weft.errors import NotInterpretable
 from weft.simulator import numerics
@@ -17,6 +15,7 @@ from weft.simulator.interpreter.assembly import instead_of
 from weft.simulator.interpreter.descriptors import Descriptor
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, everywhere, not_interpretable, numpy_dtype, plain
+from weft.triton_api import InterpreterBuilder, InterpreterOptions, TensorHandle, ir
 
 _SEMANTICS = {
     ir.MEM_SEMANTIC.RELAXED: "relaxed",

@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import triton.language as tl
-from triton.language.core import TRITON_BUILTIN, constexpr
-from triton.runtime.jit import JITFunction
 
 from weft.simulator.interpreter import rewriting, statements
 from weft.simulator.interpreter.frames import KernelFrames
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.values import not_interpretable
+from weft.triton_api import TRITON_BUILTIN, JITFunction
 
 
 def is_builtin(member: Any) -> bool:
@@ -83,7 +82,7 @@ class Callees:
             return entry[1]
         if isinstance(callee, types.MethodType):
             return callee
-        if isinstance(callee, constexpr):
+        if isinstance(callee, tl.constexpr):
             return self.resolve(callee.value)
         module = getattr(callee, "__module__", None)
         if isinstance(callee, JITFunction):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
-from triton.language.core import constexpr
-from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.values import make, scalar, value_of
+from weft.triton_api import JITFunction, TensorWrapper, canonicalize_dtype
 
+# Argument in ``kernel[grid]``: sizes, or a function that makes them from the bound arguments.
+GridSizes = Sequence[int] | Callable[[Mapping[str, object]], Sequence[int]]
 # Launch options of the NVIDIA and AMD backends.
 _OPTIONS = frozenset({
     "allow_flush_denorm", "arch", "clc", "cluster_dims", "debug", "default_dot_input_precision", "enable_fp_fusion",
@@ -45,7 +45,7 @@ class Launch:
     tuples: list[tuple]
 
 
-def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: Any, args: tuple, kwargs: dict) -> Launch:
+def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: GridSizes, args: tuple, kwargs: dict) -> Launch:
     """Bind a launch's arguments to ``function``, which replaces the kernel, as Triton does.
 
     TypeError for missing, extra or unknown arguments and for unsupported types; TypeError or ValueError for an invalid grid.
@@ -87,7 +87,7 @@ def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: Any, args
     )
 
 
-def _sizes(kernel: str, grid: Any) -> list[int]:
+def _sizes(kernel: str, grid: Sequence[int]) -> list[int]:
     """Sizes of a grid as Triton's launcher reads them. A size of 0 launches nothing."""
     try:
         sizes = list(grid)
@@ -126,7 +126,7 @@ class _Arguments:
 
     def convert(self, value: Any, fixed: bool = False, const: bool = False, annotation: str = "") -> Any:
         """Kernel value of ``value``; unchanged if the parameter is ``fixed`` (constexpr)."""
-        if isinstance(value, constexpr):
+        if isinstance(value, tl.constexpr):
             return value.value
         if fixed or value is None:
             return value
@@ -153,8 +153,8 @@ class _Arguments:
         descriptor = self.semantic.make_tensor_descriptor(
             self.convert(host.base),
             [self.convert(int(size)) for size in host.shape],
-            [*(self.convert(int(stride)) for stride in host.strides[:-1]), constexpr(host.strides[-1])],
-            [constexpr(size) for size in host.block_shape],
+            [*(self.convert(int(stride)) for stride in host.strides[:-1]), tl.constexpr(host.strides[-1])],
+            [tl.constexpr(size) for size in host.block_shape],
             padding_option=host.padding,
         )
         descriptor.handle.round_to_tf32 = getattr(host, "round_f32_to_tf32", False)
@@ -171,7 +171,7 @@ def _scalar_type(value: int | float) -> tl.dtype:
 
 def _element(dtype: Any) -> str:
     try:
-        return triton._utils.canonicalize_dtype(dtype)
+        return canonicalize_dtype(dtype)
     except KeyError:
         raise _NoArgument(f"a tensor of {dtype}") from None
 

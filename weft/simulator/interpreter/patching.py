@@ -8,14 +8,12 @@ from functools import cache, partial
 from typing import Any
 
 import triton.language as tl
-from triton.language.core import base_value, constexpr, tensor_descriptor_base
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from weft.simulator.interpreter.callees import Callees, is_builtin
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.stand_ins import StandIns
 from weft.simulator.interpreter.values import make, plain, value_of
+from weft.triton_api import InterpretedFunction, JITFunction, base_value, tensor_descriptor_base
 
 _ABSENT = object()
 _EVERYTHING = slice(None)
@@ -103,7 +101,7 @@ def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:
     members = {
         "to": lambda x, *args, _semantic=None, **kwargs: cast(x, *args, **kwargs),
         "shape": property(_shape),
-        "numel": property(lambda x: constexpr(x.handle.data.size)),
+        "numel": property(lambda x: tl.constexpr(x.handle.data.size)),
         "T": property(lambda x: semantic.permute(x, (1, 0))),
         "__init__": _init_tensor,
         "__index__": lambda x: int(value_of(x)),
@@ -116,8 +114,8 @@ def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:
         patches.set(tl.tensor, name, member)
     for name in (*_ARITHMETIC, *_COMPARISONS, "pow", "rshift"):
         for operator in (f"__{name}__", f"__r{name}__"):
-            if operator in vars(constexpr):
-                patches.set(constexpr, operator, _yielding(vars(constexpr)[operator]))
+            if operator in vars(tl.constexpr):
+                patches.set(tl.constexpr, operator, _yielding(vars(tl.constexpr)[operator]))
 
 
 def _method(member: Callable, semantic: Semantic) -> Callable:
@@ -129,14 +127,14 @@ def _method(member: Callable, semantic: Semantic) -> Callable:
 
 def _operator(operation: Callable) -> Callable:
     def call(self: tl.tensor, other: Any, _semantic: Any = None) -> tl.tensor:
-        return operation(self, other.value if isinstance(other, constexpr) else other)
+        return operation(self, other.value if isinstance(other, tl.constexpr) else other)
 
     return call
 
 
 def _reflected(operation: Callable) -> Callable:
     def call(self: tl.tensor, other: Any, _semantic: Any = None) -> tl.tensor:
-        return operation(other.value if isinstance(other, constexpr) else other, self)
+        return operation(other.value if isinstance(other, tl.constexpr) else other, self)
 
     return call
 
@@ -144,7 +142,7 @@ def _reflected(operation: Callable) -> Callable:
 def _yielding(original: Callable) -> Callable:
     """Operator of constexpr that leaves the operation to a tensor, which the original would wrap."""
 
-    def call(self: constexpr, other: Any) -> Any:
+    def call(self: tl.constexpr, other: Any) -> Any:
         return NotImplemented if isinstance(other, tl.tensor) else original(self, other)
 
     return call
@@ -156,7 +154,7 @@ def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
 
 @cache
 def _shape_tuple(shape: tuple[int, ...]) -> tl.tuple:
-    return tl.tuple([constexpr(size) for size in shape])
+    return tl.tuple([tl.constexpr(size) for size in shape])
 
 
 def _shape(x: tl.tensor) -> tl.tuple:

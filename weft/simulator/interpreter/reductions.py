@@ -10,6 +10,7 @@ import triton.language as tl
 
 from weft.simulator import numerics
 from weft.simulator.interpreter.values import SCALAR_SHAPE, block, make, not_interpretable, numpy_dtype, plain, value_of
+from weft.triton_api import combine_max, combine_min, combine_sum, wrap_axis
 
 
 class Reductions:
@@ -27,12 +28,11 @@ class Reductions:
         if axis is None:
             arrays = [a.reshape(-1) for a in arrays]
         else:
-            along = tl.core._wrap_axis(axis, rank)
-        standard = tl.standard
-        if combine_fn is standard._sum_combine:
+            along = wrap_axis(axis, rank)
+        if combine_fn is combine_sum:
             out = [numerics.reduce_sum(arrays[0], along)]
-        elif combine_fn is standard._elementwise_max or combine_fn is standard._elementwise_min:
-            out = [numerics.reduce_extreme(arrays[0], along, combine_fn is standard._elementwise_max)]
+        elif combine_fn is combine_max or combine_fn is combine_min:
+            out = [numerics.reduce_extreme(arrays[0], along, combine_fn is combine_max)]
         else:
             out = self._tree(combine_fn, arrays, [x.dtype for x in inputs], along)
         if keep_dims:
@@ -65,10 +65,10 @@ class Reductions:
     def scan(self, input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
         inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
         axis, reverse, combine_fn = map(plain, (axis, reverse, combine_fn))
-        along = tl.core._wrap_axis(axis, inputs[0].handle.data.ndim)
+        along = wrap_axis(axis, inputs[0].handle.data.ndim)
         arrays = [np.moveaxis(x.handle.data, along, 0) for x in inputs]
         arrays = [a[::-1] for a in arrays] if reverse else arrays
-        if combine_fn is tl.standard._sum_combine:
+        if combine_fn is combine_sum:
             out = [numerics.scan_sum(arrays[0], 0)]
         else:
             function, types_ = self.function(combine_fn), [x.dtype for x in inputs]

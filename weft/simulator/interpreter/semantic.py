@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language.core import constexpr
-from triton.language.semantic import IncompatibleTypeErrorImpl, TritonSemantic
 
 from weft.simulator import numerics
 from weft.simulator.interpreter.builder import Builder
 from weft.simulator.interpreter.values import Handle, everywhere, make, numpy_dtype, plain, value_of
+from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
 
 
 def _bitwise(op: Callable) -> Callable:
@@ -44,7 +43,7 @@ class Semantic(TritonSemantic):
         self._constants: dict[tuple, np.ndarray] = {}
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
-        if isinstance(x, constexpr):
+        if isinstance(x, tl.constexpr):
             x = x.value
         if isinstance(x, (int, float)):
             return self.scalar_constant(x, self._type_of(x))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language.core import constexpr
 
 from weft.errors import Misaligned
 from weft.simulator.interpreter.callees import with_semantic
@@ -154,7 +153,9 @@ class StandIns:
             return of_numbers(*map(value_of, args))
         result = args[0]
         for x in args[1:]:
-            result = operation(value_of(result) if isinstance(result, constexpr) else result, x, tl.PropagateNan.NONE)
+            result = operation(
+                value_of(result) if isinstance(result, tl.constexpr) else result, x, tl.PropagateNan.NONE
+            )
         return result
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import triton.language as tl
-from triton.language.core import constexpr
 
 from weft.simulator.interpreter.semantic import Semantic
 
@@ -30,7 +29,7 @@ def _assign(semantic: Semantic, value: Any) -> Any:
     kind = type(value)
     if kind is tl.tensor:
         return value
-    if kind is constexpr:
+    if kind is tl.constexpr:
         value, kind = value.value, type(value.value)
     if kind in (int, float, bool):
         return semantic.to_tensor(value)

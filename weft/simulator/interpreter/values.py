@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language.core import constexpr
-from triton.runtime.interpreter import TensorHandle
 
 from weft.errors import NotInterpretable
 from weft.simulator import numerics
+from weft.triton_api import TensorHandle
 
 SCALAR_SHAPE = (1,)
 
@@ -48,7 +47,7 @@ def everywhere(shape: tuple[int, ...]) -> np.ndarray:
 
 def plain(x: Any) -> Any:
     """Value of a constexpr; anything else unchanged."""
-    return x.value if isinstance(x, constexpr) else x
+    return x.value if isinstance(x, tl.constexpr) else x
 
 
 def numpy_dtype(element: tl.dtype) -> np.dtype:
@@ -91,7 +90,7 @@ def value_of(x: Any) -> Any:
     A Python number for a scalar tensor (an address for a pointer), the array of a block, the value of a constexpr; anything
     else unchanged.
     """
-    if isinstance(x, constexpr):
+    if isinstance(x, tl.constexpr):
         return x.value
     if isinstance(x, tl.tensor):
         data = x.handle.data

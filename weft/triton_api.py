@@ -1,0 +1,62 @@
+"""Triton's internals that weft uses: no other file imports a module of Triton's that is not public.
+
+``tests/simulator/test_triton_contracts.py`` tests the behaviour relied on. The users, besides the simulator's interpreter:
+
+JITFunction     a simulation and ``weft.tune.compiling`` replace its ``run``; ``weft.runtime.launching`` goes past it
+CompiledKernel  ``weft.runtime.launching`` calls ``run`` with ``function`` and ``packed_metadata``, ``weft.tune.compiling``
+                ``_init_handles``
+knobs           ``weft.runtime.launching`` asks for a profiler's hooks, ``weft.runtime.triton_interpret`` for TRITON_INTERPRET
+CodeGenerator   ``weft.language.lowering.debug_site`` looks for it on the Python stack
+builder         ``weft.language.lowering.stock`` reads the ``options`` of ``_semantic.builder``
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from triton import knobs
+from triton._C.libtriton import ir
+from triton._utils import canonicalize_dtype
+from triton.compiler import CompiledKernel
+from triton.language import core, standard
+from triton.language.core import TRITON_BUILTIN, base_value, tensor_descriptor_base
+from triton.language.semantic import IncompatibleTypeErrorImpl, TritonSemantic
+from triton.runtime.jit import JITFunction, TensorWrapper
+
+if TYPE_CHECKING:
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, TensorHandle
+
+__all__ = [
+    "TRITON_BUILTIN",
+    "CompiledKernel",
+    "IncompatibleTypeErrorImpl",
+    "InterpretedFunction",
+    "InterpreterBuilder",
+    "InterpreterOptions",
+    "JITFunction",
+    "TensorHandle",
+    "TensorWrapper",
+    "TritonSemantic",
+    "base_value",
+    "canonicalize_dtype",
+    "combine_max",
+    "combine_min",
+    "combine_sum",
+    "ir",
+    "knobs",
+    "tensor_descriptor_base",
+    "wrap_axis",
+]
+
+wrap_axis = core._wrap_axis
+# Combine functions of tl.sum, tl.max and tl.min.
+combine_sum, combine_max, combine_min = standard._sum_combine, standard._elementwise_max, standard._elementwise_min
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, which only a simulation makes.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import triton.runtime.interpreter as interpreter
+
+    return getattr(interpreter, name)

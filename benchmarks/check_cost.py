@@ -17,7 +17,7 @@ import torch
 
 import weft
 from weft import ops
-from weft.check.detector.detector import Observer
+from weft.check.detector.detector import Detector
 from weft.ops.gemm.tile import Tile
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Fused
 from weft.runtime.files import put
@@ -45,7 +45,7 @@ def reduced_gemm(team: Any) -> torch.Tensor:
 def seconds(main: Callable[[Any], Any], checked: bool) -> float:
     def prepare(machine: Any) -> None:
         if checked:
-            machine.observer = Observer(machine)
+            machine.observer = Detector(machine)
 
     started = time.process_time()
     weft.simulate(main, WORLD_SIZE, prepare=prepare)

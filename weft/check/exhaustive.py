@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from weft.check.gathered import Gathered
 from weft.check.report import Schedule
 from weft.check.runner import Runner
 
-# Byte ranges: (low, high, may be written).
-Footprint = tuple[tuple[int, int, bool], ...]
+if TYPE_CHECKING:  # greenlet need not be installed where this is imported
+    from weft.simulator.interpreter import CodeLine
+    from weft.simulator.machine.machine import Machine
+    from weft.simulator.machine.tasks import Footprint, Task
+
 # Most choices in one run; beyond them the search counts as bounded.
 _MAX_CHOICES = 2000
 
@@ -71,19 +74,24 @@ class Walk:
 
     def __init__(self, search: Search) -> None:
         self._search = search
-        self.place: Callable[[int], int] = int  # address -> number that is equal in all runs
+        self._place: Callable[[int], int] = int  # address -> number that is equal in all runs
         self._steps: list[Step] = []
         self._clocks: dict[str, dict[str, int]] = {}
         self._names: dict[int, str] = {}
-        self._keep: list[Any] = []
+        self._keep: list[Task] = []
         self._seen: dict[str, int] = {}
-        self._polls: dict[str, tuple[Footprint, Any, int]] = {}
+        self._polls: dict[str, tuple[Footprint, CodeLine | None, int]] = {}
         self.redundant = False
 
-    def polled(self, task: Any) -> None:
+    def on(self, machine: Machine) -> Walk:
+        """This strategy, for a run of ``machine``."""
+        self._place = machine.memory.place
+        return self
+
+    def polled(self, task: Task) -> None:
         self._polls[self._key(task)] = (self._footprint(task), task.next_line, len(self._steps))
 
-    def choose(self, ready: Sequence[Any], step: int) -> Any:
+    def choose(self, ready: Sequence[Task], step: int) -> Task:
         for task in ready:
             if not task.next:
                 task.next = None
@@ -158,22 +166,21 @@ class Walk:
         self._clocks[key] = clock
         self._steps.append(Step(key, footprint, clock))
 
-    def _footprint(self, task: Any) -> Footprint:
-        return tuple((place := self.place(low), place + high - low, write) for low, high, write in task.next)
+    def _footprint(self, task: Task) -> Footprint:
+        return tuple((place := self._place(low), place + high - low, write) for low, high, write in task.next)
 
-    def _key(self, task: Any) -> str:
+    def _key(self, task: Task) -> str:
         """Name of the task, equal in all runs."""
         found = self._names.get(id(task))
         if found is None:
             count = self._seen[task.label] = self._seen.get(task.label, 0) + 1
             found = self._names[id(task)] = f"{task.label} #{count}"
             self._keep.append(task)
-            maker = getattr(task, "maker", None)
-            if maker is not None:
-                self._clocks[found] = dict(self._clocks.get(self._key(maker), {}))
+            if task.maker is not None:
+                self._clocks[found] = dict(self._clocks.get(self._key(task.maker), {}))
         return found
 
-    def _spins(self, key: str, task: Any) -> bool:
+    def _spins(self, key: str, task: Task) -> bool:
         """True if the task would read again what it has just read, unchanged."""
         if key not in self._polls:
             return False
@@ -193,7 +200,7 @@ def explore(
     for number in range(1, limit + 1):
         walk = Walk(search)
         schedule = Schedule(world_size=world_size, strategy="exhaustive", seed=0, runs=number, sms=sms)
-        outcome = runner.run(schedule, walk)
+        outcome = runner.run(schedule, walk.on)
         if not walk.redundant:
             gathered.add(schedule, outcome)
         tell()

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.check.detector.findings import Finding, Side, allowed_by
-from weft.check.detector.host_operations import host_line_of
+from weft.check.detector.host_lines import host_line_of
 from weft.check.digests import Digest, digest_of
 from weft.check.folding import Seen, causes_of
 from weft.check.report import Schedule
 from weft.check.strategies import make
 from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
 from weft.runtime.simulate import simulate
+from weft.simulator.machine.strategy import Strategy
+
+if TYPE_CHECKING:
+    from weft.check.detector.detector import Detector
+    from weft.simulator.machine.machine import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +58,7 @@ class Runner:
     def __init__(self, main: Callable[..., Any], heap_bytes: int | None, args: tuple) -> None:
         self._main, self._heap_bytes, self._args = main, heap_bytes, args
 
-    def run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
+    def run(self, schedule: Schedule, strategy: Callable[[Machine], Strategy] | None = None) -> Outcome:
         """Run once. If programs find no free SM, run again with enough SMs: a hang there has another cause."""
         outcome = self._run(schedule, strategy)
         if strategy is not None or outcome.unstarted <= schedule.sms:
@@ -65,25 +70,22 @@ class Runner:
         kept = tuple((f, count) for f, count in outcome.findings if f.kind != "residency")
         return replace(outcome, findings=kept + hangs)
 
-    def _run(self, schedule: Schedule, strategy: Any = None) -> Outcome:
-        from weft.check.detector.detector import Observer
+    def _run(self, schedule: Schedule, strategy: Callable[[Machine], Strategy] | None = None) -> Outcome:
+        # Only here: greenlet need not be installed where this module is imported.
+        from weft.check.detector.detector import Detector
         from weft.simulator.machine.store_buffers import StoreBuffers
 
-        kept = []
+        kept: list[tuple[Machine, Detector]] = []
 
-        def prepare(machine: Any) -> None:
-            machine.observer = Observer(machine)
-            chosen = strategy or make(
-                schedule.strategy, schedule.seed, schedule.world_size, schedule.sms, schedule.depth
-            )
-            machine.scheduler.strategy = chosen
-            if strategy is not None:
-                strategy.place = machine.memory.place
+        def prepare(machine: Machine) -> None:
+            machine.observer = detector = Detector(machine)
+            scheduler = machine.scheduler
+            scheduler.strategy = strategy(machine) if strategy is not None else make(schedule)
             if schedule.strategy in ("delay", "exhaustive"):
-                machine.store_buffers = StoreBuffers(machine, schedule.seed, tasks=schedule.strategy == "exhaustive")
-            late = machine.store_buffers
-            machine.scheduler.when_stuck = lambda: late is not None and late.time_passes() or machine.return_launches()
-            kept.append(machine)
+                line, tasks = machine.interpreter.kernel_line, schedule.strategy == "exhaustive"
+                machine.stores = StoreBuffers(scheduler, machine.memory, line, schedule.seed, tasks)
+            scheduler.when_stuck = lambda: machine.stores.time_passes() or machine.return_launches()
+            kept.append((machine, detector))
 
         digest = results = error = None
         try:
@@ -96,26 +98,25 @@ class Runner:
             error = caught
         if not kept or isinstance(error, WrongMain):
             raise error  # the run did not begin
-        machine = kept[0]
-        observer = machine.observer
+        machine, detector = kept[0]
         if error is None:
-            observer.signals.finish()
-        races = observer.races
+            detector.signals.finish()
+        races = detector.races
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         if error is not None and not isinstance(error, Deadlock):
-            findings.append((_of_error(error, machine), 1))
+            findings.append((_of_error(error, machine, detector), 1))
         return Outcome(
             findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
-            is_sized=machine.is_sized, unstarted=observer.unstarted,
+            is_sized=machine.is_sized, unstarted=detector.unstarted,
         )  # fmt: skip
 
 
 _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")
 
 
-def _of_error(error: Exception, machine: Any) -> Finding:
+def _of_error(error: Exception, machine: Machine, detector: Detector) -> Finding:
     """Finding for an exception."""
-    races, failed = machine.observer.races, machine.scheduler.failed
+    races, failed = detector.races, machine.scheduler.failed
     kind, tensor, rank, index = "error", "", 0, 0
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     sides: tuple[Side, ...] = ()
@@ -125,7 +126,7 @@ def _of_error(error: Exception, machine: Any) -> Finding:
         place = _PLACE.match(error.nearest)
         if place is not None:
             tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
-        named = machine.observer.named.get(error.who)
+        named = detector.named.get(error.who)
         sides = (races.side(replace(named, verb=error.verb)),) if named is not None else ()
     elif failed is not None:
         kind = "misaligned" if isinstance(error, Misaligned) else kind

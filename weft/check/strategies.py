@@ -12,29 +12,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
+
+from weft.check.report import Schedule
+from weft.simulator.machine.strategy import Strategy, Uniform
+
+if TYPE_CHECKING:  # greenlet need not be installed where this is imported
+    from weft.simulator.machine.tasks import Task
 
 STRATEGIES = ("mix", "uniform", "pct", "slow", "delay", "exhaustive")
 _MIX = ("uniform", "delay", "pct", "slow")
 _SLOWNESS = 30.0
-
-
-class Strategy(Protocol):
-    def choose(self, ready: Sequence[Any], step: int) -> Any:
-        """Task to run next, one of ``ready``."""
-
-    def polled(self, task: Any) -> None:
-        """Note a read by ``task`` that brought nothing new: it may be spinning."""
-
-
-class Uniform:
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, ready: Sequence[Any], step: int) -> Any:
-        return ready[int(self._random.random() * len(ready))]
-
-    def polled(self, task: Any) -> None: ...
 
 
 class Slow(Uniform):
@@ -43,26 +31,28 @@ class Slow(Uniform):
         self._rank = self._random.randrange(world_size) if self._random.random() < 0.5 else None
         self._number = self._random.randrange(sms)
 
-    def choose(self, ready: Sequence[Any], step: int) -> Any:
+    def choose(self, ready: Sequence[Task], step: int) -> Task:
         quick = [task for task in ready if not self._is_slow(task)]
         if quick and (len(quick) == len(ready) or self._random.random() * _SLOWNESS > 1.0):
             ready = quick
         return super().choose(ready, step)
 
-    def _is_slow(self, task: Any) -> bool:
-        return task.rank == self._rank if self._rank is not None else getattr(task, "number", None) == self._number
+    def _is_slow(self, task: Task) -> bool:
+        return task.rank == self._rank if self._rank is not None else task.number == self._number
 
 
 class Pct:
+    explores = False
+
     def __init__(self, seed: int, depth: int) -> None:
         self._random = random.Random(seed)
         self._priorities: dict[int, float] = {}
-        self._keep: list[Any] = []  # ids are unique among live objects only
+        self._keep: list[Task] = []  # ids are unique among live objects only
         steps = 1 << self._random.randint(5, 12)
         self._changes = {self._random.randrange(steps) for _ in range(depth - 1)}
         self._lowest = 0.0
 
-    def choose(self, ready: Sequence[Any], step: int) -> Any:
+    def choose(self, ready: Sequence[Task], step: int) -> Task:
         for task in ready:
             if id(task) not in self._priorities:
                 self._priorities[id(task)] = 1.0 + self._random.random()
@@ -74,11 +64,11 @@ class Pct:
             chosen = max(ready, key=lambda task: self._priorities[id(task)])
         return chosen
 
-    def polled(self, task: Any) -> None:
+    def polled(self, task: Task) -> None:
         if id(task) in self._priorities:
             self._lower(task)
 
-    def _lower(self, task: Any) -> None:
+    def _lower(self, task: Task) -> None:
         self._lowest -= 1.0
         self._priorities[id(task)] = self._lowest
 
@@ -88,12 +78,12 @@ def strategy_of(name: str, seed: int) -> str:
     return _MIX[seed % len(_MIX)] if name == "mix" else name
 
 
-def make(name: str, seed: int, world_size: int, sms: int, depth: int) -> Strategy:
-    """Strategy by name. ValueError for an unknown one."""
-    if name in ("uniform", "delay"):
-        return Uniform(seed)
-    if name == "slow":
-        return Slow(seed, world_size, sms)
-    if name == "pct":
-        return Pct(seed, depth)
-    raise ValueError(f"strategy={name!r} is not one of {', '.join(STRATEGIES)}")
+def make(schedule: Schedule) -> Strategy:
+    """Strategy of a run. ValueError for an unknown one."""
+    if schedule.strategy in ("uniform", "delay"):
+        return Uniform(schedule.seed)
+    if schedule.strategy == "slow":
+        return Slow(schedule.seed, schedule.world_size, schedule.sms)
+    if schedule.strategy == "pct":
+        return Pct(schedule.seed, schedule.depth)
+    raise ValueError(f"strategy={schedule.strategy!r} is not one of {', '.join(STRATEGIES)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from weft.check.detector.findings import Place
 from weft.check.detector.thread_clocks import Access
@@ -53,7 +52,7 @@ def _of_copies(earlier: Access, later: Access) -> str:
     if other.kind == _COPY or copy.launches is None:
         return ""
     if other.thread.grid is not None:
-        copy_first = other.thread.grid.number > copy.launches
+        copy_first = other.thread.launch > copy.launches
     if copy_first:
         return "call team.copy_engine.join() after the copy: until then the main stream runs concurrently with it"
     return "call team.copy_engine.fork() before the copy: a copy waits only for main-stream work issued before fork()"
@@ -65,5 +64,5 @@ def _of_peers_copies(copy_last: bool) -> str:
     return "send team.copy_engine.signal() after the copy and wait for it (wl.wait), or join() on its rank and team.barrier()"
 
 
-def _polls(access: Any) -> bool:
+def _polls(access: Access) -> bool:
     return access.verb == "load" and access.code is not None and is_polled(access.code[0].co_filename, access.code[1])

@@ -1,18 +1,15 @@
-"""Observer of a machine: passes accesses, launches, copies and rendezvous to the detector.
-
-A machine without an observer pays one comparison per access.
-"""
+"""Detector: the observer of a machine that finds errors in its accesses, launches, copies and rendezvous."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from weft.check.detector.happens_before import HappensBefore
+from weft.check.detector.host_operations import HostOperations
 from weft.check.detector.races import kind_of
 from weft.check.detector.signals import addresses_in
 from weft.check.detector.thread_clocks import (
@@ -27,11 +24,16 @@ from weft.check.detector.thread_clocks import (
     Access,
     Block,
     ProgramClock,
+    Signal,
     Sync,
     ThreadClock,
 )
+from weft.simulator.interpreter import CodeLine
+from weft.simulator.machine.grids import Grid, Program
+from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled
+from weft.simulator.machine.stores import Landed
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
 # Most elements of a relaxed access that are each examined as signals, and most blocks of one line's stores that are kept for
@@ -40,10 +42,10 @@ _FEW = 32
 _VERBS = {"plain": "load", "volatile": "volatile load", "tma": "descriptor load", "lamport": "lamport load"}
 
 
-class Observer(HappensBefore):
-    """Receiver of a machine's events during a check."""
+class Detector(HappensBefore):
+    """Findings of a run, and its state for reports."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed
         # Accesses that messages named, by the text of ``Machine.who``: an error holds that text only.
@@ -57,27 +59,21 @@ class Observer(HappensBefore):
         self.named[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
 
     def waits(self, address: int, itemsize: int) -> None:
-        """Note that the running program begins to wait for a signal."""
         thread = self.thread()
         self.signals.awaited(self.signals.at(address, itemsize))
         thread.waits = (address, self.races.code())
 
     def waits_for_data(self, address: int) -> None:
-        """Note that the running program waits for Lamport words, the first of them at ``address``."""
         self.thread().waits = (address, self.races.code())
 
-    def spins(self, address: int, code: tuple | None) -> None:
-        """Note that the running program only polls ``address``."""
-        self.thread().waits = (address, code)
+    def spins(self, address: int, line: CodeLine | None) -> None:
+        self.thread().waits = (address, line)
 
-    def deadlocked(self, unstarted: list[Any], tasks: list[str]) -> list[str]:
-        """Report the likely cause of a deadlock, and return what is known of each awaited signal.
-
-        tasks  descriptions of the waiting tasks
-        """
+    def deadlocked(self, unstarted: list[Grid], tasks: list[str]) -> list[str]:
+        """Report the likely cause of a deadlock, and return what is known of each awaited signal."""
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
-            thread, history = getattr(task, "thread", None), task.history
+            thread, history = self._threads.get(task), task.history
             if thread is not None:
                 waiting.append(thread)
             if history is not None and history.code is not None:
@@ -87,7 +83,7 @@ class Observer(HappensBefore):
                 thread.waits = (history.last.extent[0], history.code) if thread in spinning else None
         signals: dict[int, list[ThreadClock]] = {}
         for thread in waiting:
-            if getattr(thread, "waits", None) is not None:
+            if thread.waits is not None:
                 signals.setdefault(thread.waits[0], []).append(thread)
         causes = list(dict.fromkeys(line for address in signals for line in self._cause(address)))
         kind, text = "deadlock", causes[0] if causes else "no task can go on"
@@ -108,11 +104,10 @@ class Observer(HappensBefore):
         extent = self.memory.find(address) if address is not None else None
         seen, sides = set(), []
         for thread in waiting:
-            where = getattr(thread, "waits", None)
-            if where is not None and where[1] not in seen:
-                seen.add(where[1])
+            if thread.waits is not None and (line := thread.waits[1]) not in seen:
+                seen.add(line)
                 verb = "spin" if thread in spinning else "wait"
-                sides.append(Access(0, thread, SCALAR, 0, 0, 0, verb, where[1], "sys", thread.sync))
+                sides.append(Access(0, thread, SCALAR, 0, 0, 0, verb, line, "sys", thread.sync))
         index = (address - extent.base) // extent.itemsize if extent is not None else 0
         name, rank = (extent.name, extent.rank) if extent is not None else ("", 0)
         self.races.report(kind, text, sides, name, rank, index, index, (*tasks, *causes))
@@ -122,7 +117,7 @@ class Observer(HappensBefore):
         """State of the programs that should have signalled: same kernel and number, not waiting."""
         lines = {}
         for task in self.machine.scheduler.waiting_tasks():
-            if not isinstance(getattr(task, "thread", None), ProgramClock):
+            if not isinstance(task, Program):
                 continue
             kernel, number = task.grid.launch.name, task.number
             for rank in range(self.machine.world_size):
@@ -130,7 +125,8 @@ class Observer(HappensBefore):
                 if other is None:
                     lines[f"rank {rank} has not started kernel {kernel} program {number}"] = None
                 elif other.finished:
-                    last = other.thread.releases[-1] if other.thread.releases else None
+                    releases = self._threads[other].releases
+                    last = releases[-1] if releases else None
                     signalled = (
                         f"its last signal was {self.memory.describe(last.address)}" if last else "it sent no signal"
                     )
@@ -146,6 +142,9 @@ class Observer(HappensBefore):
         if last is None:
             return [f"{name}: never stored"]
         return [f"{name}: last written by {self.races.describe(last)}: {last.verb}"]
+
+    def host(self, rank: int) -> HostOperations:
+        return HostOperations(self, rank)
 
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
@@ -187,8 +186,7 @@ class Observer(HappensBefore):
                 self.races.crossed(number, access, *crossed)
                 return
 
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> Callable[[], None] | None:
-        """Note a store that is about to begin. Returns a function to call just before its bits are in memory."""
+    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> Landed:
         thread, block = self.thread(), Block(addresses, mask, bits.dtype.itemsize)
         if not mask.all():
             addresses, bits = addresses[mask], bits[mask]
@@ -231,7 +229,6 @@ class Observer(HappensBefore):
         return []
 
     def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:
-        """Note an atomic that has taken effect. The arrays hold the raw bits of unmasked elements."""
         thread, itemsize = self.thread(), old.dtype.itemsize
         if addresses.size == 0:
             return
@@ -258,7 +255,7 @@ class Observer(HappensBefore):
             self.races.read(thread, access, addresses, itemsize, None)
 
     def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
-        """Note a descriptor's reduction: relaxed atomics of the asynchronous proxy."""
+        """Note relaxed atomics of the asynchronous proxy."""
         thread = self.thread()
         if addresses.size == 0:
             return
@@ -271,8 +268,7 @@ class Observer(HappensBefore):
 
     def copies(
         self, targets: np.ndarray, itemsize: int, sources: np.ndarray, source_itemsize: int, bits: np.ndarray, what: str
-    ) -> Callable[[], None] | None:
-        """Note a copy that need not complete before ``quiet``. Returns as ``store`` does."""
+    ) -> Landed:
         thread = self.thread()
         reads = self.races.access(thread, COPYING, f"load of {what}_nbi")
         writes = self.races.access(thread, _COPIED[what], f"store of {what}_nbi")
@@ -286,7 +282,6 @@ class Observer(HappensBefore):
         return partial(_call_all, landed) if landed else None
 
     def completed(self) -> None:
-        """Note that the running program's copies are complete."""
         self.thread().complete()
 
     @staticmethod
@@ -298,7 +293,7 @@ class Observer(HappensBefore):
         op: str,
         thread: ThreadClock,
         access: Access,
-        signal: Any,
+        signal: Signal,
         old: int,
         new: int,
         sem: str,
@@ -324,13 +319,12 @@ class Observer(HappensBefore):
         if sem in ("acquire", "acq_rel"):
             thread.barrier()  # Triton broadcasts the value to all threads through one
 
-    def _polled(self, thread: ThreadClock, signal: Any, access: Access) -> None:
+    def _polled(self, thread: ThreadClock, signal: Signal, access: Access) -> None:
         self.signals.polled(signal, thread)
         if access.code is not None and is_polled(access.code[0].co_filename, access.code[1]):
             self.residency.waited(thread, signal, None, access.code)
 
-    def notified(self, address: int, bits: int, itemsize: int) -> Callable[[], None]:
-        """Note a ``st.release.sys`` of one thread, about to begin. Returns as ``store`` does."""
+    def notified(self, address: int, bits: int, itemsize: int) -> Landed:
         thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
@@ -373,7 +367,7 @@ class Observer(HappensBefore):
             return False
         first = int(addresses[0])
         if bits is not None:
-            for view in self.machine.scheduler.current.grid.views:
+            for view in self.orders[thread.grid].views:
                 at = first - view.deltas.data_ptr()
                 if 0 <= at < 8 * view.deltas.numel():
                     own = view.barriers.data_ptr()

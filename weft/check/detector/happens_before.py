@@ -7,27 +7,56 @@ met by ``exchange`` only, know nothing of earlier kernels.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 
-from weft.check.detector.host_operations import HostOperations, host_line
+from weft.check.detector.host_lines import host_line
 from weft.check.detector.races import Races
 from weft.check.detector.residency import Residency
 from weft.check.detector.signals import Signals
 from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
 from weft.check.detector.vector_clocks import joined, new_clock
+from weft.runtime.team.view import TeamView
+from weft.simulator.machine.grids import Grid, Program
+from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import signed
+from weft.simulator.machine.tasks import Task
+from weft.simulator.observer import Observer
 
 # Ordinary tensors of a rank kept known after their use, while an access that is not ordered after the use may still come.
 _HELD = 64
 
 
-class HappensBefore:
+@dataclass(slots=True, kw_only=True)
+class GridOrder:
+    """Order of a grid relative to others of its rank's stream.
+
+    number         of the launch, from 1
+    known          knowledge at the launch
+    early          knowledge with which its programs may start, ``known`` unless it overlaps the kernel before it
+    end            knowledge of its ended programs
+    allowed_early  one of its programs, not yet after the kernel before, has let the next kernel start
+    views          views of teams among its arguments
+    reached        heaps in which its tensors lie
+    """
+
+    number: int
+    known: np.ndarray
+    early: np.ndarray
+    end: np.ndarray
+    views: list[TeamView]
+    reached: set[tuple[int, int]]
+    allowed_early: bool = False
+
+
+class HappensBefore(Observer):
     """Clocks of all threads of execution of a run, and the edges between them."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine, self.memory = machine, machine.memory
         self.races = Races(machine)
         self.signals = Signals(self.races)
@@ -40,51 +69,53 @@ class HappensBefore:
         self._streams: dict[tuple[int, str], ThreadClock] = {}
         self._forks: dict[tuple[int, str], np.ndarray] = {}
         self._rendezvous: dict[str, np.ndarray] = {}
-        self._held: list[list[tuple[Any, int]]] = [[] for _ in range(machine.world_size)]
+        self._held: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(machine.world_size)]
         self._launches = [0] * machine.world_size
         # The kernel directly before a rank's next one (None if host code came in between), and the knowledge of the side
         # streams joined since.
-        self._previous: list[Any] = [None] * machine.world_size
+        self._previous: list[GridOrder | None] = [None] * machine.world_size
         self._since = [new_clock() for _ in range(machine.world_size)]
-        self._programs: dict[tuple[int, str, int], Any] = {}  # rank, kernel, number -> the last one started
+        self.orders: dict[Grid, GridOrder] = {}
+        self._threads: WeakKeyDictionary[Task, ThreadClock] = WeakKeyDictionary()
+        self._programs: dict[tuple[int, str, int], Program] = {}  # rank, kernel, number -> the last one started
         self.launched_names: list[list[str]] = [[] for _ in range(machine.world_size)]
 
     # --- programs ----------------------------------------------------------------------------------------------------
 
-    def launch(self, rank: int, grid: Any, tuples: list[tuple]) -> None:
-        """Begin a grid of ``rank``. ``tuples``: the tuples among its arguments."""
+    def launch(self, grid: Grid) -> None:
+        rank, launch = grid.rank, grid.launch
         main = self._main[rank]
         main.learn(self._cpu[rank])
         self._launches[rank] += 1
-        grid.known, grid.number = main.publish(), self._launches[rank]
-        grid.end = grid.known.copy()
-        previous, self._previous[rank] = self._previous[rank], grid
+        known = main.publish()
+        order = self.orders[grid] = GridOrder(
+            number=self._launches[rank], known=known, early=known, end=known.copy(),
+            views=[a for a in launch.tuples if isinstance(a, TeamView)],
+            reached={heap for t in launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None},
+        )  # fmt: skip
+        previous, self._previous[rank] = self._previous[rank], order
         since, self._since[rank] = self._since[rank], new_clock()
-        grid.early, grid.allowed_early = grid.known, False
         if grid.overlaps and previous is not None:
             # It may start once all programs of the previous grid allow it, which they may do before waiting themselves.
             before = previous.early if previous.allowed_early else previous.known
-            grid.early = joined(before.copy(), since)
-        grid.views = [a for a in tuples if hasattr(a, "deltas") and hasattr(a, "barriers")]
-        if grid.views:
-            self.launched_names[rank].append(f"{grid.launch.name}{list(grid.launch.grid)}")
-        grid.reached = {heap for t in grid.launch.tensors if (heap := self.memory.heap_of(t.data_ptr())) is not None}
-        self.hold(rank, grid.launch.tensors, f"argument of {grid.launch.name}")  # already known by a better name
+            order.early = joined(before.copy(), since)
+        if order.views:
+            self.launched_names[rank].append(f"{launch.name}{list(launch.grid)}")
+        self.hold(rank, launch.tensors, f"argument of {launch.name}")  # already known by a better name
 
-    def program_started(self, program: Any) -> None:
-        grid = program.grid
+    def program_started(self, program: Program) -> None:
+        grid, order = program.grid, self.orders[program.grid]
         # Two consecutive kernels may run at once, so they use different slots.
-        place = program.number, grid.number % 2
-        thread = program.thread = ProgramClock(self.races.slots, grid.rank, program.label, place, grid.early.copy())
-        if grid.early is not grid.known:
-            thread.ahead = grid.known
+        place = program.number, order.number % 2
+        thread = ProgramClock(self.races.slots, grid.rank, program.label, place, order.early.copy())
+        if order.early is not order.known:
+            thread.ahead = order.known
             thread.sync = Sync(f"{thread.sync.verb}, concurrently with the kernel before it")
+        thread.grid, thread.launch, thread.reached = grid, order.number, set(order.reached)
+        self._threads[program] = thread
         self._programs[grid.rank, grid.launch.name, program.number] = program
-        thread.grid = grid
-        program.thread.launch, program.thread.reached, program.thread.waits = grid.number, set(grid.reached), None
 
     def followed(self) -> None:
-        """Note that the running program has waited for the kernel before its own."""
         thread = self.thread()
         if thread.ahead is not None:
             thread.follow()
@@ -93,10 +124,10 @@ class HappensBefore:
     def let_next_start(self) -> None:
         thread = self.thread()
         if thread.ahead is not None:
-            self.machine.scheduler.current.grid.allowed_early = True
+            self.orders[thread.grid].allowed_early = True
 
-    def program_ended(self, program: Any) -> None:
-        thread = program.thread
+    def program_ended(self, program: Program) -> None:
+        thread, order = self._threads[program], self.orders[program.grid]
         if thread.ahead is not None:
             name = program.grid.launch.name
             access = Access(0, thread, SCALAR, 0, 0, 0, f"end of {name}", None, None, thread.sync)
@@ -105,23 +136,19 @@ class HappensBefore:
                 f"next kernel may start before that one has ended"
             )
             self.races.report("unfollowed", text, [access])
-        program.grid.end = joined(program.grid.end, thread.finish())
+        order.end = joined(order.end, thread.finish())
 
-    def grid_ended(self, grid: Any) -> None:
+    def grid_ended(self, grid: Grid) -> None:
         main = self._main[grid.rank]
-        main.learn(grid.end)
+        main.learn(self.orders[grid].end)
         main.tick()
         main.sync = Sync(f"end of kernel {grid.launch.name}")
 
     def thread(self) -> ThreadClock:
         task = self.machine.scheduler.current
-        return getattr(task, "thread", None) or self._main[task.rank]
+        return self._threads.get(task) or self._main[task.rank]
 
     # --- host code, streams, rendezvous ------------------------------------------------------------------------------
-
-    def host(self, rank: int) -> AbstractContextManager:
-        """Scope of a rank's host code in which its tensor operations are observed."""
-        return HostOperations(self, rank)
 
     def host_access(
         self, rank: int, addresses: np.ndarray, itemsize: int, verb: str, write: bool, before: dict[int, int]
@@ -152,7 +179,7 @@ class HappensBefore:
         """Note main-stream work of host code that is no kernel: no kernel overlaps with it."""
         self._previous[rank] = None
 
-    def host_touches(self, rank: int, tensor: Any, verb: str) -> None:
+    def host_touches(self, rank: int, tensor: torch.Tensor, verb: str) -> None:
         """Report host code that is about to use a freed tensor."""
         extent = self.machine.pointers.freed(tensor)
         if extent is not None:
@@ -168,32 +195,29 @@ class HappensBefore:
         rank = self.machine.rank
         if (rank, name) not in self._streams:
             thread = ThreadClock(self.races.slots, rank, f"rank {rank} {name}", name, new_clock())
-            thread.launch = 0
             self._streams[rank, name] = thread
         return self._streams[rank, name]
 
-    def fork(self, name: str) -> None:
-        thread, main = self.stream(name), self._main[self.machine.rank]
-        key = (thread.rank, name)
+    def fork(self, stream: str) -> None:
+        thread, main = self.stream(stream), self._main[self.machine.rank]
+        key = (thread.rank, stream)
         self._forks[key] = joined(self._forks[key], main.publish()) if key in self._forks else main.publish()
 
-    def enqueued(self, name: str, tensors: list[Any]) -> tuple[str, np.ndarray, tuple | None, int]:
-        thread = self.stream(name)
-        known = self._cpu[thread.rank].copy()
-        if (thread.rank, name) in self._forks:
-            known = joined(known, self._forks[thread.rank, name])
-        self.hold(thread.rank, tensors, f"tensor of the {name}")
-        return name, known, host_line(), self._launches[thread.rank]
+    def enqueued(self, stream: str, label: str, tensors: list[torch.Tensor]) -> Callable[[], None]:
+        thread, line = self.stream(stream), host_line()
+        known, launches = self._cpu[thread.rank].copy(), self._launches[thread.rank]
+        if (thread.rank, stream) in self._forks:
+            known = joined(known, self._forks[thread.rank, stream])
+        self.hold(thread.rank, tensors, f"tensor of the {stream}")
 
-    def begin(self, order: tuple[str, np.ndarray, tuple | None, int], label: str) -> None:
-        thread = self.stream(order[0])
-        thread.learn(order[1])
-        thread.label, thread.code = f"rank {thread.rank} {order[0]} ({label})", order[2]
-        thread.launch = order[3]
-        self.machine.scheduler.current.thread = thread
+        def begin() -> None:
+            thread.learn(known)
+            thread.label, thread.code, thread.launch = f"rank {thread.rank} {stream} ({label})", line, launches
+            self._threads[self.machine.scheduler.current] = thread
+
+        return begin
 
     def copied(self, target: int, source: int, nbytes: int, itemsize: int, is_signal: bool) -> None:
-        """Note a part of a copy. A signal is a release by the stream: all its earlier operations have landed."""
         thread, steps = self.thread(), np.arange(0, nbytes, itemsize).astype(np.uint64)
         reads, writes = (self.races.access(thread, "copy", verb) for verb in ("copy from", "copy to"))
         reads.launches = writes.launches = thread.launch
@@ -212,10 +236,10 @@ class HappensBefore:
             signal.wrote(thread, None, "copy engine's signal", signed(value, itemsize))
             self.signals.release(thread, signal, "sys", "signalled", keeps=False)()
 
-    def joined(self, name: str) -> None:
+    def joined(self, stream: str) -> None:
         rank = self.machine.rank
-        if (rank, name) in self._streams:
-            known = self._streams[rank, name].publish()
+        if (rank, stream) in self._streams:
+            known = self._streams[rank, stream].publish()
             self._main[rank].learn(known)
             self._since[rank] = joined(self._since[rank], known)
             self._let_go(rank)
@@ -226,7 +250,6 @@ class HappensBefore:
         self.host_works(rank)
 
     def synchronized(self, rank: int) -> None:
-        """Note that the host has waited for all streams of its rank."""
         self.host_waited(rank)
         self._main[rank].sync = Sync("team.synchronize()")
         for (owner, _), thread in self._streams.items():
@@ -245,7 +268,7 @@ class HappensBefore:
         self._main[rank].learn(self._cpu[rank])
         self._main[rank].sync = Sync(rendezvous)
 
-    def hold(self, rank: int, tensors: list[Any], name: str) -> None:
+    def hold(self, rank: int, tensors: list[torch.Tensor], name: str) -> None:
         """Keep ordinary tensors known and alive, so that their addresses are not reused, until streams meet."""
         held = self._held[rank]
         if len(held) + len(tensors) > _HELD:

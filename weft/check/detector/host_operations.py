@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MACHINERY = ("torch.", "triton.", "weft.simulator.", "weft.check.", "weft.runtime.", "contextlib")
+from weft.check.detector.happens_before import HappensBefore
+
 # Operations that use a tensor's shape only.
 _SHAPE_ONLY = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
@@ -24,11 +26,11 @@ class HostOperations(TorchDispatchMode):
     Private memory costs one look-up.
     """
 
-    def __init__(self, observer: Any, rank: int) -> None:
+    def __init__(self, observer: HappensBefore, rank: int) -> None:
         super().__init__()
         self._observer, self._rank = observer, rank
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         custom = _implementation(func)
         if custom is not None:
@@ -68,28 +70,7 @@ class HostOperations(TorchDispatchMode):
         return tensor.numel() > 0 and self._observer.memory.find(tensor.data_ptr()) is not None
 
 
-def host_line() -> tuple | None:
-    """(code, line) of the calling host code: the innermost frame outside PyTorch and weft's machinery."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-def host_line_of(error: BaseException) -> tuple | None:
-    """(code, line) of the host code that raised ``error``: the innermost frame outside the same modules."""
-    found, entry = None, error.__traceback__
-    while entry is not None:
-        name = entry.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith((*_MACHINERY, "threading")):
-            found = entry.tb_frame.f_code, entry.tb_lineno
-        entry = entry.tb_next
-    return found
-
-
-def _operands(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, bool]]:
+def _operands(func: OpOverload, args: tuple, kwargs: dict) -> list[tuple[object, bool]]:
     """(argument, is it written) for each argument whose elements are used; a view uses none."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
@@ -100,7 +81,7 @@ def _operands(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, bool]]:
     return found
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for t in value if isinstance(t, torch.Tensor)] if isinstance(value, (list, tuple)) else []
@@ -121,7 +102,7 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.data_ptr() + offsets.ravel() * tensor.element_size()).astype(np.uint64)
 
 
-def _implementation(func: Any) -> Any:
+def _implementation(func: OpOverload) -> Callable[..., Any] | None:
     """Implementation of an operator of ``custom_op`` or a ``Library``; None for PyTorch's own."""
     if func.namespace == "aten":
         return None

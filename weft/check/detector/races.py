@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from weft.check.detector.advice import advice_for
 from weft.check.detector.findings import Finding, Place, Side, allowed_by
-from weft.check.detector.shadow import INITIAL, UNWRITTEN, ReadSets, Shadow, distinct, extents_of, mapped, where
+from weft.check.detector.shadow import INITIAL, UNWRITTEN, Cells, ReadSets, Shadow, distinct, extents_of, mapped, where
 from weft.check.detector.thread_clocks import (
     ASYNC,
     AWAITED,
@@ -30,7 +29,8 @@ from weft.check.detector.thread_clocks import (
     ThreadClock,
 )
 from weft.check.detector.vector_clocks import LAMPORT, ORDER, UNFENCED_LAMPORT, Slots, at, receive
-from weft.simulator.interpreter import LIBRARIES
+from weft.simulator.interpreter import CodeLine
+from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import Extent
 
 _COPIES = (DELIVERY, COPYING)
@@ -39,7 +39,7 @@ _COPIES = (DELIVERY, COPYING)
 class Races:
     """Shadow memory of every extent, all accesses by number, and the findings so far."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine, self.memory, self.interpreter = machine, machine.memory, machine.interpreter
         self.slots = Slots()
         self.findings: dict[tuple, Finding] = {}
@@ -74,10 +74,9 @@ class Races:
             thread.accesses[key] = found
         return thread.accesses[key]
 
-    def code(self) -> tuple | None:
-        """(code object, line) of the innermost kernel frame outside the language's own primitives."""
-        frame = self.interpreter.kernel_frame(LIBRARIES)
-        return (frame.f_code, frame.f_lineno) if frame is not None else None
+    def code(self) -> CodeLine | None:
+        """Line of the innermost kernel code outside the language's own primitives."""
+        return self.interpreter.kernel_line()
 
     def read(
         self,
@@ -220,7 +219,7 @@ class Races:
         return thread.notes.get(earlier.thread, ("race", ""))[0]
 
     def _judge(
-        self, earlier: Access, access: Access, shadow: Shadow, cells: Any, mask: np.ndarray, lamport: bool
+        self, earlier: Access, access: Access, shadow: Shadow, cells: Cells, mask: np.ndarray, lamport: bool
     ) -> None:
         if earlier.kind is DELIVERY and earlier.thread is access.thread and earlier.thread.delivered(earlier):
             return
@@ -251,7 +250,7 @@ class Races:
     # --- findings ----------------------------------------------------------------------------------------------------
 
     def _check_written(
-        self, shadow: Shadow, cells: Any, writes: np.ndarray, access: Access, bits: np.ndarray | None, itemsize: int
+        self, shadow: Shadow, cells: Cells, writes: np.ndarray, access: Access, bits: np.ndarray | None, itemsize: int
     ) -> None:
         """Report a read of memory that still holds the poison's bits.
 

@@ -9,17 +9,18 @@ this grid.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from weft.check.detector.thread_clocks import SCALAR, Access, Signal, ThreadClock
+from weft.simulator.machine.grids import Grid
+from weft.simulator.machine.memory import Memory
 
 
 class Residency:
     """Graph of the waits between grids too large for their GPU. ``report``: called as ``Races.report``."""
 
-    def __init__(self, sms: int, memory: Any, report: Callable[..., None]) -> None:
+    def __init__(self, sms: int, memory: Memory, report: Callable[..., None]) -> None:
         self._sms, self._memory, self._report = sms, memory, report
-        self._awaits: dict[Any, set[Any]] = {}
+        self._awaits: dict[Grid, set[Grid]] = {}
 
     def waited(self, thread: ThreadClock, signal: Signal, wanted: int | None, code: tuple | None) -> None:
         """Note that ``thread`` has seen ``signal >= wanted`` (None: a value that a loop polled for)."""
@@ -53,7 +54,7 @@ class Residency:
     def _is_too_large(self, thread: ThreadClock) -> bool:
         return thread.grid is not None and thread.grid.total > self._sms
 
-    def _leads(self, start: Any, goal: Any) -> bool:
+    def _leads(self, start: Grid, goal: Grid) -> bool:
         seen, left = {start}, [start]
         while left:
             grid = left.pop()

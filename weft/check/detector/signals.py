@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -254,7 +253,7 @@ class Signals:
                 return task.label
         return None
 
-    def _report(self, kind: str, text: str, signal: Signal, accesses: list[Any]) -> None:
+    def _report(self, kind: str, text: str, signal: Signal, accesses: list[Access]) -> None:
         extent = self._memory.find(signal.address)
         if extent is None:
             return

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from weft.check.detector.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, fit, joined
+from weft.simulator.machine.grids import Grid
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"
@@ -79,7 +79,10 @@ class ThreadClock:
         # The last acquired release, if its program had not yet waited for the kernel before: what it did not cover, and its
         # line.
         self.early_release: tuple[np.ndarray, tuple | None] | None = None
-        self.grid: Any = None  # of a program
+        self.grid: Grid | None = None  # of a program
+        self.launch = 0  # kernels that the rank had launched: of a program with its own, of a copy when it was enqueued
+        self.waits: tuple[int, tuple | None] | None = None  # address that it waits for or has waited for last, line
+        self.reached: set[tuple[int, int]] = set()  # of a program: heaps to which it may have pointers
         self.slot = slots.of(rank, name)
         self.clock = fit(clock, self.slot)
         self.tick()

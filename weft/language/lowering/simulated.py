@@ -57,7 +57,7 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
 
     if active.any():
         low, high = int(addresses[active].min()), int(addresses[active].max()) + itemsize
-        machine.touch(low, high)
+        machine.stores.touch(low, high)
     if missing():
         what = machine.memory.describe(low)
         machine.wait_for_bytes(

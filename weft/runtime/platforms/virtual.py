@@ -79,8 +79,7 @@ class VirtualPlatform:
 
     def synchronize(self) -> None:
         self._machine.drain(self.copy_engine.stream)
-        if self._machine.observer is not None:
-            self._machine.observer.synchronized(self._machine.rank)
+        self._machine.observer.synchronized(self._machine.rank)
 
     def max_programs(self, num_warps: int, registers: int) -> int:
         self._machine.is_sized = True
@@ -137,8 +136,7 @@ class VirtualCopyEngine:
     def fork(self) -> None:
         """Start the copy engine after the work of the main stream, which has usually ended already."""
         self._machine.settle()
-        if self._machine.observer is not None:
-            self._machine.observer.fork(self.stream)
+        self._machine.observer.fork(self.stream)
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         there = self._at(dst, peer)
@@ -162,11 +160,10 @@ class VirtualCopyEngine:
         check_copy(dst, src)
         target, source = dst.view(-1), src.view(-1)
         observer = self._machine.observer
-        order = observer.enqueued(self.stream, [dst, src]) if observer is not None else None
+        begin = observer.enqueued(self.stream, label, [dst, src])
 
         def move() -> None:
-            if observer is not None:
-                observer.begin(order, label)
+            begin()
             count, itemsize = source.numel(), source.element_size()
             step = -(-count // _PIECES) if count > _PIECES else max(count, 1)
             for start in range(0, count, step):
@@ -175,8 +172,7 @@ class VirtualCopyEngine:
                 self._machine.scheduler.current.next = ((base, base + nbytes, True), (origin, origin + nbytes, False))
                 self._machine.scheduler.step()
                 self._machine.note("copy", label)
-                if observer is not None:
-                    observer.copied(base, origin, nbytes, itemsize, signal)
+                observer.copied(base, origin, nbytes, itemsize, signal)
                 target[start : start + step].copy_(source[start : start + step])
                 self._machine.scheduler.written(base, base + nbytes)
 

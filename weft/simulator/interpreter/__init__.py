@@ -14,14 +14,15 @@ frequent operations). ``reductions`` and ``stand_ins``: functions of ``tl`` that
 
 from __future__ import annotations
 
-from weft.simulator.interpreter.frames import LIBRARIES
+from weft.simulator.interpreter.frames import CodeLine
 from weft.simulator.interpreter.interpreter import Interpreter
-from weft.simulator.interpreter.launching import Launch
+from weft.simulator.interpreter.launching import GridSizes, Launch
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.values import addresses_of, block, element_dtype, numpy_dtype, scalar, value_of
 
 __all__ = [
-    "LIBRARIES",
+    "CodeLine",
+    "GridSizes",
     "Interpreter",
     "Launch",
     "Port",

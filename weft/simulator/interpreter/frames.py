@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 # The language's primitives and Triton's own library: messages name the line of their caller.
 LIBRARIES = ("weft.language", "triton.")
+# Code object, line number.
+CodeLine = tuple[types.CodeType, int]
 
 
 class KernelFrames:
@@ -44,7 +46,7 @@ class KernelFrames:
             frame = frame.f_back
         return found
 
-    def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
+    def line_of(self, error: BaseException) -> CodeLine | None:
         """(code, line) of the innermost kernel code that an exception passed, preferably not ``LIBRARIES``."""
         found, inside, entry = None, None, error.__traceback__
         while entry is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from weft.simulator.interpreter import launching, patching
 from weft.simulator.interpreter.builder import Builder
 from weft.simulator.interpreter.callees import Callees
-from weft.simulator.interpreter.frames import KernelFrames
+from weft.simulator.interpreter.frames import LIBRARIES, CodeLine, KernelFrames
 from weft.simulator.interpreter.launching import Launch
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.semantic import Semantic
@@ -54,18 +54,16 @@ class Interpreter:
         """Bind a launch's arguments as Triton does. TypeError for missing, extra or unknown arguments."""
         return launching.prepare(self._semantic, jit_fn, self._callees.resolve(jit_fn), grid, args, kwargs)
 
-    def kernel_frame(self, outside: tuple[str, ...]) -> types.FrameType | None:
-        """Frame of the innermost kernel code now executing; None outside kernels.
-
-        Modules whose names start with one of ``outside`` count only if there is no other kernel code.
-        """
-        return self._frames.innermost(outside)
+    def kernel_line(self) -> CodeLine | None:
+        """Line of the innermost kernel code now executing, outside ``LIBRARIES`` if possible; None outside kernels."""
+        frame = self._frames.innermost(LIBRARIES)
+        return (frame.f_code, frame.f_lineno) if frame is not None else None
 
     def kernel_state(self) -> list[tuple[types.CodeType, int, int, dict[str, object]]]:
         """(code, instruction, line, variables) of all kernel code now executing, innermost first."""
         return self._frames.state()
 
-    def line_of(self, error: BaseException) -> tuple[types.CodeType, int] | None:
+    def line_of(self, error: BaseException) -> CodeLine | None:
         """(code, line) of the innermost kernel code that an exception passed; None without one."""
         return self._frames.line_of(error)
 

@@ -1,37 +1,69 @@
 """Memory accesses of running programs: the interpreter's port for loads, stores, atomics and fences.
 
-Each access is one step of the scheduler. The observer is then told of it, and with store buffers a store waits there.
+Each access is one step of the scheduler, of which the observer is then told.
 """
 
 from __future__ import annotations
 
 import os.path
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from weft.errors import InvalidAccess
-from weft.simulator.interpreter import LIBRARIES, Interpreter
+from weft.simulator.interpreter import CodeLine, Interpreter
+from weft.simulator.machine.grids import Program
 from weft.simulator.machine.memory import Memory
 from weft.simulator.machine.pointers import Pointers
 from weft.simulator.machine.polling import Key, Read, ReadHistory
-from weft.simulator.machine.scheduler import GreenletTask, Scheduler, Waiting
+from weft.simulator.machine.scheduler import Scheduler
+from weft.simulator.machine.stores import Stores
+from weft.simulator.machine.strategy import Uniform
+from weft.simulator.machine.tasks import GreenletTask, Task, Waiting
+from weft.simulator.observer import Observer
+
+# New element of memory from (old element, operand).
+Combine = Callable[[np.generic, np.generic], np.generic]
+# (step, label of the task, kind, detail).
+Event = tuple[int, str, str, str]
 
 
 class Accesses:
     """Part of ``Machine`` that running programs call."""
 
-    scheduler: Scheduler
-    memory: Memory
-    pointers: Pointers
-    interpreter: Interpreter
-    observer: Any
-    store_buffers: Any
-    who: Callable[[], str]
-    note: Callable[..., None]
-    _on_event: Any
-    _copies: dict[Any, list[tuple[GreenletTask, str]]]  # by program: copies not yet known to be complete
+    def __init__(self, seed: int, slow: Mapping[int, float] | None, on_event: Callable[[Event], None] | None) -> None:
+        self.scheduler = Scheduler(Uniform(seed, slow))
+        self.memory = Memory()
+        self.pointers = Pointers(self.memory)
+        self.interpreter = Interpreter(self)
+        # A check replaces these two.
+        self.observer = Observer()
+        self.stores = Stores(self.scheduler, self.memory)
+        self._on_event = on_event
+        self._copies: dict[Task, list[tuple[GreenletTask, str]]] = {}  # by program: those not known to be complete
+
+    @property
+    def rank(self) -> int:
+        """Rank of the running task."""
+        return self.scheduler.current.rank
+
+    def who(self) -> str:
+        """Label of the running task and, in a kernel, its source line, for messages."""
+        task = self.scheduler.current
+        line = self.interpreter.kernel_line() if isinstance(task, Program) else None
+        if line is None:
+            return task.label
+        who = f"{task.label} ({os.path.basename(line[0].co_filename)}:{line[1]})"
+        self.observer.note_named(who)
+        return who
+
+    def note(self, kind: str, detail: str = "") -> None:
+        if self._on_event is not None:
+            self._on_event((self.scheduler.steps, self.scheduler.current.label, kind, detail))
+
+    def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        task = self.scheduler.current
+        return task.index, task.grid.launch.grid
 
     def step(
         self,
@@ -43,12 +75,12 @@ class Accesses:
         late: bool = False,
     ) -> None:
         """Let other tasks run before this access. ``late``: the access only enters the store buffer."""
-        if getattr(self.scheduler.strategy, "explores", False):
+        if self.scheduler.strategy.explores:
             task, active = self.scheduler.current, addresses[mask]
             low, high = (int(active.min()), int(active.max()) + itemsize) if active.size else (0, 0)
             own = ((low, high, write),) if active.size and not late else ()
-            task.next = own + self.store_buffers.footprint(task, low, high, releases)
-            task.next_line = self.observer.races.code() if self.observer is not None else None
+            task.next = own + self.stores.footprint(low, high, releases)
+            task.next_line = self.interpreter.kernel_line()
         self.scheduler.step()
 
     def plain(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
@@ -61,36 +93,21 @@ class Accesses:
         self.step(addresses, mask, itemsize, False)
         if self._on_event is not None:
             self.note("load", self._first(addresses, mask))
-        if self.store_buffers is not None:
-            self._own_access(addresses, mask, itemsize)
+        self.stores.before_access(addresses, mask, itemsize)
         bits = self.memory.load(addresses, mask, itemsize, self.who)
         self.after_read(key, Read(f"{access} load", addresses, mask, itemsize, bits))
-        if self.observer is not None:
-            self.observer.load(addresses, mask, itemsize, access, bits)
+        self.observer.load(addresses, mask, itemsize, access, bits)
         return bits
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
         addresses = self.plain(addresses, mask, bits.dtype.itemsize, "store")
-        self.step(addresses, mask, bits.dtype.itemsize, True, late=self.store_buffers is not None)
+        self.step(addresses, mask, bits.dtype.itemsize, True, late=self.stores.is_late)
         self.note_write()
         if self._on_event is not None:
             self.note("store", self._first(addresses, mask))
-        if self.store_buffers is not None:
-            self._own_access(addresses, mask, bits.dtype.itemsize)
-        landed = None
-        if self.observer is not None:
-            self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
-            landed = self.observer.store(addresses, bits, mask, access)
-        if self.store_buffers is not None:
-            self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
-            self.store_buffers.take(self.scheduler.current, addresses, bits, mask, access, landed)
-            return
-        if landed is not None:
-            landed()
-        self.memory.store(addresses, bits, mask, self.who)
-        active = addresses[mask]
-        if active.size:
-            self.scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
+        self.stores.before_access(addresses, mask, bits.dtype.itemsize)
+        self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
+        self.stores.take(addresses, bits, mask, access, self.observer.store(addresses, bits, mask, access))
 
     def atomic(
         self,
@@ -113,7 +130,7 @@ class Accesses:
         expected = iter(np.broadcast_to(compare_bits, addresses.shape).ravel())
         mask = np.ones(addresses.shape, bool)
 
-        def combine(old: Any, new: Any) -> Any:
+        def combine(old: np.generic, new: np.generic) -> np.generic:
             return new if old == next(expected) else old
 
         return self._read_modify_write("cas", addresses, bits, mask, bits.dtype, combine, sem, scope)
@@ -145,17 +162,17 @@ class Accesses:
         is_plain = read.verb in ("plain load", "tma load", "lamport load")
         polls = history.add(key, read)
         if polls:
-            history.code = self._code()
+            history.code = self.interpreter.kernel_line()
         self.scheduler.polled(plain=is_plain and not polls, new=is_new)
 
     def note_write(self) -> None:
         """Note that the running program changes memory: its next round may differ from the last."""
         self.scheduler.current.history = None
 
-    def _spin(self, task: Any, history: ReadHistory) -> None:
+    def _spin(self, task: Task, history: ReadHistory) -> None:
         reads = list(history.round.reads.values())
         ranges = [read.extent for read in reads]
-        history.code = self._code()
+        history.code = self.interpreter.kernel_line()
 
         def done() -> bool:
             try:
@@ -166,12 +183,11 @@ class Accesses:
             except InvalidAccess:  # freed since then: the program's next read raises
                 return True
 
-        if self.observer is not None:
-            self.observer.spins(ranges[0][0], history.code)
+        self.observer.spins(ranges[0][0], history.code)
         low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
         self.scheduler.block(Waiting(done, lambda: self.describe_spin(reads, history.code), low, high))
 
-    def describe_spin(self, reads: list[Read], code: tuple | None) -> str:
+    def describe_spin(self, reads: list[Read], code: CodeLine | None) -> str:
         """Description of a spinning program's loads and atomics, for messages."""
         place = f" in {os.path.basename(code[0].co_filename)}:{code[1]}" if code else ""
         seen = "; ".join(f"{read.verb} of {self._seen(read)}" for read in reads[:3])
@@ -186,52 +202,23 @@ class Accesses:
         name = self.memory.describe(read.extent[0])
         return f"{name} sees {value}" if active.size == 1 else f"{active.size} elements from {name} sees {value} first"
 
-    def _code(self) -> tuple | None:
-        frame = self.interpreter.kernel_frame(LIBRARIES)
-        return (frame.f_code, frame.f_lineno) if frame is not None else None
-
     def barrier(self) -> None:
         """CTA barrier. A program is one task here, so there is nothing to wait for."""
-        if self.observer is not None:
-            self.observer.barrier()
-        if self.store_buffers is not None:
-            self.store_buffers.barrier(self.scheduler.current)
-
-    def touch(self, low: int, high: int) -> None:
-        """Deliver the running program's own stores to bytes ``low .. high - 1``, which it is about to access."""
-        if self.store_buffers is not None:
-            self.store_buffers.touch(self.scheduler.current, low, high)
-
-    def _own_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
-        self.store_buffers.leak()
-        active = addresses[mask]
-        if active.size:
-            self.touch(int(active.min()), int(active.max()) + itemsize)
+        self.observer.barrier()
+        self.stores.barrier()
 
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
         """Release store by one thread at system scope."""
         at = self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "store")
-        address = int(at[0])
-        self.step(at, np.ones(1, bool), itemsize, True, late=self.store_buffers is not None)
+        everywhere = np.ones(1, bool)
+        self.step(at, everywhere, itemsize, True, late=self.stores.is_late)
         self.note_write()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
-        everywhere = np.ones(1, bool)
         if self._on_event is not None:
             self.note("store", self._first(at, everywhere))
-        landed = None
-        if self.store_buffers is not None:
-            self._own_access(at, everywhere, itemsize)
-        if self.observer is not None:
-            self.memory.check(at, everywhere, itemsize, self.who)
-            landed = self.observer.notified(address, int(value[0]), itemsize)
-        if self.store_buffers is not None:
-            self.memory.check(at, everywhere, itemsize, self.who)
-            self.store_buffers.take_release(self.scheduler.current, at, value, landed)
-            return
-        if landed is not None:
-            landed()
-        self.memory.store(at, value, everywhere, self.who)
-        self.scheduler.written(address, address + itemsize)
+        self.stores.before_access(at, everywhere, itemsize)
+        self.memory.check(at, everywhere, itemsize, self.who)
+        self.stores.take_release(at, value, self.observer.notified(int(at[0]), int(value[0]), itemsize))
 
     def copy_later(
         self,
@@ -251,13 +238,10 @@ class Accesses:
         targets = self.plain(targets, everywhere, itemsize, "store")
         for addresses, size in ((sources, source_itemsize), (targets, itemsize)):
             self.step(addresses, everywhere, size, False, late=True)
-            if self.store_buffers is not None:
-                self._own_access(addresses, everywhere, size)
+            self.stores.before_access(addresses, everywhere, size)
         bits = self.memory.load(sources, everywhere, source_itemsize, self.who)
         self.memory.check(targets, everywhere, itemsize, self.who)
-        landed = None
-        if self.observer is not None:
-            landed = self.observer.copies(targets, itemsize, sources, source_itemsize, bits, what)
+        landed = self.observer.copies(targets, itemsize, sources, source_itemsize, bits, what)
         low, high = int(targets.min()), int(targets.max()) + itemsize
         first, last = int(sources.min()), int(sources.max()) + source_itemsize
 
@@ -273,15 +257,14 @@ class Accesses:
         if what == "put_signal":
             move()
             return
-        copy = GreenletTask(self.scheduler, task.rank, f"copy of {task.label}", move)
-        copy.maker = task
+        copy = GreenletTask(task.rank, f"copy of {task.label}", move, maker=task)
         self._copies.setdefault(task, []).append((copy, what))
         self.scheduler.spawn(copy)
 
     def complete_copies(self, *kinds: str) -> None:
         """Block the running program until its copies (of ``kinds``, if any are named) are complete."""
         task = self.scheduler.current
-        if not kinds and self.observer is not None:
+        if not kinds:
             self.observer.completed()
         mine = [copy for copy, what in self._copies.get(task, ()) if not kinds or what in kinds]
         if mine:
@@ -294,36 +277,40 @@ class Accesses:
 
     def drain_async(self) -> None:
         """Complete the running program's tensor-descriptor stores."""
-        if self.observer is not None:
-            self.observer.drain()
-        if self.store_buffers is not None:
-            self.store_buffers.drain(self.scheduler.current)
+        self.observer.drain()
+        self.stores.drain()
 
     def fence_async(self) -> None:
         """Proxy fence: tensor-descriptor loads see what the running program sees."""
-        if self.observer is not None:
-            self.observer.fence_proxy()
+        self.observer.fence_proxy()
 
     def wait_for_previous_kernel(self) -> None:
         """Order the running program after the kernels before its own, which have already ended here."""
-        if self.observer is not None:
-            self.observer.followed()
+        self.observer.followed()
 
     def let_next_kernel_start(self) -> None:
         """Allow the next kernel's programs to start while the running ones execute."""
-        if self.observer is not None:
-            self.observer.let_next_start()
+        self.observer.let_next_start()
 
     def fence(self) -> None:
         """Fence at system scope in every thread of the running program."""
         self.complete_copies("put")
         self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
-        if self.observer is not None:
-            self.observer.fence()
-        if self.store_buffers is not None:
-            self.store_buffers.fence(self.scheduler.current)
+        self.observer.fence()
+        self.stores.fence()
 
-    def _read_modify_write(self, op, addresses, values, mask, dtype, combine, sem, scope, access="plain") -> np.ndarray:
+    def _read_modify_write(
+        self,
+        op: str,
+        addresses: np.ndarray,
+        values: np.ndarray,
+        mask: np.ndarray,
+        dtype: np.dtype,
+        combine: Combine,
+        sem: str,
+        scope: str,
+        access: str = "plain",
+    ) -> np.ndarray:
         """Atomic, element by element: duplicates among the addresses must see each other."""
         mask = np.broadcast_to(mask, addresses.shape)
         addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
@@ -334,9 +321,8 @@ class Accesses:
         values = np.broadcast_to(values, addresses.shape)
         if self._on_event is not None:
             self.note(op, self._first(addresses, mask))
-        if self.store_buffers is not None:
-            self._own_access(addresses, mask, dtype.itemsize)
-            self.store_buffers.atomic(self.scheduler.current, sem in ("release", "acq_rel"), scope)
+        self.stores.before_access(addresses, mask, dtype.itemsize)
+        self.stores.before_atomic(sem in ("release", "acq_rel"), scope)
         before = np.zeros(addresses.size, unsigned)
         after = before.copy()
         one, changed = np.ones(1, bool), []
@@ -354,12 +340,11 @@ class Accesses:
             self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
         else:
             self.after_read(key, Read(f"atomic {op}", addresses, mask, dtype.itemsize, before.reshape(addresses.shape)))
-        if self.observer is not None:
-            old, new = before[flat_mask], after[flat_mask]
-            if access == "tma":
-                self.observer.reduced(op, flat_addresses[flat_mask], new, scope)
-            else:
-                self.observer.atomic(op, flat_addresses[flat_mask], old, new, sem, scope)
+        active, old, new = flat_addresses[flat_mask], before[flat_mask], after[flat_mask]
+        if access == "tma":
+            self.observer.reduced(op, active, new, scope)
+        else:
+            self.observer.atomic(op, active, old, new, sem, scope)
         return before.reshape(addresses.shape)
 
     def _first(self, addresses: np.ndarray, mask: np.ndarray) -> str:
@@ -367,7 +352,7 @@ class Accesses:
         return self.memory.describe(int(active.ravel()[0])) if active.size else "nothing"
 
 
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+_COMBINE: dict[str, Combine] = {
     "add": lambda old, new: old + new,
     "fadd": lambda old, new: old + new,
     "xchg": lambda old, new: new,

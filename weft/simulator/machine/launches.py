@@ -8,96 +8,41 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from weft.errors import WeftError
-from weft.simulator.interpreter import Interpreter, Launch
-from weft.simulator.machine.memory import Memory
-from weft.simulator.machine.pointers import Pointers
-from weft.simulator.machine.scheduler import GreenletTask, Scheduler, ThreadTask, Waiting
+from weft.simulator.interpreter import GridSizes
+from weft.simulator.machine.accesses import Accesses, Event
+from weft.simulator.machine.grids import Grid, Program
+from weft.simulator.machine.tasks import ThreadTask, Waiting
+from weft.triton_api import JITFunction
 
 
-class Program(GreenletTask):
-    """Program instance of a launch."""
-
-    def __init__(self, grid: Grid, index: int) -> None:
-        x, y, z = grid.launch.grid
-        self.index = (index % x, index // x % y, index // (x * y))
-        self.number = index
-        self.grid = grid
-        label = f"rank {grid.rank} kernel {grid.launch.name} program {index}"
-        super().__init__(grid.scheduler, grid.rank, label, self._body)
-
-    def _body(self) -> None:
-        self.grid.launch.run()
-        self.grid.machine.complete_copies()
-
-
-class Grid:
-    """Kernel launch: its programs start in order as the rank's SMs become free."""
-
-    def __init__(self, machine: Any, rank: int, launch: Launch, bases: list[int], overlaps: bool = False) -> None:
-        """
-        bases     bases of the extents that memory knows while the kernel runs
-        overlaps  programmatic dependent launch: the kernel may start while the one before it runs. Only the checker
-                  takes this into account
-        """
-        self.overlaps = overlaps
-        self.machine, self.scheduler, self.rank, self.launch = machine, machine.scheduler, rank, launch
-        x, y, z = launch.grid
-        self.total = x * y * z
-        self.started = self.ended = 0
-        self.programs: list[Program] = []
-        self.error: BaseException | None = None
-        self.bases, self.left = bases, False  # left: the launch has returned to its host
-
-    @property
-    def done(self) -> bool:
-        if self.machine.store_buffers is not None and self.machine.store_buffers.under_way(self.programs):
-            return False
-        return self.ended == self.total or self.error is not None
-
-    def start_one(self) -> None:
-        program = Program(self, self.started)
-        self.programs.append(program)
-        self.started += 1
-        program.on_finish = lambda: self._program_ended(program)
-        if self.machine.observer is not None:
-            self.machine.observer.program_started(program)
-        self.scheduler.spawn(program)
-
-    def _program_ended(self, program: Program) -> None:
-        self.ended += 1
-        if self.machine.store_buffers is not None:
-            self.machine.store_buffers.end(program)
-        if self.machine.observer is not None:
-            self.machine.observer.program_ended(program)
-        if program.error is not None and self.error is None:
-            self.error = program.error
-        self.machine.sm_freed(self.rank)
-
-
-class Launches:
+class Launches(Accesses):
     """Part of ``Machine`` that runs ``kernel[grid](...)``."""
 
-    sms: int
-    most_at_once: int  # most programs of a rank resident at once so far
-    scheduler: Scheduler
-    memory: Memory
-    pointers: Pointers
-    interpreter: Interpreter
-    observer: Any
-    rank: int
-    note: Any
-    _free_sms: list[int]
-    _pending: list[deque[Grid]]
-    _names: Mapping[int, str]
-    _known: list[int]
-    _awaited: dict[int, Grid]
-    _left: dict[int, Grid]
+    def __init__(
+        self,
+        world_size: int,
+        seed: int,
+        sms: int,
+        slow: Mapping[int, float] | None,
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        super().__init__(seed, slow, on_event)
+        self.sms = sms
+        self.most_at_once = 0  # most programs of a rank resident at once so far
+        self._free_sms = [sms] * world_size
+        self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
+        self._names: dict[int, str] = {}
+        self._known: list[int] = []
+        self._awaited: dict[int, Grid] = {}
+        self._left: dict[int, Grid] = {}
 
-    def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def launch(self, jit_fn: JITFunction, grid: GridSizes, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run a kernel for the calling rank, as a rule to its end.
 
         Raises the error of its first program that failed.
@@ -115,7 +60,7 @@ class Launches:
         bases = self._known
         try:
             launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
-            run = Grid(self, task.rank, launch, bases, overlaps=bool(kwargs.get("launch_pdl", False)))
+            run = Grid(task.rank, launch, bases, overlaps=bool(kwargs.get("launch_pdl", False)))
             if bool(kwargs.get("launch_cooperative_grid", False)) and run.total > self.sms:
                 raise WeftError(
                     f"rank {task.rank}: kernel {launch.name} asks for {run.total} programs that wait for each other and this "
@@ -128,19 +73,20 @@ class Launches:
         if run.total == 0:
             self._forget(bases)
             return
-        if self.observer is not None:
-            self.observer.launch(task.rank, run, launch.tuples)
+        self.observer.launch(run)
         self._pending[task.rank].append(run)
         self.sm_freed(task.rank, freed=0)
         self._awaited[task.rank] = run
-        self.scheduler.block(Waiting(lambda: run.done or run.left, lambda: f"waits for its kernel {launch.name}"))
+        self.scheduler.block(
+            Waiting(lambda: self._is_done(run) or run.left, lambda: f"waits for its kernel {launch.name}")
+        )
         del self._awaited[task.rank]
-        if run.done:
+        if self._is_done(run):
             self._end(run)
         else:
             self._left[task.rank] = run
 
-    def pointer(self, tensor: Any) -> int:
+    def pointer(self, tensor: torch.Tensor) -> int:
         """Pointer to ``tensor``, which stays known until the launch being prepared has ended."""
         base = self.memory.add_tensor(tensor, self.rank, self._names.get(tensor.data_ptr(), self._names[0]))
         if base is not None:
@@ -151,7 +97,7 @@ class Launches:
         """Wait for the main stream's work, which the calling host code is about to use."""
         run = self._left.pop(self.rank, None) if self._left else None
         if run is not None:
-            self.scheduler.block(Waiting(lambda: run.done, lambda: f"waits for its kernel {run.launch.name}"))
+            self.scheduler.block(Waiting(lambda: self._is_done(run), lambda: f"waits for its kernel {run.launch.name}"))
             self._end(run)
 
     def return_launches(self) -> bool:
@@ -172,21 +118,42 @@ class Launches:
                 continue
             self._free_sms[rank] -= 1
             self.most_at_once = max(self.most_at_once, self.sms - self._free_sms[rank])
-            grid.start_one()
+            self._start_program(grid)
+
+    def _start_program(self, grid: Grid) -> None:
+        def body() -> None:
+            grid.launch.run()
+            self.complete_copies()
+
+        def finished() -> None:
+            grid.ended += 1
+            self.stores.end(program)
+            self.observer.program_ended(program)
+            if program.error is not None and grid.error is None:
+                grid.error = program.error
+            self.sm_freed(grid.rank)
+
+        program = Program(grid, body)
+        grid.programs.append(program)
+        program.on_finish = finished
+        self.observer.program_started(program)
+        self.scheduler.spawn(program)
+
+    def _is_done(self, grid: Grid) -> bool:
+        return not self.stores.under_way(grid.programs) and (grid.ended == grid.total or grid.error is not None)
 
     def _end(self, run: Grid) -> None:
         self._forget(run.bases)
         if run.error is not None:
             raise run.error
-        if self.observer is not None:
-            self.observer.grid_ended(run)
+        self.observer.grid_ended(run)
 
-    def _forget(self, bases: list[int]) -> None:
+    def _forget(self, bases: Sequence[int]) -> None:
         for base in bases:
             self.memory.remove(base)
 
 
-def _argument_names(jit_fn: Any, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
+def _argument_names(jit_fn: JITFunction, args: tuple, kwargs: dict[str, Any]) -> dict[int, str]:
     """Names by data_ptr of tensors, also in descriptors and tuples; at 0 the name of any other."""
     kernel = jit_fn.__name__
     defaults = [(p.name, p.default) for p in jit_fn.params]

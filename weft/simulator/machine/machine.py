@@ -7,10 +7,9 @@ into tasks of one scheduler. It knows ranks, addresses and streams; teams and pr
 
 from __future__ import annotations
 
-import os.path
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,14 +18,11 @@ import numpy as np
 
 from weft.errors import Deadlock
 from weft.simulator import intrinsics
-from weft.simulator.interpreter import LIBRARIES, Interpreter
-from weft.simulator.machine.accesses import Accesses
-from weft.simulator.machine.launches import Grid, Launches, Program
-from weft.simulator.machine.memory import Memory, signed
-from weft.simulator.machine.pointers import Pointers
-from weft.simulator.machine.scheduler import GreenletTask, Scheduler, Task, ThreadTask, Waiting
+from weft.simulator.machine.accesses import Event
+from weft.simulator.machine.launches import Launches
+from weft.simulator.machine.memory import signed
+from weft.simulator.machine.tasks import GreenletTask, Task, ThreadTask, Waiting
 
-Event = tuple[int, str, str, str]
 _HOISTED = (
     "a compiler may take a plain load out of a loop, which then never ends on a GPU even if the value comes: poll with "
     "wl.wait, or with an atomic that acquires"
@@ -47,7 +43,7 @@ class Stream:
         return self.running is None and not self.queue
 
 
-class Machine(Accesses, Launches):
+class Machine(Launches):
     """Virtual machine with one GPU per rank.
 
     sms       programs of a rank that can be resident at once
@@ -63,26 +59,12 @@ class Machine(Accesses, Launches):
         slow: Mapping[int, float] | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self.world_size, self.sms, self.seed = world_size, sms, seed
-        self.scheduler = Scheduler(seed, slow)
-        self.memory = Memory()
-        self.pointers = Pointers(self.memory)
-        self.interpreter = Interpreter(self)
-        self._on_event = on_event
-        self._free_sms, self.most_at_once = [sms] * world_size, 0
+        super().__init__(world_size, seed, sms, slow, on_event)
+        self.world_size, self.seed = world_size, seed
         self.is_sized = False  # host code has asked how many programs can be resident at once
-        self._pending: list[deque[Grid]] = [deque() for _ in range(world_size)]
+        self.uninitialised: set[int] = set()  # bases of symmetric tensors allocated without a value
         self._streams: dict[tuple[int, str], Stream] = {}
         self._rendezvous: dict[str, dict[int, Any]] = {}
-        self._names: dict[int, str] = {}
-        self._known: list[int] = []
-        self._awaited: dict[int, Grid] = {}
-        self._left: dict[int, Grid] = {}
-        self._copies: dict[Any, list[tuple[GreenletTask, str]]] = {}
-        self.uninitialised: set[int] = set()  # bases of symmetric tensors allocated without a value
-        # Set by a check; None otherwise.
-        self.observer: Any = None
-        self.store_buffers: Any = None
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -94,10 +76,7 @@ class Machine(Accesses, Launches):
             self.settle()
             return result
 
-        hosts = [
-            ThreadTask(self.scheduler, rank, f"rank {rank} host code", partial(host, main))
-            for rank, main in enumerate(mains)
-        ]
+        hosts = [ThreadTask(rank, f"rank {rank} host code", partial(host, main)) for rank, main in enumerate(mains)]
         for host in hosts:
             self.scheduler.spawn(host)
         with self.scheduler.interrupts, self.interpreter:
@@ -112,34 +91,10 @@ class Machine(Accesses, Launches):
 
     def host_scope(self, rank: int) -> AbstractContextManager:
         """Scope in which a rank's host code runs."""
-        return self.observer.host(rank) if self.observer is not None else nullcontext()
+        return self.observer.host(rank)
 
     def _bind(self, intrinsic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: intrinsic(self, *args, **kwargs)
-
-    @property
-    def rank(self) -> int:
-        """Rank of the running task."""
-        return self.scheduler.current.rank
-
-    def who(self) -> str:
-        """Label of the running task and, in a kernel, its source line, for messages."""
-        task = self.scheduler.current
-        frame = self.interpreter.kernel_frame(LIBRARIES) if isinstance(task, Program) else None
-        if frame is None:
-            return task.label
-        who = f"{task.label} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        if self.observer is not None:
-            self.observer.note_named(who)
-        return who
-
-    def note(self, kind: str, detail: str = "") -> None:
-        if self._on_event is not None:
-            self._on_event((self.scheduler.steps, self.scheduler.current.label, kind, detail))
-
-    def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        task = self.scheduler.current
-        return task.index, task.grid.launch.grid
 
     # --- side streams ------------------------------------------------------------------------------------------------
 
@@ -154,7 +109,7 @@ class Machine(Accesses, Launches):
         if stream.running is not None or not stream.queue:
             return
         label, operation = stream.queue.popleft()
-        task = GreenletTask(self.scheduler, stream.rank, f"rank {stream.rank} {stream.name}: {label}", operation)
+        task = GreenletTask(stream.rank, f"rank {stream.rank} {stream.name}: {label}", operation)
         stream.running = task
 
         def finished() -> None:
@@ -176,8 +131,7 @@ class Machine(Accesses, Launches):
     def join(self, stream: str) -> None:
         """Order the calling rank's main stream after all work of its side stream so far."""
         self.drain(stream)
-        if self.observer is not None:
-            self.observer.joined(stream)
+        self.observer.joined(stream)
 
     def is_idle(self, rank: int) -> bool:
         """True if no kernel, copy or other stream operation of ``rank`` is under way."""
@@ -193,9 +147,8 @@ class Machine(Accesses, Launches):
         address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
         task, where = self.scheduler.current, self.who()
         task.history = None
-        if self.observer is not None:
-            self.observer.waits(address, itemsize)
-        self.touch(address, address + itemsize)
+        self.observer.waits(address, itemsize)
+        self.stores.touch(address, address + itemsize)
 
         def read() -> int:
             return self.memory.read_word(address, itemsize, lambda: where)
@@ -206,14 +159,12 @@ class Machine(Accesses, Launches):
 
         self.scheduler.block(Waiting(lambda: done(read()), describe, address, address + itemsize))
         self.note("waited", self.memory.describe(address))
-        if self.observer is not None:
-            self.observer.waited(address, itemsize, wanted)
+        self.observer.waited(address, itemsize, wanted)
         return read()
 
     def wait_for_bytes(self, low: int, high: int, done: Callable[[], bool], describe: Callable[[], str]) -> None:
         task, where = self.scheduler.current, self.who()
-        if self.observer is not None:
-            self.observer.waits_for_data(low)
+        self.observer.waits_for_data(low)
         self.scheduler.block(Waiting(done, lambda: f"{where[len(task.label) :].strip()} {describe()}", low, high))
 
     def exchange(self, rendezvous: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
@@ -225,8 +176,7 @@ class Machine(Accesses, Launches):
         rank = self.rank
         if streams:
             self.settle()
-        if self.observer is not None:
-            self.observer.rendezvous_entered(rendezvous, rank, streams)
+        self.observer.rendezvous_entered(rendezvous, rank, streams)
         here = self._rendezvous.setdefault(rendezvous, {})
         here[rank] = item
         self.scheduler.recheck()
@@ -235,8 +185,7 @@ class Machine(Accesses, Launches):
             return f"waits in {rendezvous} for rank {', '.join(str(m) for m in members if m not in here)}"
 
         self.scheduler.block(Waiting(lambda: len(here) == len(members), absent))
-        if self.observer is not None:
-            self.observer.rendezvous_left(rendezvous, rank)
+        self.observer.rendezvous_left(rendezvous, rank)
         return [here[m] for m in members]
 
     def _deadlock(self) -> Deadlock:
@@ -258,8 +207,7 @@ class Machine(Accesses, Launches):
                         f"rank {rank} kernel {grid.launch.name} programs {grid.started}..{grid.total - 1} cannot start: all "
                         f"{self.sms} SMs are held by waiting programs"
                     )
-        if self.observer is not None:
-            lines += self.observer.deadlocked(
-                [grid for pending in self._pending for grid in pending if grid.started < grid.total], lines
-            )
+        lines += self.observer.deadlocked(
+            [grid for pending in self._pending for grid in pending if grid.started < grid.total], lines
+        )
         return Deadlock(lines, f"weft.simulate(main, world_size={self.world_size}, seed={self.seed}, sms={self.sms})")

@@ -18,19 +18,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from weft.simulator.interpreter import LIBRARIES
-from weft.simulator.machine.scheduler import GreenletTask
+from weft.simulator.interpreter import CodeLine
+from weft.simulator.machine.memory import Memory
+from weft.simulator.machine.scheduler import Scheduler
+from weft.simulator.machine.stores import Landed, Stores
+from weft.simulator.machine.tasks import Footprint, GreenletTask, Task
 
 # Probability for each access that some buffered store arrives, and for each line that its stores are held back.
 _LEAK = 0.08
 _HELD = 0.3
-
-
-Landed = Callable[[], None] | None
+# Rank, file and line number of a store.
+Line = tuple[int, str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +49,12 @@ class BufferedStore:
     high: int
     tma: bool
     covered: bool
-    line: tuple
+    line: Line
     after: list[BufferedStore]
     landed: Landed = None
     drained: bool = False
     arrived: bool = False
-    task: Any = None
+    task: GreenletTask | None = None
 
     def overlaps(self, low: int, high: int) -> bool:
         return self.low < high and low < self.high
@@ -67,56 +68,64 @@ class BufferedStore:
         return [*found, self]
 
 
-class StoreBuffers:
-    """Store buffers of all programs. ``tasks``: each store is a task, for an exhaustive search."""
+class StoreBuffers(Stores):
+    """Store buffers of all programs.
 
-    def __init__(self, machine: Any, seed: int, tasks: bool = False) -> None:
-        self._machine, self._random, self._tasks = machine, random.Random(seed), tasks
-        self._buffers: dict[Any, list[BufferedStore]] = {}
-        self._fenced: dict[Any, list[BufferedStore]] = {}  # stores before the last fence
-        self._held: dict[tuple, bool] = {}
+    line   function that returns the running kernel's line
+    tasks  each store is a task, for an exhaustive search
+    """
 
-    # --- actions of a program ----------------------------------------------------------------------------------------
+    is_late = True
 
-    def take(
-        self, task: Any, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str, landed: Landed
+    def __init__(
+        self, scheduler: Scheduler, memory: Memory, line: Callable[[], CodeLine | None], seed: int, tasks: bool = False
     ) -> None:
-        """Buffer a weak store."""
+        super().__init__(scheduler, memory)
+        self._code_line, self._random, self._tasks = line, random.Random(seed), tasks
+        self._buffers: dict[Task, list[BufferedStore]] = {}
+        self._fenced: dict[Task, list[BufferedStore]] = {}  # stores before the last fence
+        self._held: dict[Line, bool] = {}
+
+    # --- actions of the running program ------------------------------------------------------------------------------
+
+    def take(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str, landed: Landed) -> None:
         if mask.any():
-            one_thread = addresses.size == 1 and how != "tma"
-            self._add(task, addresses[mask], bits[mask], how == "tma", one_thread, self._before(task), landed)
+            one_thread = addresses.size == 1 and access != "tma"
+            self._add(addresses[mask], bits[mask], access == "tma", one_thread, self._before(), landed)
 
-    def take_release(self, task: Any, address: np.ndarray, bits: np.ndarray, landed: Landed) -> None:
-        """Buffer a release store by one thread at system scope."""
-        self._add(task, address, bits, False, True, [*self._before(task), *self._covered(task, "sys")], landed)
+    def take_release(self, address: np.ndarray, bits: np.ndarray, landed: Landed) -> None:
+        self._add(address, bits, False, True, [*self._before(), *self._covered("sys")], landed)
 
-    def atomic(self, task: Any, releases: bool, scope: str) -> None:
-        """Deliver the stores that an atomic, about to take effect, comes after."""
-        self._arrive(task, [*self._before(task), *(self._covered(task, scope) if releases else ())])
+    def before_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
+        self._leak()
+        active = addresses[mask]
+        if active.size:
+            self.touch(int(active.min()), int(active.max()) + itemsize)
 
-    def touch(self, task: Any, low: int, high: int) -> None:
-        """Deliver the stores of ``task`` to bytes that it is about to access."""
-        self._arrive(task, [late for late in self._buffers.get(task, ()) if late.overlaps(low, high)])
+    def touch(self, low: int, high: int) -> None:
+        self._arrive(self._task, [late for late in self._mine() if late.overlaps(low, high)])
 
-    def barrier(self, task: Any) -> None:
-        for late in self._buffers.get(task, ()):
+    def before_atomic(self, releases: bool, scope: str) -> None:
+        self._arrive(self._task, [*self._before(), *(self._covered(scope) if releases else ())])
+
+    def barrier(self) -> None:
+        for late in self._mine():
             late.covered = late.covered or not late.tma or late.drained
 
-    def drain(self, task: Any) -> None:
-        for late in self._buffers.get(task, ()):
+    def drain(self) -> None:
+        for late in self._mine():
             late.drained = True
 
-    def fence(self, task: Any) -> None:
-        """Fence in every thread."""
-        self._fenced[task] = [late for late in self._buffers.get(task, ()) if not late.tma or late.drained]
+    def fence(self) -> None:
+        self._fenced[self._task] = [late for late in self._mine() if not late.tma or late.drained]
 
-    def end(self, task: Any) -> None:
+    def end(self, program: Task) -> None:
         if not self._tasks:
-            self._arrive(task, self._buffers.get(task, ()))
+            self._arrive(program, self._buffers.get(program, ()))
 
     # --- arrivals over time ------------------------------------------------------------------------------------------
 
-    def leak(self) -> None:
+    def _leak(self) -> None:
         """Deliver one buffered store, at random."""
         if self._buffers and not self._tasks and self._random.random() < _LEAK:
             free = self._all(held=False)
@@ -125,10 +134,7 @@ class StoreBuffers:
                 self._arrive(task, [late])
 
     def time_passes(self) -> bool:
-        """Deliver one program's stores of one line, held ones last, when no task can go on.
-
-        False if there are none.
-        """
+        """Deliver one program's stores of one line, held ones last."""
         left = self._all(held=False) or self._all(held=True)
         if left:
             task, late = self._random.choice(left)
@@ -137,23 +143,24 @@ class StoreBuffers:
 
     # --- for exhaustive search ---------------------------------------------------------------------------------------
 
-    def footprint(self, task: Any, low: int, high: int, releases: bool) -> tuple[tuple[int, int, bool], ...]:
-        """Bytes of the buffered stores of ``task`` that an access to ``low ..
-
-        high - 1`` delivers; all if it ``releases``.
-        """
-        late = [late for late in self._buffers.get(task, ()) if releases or late.overlaps(low, high)]
+    def footprint(self, low: int, high: int, releases: bool) -> Footprint:
+        late = [late for late in self._mine() if releases or late.overlaps(low, high)]
         return tuple({(one.low, one.high, True) for top in late for one in top.chain()})
 
-    def under_way(self, tasks: Collection[Any]) -> bool:
-        """True if stores of these programs are still buffered, in an exhaustive search."""
-        return self._tasks and any(task in self._buffers for task in tasks)
+    def under_way(self, programs: Collection[Task]) -> bool:
+        return self._tasks and any(program in self._buffers for program in programs)
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _task(self) -> Task:
+        return self._scheduler.current
+
+    def _mine(self) -> Iterable[BufferedStore]:
+        return self._buffers.get(self._task, ())
+
     def _add(
         self,
-        task: Any,
         addresses: np.ndarray,
         bits: np.ndarray,
         tma: bool,
@@ -162,50 +169,46 @@ class StoreBuffers:
         landed: Landed,
     ) -> None:
         low, high = int(addresses.min()), int(addresses.max()) + bits.dtype.itemsize
-        self.touch(task, low, high)
+        self.touch(low, high)
         after = [late for late in after if not late.arrived]
-        late = BufferedStore(addresses, bits, low, high, tma, covered, self._line(task), after, landed)
-        self._buffers.setdefault(task, []).append(late)
+        late = BufferedStore(addresses, bits, low, high, tma, covered, self._line(), after, landed)
+        self._buffers.setdefault(self._task, []).append(late)
         if self._tasks:
-            self._spawn(task, late)
+            self._spawn(self._task, late)
 
-    def _spawn(self, task: Any, late: BufferedStore) -> None:
+    def _spawn(self, task: Task, late: BufferedStore) -> None:
         def arrive() -> None:
             own.next = tuple((one.low, one.high, True) for one in late.chain())
-            self._machine.scheduler.step()
+            self._scheduler.step()
             self._arrive(task, [late])
 
-        own = GreenletTask(self._machine.scheduler, task.rank, f"late store of {task.label}", arrive)
-        own.maker, own.on_finish = task, lambda: None
-        late.task = own
-        self._machine.scheduler.spawn(own)
+        own = late.task = GreenletTask(task.rank, f"late store of {task.label}", arrive, maker=task)
+        own.on_finish = lambda: None
+        self._scheduler.spawn(own)
 
-    def _before(self, task: Any) -> list[BufferedStore]:
-        return [late for late in self._fenced.get(task, ()) if not late.arrived]
+    def _before(self) -> list[BufferedStore]:
+        return [late for late in self._fenced.get(self._task, ()) if not late.arrived]
 
-    def _covered(self, task: Any, scope: str) -> list[BufferedStore]:
-        late = [late for late in self._buffers.get(task, ()) if late.covered]
-        return late if scope == "sys" else [one for one in late if self._is_own(task, one)]
+    def _covered(self, scope: str) -> list[BufferedStore]:
+        late = [late for late in self._mine() if late.covered]
+        return late if scope == "sys" else [one for one in late if self._is_own(self._task, one)]
 
-    def _all(self, held: bool) -> list[tuple[Any, BufferedStore]]:
+    def _all(self, held: bool) -> list[tuple[Task, BufferedStore]]:
         return [(t, late) for t, buffer in self._buffers.items() for late in buffer if self._held[late.line] == held]
 
-    def _line(self, task: Any) -> tuple:
-        """Source line of the running kernel's store.
-
-        Its first store decides whether the line's stores are held back.
-        """
-        frame = self._machine.interpreter.kernel_frame(LIBRARIES)
-        line = (task.rank, frame.f_code.co_filename, frame.f_lineno)
+    def _line(self) -> Line:
+        """Line of the running store. Its first store decides whether the line's stores are held back."""
+        code, number = self._code_line()
+        line = (self._task.rank, code.co_filename, number)
         if line not in self._held:
             self._held[line] = self._random.random() < _HELD
         return line
 
-    def _is_own(self, task: Any, late: BufferedStore) -> bool:
-        heap = self._machine.memory.heap_of(late.low)
-        return heap is None or self._machine.memory.heap_rank(heap) == task.rank
+    def _is_own(self, task: Task, late: BufferedStore) -> bool:
+        heap = self._memory.heap_of(late.low)
+        return heap is None or self._memory.heap_rank(heap) == task.rank
 
-    def _arrive(self, task: Any, chosen: Iterable[BufferedStore]) -> None:
+    def _arrive(self, task: Task, chosen: Iterable[BufferedStore]) -> None:
         for late in list(chosen):
             if late.arrived:
                 continue
@@ -218,7 +221,7 @@ class StoreBuffers:
                 if one.landed is not None:
                     one.landed()
                 everywhere = np.ones(one.addresses.shape, bool)
-                self._machine.memory.store(one.addresses, one.bits, everywhere, lambda: task.label)
-                self._machine.scheduler.written(one.low, one.high)
+                self._memory.store(one.addresses, one.bits, everywhere, lambda: task.label)
+                self._scheduler.written(one.low, one.high)
         if task in self._buffers and not self._buffers[task]:
             del self._buffers[task]

@@ -1,0 +1,72 @@
+"""Arrival of a program's stores in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from weft.simulator.machine.memory import Memory
+from weft.simulator.machine.scheduler import Scheduler
+from weft.simulator.machine.tasks import Footprint, Task
+
+# Called just before a store's bits are in memory.
+Landed = Callable[[], None] | None
+
+
+class Stores:
+    """Stores that arrive at once. ``StoreBuffers`` delays them, and overrides all methods.
+
+    "The program" is the running one.
+    """
+
+    is_late = False
+
+    def __init__(self, scheduler: Scheduler, memory: Memory) -> None:
+        self._scheduler, self._memory = scheduler, memory
+
+    def take(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str, landed: Landed) -> None:
+        """Take a weak store, whose addresses are in known extents. ``access``: as in ``Port.store``."""
+        if landed is not None:
+            landed()
+        self._memory.store(addresses, bits, mask, lambda: self._scheduler.current.label)
+        active = addresses[mask]
+        if active.size:
+            self._scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
+
+    def take_release(self, address: np.ndarray, bits: np.ndarray, landed: Landed) -> None:
+        """Take a release store by one thread at system scope."""
+        self.take(address, bits, np.ones(1, bool), "plain", landed)
+
+    def before_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
+        """Deliver some stores, and the program's own to the bytes that it is about to access."""
+
+    def touch(self, low: int, high: int) -> None:
+        """Deliver the program's stores to bytes ``low .. high - 1``, which it is about to access."""
+
+    def before_atomic(self, releases: bool, scope: str) -> None:
+        """Deliver the stores that an atomic, about to take effect, comes after."""
+
+    def barrier(self) -> None:
+        """CTA barrier of the program."""
+
+    def drain(self) -> None:
+        """Complete the program's descriptor stores."""
+
+    def fence(self) -> None:
+        """Fence in every thread of the program."""
+
+    def end(self, program: Task) -> None:
+        """Deliver all stores of a program that has ended."""
+
+    def time_passes(self) -> bool:
+        """Deliver stores when no task can go on. False if there are none."""
+        return False
+
+    def footprint(self, low: int, high: int, releases: bool) -> Footprint:
+        """Bytes of the program's stores that an access to ``low .. high - 1`` delivers; all if it ``releases``."""
+        return ()
+
+    def under_way(self, programs: Collection[Task]) -> bool:
+        """True if stores of these programs keep their kernel from ending."""
+        return False

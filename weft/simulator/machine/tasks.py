@@ -1,0 +1,140 @@
+"""Tasks: threads of control of the ranks, one of which runs at any time.
+
+A rank's host code is a thread; a program instance or a stream operation is a greenlet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from greenlet import GreenletExit, greenlet
+
+from weft.simulator.interpreter.frames import CodeLine
+from weft.simulator.machine.polling import ReadHistory
+
+# Seconds between two checks whether to go on waiting for host code when a simulation ends early.
+_HURRY_AFTER = 0.1
+# Byte ranges of an access: (low, high, may be written).
+Footprint = tuple[tuple[int, int, bool], ...]
+
+
+class Abandoned(BaseException):
+    """Thrown into remaining host threads when a simulation ends early.
+
+    Not an Exception: users must not catch it.
+    """
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Condition of a blocked task.
+
+    ``low``/``high``: bytes whose change can fulfil it, None for anything else.
+    """
+
+    done: Callable[[], bool]
+    describe: Callable[[], str]
+    low: int | None = None
+    high: int | None = None
+
+
+class Task:
+    """Thread of control of one rank."""
+
+    number: int | None = None  # of a program in its grid
+
+    def __init__(self, rank: int, label: str, body: Callable[[], object], maker: Task | None = None) -> None:
+        """``maker``: the program whose store or copy this task makes."""
+        self.rank, self.label, self.body, self.maker = rank, label, body, maker
+        self.waiting: Waiting | None = None
+        self.finished = False
+        self.error: BaseException | None = None
+        self.result: object = None
+        self.on_finish: Callable[[], None] | None = None
+        # Its next access and that access's source line, filled in for a strategy that explores.
+        self.next: Footprint | None = None
+        self.next_line: CodeLine | None = None
+        self.history: ReadHistory | None = None  # of a program: its reads since it last changed memory
+
+    def run(self) -> None:
+        """Run the body and keep its result or error."""
+        try:
+            self.result = self.body()
+        except (GreenletExit, Abandoned):
+            pass
+        except BaseException as error:  # raised again in the task that waits for this one
+            self.error = error
+        finally:
+            self.finished = True
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        """Switch from the task, which calls this, to the scheduler until it is resumed."""
+        raise NotImplementedError
+
+    def abandon(self, hurried: Callable[[], bool]) -> None:
+        """End the task. ``hurried()``: True to stop waiting for host code that does not return."""
+        raise NotImplementedError
+
+
+class GreenletTask(Task):
+    """Program instance or stream operation, as a greenlet in the scheduler's thread."""
+
+    _greenlet: greenlet | None = None
+
+    def resume(self) -> None:
+        if self._greenlet is None:
+            self._greenlet = greenlet(self.run)
+        self._greenlet.switch()
+
+    def pause(self) -> None:
+        self._greenlet.parent.switch()
+
+    def abandon(self, hurried: Callable[[], bool]) -> None:
+        if self._greenlet is not None and not self._greenlet.dead:
+            self._greenlet.throw(GreenletExit)
+        self.finished = True
+
+
+class ThreadTask(Task):
+    """Host code of a rank, in a thread of its own so that torch's thread-local state is per rank."""
+
+    _thread: threading.Thread | None = None
+    _leaving = False
+
+    def resume(self) -> None:
+        if self._thread is None:
+            self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+            self._thread = threading.Thread(target=self._main, name=f"weft {self.label}", daemon=True)
+            self._thread.start()
+        else:
+            self._turn.release()
+        self._back.acquire()
+
+    def _main(self) -> None:
+        self.run()
+        self._back.release()
+
+    def pause(self) -> None:
+        self._back.release()
+        self._turn.acquire()
+        if self._leaving:
+            raise Abandoned
+
+    def abandon(self, hurried: Callable[[], bool]) -> None:
+        self._leaving = True
+        while self._thread is not None and not self.finished:
+            self._turn.release()
+            while not self._back.acquire(timeout=_HURRY_AFTER):
+                if hurried():
+                    return  # it ends when it comes to its next pause
+        self.finished = True
+
+    @property
+    def is_here(self) -> bool:
+        """True if the calling thread runs this host code."""
+        return self._thread is threading.current_thread()

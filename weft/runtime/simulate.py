@@ -70,7 +70,7 @@ def simulate(
 
     def host(rank: int) -> Any:
         _THIS_THREAD.cluster, _THIS_THREAD.rank, _THIS_THREAD.teams = cluster, rank, {}
-        with machine.host_scope(rank):
+        with machine.observer.host(rank):
             return checked_result(main, main(init_main(heap_bytes=heap_bytes), *args))
 
     if prepare is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,10 +87,6 @@ class Machine(Launches):
             finally:
                 intrinsics.unsubscribe(subscription)
         return [host.result for host in hosts]
-
-    def host_scope(self, rank: int) -> AbstractContextManager:
-        """Scope in which a rank's host code runs."""
-        return self.observer.host(rank)
 
     def _bind(self, intrinsic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: intrinsic(self, *args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # (pattern of the assembly, replacement); the first match counts.
-_INSTEAD = (
+ADVICE = (
     (r"multimem\.ld_reduce", "add up tl.load of wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
     (r"multimem\.", "tl.store through wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
     (r"\bld\.\S*acquire", "write wl.wait(signal, value, team), or tl.atomic_add(ptr, 0, sem='acquire', scope='sys')"),
@@ -34,5 +34,5 @@ _INSTEAD = (
 
 def instead_of(assembly: str) -> str:
     """Advice on portable code in place of this assembly, as a part of a sentence."""
-    found = (instead for pattern, instead in _INSTEAD if re.search(pattern, assembly))
+    found = (instead for pattern, instead in ADVICE if re.search(pattern, assembly))
     return next(found, "write it in plain Triton")

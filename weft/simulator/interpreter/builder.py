@@ -247,9 +247,6 @@ class Builder(InterpreterBuilder):
     def create_dot(self, a: Any, b: Any, accumulator: Any, precision: Any, imprecise: Any) -> Handle:
         return Handle(numerics.dot(a.data, b.data, accumulator.data), accumulator.dtype.scalar)
 
-    def create_dot_scaled(self, *_: Any) -> None:
-        raise not_interpretable(f"tl.dot_scaled in {self.names()}")
-
     def create_fma(self, x: Any, y: Any, z: Any) -> Handle:
         return Handle(numerics.fma(x.data, y.data, z.data), z.dtype)
 

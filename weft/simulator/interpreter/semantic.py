@@ -10,7 +10,7 @@ import triton.language as tl
 
 from weft.simulator import numerics
 from weft.simulator.interpreter.builder import Builder
-from weft.simulator.interpreter.values import Handle, everywhere, make, numpy_dtype, plain, value_of
+from weft.simulator.interpreter.values import Handle, everywhere, make, not_interpretable, numpy_dtype, plain, value_of
 from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
 
 
@@ -239,6 +239,9 @@ class Semantic(TritonSemantic):
         if acc.dtype.name != "fp32" or acc.handle.data.shape != (left.shape[0], right.shape[1]):
             return None
         return make(numerics.dot(left, right, acc.handle.data), tl.float32, True)
+
+    def dot_scaled(self, *_: object) -> None:
+        raise not_interpretable(f"tl.dot_scaled in {self.builder.names()}")
 
     def make_scalar(self, value: Any, dtype: tl.dtype) -> tl.tensor:
         return self.cast(value, dtype) if isinstance(value, tl.tensor) else self.scalar_constant(value, dtype)

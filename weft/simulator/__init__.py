@@ -1,6 +1,6 @@
 """N virtual GPUs in one process: a scheduler, a memory and an interpreter of Triton kernels.
 
-The entry point is ``weft.simulate`` (in ``weft.runtime.simulate``). Reading order: ``scheduler`` (tasks and the choice of the
-next one), ``memory`` (addresses), ``machine`` (launches, streams, waits), ``interpreter`` (everything that touches Triton's
-internals). ``weft check`` adds an observer, its detector (``weft.check.detector``).
+The entry point is ``weft.simulate`` (in ``weft.runtime.simulate``). Reading order: ``machine.tasks`` and ``machine.scheduler``,
+``machine.memory`` (addresses), ``machine.accesses``, ``machine.launches`` and ``machine.machine`` (streams, waits),
+``interpreter`` (kernels). ``observer`` has the events that a machine sends to a check.
 """

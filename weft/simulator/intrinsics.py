@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 Intrinsic = Callable[..., Any]
-Subscriber = Callable[[Any, Intrinsic], None]
+Subscriber = Callable[[object, Intrinsic], None]
 
-_INTRINSICS: list[tuple[Any, Intrinsic]] = []
+_INTRINSICS: list[tuple[object, Intrinsic]] = []
 _SUBSCRIBERS: list[Subscriber] = []
 
 
-def simulated(jit_fn: Any) -> Callable[[Intrinsic], Intrinsic]:
+def simulated(jit_fn: object) -> Callable[[Intrinsic], Intrinsic]:
     """Decorator for a function that replaces ``jit_fn`` in simulations.
 
     Called as ``function(machine, *args, **kwargs)``.

@@ -1,4 +1,4 @@
-"""Detector: the observer of a machine that finds errors in its accesses, launches, copies and rendezvous."""
+"""Observer of a machine that finds errors in its accesses, launches, copies and rendezvous."""
 
 from __future__ import annotations
 

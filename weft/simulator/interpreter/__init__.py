@@ -1,9 +1,9 @@
 """Interpreter of ordinary ``@triton.jit`` functions in NumPy, on the memory behind a ``Port``.
 
-Only this package touches Triton's internals. An ``Interpreter`` patches Triton for the scope of a simulation. A kernel is
-rewritten once (operators and statements that Python reads differently from Triton's compiler) and then runs as Python, so
-tracebacks, ``breakpoint()`` and debuggers show the user's file and line. The interpreter holds no state of a program: it asks
-the port which program runs and what memory holds, so programs may be greenlets.
+An ``Interpreter`` patches Triton for the scope of a simulation. A kernel is rewritten once (operators and statements that
+Python reads differently from Triton's compiler) and then runs as Python, so tracebacks, ``breakpoint()`` and debuggers show the
+user's file and line. The interpreter holds no state of a program: it asks the port which program runs and what memory holds,
+so programs may be greenlets.
 
 Reading order: ``port`` (calls to the machine) and ``interpreter`` (the scope) are the outside. ``values`` (a tensor is a NumPy
 array) and ``descriptors``. Triton's two layers as NumPy calls: ``builder`` (single operations) and ``semantic`` (type rules,
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from weft.simulator.interpreter.frames import CodeLine
 from weft.simulator.interpreter.interpreter import Interpreter
-from weft.simulator.interpreter.launching import GridSizes, Launch
-from weft.simulator.interpreter.port import Port
+from weft.simulator.interpreter.launching import Launch
+from weft.simulator.interpreter.port import GridSizes, Port
 from weft.simulator.interpreter.values import addresses_of, block, element_dtype, numpy_dtype, scalar, value_of
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import triton.language as tl
@@ -33,7 +32,7 @@ _REDUCTIONS = {
 }
 
 
-def _array(x: Any) -> np.ndarray:
+def _array(x: TensorHandle) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.data
 
 
@@ -72,7 +71,7 @@ class Builder(InterpreterBuilder):
     def create_barrier(self) -> None:
         self.port.barrier()
 
-    def create_print(self, prefix: str, hexadecimal: bool, values: list, is_signed: Any) -> None:
+    def create_print(self, prefix: str, hexadecimal: bool, values: list[TensorHandle], is_signed: object) -> None:
         where = self.port.program()[0]
         for value in values:
             shown = [hex(v) for v in value.data.ravel().tolist()] if hexadecimal else value.data
@@ -87,7 +86,7 @@ class Builder(InterpreterBuilder):
     def create_assume(self, condition: TensorHandle) -> None:
         self.create_assert(condition, "tl.assume() of a condition that does not hold")
 
-    def create_inline_asm(self, assembly: str, *_: Any) -> None:
+    def create_inline_asm(self, assembly: str, *_: object) -> None:
         raise NotInterpretable(
             f"inline assembly in {self.names()} cannot run in the simulator; {instead_of(assembly)}, or put it under `if "
             f"tl.target_info.is_cuda():` with a portable twin in plain Triton under `else:`, which the simulator takes, and "
@@ -115,7 +114,9 @@ class Builder(InterpreterBuilder):
     def store(self, ptr: np.ndarray, values: np.ndarray, mask: np.ndarray, access: str) -> None:
         self.port.store(ptr, values.view(numerics.BITS[values.dtype.itemsize]), mask, access)
 
-    def create_masked_load(self, ptr: TensorHandle, mask: Any, other: Any, *_: Any) -> Handle:
+    def create_masked_load(
+        self, ptr: TensorHandle, mask: np.ndarray | TensorHandle, other: TensorHandle | None, *_: object
+    ) -> Handle:
         """Load through a block pointer, which Triton's own code makes."""
         element, mask = ptr.get_element_ty(), _array(mask)
         values = self.load(ptr.data, mask, element, "plain")
@@ -123,10 +124,20 @@ class Builder(InterpreterBuilder):
             values = np.where(mask, values, other.data.view(values.dtype))
         return Handle(values, element)
 
-    def create_masked_store(self, ptr: TensorHandle, value: TensorHandle, mask: Any, *_: Any) -> None:
+    def create_masked_store(
+        self, ptr: TensorHandle, value: TensorHandle, mask: np.ndarray | TensorHandle, *_: object
+    ) -> None:
         self.store(ptr.data, value.data, _array(mask), "plain")
 
-    def create_atomic_rmw(self, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Handle:
+    def create_atomic_rmw(
+        self,
+        op: ir.ATOMIC_OP,
+        ptr: TensorHandle,
+        value: TensorHandle,
+        mask: TensorHandle,
+        sem: ir.MEM_SEMANTIC,
+        scope: ir.MEM_SYNC_SCOPE,
+    ) -> Handle:
         return self.atomic(_ATOMICS[op], ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
 
     def atomic(
@@ -136,7 +147,14 @@ class Builder(InterpreterBuilder):
         old = self.port.atomic(op, ptr, bits, np.broadcast_to(mask, ptr.shape), values.dtype, sem, scope)
         return Handle(old.view(values.dtype), element)
 
-    def create_atomic_cas(self, ptr: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Handle:
+    def create_atomic_cas(
+        self,
+        ptr: TensorHandle,
+        compare: TensorHandle,
+        value: TensorHandle,
+        sem: ir.MEM_SEMANTIC,
+        scope: ir.MEM_SYNC_SCOPE,
+    ) -> Handle:
         element = ptr.dtype.scalar.element_ty
         dtype = numpy_dtype(element)
         bits = numerics.BITS[dtype.itemsize]
@@ -146,17 +164,28 @@ class Builder(InterpreterBuilder):
         old = self.port.cas(ptr.data, wanted, new, _SEMANTICS[sem], _SCOPES[scope])
         return Handle(old.view(dtype), element)
 
-    def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> Handle:
+    def create_atomic_load(
+        self, ptr: TensorHandle, mask: TensorHandle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
+    ) -> Handle:
         element = ptr.dtype.scalar.element_ty
         dtype = numpy_dtype(element)
         nothing = np.zeros(ptr.data.shape, numerics.BITS[dtype.itemsize])
         old = self.atomic("or", ptr.data, nothing, mask.data, element, _SEMANTICS[sem], _SCOPES[scope])
         return Handle(old.data.view(dtype), element)
 
-    def create_atomic_store(self, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any) -> None:
+    def create_atomic_store(
+        self, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
+    ) -> None:
         self.atomic("xchg", ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
 
-    def create_atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Handle:
+    def create_atomic_poll(
+        self,
+        ptr: TensorHandle,
+        expected: TensorHandle,
+        timeout_ns: object,
+        sem: ir.MEM_SEMANTIC,
+        scope: ir.MEM_SYNC_SCOPE,
+    ) -> Handle:
         """Poll until the value is there. The simulator has no clock, so the timeout is never reached."""
         enable = Handle(everywhere(ptr.data.shape), tl.int1)
         while True:
@@ -165,24 +194,32 @@ class Builder(InterpreterBuilder):
                 return enable
 
     def create_make_tensor_descriptor(
-        self, base: Any, shape: list, strides: list, block_shape: list[int], is_signed: bool, padding: Any = None
+        self,
+        base: TensorHandle,
+        shape: list,
+        strides: list,
+        block_shape: list[int],
+        is_signed: bool,
+        padding: ir.PADDING_OPTION | None = None,
     ) -> Descriptor:
         sizes, steps = ([x.data.item() for x in xs] for xs in (shape, strides))
         nan = padding == ir.PADDING_OPTION.PAD_NAN
         return Descriptor(base.data.item(), base.dtype.scalar.element_ty, sizes, steps, tuple(block_shape), nan)
 
-    def descriptor_load(self, descriptor: Descriptor, offsets: list) -> np.ndarray:
+    def descriptor_load(self, descriptor: Descriptor, offsets: list[int | np.ndarray]) -> np.ndarray:
         addresses, mask = descriptor.locate(offsets)
         values = self.load(addresses, mask, descriptor.element, "tma")
         if descriptor.nan:
             values = np.where(mask, values, values.dtype.type(float("nan")))
         return numerics.round_to_tf32(values) if descriptor.round_to_tf32 else values
 
-    def descriptor_store(self, descriptor: Descriptor, values: np.ndarray, offsets: list) -> None:
+    def descriptor_store(self, descriptor: Descriptor, values: np.ndarray, offsets: list[int | np.ndarray]) -> None:
         addresses, mask = descriptor.locate(offsets)
         self.store(addresses, np.broadcast_to(values, addresses.shape), mask, "tma")
 
-    def create_descriptor_reduce(self, kind: Any, descriptor: Descriptor, value: Any, offsets: list) -> None:
+    def create_descriptor_reduce(
+        self, kind: ir.DESCRIPTOR_REDUCE_KIND, descriptor: Descriptor, value: TensorHandle, offsets: list[TensorHandle]
+    ) -> None:
         addresses, mask = descriptor.locate([x.data.item() for x in offsets])
         op, dtype = _REDUCTIONS[kind], value.data.dtype
         if op == "add" and dtype in numerics.FLOATS:
@@ -192,65 +229,73 @@ class Builder(InterpreterBuilder):
         bits = np.broadcast_to(value.data.view(numerics.BITS[dtype.itemsize]), addresses.shape)
         self.port.atomic(op, addresses, bits, mask, dtype, "relaxed", "gpu", "tma")
 
-    def create_descriptor_gather(self, descriptor: Descriptor, rows: Any, column: Any, _: Any) -> Handle:
+    def create_descriptor_gather(
+        self, descriptor: Descriptor, rows: TensorHandle, column: TensorHandle, _: object
+    ) -> Handle:
         offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
         return Handle(self.descriptor_load(descriptor, offsets), descriptor.element)
 
-    def create_descriptor_scatter(self, descriptor: Descriptor, value: Any, rows: Any, column: Any) -> None:
+    def create_descriptor_scatter(
+        self, descriptor: Descriptor, value: TensorHandle, rows: TensorHandle, column: TensorHandle
+    ) -> None:
         offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
         self.descriptor_store(descriptor, value.data, offsets)
 
     # casts, shapes, arithmetic
 
-    def create_int_cast(self, x: Any, to: tl.dtype, is_signed: bool) -> Handle:
+    def create_int_cast(self, x: TensorHandle, to: tl.dtype, is_signed: bool) -> Handle:
         return Handle(numerics.convert(x.data, numpy_dtype(to.scalar)), to.scalar)
 
-    def create_bitcast(self, x: Any, to: tl.dtype) -> Handle:
+    def create_bitcast(self, x: TensorHandle, to: tl.dtype) -> Handle:
         return Handle(x.data.view(numpy_dtype(to.scalar)), to.scalar)
 
-    def create_splat(self, ty: tl.dtype, x: Any) -> Handle:
+    def create_splat(self, ty: tl.dtype, x: TensorHandle) -> Handle:
         return Handle(np.broadcast_to(x.data, tuple(ty.shape)), x.dtype)
 
-    def create_unsplat(self, x: Any) -> Handle:
+    def create_unsplat(self, x: TensorHandle) -> Handle:
         return Handle(x.data.reshape(SCALAR_SHAPE), x.dtype)
 
-    def create_broadcast(self, x: Any, shape: Any) -> Handle:
+    def create_broadcast(self, x: TensorHandle, shape: Sequence[int | tl.constexpr]) -> Handle:
         return Handle(np.broadcast_to(x.data, tuple(shape)), x.dtype)
 
-    def create_expand_dims(self, x: Any, axis: int) -> Handle:
+    def create_expand_dims(self, x: TensorHandle, axis: int) -> Handle:
         return Handle(np.expand_dims(x.data, axis), x.dtype)
 
-    def create_reshape(self, x: Any, shape: Any, allow_reorder: bool) -> Handle:
+    def create_reshape(self, x: TensorHandle, shape: Sequence[int | tl.constexpr], allow_reorder: bool) -> Handle:
         return Handle(x.data.reshape(tuple(plain(s) for s in shape)), x.dtype)
 
-    def create_trans(self, x: Any, order: Any) -> Handle:
+    def create_trans(self, x: TensorHandle, order: Sequence[int | tl.constexpr]) -> Handle:
         return Handle(np.transpose(x.data, [plain(d) for d in order]), x.dtype)
 
-    def create_join(self, x: Any, y: Any) -> Handle:
+    def create_join(self, x: TensorHandle, y: TensorHandle) -> Handle:
         return Handle(np.stack(np.broadcast_arrays(x.data, y.data), axis=-1), x.dtype)
 
-    def create_split(self, x: Any) -> tuple[Handle, Handle]:
+    def create_split(self, x: TensorHandle) -> tuple[Handle, Handle]:
         return Handle(x.data[..., 0], x.dtype), Handle(x.data[..., 1], x.dtype)
 
-    def create_cat(self, x: Any, y: Any) -> Handle:
+    def create_cat(self, x: TensorHandle, y: TensorHandle) -> Handle:
         return Handle(np.concatenate([x.data, y.data]), x.dtype)
 
-    def create_gather(self, x: Any, index: Any, axis: int) -> Handle:
+    def create_gather(self, x: TensorHandle, index: TensorHandle, axis: int) -> Handle:
         return Handle(np.take_along_axis(x.data, index.data.astype(np.int64), axis=axis), x.dtype)
 
-    def create_histogram(self, x: Any, bins: int, mask: Any) -> Handle:
+    def create_histogram(self, x: TensorHandle, bins: int, mask: TensorHandle | None) -> Handle:
         return Handle(numerics.histogram(x.data, bins, None if mask is None else mask.data), tl.int32)
 
     def create_make_range(self, ty: tl.dtype, start: int, stop: int) -> Handle:
         return Handle(np.arange(start, stop, dtype=np.int32), tl.int32)
 
-    def create_dot(self, a: Any, b: Any, accumulator: Any, precision: Any, imprecise: Any) -> Handle:
+    def create_dot(
+        self, a: TensorHandle, b: TensorHandle, accumulator: TensorHandle, precision: object, imprecise: object
+    ) -> Handle:
         return Handle(numerics.dot(a.data, b.data, accumulator.data), accumulator.dtype.scalar)
 
-    def create_fma(self, x: Any, y: Any, z: Any) -> Handle:
+    def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> Handle:
         return Handle(numerics.fma(x.data, y.data, z.data), z.dtype)
 
-    def create_clampf(self, x: Any, low: Any, high: Any, propagate: Any) -> Handle:
+    def create_clampf(
+        self, x: TensorHandle, low: TensorHandle, high: TensorHandle, propagate: tl.PropagateNan
+    ) -> Handle:
         nan = propagate is tl.PropagateNan.ALL
         out = numerics.minimum(numerics.maximum(x.data, low.data, nan), high.data, nan)
         return Handle(out, x.dtype)

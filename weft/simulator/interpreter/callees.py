@@ -7,7 +7,6 @@ import re
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import triton.language as tl
 
@@ -18,7 +17,7 @@ from weft.simulator.interpreter.values import not_interpretable
 from weft.triton_api import TRITON_BUILTIN, JITFunction
 
 
-def is_builtin(member: Any) -> bool:
+def is_builtin(member: object) -> bool:
     """True if Triton's compiler passes the semantic layer to ``member`` as ``_semantic``."""
     try:
         return bool(getattr(member, TRITON_BUILTIN, False))
@@ -26,7 +25,7 @@ def is_builtin(member: Any) -> bool:
         return False
 
 
-def with_semantic(member: Any, semantic: Semantic) -> Callable:
+def with_semantic(member: object, semantic: Semantic) -> Callable:
     """Builtin with the semantic layer bound, callable from kernel code."""
     signature = getattr(member, "signature", None) or inspect.signature(member)
     if "_semantic" not in signature.parameters and not inspect.isclass(member):
@@ -42,7 +41,7 @@ _STUBS, _LIBDEVICE = "triton.language.extra.libdevice", "triton.language.extra.c
 def _libdevice(name: str, function: Callable) -> Callable:
     """libdevice function that raises TypeError, in one line, for unsupported types."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             return function(*args, **kwargs)
         except KeyError as error:
@@ -59,23 +58,23 @@ class Callees:
 
     def __init__(self, semantic: Semantic, frames: KernelFrames) -> None:
         self._semantic, self._frames = semantic, frames
-        self._table: dict[int, tuple[Any, Callable]] = {}  # id -> (object with that id, function to call)
-        self._replaced: dict[int, tuple[Any, Callable]] = {}
+        self._table: dict[int, tuple[object, Callable]] = {}  # id -> (object with that id, function to call)
+        self._replaced: dict[int, tuple[object, Callable]] = {}
         self._helpers = {"__weft_call__": self.resolve, **statements.helpers(semantic)}
 
-    def replace(self, callee: Any, function: Callable) -> None:
+    def replace(self, callee: object, function: Callable) -> None:
         """Replace ``callee`` by ``function`` permanently."""
         self._replaced[id(callee)] = (callee, function)
         self.know(callee, function)
 
-    def know(self, callee: Any, function: Callable) -> None:
+    def know(self, callee: object, function: Callable) -> None:
         """Replace ``callee`` by ``function`` until ``forget``."""
         self._table[id(callee)] = (callee, function)
 
     def forget(self) -> None:
         self._table = dict(self._replaced)
 
-    def resolve(self, callee: Any) -> Callable:
+    def resolve(self, callee: object) -> Callable:
         """Function that kernel code calls when it names ``callee``."""
         entry = self._table.get(id(callee))
         if entry is not None and entry[0] is callee:
@@ -100,7 +99,7 @@ class Callees:
         self.know(callee, function)
         return function
 
-    def _rewritten(self, jit_fn: Any) -> Callable:
+    def _rewritten(self, jit_fn: JITFunction) -> Callable:
         if jit_fn.is_gluon():
             raise not_interpretable(f"the Gluon function {jit_fn.__name__}")
         original = jit_fn.fn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -46,7 +45,7 @@ class Descriptor:
             raise ValueError(f"the last stride of a tensor descriptor must be 1, got {strides[-1]}")
         self._relative: np.ndarray | None = None
 
-    def locate(self, offsets: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, offsets: list[int | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Addresses and in-bounds mask of the block at ``offsets``; an offset may be an array (gather)."""
         if np.any(offsets[-1] * self.itemsize % 16):
             raise Misaligned(

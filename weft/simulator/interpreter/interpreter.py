@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
 
 from weft.simulator.interpreter import launching, patching
 from weft.simulator.interpreter.builder import Builder
 from weft.simulator.interpreter.callees import Callees
 from weft.simulator.interpreter.frames import LIBRARIES, CodeLine, KernelFrames
 from weft.simulator.interpreter.launching import Launch
-from weft.simulator.interpreter.port import Port
+from weft.simulator.interpreter.port import GridSizes, Port
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.stand_ins import StandIns
+from weft.triton_api import JITFunction
 
 
 class Interpreter:
@@ -42,20 +42,20 @@ class Interpreter:
             raise
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._patches.restore()
         self._callees.forget()
 
-    def replace(self, jit_fn: Any, function: Callable) -> None:
+    def replace(self, jit_fn: object, function: Callable) -> None:
         """Replace a jit function (or any callable) in kernels by ``function``, with unchanged arguments."""
         self._callees.replace(jit_fn, function)
 
-    def prepare(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict) -> Launch:
+    def prepare(self, jit_fn: JITFunction, grid: GridSizes, args: tuple, kwargs: dict) -> Launch:
         """Bind a launch's arguments as Triton does. TypeError for missing, extra or unknown arguments."""
         return launching.prepare(self._semantic, jit_fn, self._callees.resolve(jit_fn), grid, args, kwargs)
 
     def kernel_line(self) -> CodeLine | None:
-        """Line of the innermost kernel code now executing, outside ``LIBRARIES`` if possible; None outside kernels."""
+        """Line of the innermost kernel code now executing, outside ``LIBRARIES`` if possible."""
         frame = self._frames.innermost(LIBRARIES)
         return (frame.f_code, frame.f_lineno) if frame is not None else None
 

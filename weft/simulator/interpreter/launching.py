@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.simulator.interpreter.port import GridSizes
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.values import make, scalar, value_of
 from weft.triton_api import JITFunction, TensorWrapper, canonicalize_dtype
 
-# Argument in ``kernel[grid]``: sizes, or a function that makes them from the bound arguments.
-GridSizes = Sequence[int] | Callable[[Mapping[str, object]], Sequence[int]]
 # Launch options of the NVIDIA and AMD backends.
 _OPTIONS = frozenset({
     "allow_flush_denorm", "arch", "clc", "cluster_dims", "debug", "default_dot_input_precision", "enable_fp_fusion",
@@ -45,7 +43,9 @@ class Launch:
     tuples: list[tuple]
 
 
-def prepare(semantic: Semantic, jit_fn: Any, function: Callable, grid: GridSizes, args: tuple, kwargs: dict) -> Launch:
+def prepare(
+    semantic: Semantic, jit_fn: JITFunction, function: Callable, grid: GridSizes, args: tuple, kwargs: dict
+) -> Launch:
     """Bind a launch's arguments to ``function``, which replaces the kernel, as Triton does.
 
     TypeError for missing, extra or unknown arguments and for unsupported types; TypeError or ValueError for an invalid grid.
@@ -124,7 +124,7 @@ class _Arguments:
         self.tensors: list[torch.Tensor] = []
         self.tuples: list[tuple] = []
 
-    def convert(self, value: Any, fixed: bool = False, const: bool = False, annotation: str = "") -> Any:
+    def convert(self, value: object, fixed: bool = False, const: bool = False, annotation: str = "") -> object:
         """Kernel value of ``value``; unchanged if the parameter is ``fixed`` (constexpr)."""
         if isinstance(value, tl.constexpr):
             return value.value
@@ -169,7 +169,7 @@ def _scalar_type(value: int | float) -> tl.dtype:
     return tl.int32 if -(2**31) <= value < 2**31 else tl.int64 if value < 2**63 else tl.uint64
 
 
-def _element(dtype: Any) -> str:
+def _element(dtype: object) -> str:
     try:
         return canonicalize_dtype(dtype)
     except KeyError:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import triton.language as tl
 
 from weft.simulator.interpreter.callees import Callees, is_builtin
+from weft.simulator.interpreter.port import GridSizes
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.stand_ins import StandIns
-from weft.simulator.interpreter.values import make, plain, value_of
+from weft.simulator.interpreter.values import Handle, Operand, make, plain, value_of
 from weft.triton_api import InterpretedFunction, JITFunction, base_value, tensor_descriptor_base
 
 _ABSENT = object()
@@ -31,9 +31,9 @@ class Patches:
     """Attributes replaced until ``restore``."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[tuple[object, str, object]] = []
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: object, name: str, value: object) -> None:
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
@@ -50,17 +50,17 @@ def is_active() -> bool:
     return getattr(JITFunction.run, "__weft_interpreter__", False)
 
 
-def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[Any], Callable]) -> None:
+def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[object], Callable]) -> None:
     """Redirect launches to ``launch``. A jit function called from Python runs as in kernel code."""
 
-    def run(jit_fn: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def run(jit_fn: JITFunction, *args: object, grid: GridSizes, warmup: bool, **kwargs: object) -> None:
         if not warmup:
             launch(jit_fn, grid, args, kwargs)
 
-    def get(jit_fn: Any, instance: Any, owner: Any = None) -> Any:
+    def get(jit_fn: JITFunction, instance: object, owner: object = None) -> Callable:
         return partial(resolve(jit_fn), instance) if isinstance(instance, base_value) else jit_fn
 
-    def refuse(function: Any, *_: Any, **__: Any) -> None:
+    def refuse(function: InterpretedFunction, *_: object, **__: object) -> None:
         raise RuntimeError(
             f"{function.__name__} was defined while TRITON_INTERPRET was set, so Triton's own interpreter runs it; unset it "
             f"before the kernel is defined"
@@ -119,21 +119,21 @@ def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:
 
 
 def _method(member: Callable, semantic: Semantic) -> Callable:
-    def call(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, _semantic: object = None, **kwargs: object) -> object:
         return member(self, *args, _semantic=semantic, **kwargs)
 
     return call
 
 
 def _operator(operation: Callable) -> Callable:
-    def call(self: tl.tensor, other: Any, _semantic: Any = None) -> tl.tensor:
+    def call(self: tl.tensor, other: Operand, _semantic: object = None) -> tl.tensor:
         return operation(self, other.value if isinstance(other, tl.constexpr) else other)
 
     return call
 
 
 def _reflected(operation: Callable) -> Callable:
-    def call(self: tl.tensor, other: Any, _semantic: Any = None) -> tl.tensor:
+    def call(self: tl.tensor, other: Operand, _semantic: object = None) -> tl.tensor:
         return operation(other.value if isinstance(other, tl.constexpr) else other, self)
 
     return call
@@ -142,13 +142,13 @@ def _reflected(operation: Callable) -> Callable:
 def _yielding(original: Callable) -> Callable:
     """Operator of constexpr that leaves the operation to a tensor, which the original would wrap."""
 
-    def call(self: tl.constexpr, other: Any) -> Any:
+    def call(self: tl.constexpr, other: object) -> object:
         return NotImplemented if isinstance(other, tl.tensor) else original(self, other)
 
     return call
 
 
-def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+def _init_tensor(self: tl.tensor, handle: Handle, type: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
 
 
@@ -166,7 +166,7 @@ def _bool(x: tl.tensor) -> bool:
     return bool(x.handle.data.item()) if x.handle.data.size == 1 else True
 
 
-def _getitem(x: tl.tensor, index: Any, _semantic: Any = None) -> tl.tensor:
+def _getitem(x: tl.tensor, index: object, _semantic: object = None) -> tl.tensor:
     keys = list(index) if isinstance(index, (tuple, list, tl.tuple)) else [index]
     for i, key in enumerate(keys):
         if key is not None and not (type(key) is slice and key == _EVERYTHING):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
+import torch
+
+from weft.triton_api import JITFunction
+
+# Argument in ``kernel[grid]``: sizes, or a function that makes them from the bound arguments.
+GridSizes = Sequence[int] | Callable[[Mapping[str, object]], Sequence[int]]
 
 
 class Port(Protocol):
@@ -14,7 +21,7 @@ class Port(Protocol):
     Addresses are results of ``pointer`` plus the kernel's pointer arithmetic.
     """
 
-    def pointer(self, tensor: Any) -> int:
+    def pointer(self, tensor: torch.Tensor) -> int:
         """64-bit address that a kernel gets for a tensor argument."""
 
     def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -55,5 +62,5 @@ class Port(Protocol):
 
     def let_next_kernel_start(self) -> None: ...
 
-    def launch(self, jit_fn: Any, grid: Any, args: tuple, kwargs: dict) -> None:
+    def launch(self, jit_fn: JITFunction, grid: GridSizes, args: tuple, kwargs: dict) -> None:
         """Run ``kernel[grid](*args, **kwargs)``, launched while the interpreter is active."""

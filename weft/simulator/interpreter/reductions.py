@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import triton.language as tl
 
 from weft.simulator import numerics
-from weft.simulator.interpreter.values import SCALAR_SHAPE, block, make, not_interpretable, numpy_dtype, plain, value_of
-from weft.triton_api import combine_max, combine_min, combine_sum, wrap_axis
+from weft.simulator.interpreter.values import (
+    SCALAR_SHAPE,
+    Integer,
+    Operand,
+    block,
+    make,
+    not_interpretable,
+    numpy_dtype,
+    plain,
+    value_of,
+)
+from weft.triton_api import JITFunction, combine_max, combine_min, combine_sum, wrap_axis
+
+Tensors = tl.tensor | tuple[tl.tensor, ...]
+CombineFunction = JITFunction | tl.constexpr
 
 
 class Reductions:
     """The three functions. ``function`` resolves a combine function to its interpreted form."""
 
-    def __init__(self, function: Callable[[Any], Callable]) -> None:
+    def __init__(self, function: Callable[[object], Callable]) -> None:
         self.function = function
 
-    def reduce(self, input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
+    def reduce(
+        self,
+        input: Tensors,
+        axis: Integer | None,
+        combine_fn: CombineFunction,
+        keep_dims: bool | tl.constexpr = False,
+        **_: object,
+    ) -> Tensors:
         inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
         axis, keep_dims, combine_fn = map(plain, (axis, keep_dims, combine_fn))
         arrays = [x.handle.data for x in inputs]
@@ -51,7 +70,7 @@ class Reductions:
             for g, ty, a in zip(got, types_, left, strict=True)
         ]
 
-    def _tree(self, combine_fn: Any, arrays: list, types_: list[tl.dtype], along: int) -> list[np.ndarray]:
+    def _tree(self, combine_fn: CombineFunction, arrays: list, types_: list[tl.dtype], along: int) -> list[np.ndarray]:
         """Combine neighbours, then neighbouring pairs, and so on, in order.
 
         A GPU's shuffles swap the operands, so a function that does not commute gives other results there.
@@ -62,7 +81,14 @@ class Reductions:
             arrays = self._combine(function, [a[0::2] for a in arrays], [a[1::2] for a in arrays], types_)
         return [np.moveaxis(a, 0, along) for a in arrays]
 
-    def scan(self, input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
+    def scan(
+        self,
+        input: Tensors,
+        axis: Integer,
+        combine_fn: CombineFunction,
+        reverse: bool | tl.constexpr = False,
+        **_: object,
+    ) -> Tensors:
         inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
         axis, reverse, combine_fn = map(plain, (axis, reverse, combine_fn))
         along = wrap_axis(axis, inputs[0].handle.data.ndim)
@@ -80,7 +106,7 @@ class Reductions:
         results = tuple(make(np.moveaxis(a, 0, along), x.dtype, True) for a, x in zip(out, inputs, strict=True))
         return results[0] if isinstance(input, tl.tensor) else results
 
-    def map_elementwise(self, scalar_fn: Any, *args: tl.tensor, pack: Any = 1, **_: Any) -> Any:
+    def map_elementwise(self, scalar_fn: CombineFunction, *args: tl.tensor, pack: Integer = 1, **_: object) -> Tensors:
         function = self.function(plain(scalar_fn))
         if value_of(pack) != 1:
             raise not_interpretable("tl.map_elementwise with pack > 1")
@@ -98,5 +124,5 @@ class Reductions:
         return out[0] if single else out
 
 
-def _array(x: Any) -> np.ndarray:
+def _array(x: Operand) -> np.ndarray:
     return x.handle.data if isinstance(x, tl.tensor) else np.asarray(plain(x))

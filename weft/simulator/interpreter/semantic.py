@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import triton.language as tl
 
 from weft.simulator import numerics
 from weft.simulator.interpreter.builder import Builder
-from weft.simulator.interpreter.values import Handle, everywhere, make, not_interpretable, numpy_dtype, plain, value_of
+from weft.simulator.interpreter.values import (
+    Handle,
+    Integer,
+    Number,
+    Operand,
+    everywhere,
+    make,
+    not_interpretable,
+    numpy_dtype,
+    plain,
+    value_of,
+)
 from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
 
 
 def _bitwise(op: Callable) -> Callable:
-    def method(self: Semantic, x: Any, y: Any) -> tl.tensor:
+    def method(self: Semantic, x: Operand, y: Operand) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
         if not ty.is_int():
             raise IncompatibleTypeErrorImpl(ty, ty)
@@ -25,7 +35,7 @@ def _bitwise(op: Callable) -> Callable:
 
 
 def _comparison(op: Callable) -> Callable:
-    def method(self: Semantic, x: Any, y: Any) -> tl.tensor:
+    def method(self: Semantic, x: Operand, y: Operand) -> tl.tensor:
         left, right, _, is_block = self.operands(x, y)
         return make(op(left, right), tl.int1, is_block)
 
@@ -42,7 +52,7 @@ class Semantic(TritonSemantic):
         self._promotions: dict[tuple, tl.dtype] = {}
         self._constants: dict[tuple, np.ndarray] = {}
 
-    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+    def to_tensor(self, x: Operand, check_type: bool = True) -> tl.tensor:
         if isinstance(x, tl.constexpr):
             x = x.value
         if isinstance(x, (int, float)):
@@ -65,10 +75,10 @@ class Semantic(TritonSemantic):
         fits = size == 0.0 or x != x or size == float("inf") or 2**-126 <= size <= (2 - 2**-23) * 2**127
         return tl.float32 if fits else tl.float64
 
-    def scalar_constant(self, value: Any, dtype: tl.dtype) -> tl.tensor:
+    def scalar_constant(self, value: Number, dtype: tl.dtype) -> tl.tensor:
         return tl.tensor(Handle(self._constant(value, dtype), dtype), dtype)
 
-    def _constant(self, value: Any, dtype: tl.dtype) -> np.ndarray:
+    def _constant(self, value: Number, dtype: tl.dtype) -> np.ndarray:
         key = (dtype.name, value, type(value), value == 0 and str(value))  # 0.0 == -0.0 == 0 == False
         found = self._constants.get(key)
         if found is None:
@@ -83,7 +93,7 @@ class Semantic(TritonSemantic):
             found = self._constants[key] = numerics.convert(wide, numpy_dtype(dtype))
         return found
 
-    def _check_range(self, value: Any, dtype: tl.dtype) -> None:
+    def _check_range(self, value: Number, dtype: tl.dtype) -> None:
         if value != int(value):
             raise TypeError(f"cannot make a {dtype} of {value}")
         if value < 0 and dtype.is_int_unsigned():
@@ -101,7 +111,7 @@ class Semantic(TritonSemantic):
             found = self._promotions[key] = self.computation_type_impl(a, a_is_scalar, b, b_is_scalar, div)
         return found
 
-    def operands(self, x: Any, y: Any, div: bool = False) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
+    def operands(self, x: Operand, y: Operand, div: bool = False) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
         """(left array, right array, common element type, result is a block). Pointers are refused."""
         x_is_tensor, y_is_tensor = isinstance(x, tl.tensor), isinstance(y, tl.tensor)
         a, b = x.dtype if x_is_tensor else self._type_of(x), y.dtype if y_is_tensor else self._type_of(y)
@@ -124,8 +134,8 @@ class Semantic(TritonSemantic):
 
     def binary_op_type_checking_impl(
         self,
-        x: Any,
-        y: Any,
+        x: Operand,
+        y: Operand,
         allow_lhs_ptr: bool = False,
         allow_rhs_ptr: bool = False,
         arithmetic_check: bool = True,
@@ -141,19 +151,19 @@ class Semantic(TritonSemantic):
             left, right = np.broadcast_to(left, shape), np.broadcast_to(right, shape)
         return make(left, ty, is_block), make(right, ty, is_block)
 
-    def _arithmetic(self, op: np.ufunc, x: Any, y: Any) -> tl.tensor:
+    def _arithmetic(self, op: np.ufunc, x: Operand, y: Operand) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
         out = op(left, right) if ty.name != "int1" else numerics.wrap_bool(op, left, right)
         return make(out, ty, is_block)
 
-    def add(self, x: Any, y: Any, sanitize_overflow: bool = False) -> tl.tensor:
+    def add(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
         if isinstance(y, tl.tensor) and isinstance(y.dtype, tl.pointer_type):
             x, y = y, x
         if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
             return self._offset(x, y)
         return self._arithmetic(np.add, x, y)
 
-    def _offset(self, ptr: tl.tensor, by: Any) -> tl.tensor:
+    def _offset(self, ptr: tl.tensor, by: Operand) -> tl.tensor:
         by = self.to_tensor(by)
         if not by.dtype.is_int():
             raise IncompatibleTypeErrorImpl(ptr.type, by.type)
@@ -161,29 +171,29 @@ class Semantic(TritonSemantic):
         out = ptr.handle.data + (by.handle.data.astype(np.int64) * size).view(np.uint64)
         return make(out, ptr.dtype, ptr.type is not ptr.dtype or by.type is not by.dtype)
 
-    def sub(self, x: Any, y: Any, sanitize_overflow: bool = False) -> tl.tensor:
+    def sub(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
         if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
             return self._offset(x, self.minus(self.to_tensor(y)))
         return self._arithmetic(np.subtract, x, y)
 
-    def mul(self, x: Any, y: Any, sanitize_overflow: bool = False) -> tl.tensor:
+    def mul(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
         return self._arithmetic(np.multiply, x, y)
 
-    def floordiv(self, x: Any, y: Any) -> tl.tensor:
+    def floordiv(self, x: Operand, y: Operand) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y, True)
         if not ty.is_int():
             raise TypeError(f"unexpected type {ty}")
         return make(numerics.divide_int(left, right), ty, is_block)
 
-    def mod(self, x: Any, y: Any) -> tl.tensor:
+    def mod(self, x: Operand, y: Operand) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y, True)
         return make(numerics.remainder_int(left, right), ty, is_block)
 
-    def minimum(self, x: Any, y: Any, propagate_nan: Any) -> tl.tensor:
+    def minimum(self, x: Operand, y: Operand, propagate_nan: tl.PropagateNan) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
         return make(numerics.minimum(left, right, propagate_nan is tl.PropagateNan.ALL), ty, is_block)
 
-    def maximum(self, x: Any, y: Any, propagate_nan: Any) -> tl.tensor:
+    def maximum(self, x: Operand, y: Operand, propagate_nan: tl.PropagateNan) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y)
         return make(numerics.maximum(left, right, propagate_nan is tl.PropagateNan.ALL), ty, is_block)
 
@@ -193,7 +203,7 @@ class Semantic(TritonSemantic):
     less_than, less_equal = _comparison(np.less), _comparison(np.less_equal)
     equal, not_equal = _comparison(np.equal), _comparison(np.not_equal)
 
-    def where(self, condition: tl.tensor, x: Any, y: Any) -> tl.tensor:
+    def where(self, condition: tl.tensor, x: Operand, y: Operand) -> tl.tensor:
         condition = self.cast(condition, tl.int1)
         if any(isinstance(v, tl.tensor) and isinstance(v.dtype, tl.pointer_type) for v in (x, y)):
             x, y = super().binary_op_type_checking_impl(x, y, True, True)
@@ -220,7 +230,7 @@ class Semantic(TritonSemantic):
         out = numerics.convert(x.handle.data, numpy_dtype(to), fp_downcast_rounding == "rtz")
         return make(out, to, x.type is not source)
 
-    def full(self, shape: Any, value: Any, dtype: tl.dtype) -> tl.tensor:
+    def full(self, shape: Sequence[Integer], value: Operand, dtype: tl.dtype) -> tl.tensor:
         data = self.make_scalar(value, dtype).handle.data
         shape = tuple(map(plain, shape))
         if not all(isinstance(size, int) for size in shape):
@@ -243,12 +253,12 @@ class Semantic(TritonSemantic):
     def dot_scaled(self, *_: object) -> None:
         raise not_interpretable(f"tl.dot_scaled in {self.builder.names()}")
 
-    def make_scalar(self, value: Any, dtype: tl.dtype) -> tl.tensor:
+    def make_scalar(self, value: tl.tensor | Number, dtype: tl.dtype) -> tl.tensor:
         return self.cast(value, dtype) if isinstance(value, tl.tensor) else self.scalar_constant(value, dtype)
 
     # memory
 
-    def _mask(self, ptr: tl.tensor, mask: Any, may_grow: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+    def _mask(self, ptr: tl.tensor, mask: Operand | None, may_grow: bool) -> tuple[np.ndarray, np.ndarray, bool]:
         """Addresses and mask of equal shape.
 
         A larger mask broadcasts the pointers of a load; a store refuses it.
@@ -269,7 +279,7 @@ class Semantic(TritonSemantic):
             addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
         return addresses, enable, is_block
 
-    def _values(self, value: Any, element: tl.dtype, shape: tuple[int, ...], is_block: bool) -> np.ndarray:
+    def _values(self, value: Operand, element: tl.dtype, shape: tuple[int, ...], is_block: bool) -> np.ndarray:
         """Operand of a store or an atomic, broadcast to the addresses' ``shape``."""
         if isinstance(value, tl.tensor):
             if value.type is not value.dtype and not is_block:
@@ -281,7 +291,7 @@ class Semantic(TritonSemantic):
             data = self.cast(self.to_tensor(value), element).handle.data
         return data if data.shape == shape else np.broadcast_to(data, shape)
 
-    def fetch(self, ptr: tl.tensor, mask: Any, other: Any, access: str) -> tl.tensor:
+    def fetch(self, ptr: tl.tensor, mask: Operand | None, other: Operand | None, access: str) -> tl.tensor:
         if mask is None and other is not None:
             raise ValueError("`other` cannot be provided without `mask`")
         addresses, enable, is_block = self._mask(ptr, mask, True)
@@ -298,14 +308,14 @@ class Semantic(TritonSemantic):
             values = np.where(enable, values, self._values(other, element, addresses.shape, is_block))
         return make(values, element, is_block)
 
-    def put(self, ptr: tl.tensor, value: Any, mask: Any) -> None:
+    def put(self, ptr: tl.tensor, value: Operand, mask: Operand | None) -> None:
         addresses, enable, is_block = self._mask(ptr, mask, False)
         if ptr.dtype.const:
             raise ValueError("Cannot store to a constant pointer")
         data = self._values(value, ptr.dtype.element_ty, addresses.shape, is_block)
         self.builder.store(addresses, data, enable, "plain")
 
-    def atom_red_typechecking_impl(self, ptr: tl.tensor, val: Any, mask: Any, op: str) -> tuple:
+    def atom_red_typechecking_impl(self, ptr: tl.tensor, val: Operand, mask: Operand | None, op: str) -> tuple:
         addresses, enable, is_block = self._mask(ptr, mask, False)
         element = ptr.dtype.element_ty
         bits = element.primitive_bitwidth
@@ -316,16 +326,16 @@ class Semantic(TritonSemantic):
         data = self._values(val, element, addresses.shape, is_block)
         return ptr, make(data, element, is_block), make(enable, tl.int1, is_block)
 
-    def _offsets(self, descriptor: tl.tensor_descriptor_base, offsets: Any) -> list[int]:
+    def _offsets(self, descriptor: tl.tensor_descriptor_base, offsets: Sequence[Operand]) -> list[int]:
         values = [value_of(x) for x in offsets]
         if len(values) != len(descriptor.block_shape):
             raise ValueError(f"expected {len(descriptor.block_shape)} offsets, but got {len(values)}")
         return values
 
-    def descriptor_load(self, desc: tl.tensor_descriptor_base, offsets: Any, *_: Any) -> tl.tensor:
+    def descriptor_load(self, desc: tl.tensor_descriptor_base, offsets: Sequence[Operand], *_: object) -> tl.tensor:
         return make(self.builder.descriptor_load(desc.handle, self._offsets(desc, offsets)), desc.handle.element, True)
 
-    def descriptor_store(self, desc: tl.tensor_descriptor_base, value: tl.tensor, offsets: Any) -> None:
+    def descriptor_store(self, desc: tl.tensor_descriptor_base, value: tl.tensor, offsets: Sequence[Operand]) -> None:
         data = self.cast(value, desc.handle.element).handle.data
         if data.shape != desc.handle.block_shape:
             raise ValueError(f"a block of shape {data.shape} stored through a descriptor of {desc.handle.block_shape}")

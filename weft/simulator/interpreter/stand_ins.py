@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import triton.language as tl
@@ -13,8 +13,9 @@ from weft.errors import Misaligned
 from weft.simulator.interpreter.callees import with_semantic
 from weft.simulator.interpreter.reductions import Reductions
 from weft.simulator.interpreter.semantic import Semantic
-from weft.simulator.interpreter.values import Handle, numpy_dtype, plain, value_of
+from weft.simulator.interpreter.values import Handle, Integer, Operand, Text, numpy_dtype, plain, value_of
 
+T = TypeVar("T")
 _LOAD_MODIFIERS = frozenset([None, "", "none", ".ca", ".cg", ".cs", ".cv"])
 _EVICTIONS = frozenset([None, "", "evict_normal", "evict_first", "evict_last"])
 _STOCK = {name: getattr(tl.core, name) for name in ("load", "store", "dot")}  # taken before anything is patched
@@ -23,7 +24,7 @@ _STOCK = {name: getattr(tl.core, name) for name in ("load", "store", "dot")}  # 
 class StandIns:
     """Replacements bound to a semantic layer."""
 
-    def __init__(self, semantic: Semantic, resolve: Callable[[Any], Callable]) -> None:
+    def __init__(self, semantic: Semantic, resolve: Callable[[object], Callable]) -> None:
         self.semantic = semantic
         self.reductions = Reductions(resolve)
         self._stock_load, self._stock_store, self._stock_dot = (with_semantic(f, semantic) for f in _STOCK.values())
@@ -52,7 +53,7 @@ class StandIns:
             "condition": lambda value, **_: value,
         }
 
-    def elsewhere(self) -> list[tuple[Any, Callable]]:
+    def elsewhere(self) -> list[tuple[object, Callable]]:
         """(function that kernels call, replacement) for other modules."""
         port, cuda = self.semantic.builder.port, getattr(tl.extra, "cuda", None)
         # Programmatic dependent launch: a simulated kernel starts after the one before has ended; only the checker models it.
@@ -68,7 +69,9 @@ class StandIns:
             *((builtin, stand_in) for builtin, stand_in in dependent if builtin is not None),
         ]
 
-    def range(self, start: Any, stop: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
+    def range(
+        self, start: Operand, stop: Operand | None = None, step: Operand | None = None, **_: object
+    ) -> Iterator[tl.tensor]:
         """``range`` and ``tl.range``, whose loop variable is a tensor of the bounds' promoted type."""
         if stop is None:
             start, stop = 0, start
@@ -86,14 +89,14 @@ class StandIns:
     def load(
         self,
         pointer: tl.tensor,
-        mask: Any = None,
-        other: Any = None,
-        boundary_check: Any = (),
-        padding_option: Any = "",
-        cache_modifier: Any = "",
-        eviction_policy: Any = "",
-        volatile: Any = False,
-        _semantic: Any = None,
+        mask: Operand | None = None,
+        other: Operand | None = None,
+        boundary_check: Sequence[Integer] = (),
+        padding_option: Text = "",
+        cache_modifier: Text = "",
+        eviction_policy: Text = "",
+        volatile: bool | tl.constexpr = False,
+        _semantic: object = None,
     ) -> tl.tensor:
         if _is_block_pointer(pointer):
             return self._stock_load(pointer, mask, other, boundary_check, padding_option)
@@ -108,47 +111,60 @@ class StandIns:
     def store(
         self,
         pointer: tl.tensor,
-        value: Any,
-        mask: Any = None,
-        boundary_check: Any = (),
-        cache_modifier: Any = "",
-        eviction_policy: Any = "",
-        _semantic: Any = None,
+        value: Operand,
+        mask: Operand | None = None,
+        boundary_check: Sequence[Integer] = (),
+        cache_modifier: Text = "",
+        eviction_policy: Text = "",
+        _semantic: object = None,
     ) -> None:
         if _is_block_pointer(pointer):
             self._stock_store(pointer, value, mask, boundary_check)
             return
         self.semantic.put(pointer, plain(value), plain(mask))
 
-    def arange(self, start: Any, end: Any, _semantic: Any = None) -> tl.tensor:
+    def arange(self, start: Integer, end: Integer, _semantic: object = None) -> tl.tensor:
         key = plain(start), plain(end)
         found = self._ranges.get(key) if type(key[0]) is type(key[1]) is int else None
         if found is None:
             found = self._ranges[key] = self.semantic.arange(*key)
         return found
 
-    def full(self, shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> tl.tensor:
+    def full(
+        self,
+        shape: Integer | Sequence[Integer],
+        value: Operand,
+        dtype: tl.dtype | tl.constexpr,
+        _semantic: object = None,
+    ) -> tl.tensor:
         shape = plain(shape)
         return self.semantic.full((shape,) if isinstance(shape, int) else shape, plain(value), plain(dtype))
 
-    def where(self, condition: Any, x: Any, y: Any, _semantic: Any = None) -> tl.tensor:
+    def where(self, condition: Operand, x: Operand, y: Operand, _semantic: object = None) -> tl.tensor:
         return self.semantic.where(self.semantic.to_tensor(condition), plain(x), plain(y))
 
     def cast(
-        self, x: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, _semantic: Any = None
+        self,
+        x: Operand,
+        dtype: tl.dtype | tl.constexpr,
+        fp_downcast_rounding: Text | None = None,
+        bitcast: bool | tl.constexpr = False,
+        _semantic: object = None,
     ) -> tl.tensor:
         x = x if isinstance(x, tl.tensor) else self.semantic.to_tensor(x)
         if plain(bitcast):
             return self.semantic.bitcast(x, plain(dtype))
         return self.semantic.cast(x, plain(dtype), plain(fp_downcast_rounding))
 
-    def dot(self, input: tl.tensor, other: tl.tensor, acc: Any = None, *args: Any, **kwargs: Any) -> tl.tensor:
+    def dot(
+        self, input: tl.tensor, other: tl.tensor, acc: tl.tensor | None = None, *args: object, **kwargs: object
+    ) -> tl.tensor:
         result = None
         if not args and plain(kwargs.get("out_dtype")) in (None, tl.float32):
             result = self.semantic.dot_fp32(input, other, plain(acc))
         return self._stock_dot(input, other, acc, *args, **kwargs) if result is None else result
 
-    def _extreme(self, of_numbers: Callable, operation: Callable, *args: Any) -> Any:
+    def _extreme(self, of_numbers: Callable, operation: Callable, *args: Operand) -> Operand:
         if not any(isinstance(x, tl.tensor) for x in args):
             return of_numbers(*map(value_of, args))
         result = args[0]
@@ -159,26 +175,26 @@ class StandIns:
         return result
 
 
-def _is_block_pointer(x: Any) -> bool:
+def _is_block_pointer(x: object) -> bool:
     """True for a block pointer: a tensor of its own kind in Triton 3.6 and 3.7, another object in 3.8."""
     return not isinstance(x, tl.tensor) or isinstance(getattr(x.dtype, "element_ty", None), tl.block_type)
 
 
-def _static_range(start: Any, end: Any = None, step: Any = None, **_: Any) -> range:
+def _static_range(start: Integer, end: Integer | None = None, step: Integer | None = None, **_: object) -> range:
     start, end, step = (None if x is None else int(value_of(x)) for x in (start, end, step))
     return range(0, start, step or 1) if end is None else range(start, end, step or 1)
 
 
-def _static_assert(condition: Any, message: Any = "", **_: Any) -> None:
+def _static_assert(condition: bool | tl.constexpr, message: Text = "", **_: object) -> None:
     if not value_of(condition):
         raise AssertionError(value_of(message))
 
 
-def _static_print(*values: Any, _semantic: Any = None, **kwargs: Any) -> None:
+def _static_print(*values: object, _semantic: object = None, **kwargs: str) -> None:
     print(*map(value_of, values), **kwargs)
 
 
-def _multiple_of(x: Any, values: Any, _semantic: Any = None) -> Any:
+def _multiple_of(x: T, values: Integer | Sequence[Integer], _semantic: object = None) -> T:
     """Check a hint, since a wrong one makes a GPU's vector accesses fault.
 
     Only a block's first element is checked.
@@ -194,5 +210,5 @@ def _multiple_of(x: Any, values: Any, _semantic: Any = None) -> Any:
     return x
 
 
-def _hint(x: Any, *_: Any, **__: Any) -> Any:
+def _hint(x: T, *_: object, **__: object) -> T:
     return x

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import triton.language as tl
 
@@ -25,7 +24,7 @@ def helpers(semantic: Semantic) -> dict[str, Callable]:
     }
 
 
-def _assign(semantic: Semantic, value: Any) -> Any:
+def _assign(semantic: Semantic, value: object) -> object:
     kind = type(value)
     if kind is tl.tensor:
         return value
@@ -39,17 +38,17 @@ def _assign(semantic: Semantic, value: Any) -> Any:
     return value
 
 
-def _truth(condition: Any) -> bool:
+def _truth(condition: object) -> bool:
     if isinstance(condition, tl.tensor) and condition.handle.data.size != 1:
         raise ValueError("Boolean value of Tensor with more than one value is ambiguous")
     return bool(condition)
 
 
-def _all(x: Any) -> bool:
+def _all(x: object) -> bool:
     return bool(x.handle.data.all()) if isinstance(x, tl.tensor) else bool(x)
 
 
-def _both(operation: Callable, decisive: bool, x: Any, y: Any) -> Any:
+def _both(operation: Callable, decisive: bool, x: object, y: object) -> object:
     if not isinstance(x, tl.tensor):
         return y
     if not isinstance(y, tl.tensor):

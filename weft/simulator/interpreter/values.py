@@ -13,6 +13,11 @@ from weft.simulator import numerics
 from weft.triton_api import TensorHandle
 
 SCALAR_SHAPE = (1,)
+Number = int | float | bool
+# What a kernel computes with; an integer and a string that the compiler knows.
+Operand = tl.tensor | tl.constexpr | Number
+Integer = int | tl.constexpr
+Text = str | tl.constexpr
 
 
 class Handle(TensorHandle):

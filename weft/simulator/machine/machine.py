@@ -63,7 +63,7 @@ class Machine(Launches):
         self.is_sized = False  # host code has asked how many programs can be resident at once
         self.uninitialised: set[int] = set()  # bases of symmetric tensors allocated without a value
         self._streams: dict[tuple[int, str], Stream] = {}
-        self._rendezvous: dict[str, dict[int, Any]] = {}
+        self._rendezvous: dict[str, dict[int, object]] = {}
 
     # --- running -----------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+import torch
 
 from weft.errors import InvalidAccess
 from weft.simulator.machine.memory import Extent, Memory
@@ -35,18 +35,18 @@ class Pointers:
             int, tuple[weakref.ref, Extent]
         ] = {}  # tensors by id: their bytes may belong to another tensor
 
-    def free(self, tensor: Any) -> None:
+    def free(self, tensor: torch.Tensor) -> None:
         """Note that a symmetric tensor is about to be freed."""
         extent = self._memory.find(tensor.data_ptr())
         if extent is not None:
             self._freed[id(tensor)] = weakref.ref(tensor), extent
 
-    def freed(self, tensor: Any) -> Extent | None:
+    def freed(self, tensor: torch.Tensor) -> Extent | None:
         """Extent that a freed tensor had; None if it was not freed."""
         kept, extent = self._freed.get(id(tensor), (None, None))
         return extent if kept is not None and kept() is tensor else None
 
-    def of(self, tensor: Any) -> int:
+    def of(self, tensor: torch.Tensor) -> int:
         """Pointer that a kernel gets for a tensor."""
         address = tensor.data_ptr()
         extent = self.freed(tensor) or self._memory.find(address)

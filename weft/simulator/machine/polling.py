@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ _MOST_KEYS = 4096
 # Identity of a read: (first address, elements, bytes of each).
 Key = tuple[int, int, int]
 # Frames of a kernel, innermost first: code, instruction, line, variables.
-State = list[tuple[CodeType, int, int, dict[str, Any]]]
+State = list[tuple[CodeType, int, int, dict[str, object]]]
 
 
 @dataclass(slots=True)
@@ -103,7 +102,7 @@ def _same_state(one: State, other: State) -> bool:
     )
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Equality of two variables of a kernel; False if it cannot be decided."""
     if a is b:
         return True

@@ -64,7 +64,7 @@ class Stores:
         return False
 
     def footprint(self, low: int, high: int, releases: bool) -> Footprint:
-        """Bytes of the program's stores that an access to ``low .. high - 1`` delivers; all if it ``releases``."""
+        """Bytes of stores that the program's access to ``low .. high - 1`` delivers; all if it releases."""
         return ()
 
     def under_way(self, programs: Collection[Task]) -> bool:

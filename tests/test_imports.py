@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,3 +209,10 @@ def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
     ]  # fmt: skip
     found = [f"{name_of(file)} {call}" for file in FILES for _, call in runs_what_it_reads(ast.parse(file.read_text()))]
     assert sorted(set(found)) == [f"{ENVIRONMENT_FILE} pickle.loads"]
+
+
+def test_what_runs_on_gpus_imports_without_the_simulator_s_packages():
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in SIMULATOR_ONLY)
+    imports = "import weft.check.run, weft.cli, weft.engine, weft.ops, weft.tune.compiling"
+    lazy = "assert 'triton.runtime.interpreter' not in sys.modules"
+    subprocess.run([sys.executable, "-c", f"import sys; {blocked}{imports}; {lazy}"], check=True, cwd=ROOT)

@@ -71,13 +71,13 @@ class Runner:
         return replace(outcome, findings=kept + hangs)
 
     def _run(self, schedule: Schedule, strategy: Callable[[Machine], Strategy] | None = None) -> Outcome:
-        # Only here: greenlet need not be installed where this module is imported.
-        from weft.check.detector.detector import Detector
-        from weft.simulator.machine.store_buffers import StoreBuffers
-
         kept: list[tuple[Machine, Detector]] = []
 
         def prepare(machine: Machine) -> None:
+            # Only here: where the simulator's packages are missing, ``simulate`` says so.
+            from weft.check.detector.detector import Detector
+            from weft.simulator.machine.store_buffers import StoreBuffers
+
             machine.observer = detector = Detector(machine)
             scheduler = machine.scheduler
             scheduler.strategy = strategy(machine) if strategy is not None else make(schedule)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from weft.simulator.interpreter import CodeLine
+if TYPE_CHECKING:  # ml_dtypes need not be installed where this is imported
+    from weft.simulator.interpreter import CodeLine
 
 _MACHINERY = ("torch.", "triton.", "weft.simulator.", "weft.check.", "weft.runtime.", "contextlib")
 

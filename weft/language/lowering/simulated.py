@@ -15,7 +15,6 @@ from weft.language import bulk, lamport, signals
 from weft.language.arguments import check_flagged_block, check_value, signed_type
 from weft.language.lowering import stock
 from weft.runtime.team.view import MAX_BARRIER_PROGRAMS
-from weft.simulator import numerics
 from weft.simulator.intrinsics import simulated
 from weft.simulator.machine.pointers import ADDRESS
 
@@ -105,6 +104,7 @@ def _complete_stores(machine: Any) -> None:
 @simulated(bulk.copy_later)
 def _copy_later(machine: Any, target: Any, source: Any, n: Any, BLOCK: Any, WHAT: Any) -> None:
     from weft.simulator import interpreter as interp
+    from weft.simulator import numerics
 
     steps = np.arange(int(np.asarray(interp.value_of(n)).ravel()[0]), dtype=np.uint64)
     there, here = (interp.numpy_dtype(interp.element_dtype(ptr)) for ptr in (target, source))

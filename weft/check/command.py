@@ -36,8 +36,7 @@ def check(
     seed: Annotated[int, typer.Option(help="Seed of the first run")] = 0,
     depth: Annotated[int, typer.Option(help="For pct: number of ordering constraints that a bug needs")] = 3,
     sms: Annotated[
-        int | None,
-        typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it"),
+        int | None, typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it")
     ] = None,
     function: Annotated[str, typer.Option(help="Function to run instead of main")] = "main",
     json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None,

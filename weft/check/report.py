@@ -24,12 +24,7 @@ class Schedule:
 
     def command(self, script: str) -> str:
         """Replay command: for the shell, the marker of a pytest node, or Python if ``script`` is empty."""
-        values = {
-            "world_size": self.world_size,
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "schedules": self.runs,
-        }
+        values = {"world_size": self.world_size, "strategy": self.strategy, "seed": self.seed, "schedules": self.runs}
         if self.strategy in ("pct", "mix"):
             values["depth"] = self.depth
         if self.sms != DEFAULT_SMS or self.runs > 1:  # several runs would vary it

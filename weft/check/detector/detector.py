@@ -155,7 +155,7 @@ class Detector(HappensBefore):
         if addresses.size == 0:
             return
         addresses, bits = addresses.ravel(), bits.ravel()
-        self._translated(thread, addresses, bits)
+        self._note_deltas(thread, addresses, bits)
         scope = "sys" if how == "volatile" else None
         # All threads load, even a scalar; one thread stores a scalar.
         access = self.races.access(thread, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
@@ -175,8 +175,7 @@ class Detector(HappensBefore):
         if how == "lamport":
             thread.waits = (int(addresses[0]), access.code)
             thread.sync = Sync("received words of", int(addresses[0]), access.code)
-        if self._translated(thread, addresses, None):
-            self._untranslated(thread, access, addresses)
+        self._check_translated(thread, access, addresses)
 
     def _across_threads(self, thread: ProgramClock, number: int, access: Access, loaded: Block) -> None:
         """Report a load by other threads than those that stored, by the latest stores."""
@@ -196,8 +195,7 @@ class Detector(HappensBefore):
         verb = {"plain": "store", "tma": "descriptor store", "lamport": "lamport store"}[how]
         kind = {"plain": kind_of(addresses), "tma": ASYNC, "lamport": FLAGGED}[how]
         access = self.races.access(thread, kind, verb)
-        if self._translated(thread, addresses, None):
-            self._untranslated(thread, access, addresses)
+        self._check_translated(thread, access, addresses)
         itemsize = bits.dtype.itemsize
         for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
             for i in addresses_in(signal, addresses):
@@ -232,23 +230,13 @@ class Detector(HappensBefore):
         thread, itemsize = self.thread(), old.dtype.itemsize
         if addresses.size == 0:
             return
-        changes = bool((old != new).any()) or op in ("xchg", "add") and not self._only_looks(op, old, new)
+        changes = op == "xchg" or bool((old != new).any())
         access = self.races.access(thread, kind_of(addresses), f"atomic {op} ({sem}, {scope})", scope)
-        if self._translated(thread, addresses, None):
-            self._untranslated(thread, access, addresses)
+        self._check_translated(thread, access, addresses)
         if addresses.size <= _FEW or sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
-                self._on_signal(
-                    op,
-                    thread,
-                    access,
-                    self.signals.at(address, itemsize),
-                    int(old[i]),
-                    int(new[i]),
-                    sem,
-                    scope,
-                    changes,
-                )
+                signal = self.signals.at(address, itemsize)
+                self._on_signal(op, thread, access, signal, int(old[i]), int(new[i]), sem, scope, changes)
         if changes:
             self.races.write(thread, access, addresses, itemsize)
         else:
@@ -260,8 +248,7 @@ class Detector(HappensBefore):
         if addresses.size == 0:
             return
         access = self.races.access(thread, ASYNC, f"descriptor {op.removeprefix('f')}", scope)
-        if self._translated(thread, addresses, None):
-            self._untranslated(thread, access, addresses)
+        self._check_translated(thread, access, addresses)
         for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + new.dtype.itemsize):
             self.signals.unordered(thread, signal, None, keeps=True)()
         self.races.write(thread, access, addresses, new.dtype.itemsize)
@@ -275,18 +262,13 @@ class Detector(HappensBefore):
         self.races.read(thread, reads, sources, source_itemsize, bits)
         self.races.write(thread, writes, targets, itemsize)
         for access, addresses in ((reads, sources), (writes, targets)):
-            if self._translated(thread, addresses, None):
-                self._untranslated(thread, access, addresses)
+            self._check_translated(thread, access, addresses)
         signals = self.signals.within(int(targets.min()), int(targets.max()) + itemsize)
         landed = [self.signals.unordered(thread, signal, None, keeps=False) for signal in signals]
         return partial(_call_all, landed) if landed else None
 
     def completed(self) -> None:
         self.thread().complete()
-
-    @staticmethod
-    def _only_looks(op: str, old: np.ndarray, new: np.ndarray) -> bool:
-        return op != "xchg" and bool((old == new).all())
 
     def _on_signal(
         self,
@@ -328,8 +310,7 @@ class Detector(HappensBefore):
         thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
-        if self._translated(thread, at, None):
-            self._untranslated(thread, access, at)
+        self._check_translated(thread, access, at)
         stored = partial(self.signals.stored, signal, access, signed(bits, itemsize), thread.launch)
         self.races.write(thread, access, at, itemsize)
         return partial(_call_all, [stored, self.signals.release(thread, signal, "sys", "notified", keeps=False)])
@@ -358,29 +339,25 @@ class Detector(HappensBefore):
 
     # --- peers' heaps ------------------------------------------------------------------------------------------------
 
-    def _translated(self, thread: ThreadClock, addresses: np.ndarray, bits: np.ndarray | None) -> bool:
-        """With ``bits``: note a load from a table of deltas.
-
-        Without: True for an access to a heap never translated to.
-        """
-        if not isinstance(thread, ProgramClock):
-            return False
+    def _note_deltas(self, thread: ThreadClock, addresses: np.ndarray, bits: np.ndarray) -> None:
+        """Note the heaps to which deltas lead that a program has loaded from a team's table."""
         first = int(addresses[0])
-        if bits is not None:
-            for view in self.orders[thread.grid].views:
-                at = first - view.deltas.data_ptr()
-                if 0 <= at < 8 * view.deltas.numel():
-                    own = view.barriers.data_ptr()
-                    found = (self.memory.heap_of(own + int(delta)) for delta in bits.view(np.int64))
-                    thread.reached.update(heap for heap in found if heap is not None)
-            return False
-        heap = self.memory.heap_of(first)
-        return heap is not None and heap not in thread.reached and self.memory.heap_rank(heap) != thread.rank
+        for view in self.orders[thread.grid].views if isinstance(thread, ProgramClock) else ():
+            at = first - view.deltas.data_ptr()
+            if 0 <= at < 8 * view.deltas.numel():
+                own = view.barriers.data_ptr()
+                found = (self.memory.heap_of(own + int(delta)) for delta in bits.view(np.int64))
+                thread.reached.update(heap for heap in found if heap is not None)
 
-    def _untranslated(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> None:
-        who = self.races.describe(access)
-        text = f"{who} reaches a peer's memory by an address that did not come from symm_at"
-        self._report("untranslated", text, access, addresses)
+    def _check_translated(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> None:
+        """Report a program's access to a peer's heap of which it has no delta."""
+        if not isinstance(thread, ProgramClock):
+            return
+        heap = self.memory.heap_of(int(addresses[0]))
+        if heap is not None and heap not in thread.reached and self.memory.heap_rank(heap) != thread.rank:
+            who = self.races.describe(access)
+            text = f"{who} reaches a peer's memory by an address that did not come from symm_at"
+            self._report("untranslated", text, access, addresses)
 
     def _report(self, kind: str, text: str, access: Access, addresses: np.ndarray) -> None:
         """Report a finding about those of the addresses that lie in the first one's tensor."""

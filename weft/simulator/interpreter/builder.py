@@ -14,7 +14,7 @@ from weft.simulator.interpreter.assembly import instead_of
 from weft.simulator.interpreter.descriptors import Descriptor
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, everywhere, not_interpretable, numpy_dtype, plain
-from weft.triton_api import InterpreterBuilder, InterpreterOptions, TensorHandle, ir
+from weft.triton_api import InterpreterBuilder, InterpreterOptions, ir
 
 _SEMANTICS = {
     ir.MEM_SEMANTIC.RELAXED: "relaxed",
@@ -32,7 +32,7 @@ _REDUCTIONS = {
 }
 
 
-def _array(x: TensorHandle) -> np.ndarray:
+def _array(x: np.ndarray | Handle) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.data
 
 
@@ -71,7 +71,7 @@ class Builder(InterpreterBuilder):
     def create_barrier(self) -> None:
         self.port.barrier()
 
-    def create_print(self, prefix: str, hexadecimal: bool, values: list[TensorHandle], is_signed: object) -> None:
+    def create_print(self, prefix: str, hexadecimal: bool, values: list[Handle], is_signed: object) -> None:
         where = self.port.program()[0]
         for value in values:
             shown = [hex(v) for v in value.data.ravel().tolist()] if hexadecimal else value.data
@@ -79,11 +79,11 @@ class Builder(InterpreterBuilder):
         if not values:
             print(f"{where}{prefix}")
 
-    def create_assert(self, condition: TensorHandle, message: str) -> None:
+    def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
             raise AssertionError(message)
 
-    def create_assume(self, condition: TensorHandle) -> None:
+    def create_assume(self, condition: Handle) -> None:
         self.create_assert(condition, "tl.assume() of a condition that does not hold")
 
     def create_inline_asm(self, assembly: str, *_: object) -> None:
@@ -114,9 +114,7 @@ class Builder(InterpreterBuilder):
     def store(self, ptr: np.ndarray, values: np.ndarray, mask: np.ndarray, access: str) -> None:
         self.port.store(ptr, values.view(numerics.BITS[values.dtype.itemsize]), mask, access)
 
-    def create_masked_load(
-        self, ptr: TensorHandle, mask: np.ndarray | TensorHandle, other: TensorHandle | None, *_: object
-    ) -> Handle:
+    def create_masked_load(self, ptr: Handle, mask: np.ndarray | Handle, other: Handle | None, *_: object) -> Handle:
         """Load through a block pointer, which Triton's own code makes."""
         element, mask = ptr.get_element_ty(), _array(mask)
         values = self.load(ptr.data, mask, element, "plain")
@@ -124,19 +122,11 @@ class Builder(InterpreterBuilder):
             values = np.where(mask, values, other.data.view(values.dtype))
         return Handle(values, element)
 
-    def create_masked_store(
-        self, ptr: TensorHandle, value: TensorHandle, mask: np.ndarray | TensorHandle, *_: object
-    ) -> None:
+    def create_masked_store(self, ptr: Handle, value: Handle, mask: np.ndarray | Handle, *_: object) -> None:
         self.store(ptr.data, value.data, _array(mask), "plain")
 
     def create_atomic_rmw(
-        self,
-        op: ir.ATOMIC_OP,
-        ptr: TensorHandle,
-        value: TensorHandle,
-        mask: TensorHandle,
-        sem: ir.MEM_SEMANTIC,
-        scope: ir.MEM_SYNC_SCOPE,
+        self, op: ir.ATOMIC_OP, ptr: Handle, value: Handle, mask: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
     ) -> Handle:
         return self.atomic(_ATOMICS[op], ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
 
@@ -148,12 +138,7 @@ class Builder(InterpreterBuilder):
         return Handle(old.view(values.dtype), element)
 
     def create_atomic_cas(
-        self,
-        ptr: TensorHandle,
-        compare: TensorHandle,
-        value: TensorHandle,
-        sem: ir.MEM_SEMANTIC,
-        scope: ir.MEM_SYNC_SCOPE,
+        self, ptr: Handle, compare: Handle, value: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
     ) -> Handle:
         element = ptr.dtype.scalar.element_ty
         dtype = numpy_dtype(element)
@@ -164,9 +149,7 @@ class Builder(InterpreterBuilder):
         old = self.port.cas(ptr.data, wanted, new, _SEMANTICS[sem], _SCOPES[scope])
         return Handle(old.view(dtype), element)
 
-    def create_atomic_load(
-        self, ptr: TensorHandle, mask: TensorHandle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
-    ) -> Handle:
+    def create_atomic_load(self, ptr: Handle, mask: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE) -> Handle:
         element = ptr.dtype.scalar.element_ty
         dtype = numpy_dtype(element)
         nothing = np.zeros(ptr.data.shape, numerics.BITS[dtype.itemsize])
@@ -174,17 +157,12 @@ class Builder(InterpreterBuilder):
         return Handle(old.data.view(dtype), element)
 
     def create_atomic_store(
-        self, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
+        self, ptr: Handle, value: Handle, mask: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
     ) -> None:
         self.atomic("xchg", ptr.data, value.data, mask.data, value.dtype, _SEMANTICS[sem], _SCOPES[scope])
 
     def create_atomic_poll(
-        self,
-        ptr: TensorHandle,
-        expected: TensorHandle,
-        timeout_ns: object,
-        sem: ir.MEM_SEMANTIC,
-        scope: ir.MEM_SYNC_SCOPE,
+        self, ptr: Handle, expected: Handle, timeout_ns: object, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
     ) -> Handle:
         """Poll until the value is there. The simulator has no clock, so the timeout is never reached."""
         enable = Handle(everywhere(ptr.data.shape), tl.int1)
@@ -195,7 +173,7 @@ class Builder(InterpreterBuilder):
 
     def create_make_tensor_descriptor(
         self,
-        base: TensorHandle,
+        base: Handle,
         shape: list,
         strides: list,
         block_shape: list[int],
@@ -218,7 +196,7 @@ class Builder(InterpreterBuilder):
         self.store(addresses, np.broadcast_to(values, addresses.shape), mask, "tma")
 
     def create_descriptor_reduce(
-        self, kind: ir.DESCRIPTOR_REDUCE_KIND, descriptor: Descriptor, value: TensorHandle, offsets: list[TensorHandle]
+        self, kind: ir.DESCRIPTOR_REDUCE_KIND, descriptor: Descriptor, value: Handle, offsets: list[Handle]
     ) -> None:
         addresses, mask = descriptor.locate([x.data.item() for x in offsets])
         op, dtype = _REDUCTIONS[kind], value.data.dtype
@@ -229,73 +207,65 @@ class Builder(InterpreterBuilder):
         bits = np.broadcast_to(value.data.view(numerics.BITS[dtype.itemsize]), addresses.shape)
         self.port.atomic(op, addresses, bits, mask, dtype, "relaxed", "gpu", "tma")
 
-    def create_descriptor_gather(
-        self, descriptor: Descriptor, rows: TensorHandle, column: TensorHandle, _: object
-    ) -> Handle:
+    def create_descriptor_gather(self, descriptor: Descriptor, rows: Handle, column: Handle, _: object) -> Handle:
         offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
         return Handle(self.descriptor_load(descriptor, offsets), descriptor.element)
 
-    def create_descriptor_scatter(
-        self, descriptor: Descriptor, value: TensorHandle, rows: TensorHandle, column: TensorHandle
-    ) -> None:
+    def create_descriptor_scatter(self, descriptor: Descriptor, value: Handle, rows: Handle, column: Handle) -> None:
         offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]
         self.descriptor_store(descriptor, value.data, offsets)
 
     # casts, shapes, arithmetic
 
-    def create_int_cast(self, x: TensorHandle, to: tl.dtype, is_signed: bool) -> Handle:
+    def create_int_cast(self, x: Handle, to: tl.dtype, is_signed: bool) -> Handle:
         return Handle(numerics.convert(x.data, numpy_dtype(to.scalar)), to.scalar)
 
-    def create_bitcast(self, x: TensorHandle, to: tl.dtype) -> Handle:
+    def create_bitcast(self, x: Handle, to: tl.dtype) -> Handle:
         return Handle(x.data.view(numpy_dtype(to.scalar)), to.scalar)
 
-    def create_splat(self, ty: tl.dtype, x: TensorHandle) -> Handle:
+    def create_splat(self, ty: tl.dtype, x: Handle) -> Handle:
         return Handle(np.broadcast_to(x.data, tuple(ty.shape)), x.dtype)
 
-    def create_unsplat(self, x: TensorHandle) -> Handle:
+    def create_unsplat(self, x: Handle) -> Handle:
         return Handle(x.data.reshape(SCALAR_SHAPE), x.dtype)
 
-    def create_broadcast(self, x: TensorHandle, shape: Sequence[int | tl.constexpr]) -> Handle:
+    def create_broadcast(self, x: Handle, shape: Sequence[int | tl.constexpr]) -> Handle:
         return Handle(np.broadcast_to(x.data, tuple(shape)), x.dtype)
 
-    def create_expand_dims(self, x: TensorHandle, axis: int) -> Handle:
+    def create_expand_dims(self, x: Handle, axis: int) -> Handle:
         return Handle(np.expand_dims(x.data, axis), x.dtype)
 
-    def create_reshape(self, x: TensorHandle, shape: Sequence[int | tl.constexpr], allow_reorder: bool) -> Handle:
+    def create_reshape(self, x: Handle, shape: Sequence[int | tl.constexpr], allow_reorder: bool) -> Handle:
         return Handle(x.data.reshape(tuple(plain(s) for s in shape)), x.dtype)
 
-    def create_trans(self, x: TensorHandle, order: Sequence[int | tl.constexpr]) -> Handle:
+    def create_trans(self, x: Handle, order: Sequence[int | tl.constexpr]) -> Handle:
         return Handle(np.transpose(x.data, [plain(d) for d in order]), x.dtype)
 
-    def create_join(self, x: TensorHandle, y: TensorHandle) -> Handle:
+    def create_join(self, x: Handle, y: Handle) -> Handle:
         return Handle(np.stack(np.broadcast_arrays(x.data, y.data), axis=-1), x.dtype)
 
-    def create_split(self, x: TensorHandle) -> tuple[Handle, Handle]:
+    def create_split(self, x: Handle) -> tuple[Handle, Handle]:
         return Handle(x.data[..., 0], x.dtype), Handle(x.data[..., 1], x.dtype)
 
-    def create_cat(self, x: TensorHandle, y: TensorHandle) -> Handle:
+    def create_cat(self, x: Handle, y: Handle) -> Handle:
         return Handle(np.concatenate([x.data, y.data]), x.dtype)
 
-    def create_gather(self, x: TensorHandle, index: TensorHandle, axis: int) -> Handle:
+    def create_gather(self, x: Handle, index: Handle, axis: int) -> Handle:
         return Handle(np.take_along_axis(x.data, index.data.astype(np.int64), axis=axis), x.dtype)
 
-    def create_histogram(self, x: TensorHandle, bins: int, mask: TensorHandle | None) -> Handle:
+    def create_histogram(self, x: Handle, bins: int, mask: Handle | None) -> Handle:
         return Handle(numerics.histogram(x.data, bins, None if mask is None else mask.data), tl.int32)
 
     def create_make_range(self, ty: tl.dtype, start: int, stop: int) -> Handle:
         return Handle(np.arange(start, stop, dtype=np.int32), tl.int32)
 
-    def create_dot(
-        self, a: TensorHandle, b: TensorHandle, accumulator: TensorHandle, precision: object, imprecise: object
-    ) -> Handle:
+    def create_dot(self, a: Handle, b: Handle, accumulator: Handle, precision: object, imprecise: object) -> Handle:
         return Handle(numerics.dot(a.data, b.data, accumulator.data), accumulator.dtype.scalar)
 
-    def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> Handle:
+    def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
         return Handle(numerics.fma(x.data, y.data, z.data), z.dtype)
 
-    def create_clampf(
-        self, x: TensorHandle, low: TensorHandle, high: TensorHandle, propagate: tl.PropagateNan
-    ) -> Handle:
+    def create_clampf(self, x: Handle, low: Handle, high: Handle, propagate: tl.PropagateNan) -> Handle:
         nan = propagate is tl.PropagateNan.ALL
         out = numerics.minimum(numerics.maximum(x.data, low.data, nan), high.data, nan)
         return Handle(out, x.dtype)

@@ -20,7 +20,7 @@ class Interrupts:
 
     def __init__(self, *inside: Callable[..., Any]) -> None:
         self._inside: frozenset[CodeType] = frozenset(function.__code__ for function in inside)
-        self._handler: Any = None
+        self._handler: Callable[[int, FrameType | None], object] | None = None
         self.leaving = False
         self.held = 0
 

@@ -75,7 +75,7 @@ class Launches(Accesses):
             return
         self.observer.launch(run)
         self._pending[task.rank].append(run)
-        self.sm_freed(task.rank, freed=0)
+        self._start_programs(task.rank)
         self._awaited[task.rank] = run
         self.scheduler.block(
             Waiting(lambda: self._is_done(run) or run.left, lambda: f"waits for its kernel {launch.name}")
@@ -108,8 +108,8 @@ class Launches(Accesses):
         self.scheduler.recheck()
         return bool(waiting)
 
-    def sm_freed(self, rank: int, freed: int = 1) -> None:
-        self._free_sms[rank] += freed
+    def _start_programs(self, rank: int) -> None:
+        """Start programs on the rank's free SMs."""
         pending = self._pending[rank]
         while pending and self._free_sms[rank] > 0:
             grid = pending[0]
@@ -131,7 +131,8 @@ class Launches(Accesses):
             self.observer.program_ended(program)
             if program.error is not None and grid.error is None:
                 grid.error = program.error
-            self.sm_freed(grid.rank)
+            self._free_sms[grid.rank] += 1
+            self._start_programs(grid.rank)
 
         program = Program(grid, body)
         grid.programs.append(program)

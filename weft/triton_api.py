@@ -27,26 +27,10 @@ if TYPE_CHECKING:
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, TensorHandle
 
 __all__ = [
-    "TRITON_BUILTIN",
-    "CompiledKernel",
-    "IncompatibleTypeErrorImpl",
-    "InterpretedFunction",
-    "InterpreterBuilder",
-    "InterpreterOptions",
-    "JITFunction",
-    "TensorHandle",
-    "TensorWrapper",
-    "TritonSemantic",
-    "base_value",
-    "canonicalize_dtype",
-    "combine_max",
-    "combine_min",
-    "combine_sum",
-    "ir",
-    "knobs",
-    "tensor_descriptor_base",
-    "wrap_axis",
-]
+    "TRITON_BUILTIN", "CompiledKernel", "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder",
+    "InterpreterOptions", "JITFunction", "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "canonicalize_dtype",
+    "combine_max", "combine_min", "combine_sum", "ir", "knobs", "tensor_descriptor_base", "wrap_axis",
+]  # fmt: skip
 
 wrap_axis = core._wrap_axis
 # Combine functions of tl.sum, tl.max and tl.min.

@@ -10,6 +10,7 @@ import triton.language as tl
 from weft.simulator import numerics
 from weft.simulator.interpreter.values import (
     SCALAR_SHAPE,
+    Flag,
     Integer,
     Operand,
     block,
@@ -22,7 +23,7 @@ from weft.simulator.interpreter.values import (
 from weft.triton_api import JITFunction, combine_max, combine_min, combine_sum, wrap_axis
 
 Tensors = tl.tensor | tuple[tl.tensor, ...]
-CombineFunction = JITFunction | tl.constexpr
+Function = JITFunction | tl.constexpr
 
 
 class Reductions:
@@ -32,12 +33,7 @@ class Reductions:
         self.function = function
 
     def reduce(
-        self,
-        input: Tensors,
-        axis: Integer | None,
-        combine_fn: CombineFunction,
-        keep_dims: bool | tl.constexpr = False,
-        **_: object,
+        self, input: Tensors, axis: Integer | None, combine_fn: Function, keep_dims: Flag = False, **_: object
     ) -> Tensors:
         inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
         axis, keep_dims, combine_fn = map(plain, (axis, keep_dims, combine_fn))
@@ -70,7 +66,7 @@ class Reductions:
             for g, ty, a in zip(got, types_, left, strict=True)
         ]
 
-    def _tree(self, combine_fn: CombineFunction, arrays: list, types_: list[tl.dtype], along: int) -> list[np.ndarray]:
+    def _tree(self, combine_fn: Function, arrays: list, types_: list[tl.dtype], along: int) -> list[np.ndarray]:
         """Combine neighbours, then neighbouring pairs, and so on, in order.
 
         A GPU's shuffles swap the operands, so a function that does not commute gives other results there.
@@ -81,14 +77,7 @@ class Reductions:
             arrays = self._combine(function, [a[0::2] for a in arrays], [a[1::2] for a in arrays], types_)
         return [np.moveaxis(a, 0, along) for a in arrays]
 
-    def scan(
-        self,
-        input: Tensors,
-        axis: Integer,
-        combine_fn: CombineFunction,
-        reverse: bool | tl.constexpr = False,
-        **_: object,
-    ) -> Tensors:
+    def scan(self, input: Tensors, axis: Integer, combine_fn: Function, reverse: Flag = False, **_: object) -> Tensors:
         inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
         axis, reverse, combine_fn = map(plain, (axis, reverse, combine_fn))
         along = wrap_axis(axis, inputs[0].handle.data.ndim)
@@ -106,7 +95,7 @@ class Reductions:
         results = tuple(make(np.moveaxis(a, 0, along), x.dtype, True) for a, x in zip(out, inputs, strict=True))
         return results[0] if isinstance(input, tl.tensor) else results
 
-    def map_elementwise(self, scalar_fn: CombineFunction, *args: tl.tensor, pack: Integer = 1, **_: object) -> Tensors:
+    def map_elementwise(self, scalar_fn: Function, *args: tl.tensor, pack: Integer = 1, **_: object) -> Tensors:
         function = self.function(plain(scalar_fn))
         if value_of(pack) != 1:
             raise not_interpretable("tl.map_elementwise with pack > 1")

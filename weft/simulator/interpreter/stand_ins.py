@@ -13,9 +13,10 @@ from weft.errors import Misaligned
 from weft.simulator.interpreter.callees import with_semantic
 from weft.simulator.interpreter.reductions import Reductions
 from weft.simulator.interpreter.semantic import Semantic
-from weft.simulator.interpreter.values import Handle, Integer, Operand, Text, numpy_dtype, plain, value_of
+from weft.simulator.interpreter.values import Flag, Handle, Integer, Operand, Text, numpy_dtype, plain, value_of
 
 T = TypeVar("T")
+Dtype = tl.dtype | tl.constexpr
 _LOAD_MODIFIERS = frozenset([None, "", "none", ".ca", ".cg", ".cs", ".cv"])
 _EVICTIONS = frozenset([None, "", "evict_normal", "evict_first", "evict_last"])
 _STOCK = {name: getattr(tl.core, name) for name in ("load", "store", "dot")}  # taken before anything is patched
@@ -95,7 +96,7 @@ class StandIns:
         padding_option: Text = "",
         cache_modifier: Text = "",
         eviction_policy: Text = "",
-        volatile: bool | tl.constexpr = False,
+        volatile: Flag = False,
         _semantic: object = None,
     ) -> tl.tensor:
         if _is_block_pointer(pointer):
@@ -131,11 +132,7 @@ class StandIns:
         return found
 
     def full(
-        self,
-        shape: Integer | Sequence[Integer],
-        value: Operand,
-        dtype: tl.dtype | tl.constexpr,
-        _semantic: object = None,
+        self, shape: Integer | Sequence[Integer], value: Operand, dtype: Dtype, _semantic: object = None
     ) -> tl.tensor:
         shape = plain(shape)
         return self.semantic.full((shape,) if isinstance(shape, int) else shape, plain(value), plain(dtype))
@@ -146,9 +143,9 @@ class StandIns:
     def cast(
         self,
         x: Operand,
-        dtype: tl.dtype | tl.constexpr,
+        dtype: Dtype,
         fp_downcast_rounding: Text | None = None,
-        bitcast: bool | tl.constexpr = False,
+        bitcast: Flag = False,
         _semantic: object = None,
     ) -> tl.tensor:
         x = x if isinstance(x, tl.tensor) else self.semantic.to_tensor(x)
@@ -185,7 +182,7 @@ def _static_range(start: Integer, end: Integer | None = None, step: Integer | No
     return range(0, start, step or 1) if end is None else range(start, end, step or 1)
 
 
-def _static_assert(condition: bool | tl.constexpr, message: Text = "", **_: object) -> None:
+def _static_assert(condition: Flag, message: Text = "", **_: object) -> None:
     if not value_of(condition):
         raise AssertionError(value_of(message))
 

@@ -14,9 +14,10 @@ from weft.triton_api import TensorHandle
 
 SCALAR_SHAPE = (1,)
 Number = int | float | bool
-# What a kernel computes with; an integer and a string that the compiler knows.
+# What a kernel computes with; an integer, a truth value and a string that the compiler knows.
 Operand = tl.tensor | tl.constexpr | Number
 Integer = int | tl.constexpr
+Flag = bool | tl.constexpr
 Text = str | tl.constexpr
 
 

@@ -144,7 +144,7 @@ def test_has_its_home(words, homes):
     assert strays == []
 
 
-def triton_internals(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def internals_of_triton(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Imports of Triton's modules that are not public, and private names of public ones."""
     for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -164,13 +164,15 @@ def triton_internals(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_one_file_imports_the_internals_of_triton():
     uses = "import triton.knobs\nfrom triton.runtime.jit import JITFunction\nfrom triton import language, _utils\ntl.core._x"
-    assert len(list(triton_internals(ast.parse(uses)))) == 4
-    assert not list(triton_internals(ast.parse("import triton.language as tl\nfrom triton.language.extra import cuda")))
+    assert len(list(internals_of_triton(ast.parse(uses)))) == 4
+    assert not list(
+        internals_of_triton(ast.parse("import triton.language as tl\nfrom triton.language.extra import cuda"))
+    )
     strays = [
         f"{name_of(file)}:{line} {use}"
         for file in FILES
         if name_of(file) != TRITON_API
-        for line, use in triton_internals(ast.parse(file.read_text()))
+        for line, use in internals_of_triton(ast.parse(file.read_text()))
     ]
     assert strays == []
 

@@ -15,8 +15,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import BaseBackend
 from triton.compiler import code_generator
 from triton.language import semantic
+from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import triton_api
@@ -83,6 +85,15 @@ def libdevice_raises_key_errors_with_the_types(_: pytest.MonkeyPatch) -> bool:
     return [ty.name for ty in error.value.args[0]] == ["int32"]
 
 
+def arguments_are_specialised(_: pytest.MonkeyPatch) -> bool:
+    def kind(argument: object) -> tuple:
+        return jit.native_specialize_impl(BaseBackend, argument, False, True, True)
+
+    aligned = torch.zeros(32)
+    assert len({kind(x) for x in (1, 2, 16, 2**31, 2**31 + 1)}) == 5 and kind(2) == kind(7) and kind(16) == kind(48)
+    return kind(aligned) == kind(aligned[4:]) != kind(aligned[1:]) == kind(aligned[3:])
+
+
 def asked_of_builders() -> str:
     return "".join(map(inspect.getsource, (semantic, tl.core, tl.math)))
 
@@ -137,6 +148,8 @@ CONTRACTS = (
                  r"kernel\.run\(grid_0, grid_1, grid_2, stream, kernel\.function, kernel\.packed_metadata, launch_metadata,\s+"
                  r"knobs\.runtime\.launch_enter_hook, knobs\.runtime\.launch_exit_hook, \*bound_args\.values\(\)",
                  inspect.getsource(JITFunction.run))),
+    contract("a pointer is specialised on its dtype and 16-byte alignment, an integer on 1, multiples of 16 and its width",
+             "weft/runtime/launching.py weft/runtime/team/view.py", arguments_are_specialised),
     contract("CompiledKernel loads itself in _init_handles and is launched by compiled[grid](..., stream=)",
              "weft/runtime/launching.py weft/tune/compiling.py",
              lambda _: callable(CompiledKernel._init_handles)

@@ -152,11 +152,20 @@ class WaitTimeout(WeftError):
     """A debug-mode wait gave up: the signal never reached the wanted value."""
 
     def __init__(
-        self, rank: int, kernel: str, program: int, line: int, signal: str, wanted: int, seen: int, seconds: float
+        self,
+        rank: int,
+        kernel: str,
+        program: int,
+        line: int,
+        signal: str,
+        wanted: int,
+        seen: int,
+        seconds: float,
+        comparison: str = ">=",
     ) -> None:
         super().__init__(
-            f"rank {rank}: kernel {kernel}, program {program}, line {line} waited {seconds:g} s for {signal} >= {wanted} and "
-            f"last saw {seen}. The matching notify never came: look at the rank that should send it"
+            f"rank {rank}: kernel {kernel}, program {program}, line {line} waited {seconds:g} s for {signal} {comparison} "
+            f"{wanted} and last saw {seen}. The matching notify never came: look at the rank that should send it"
         )
         self.rank, self.kernel, self.program, self.line = rank, kernel, program, line
         self.signal, self.wanted, self.seen, self.seconds = signal, wanted, seen, seconds

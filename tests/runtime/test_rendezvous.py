@@ -131,3 +131,6 @@ def test_the_record_of_a_wait_that_gave_up_becomes_an_exception():
     ):
         raise_from_record(record, str, told.append)
     assert len(told) == 1
+    record[0] = 3
+    with pytest.raises(WaitTimeout, match="4096 == 5 "):
+        raise_from_record(record, str, told.append)

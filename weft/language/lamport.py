@@ -43,9 +43,7 @@ def lamport_load(ptr, mask, team):
             x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
             missing = stock.count_unwritten(x)
             if stock.microseconds() - started > team.patience_us:
-                stock.give_up(
-                    tl.min(ptr.to(tl.int64)), 0, -missing, (team.coords >> 1) - 1, team.patience_us, team.record
-                )
+                stock.give_up(tl.min(ptr.to(tl.int64)), 0, ">=", -missing, team)
     else:
         while stock.count_unwritten(x) > 0:
             x = tl.load(ptr, mask=mask, other=0.0, volatile=True)

@@ -2,7 +2,7 @@
 
 A signal is one int32 of the symmetric heap (``team.signals(shape)``), or one uint32, int64 or uint64
 (``team.zeros(shape, dtype)``); the compiler and the simulator refuse other types. Signals only grow, and a wait asks for
-``>=``.
+``>=``: a wait for one value would never end if the next notify came between two of its looks at the signal.
 
 Values count modulo the signal's width: a value of another integer type is first truncated or extended to the signed type of
 that width, a constant that does not fit is refused, and the comparison is of the signed difference. So counting past 2**31
@@ -56,20 +56,35 @@ def wait(signal, value, team):
     """
     check_signal("wait", signal, value)
     check_team("wait", team)
+    return wait_until(signal, value, ">=", team)
+
+
+@triton.jit
+def is_unmet(seen, wanted, comparison: tl.constexpr):
+    """True where a wait for ``wanted`` goes on, of numbers in the signed type of the signal's width."""
+    if comparison == "==":
+        return seen != wanted
+    elif comparison == "!=":
+        return seen == wanted
+    else:
+        return seen - wanted < 0
+
+
+@triton.jit
+def wait_until(signal, value, comparison: tl.constexpr, team):
+    """``wait`` with another comparison than ``>=``: OpenSHMEM's "==" and "!=", which lack its promise."""
     # Unsigned numbers have no difference below 0.
     signed: tl.constexpr = signed_type_of("wait", signal)
     wanted = tl.cast(value, signed)
     seen = stock.load_acquire(signal)
     if team.patience_us > 0:
         started = stock.microseconds()
-        while tl.cast(seen, signed) - wanted < 0:
+        while is_unmet(tl.cast(seen, signed), wanted, comparison):
             seen = stock.load_acquire(signal)
             if stock.microseconds() - started > team.patience_us:
-                stock.give_up(
-                    signal, value, tl.cast(seen, signed), (team.coords >> 1) - 1, team.patience_us, team.record
-                )
+                stock.give_up(signal, value, comparison, tl.cast(seen, signed), team)
     else:
-        while tl.cast(seen, signed) - wanted < 0:
+        while is_unmet(tl.cast(seen, signed), wanted, comparison):
             seen = stock.load_acquire(signal)
     stock.fence_before_tma_loads()
     return seen

@@ -11,13 +11,18 @@ import torch
 
 from weft.errors import WaitTimeout
 
+# By the record's state. In state 1 the record is claimed but incomplete.
+_COMPARISONS = {1: ">=", 2: ">=", 3: "==", 4: "!="}
+
 
 def raise_from_record(record: torch.Tensor, name_of: Callable[[int], str], tell: Callable[[str], None]) -> None:
     """Raise WaitTimeout if a wait of this rank has given up, after a call of ``tell`` with its message."""
     state, rank, program, line, address, wanted, seen, patience_us, *name = record.tolist()
     if state == 0:
         return
-    error = WaitTimeout(rank, decode_name(name), program, line, name_of(address), wanted, seen, patience_us / 1e6)
+    error = WaitTimeout(
+        rank, decode_name(name), program, line, name_of(address), wanted, seen, patience_us / 1e6, _COMPARISONS[state]
+    )
     tell(str(error))
     raise error
 

@@ -66,11 +66,11 @@ class Observer:
 
     # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
-    def waits(self, address: int, itemsize: int) -> None:
-        """Start of a wait for a signal."""
+    def waits(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
+        """Start of a wait until a signal is ">=", "==" or "!=" ``wanted``."""
 
-    def waited(self, address: int, itemsize: int, wanted: int) -> None:
-        """End of a wait, with acquire order: the signal was seen at ``wanted`` or above."""
+    def waited(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
+        """End of a wait, with acquire order."""
 
     def waits_for_data(self, address: int) -> None:
         """Start of a wait for Lamport elements, the first of them at ``address``."""

@@ -58,10 +58,12 @@ class Detector(HappensBefore):
         thread = self.thread()
         self.named[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
 
-    def waits(self, address: int, itemsize: int) -> None:
-        thread = self.thread()
-        self.signals.awaited(self.signals.at(address, itemsize))
+    def waits(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
+        thread, signal = self.thread(), self.signals.at(address, itemsize)
+        self.signals.awaited(signal)
         thread.waits = (address, self.races.code())
+        if comparison == "==":
+            self.signals.awaits_one_value(signal, thread, wanted, thread.waits[1])
 
     def waits_for_data(self, address: int) -> None:
         self.thread().waits = (address, self.races.code())
@@ -293,7 +295,7 @@ class Detector(HappensBefore):
             if op == "add":
                 self.signals.added(signal, access, value, thread.launch)
             else:
-                signal.wrote(thread, access.code, access.verb, value)
+                self.signals.wrote(signal, thread, access.code, access.verb, value)
             if sem in ("release", "acq_rel"):
                 self.signals.release(thread, signal, scope, "released", keeps=True)()
             else:
@@ -315,14 +317,14 @@ class Detector(HappensBefore):
         self.races.write(thread, access, at, itemsize)
         return partial(_call_all, [stored, self.signals.release(thread, signal, "sys", "notified", keeps=False)])
 
-    def waited(self, address: int, itemsize: int, wanted: int) -> None:
+    def waited(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
         thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "wait", "sys")
         self.races.read(thread, access, np.array([address], np.uint64), itemsize, None)
         self.signals.acquire(thread, signal, "sys", "waited for")
         thread.barrier()
-        self.signals.waited(signal, wanted, thread.launch)
-        self.residency.waited(thread, signal, wanted, access.code)
+        self.signals.waited(signal, access, wanted, comparison)
+        self.residency.waited(thread, signal, None if comparison == "!=" else wanted, access.code)
         thread.waits = (address, access.code)
 
     def barrier(self) -> None:

@@ -233,7 +233,7 @@ class HappensBefore(Observer):
         for step in steps.tolist():
             signal = self.signals.at(target + step, itemsize)
             value = self.memory.read_word(source + step, itemsize, lambda: thread.label)
-            signal.wrote(thread, None, "copy engine's signal", signed(value, itemsize))
+            self.signals.wrote(signal, thread, None, "copy engine's signal", signed(value, itemsize))
             self.signals.release(thread, signal, "sys", "signalled", keeps=False)()
 
     def joined(self, stream: str) -> None:

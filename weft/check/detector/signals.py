@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from weft.check.detector.races import Races
-from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock
+from weft.check.detector.thread_clocks import SCALAR, Access, OneValue, ProgramClock, Release, Signal, Sync, ThreadClock
+from weft.check.detector.vector_clocks import at
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled, waits_for_one_value
 
@@ -150,7 +151,7 @@ class Signals:
         thread = access.thread
         old = self.value(signal) if old is None else old
         back = _is_back(signal, old, new)
-        signal.wrote(thread, access.code, access.verb, new)
+        self.wrote(signal, thread, access.code, access.verb, new)
         self._took(signal, new)
         if access.verb == "notify":
             signal.notify_launches.add(launch)
@@ -172,7 +173,7 @@ class Signals:
         return _is_back(signal, self.value(signal), new)
 
     def added(self, signal: Signal, access: Access, new: int, launch: int) -> None:
-        signal.wrote(access.thread, access.code, access.verb, new)
+        self.wrote(signal, access.thread, access.code, access.verb, new)
         signal.notify_launches.add(launch)
         signal.added += 1
         self._took(signal, new)
@@ -183,11 +184,41 @@ class Signals:
             (text, access), signal.back = signal.back, None
             self._report("epoch-back", text, signal, [access])
 
-    def waited(self, signal: Signal, wanted: int, launch: int) -> None:
+    def waited(self, signal: Signal, access: Access, wanted: int, comparison: str) -> None:
+        """Note that the wait ``access`` has ended."""
         self.awaited(signal)
-        if wanted > 0:
+        if comparison == "==":
+            signal.for_one_value[access.slot].end = access.time
+        if comparison == ">=" and wanted > 0:
             signal.wanted = max(signal.wanted, wanted)
-            signal.wait_launches.add(launch)
+            signal.wait_launches.add(access.thread.launch)
+
+    def awaits_one_value(self, signal: Signal, thread: ThreadClock, wanted: int, code: tuple | None) -> None:
+        """Note that ``thread`` begins to wait for ``wanted`` alone, and report a signal that is past it."""
+        wait = signal.for_one_value[thread.slot] = OneValue(thread, wanted, code)
+        if _is_back(signal, self.value(signal), wanted):
+            self._misses(signal, wait, f"the signal is at {self.value(signal)} already")
+
+    def wrote(self, signal: Signal, thread: ThreadClock, code: tuple | None, verb: str, value: int) -> None:
+        """Note a write, and report each wait for one value that may look at the signal only after it.
+
+        Such a write moves the signal on from the value, or past it, and its thread does not know the wait's end.
+        """
+        before = signal.writers[-1][3] if signal.writers else None
+        signal.wrote(thread, code, verb, value)
+        for slot, wait in signal.for_one_value.items():
+            if wait.end is None:
+                misses = before == wait.wanted != value or _is_back(signal, value, wait.wanted)
+            else:
+                misses = value != wait.wanted and at(thread.clock, slot) < wait.end
+            if misses:
+                place = self._races.place(code)
+                self._misses(signal, wait, f"{f'line {place.line}' if place else thread.label} may set {value} first")
+
+    def _misses(self, signal: Signal, wait: OneValue, why: str) -> None:
+        access = Access(0, wait.thread, SCALAR, 0, 0, 0, "wait", wait.code, "sys", wait.thread.sync)
+        text = f"{self._races.line_of(access)} waits until a signal is {wait.wanted}, and may never see it: {why}"
+        self._report("equality-wait", text, signal, [access])
 
     def polled(self, signal: Signal, thread: ThreadClock) -> None:
         """Note a raw load, or an atomic that only reads: a loop around it may wait for equality."""

@@ -313,6 +313,19 @@ class ProgramClock(ThreadClock):
 
 
 @dataclass(slots=True)
+class OneValue:
+    """Wait until a signal equals ``wanted``.
+
+    end  time of its thread's slot when it ended, None until then
+    """
+
+    thread: ThreadClock
+    wanted: int
+    code: tuple | None
+    end: int | None = None
+
+
+@dataclass(slots=True)
 class Signal:
     """Signal: the clocks that the release sequence of its present value publishes, and its history.
 
@@ -333,7 +346,8 @@ class Signal:
     added: int = 0
     notify_launches: set[int] = field(default_factory=set)
     wait_launches: set[int] = field(default_factory=set)
-    equality: tuple[ThreadClock, tuple] | None = None
+    equality: tuple[ThreadClock, tuple] | None = None  # of a raw loop
+    for_one_value: dict[int, OneValue] = field(default_factory=dict)  # by slot
     values: set[int] = field(default_factory=set)
     early_release: tuple[np.ndarray, tuple | None] | None = None  # as in ThreadClock
     back: tuple[str, Access] | None = None  # a notify that decreased it, reported if a program waits for it

@@ -12,31 +12,31 @@ import numpy as np
 
 from weft.errors import NotSymmetric, WeftError
 from weft.language import bulk, lamport, signals
-from weft.language.arguments import check_flagged_block, check_value, signed_type
+from weft.language.arguments import check_flagged_block, check_value
 from weft.language.lowering import stock
 from weft.runtime.team.view import MAX_BARRIER_PROGRAMS
 from weft.simulator.intrinsics import simulated
+from weft.simulator.machine.memory import signed
 from weft.simulator.machine.pointers import ADDRESS
 
 
 @simulated(signals.wait)
 def _wait(machine: Any, signal: Any, value: Any, team: Any) -> Any:
+    check_value("wait", signal, value)
+    return _wait_until(machine, signal, value, ">=", team)
+
+
+@simulated(signals.wait_until)
+def _wait_until(machine: Any, signal: Any, value: Any, comparison: Any, team: Any) -> Any:
     from weft.simulator import interpreter as interp  # needs NumPy types that only the simulator installs
 
-    check_value("wait", signal, value)
-    address = int(interp.addresses_of(signal)[0])
-    bits = signed_type("wait", signal).primitive_bitwidth
-    half = 1 << (bits - 1)
+    address, element = int(interp.addresses_of(signal)[0]), interp.element_dtype(signal)
+    itemsize = element.primitive_bitwidth // 8
     # Modulo the signal's width, as in a GPU's registers.
-    wanted = (int(interp.value_of(value)) + half) % (2 * half) - half
-
-    def reached(word: int) -> bool:
-        return (word - wanted + half) % (2 * half) >= half
-
-    word = machine.wait_for_word(address, bits // 8, reached, wanted)
+    wanted = signed(interp.value_of(value), itemsize)
+    word = machine.wait_for_word(address, itemsize, wanted, interp.value_of(comparison))
     machine.fence_async()
-    element = interp.element_dtype(signal)
-    return interp.scalar(word - 2 * half if word >= half and element.is_int_signed() else word, element)
+    return interp.scalar(signed(word, itemsize) if element.is_int_signed() else word, element)
 
 
 @simulated(lamport.lamport_load)

@@ -172,24 +172,26 @@ def microseconds():
 
 
 @triton.jit
-def give_up(signal, wanted, seen, rank, patience_us, record):
+def give_up(signal, wanted, comparison: tl.constexpr, seen, team):
     """Leave a record for the host and trap. The first program to give up writes it.
 
-    record  int64: 0 state (1 claimed, 2 written), 1 rank, 2 program, 3 line, 4 signal's address, 5 wanted, 6 seen,
-            7 patience in microseconds, 8..15 the kernel's name, 8 bytes each
+    record  int64: 0 state (1 claimed; written by a wait for 2 >=, 3 ==, 4 !=), 1 rank, 2 program, 3 line, 4 signal's
+            address, 5 wanted, 6 seen, 7 patience in microseconds, 8..15 the kernel's name, 8 bytes each
     """
+    record = team.record
     if tl.atomic_cas(record, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
-        tl.store(record + 1, tl.cast(rank, tl.int64))
+        tl.store(record + 1, tl.cast((team.coords >> 1) - 1, tl.int64))
         tl.store(record + 2, tl.program_id(0).to(tl.int64))
         tl.store(record + 3, tl.full((), kernel_line(), tl.int64))
         tl.store(record + 4, signal.to(tl.int64))
         tl.store(record + 5, tl.cast(wanted, tl.int64))
         tl.store(record + 6, tl.cast(seen, tl.int64))
-        tl.store(record + 7, tl.cast(patience_us, tl.int64))
+        tl.store(record + 7, tl.full((), team.patience_us, tl.int64))
         for word in tl.static_range(8):
             tl.store(record + 8 + word, tl.full((), kernel_name_int64(word), tl.int64))
         tl.debug_barrier()
-        tl.atomic_xchg(record, tl.full((), 2, tl.int64), sem="release", scope="sys")
+        state: tl.constexpr = 3 if comparison == "==" else 4 if comparison == "!=" else 2
+        tl.atomic_xchg(record, tl.full((), state, tl.int64), sem="release", scope="sys")
         tl.debug_barrier()
         if target_info.is_cuda():
             ptx.trap()

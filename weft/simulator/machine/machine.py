@@ -19,7 +19,7 @@ from weft.errors import Deadlock
 from weft.simulator import intrinsics
 from weft.simulator.machine.accesses import Event
 from weft.simulator.machine.launches import Launches
-from weft.simulator.machine.memory import signed
+from weft.simulator.machine.memory import is_met, signed
 from weft.simulator.machine.tasks import GreenletTask, Task, ThreadTask, Waiting
 
 _HOISTED = (
@@ -134,27 +134,33 @@ class Machine(Launches):
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait_for_word(self, address: int, itemsize: int, done: Callable[[int], bool], wanted: int) -> int:
-        """Block the running task until ``done(word)`` holds for the word at ``address``, then acquire.
+    def wait_for_word(self, address: int, itemsize: int, wanted: int, comparison: str) -> int:
+        """Block the running task until the word at ``address`` meets the comparison, then acquire.
 
-        Returns the word. ``wanted``: the value awaited (``>= wanted``), for messages.
+        Returns the word.
         """
         address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
         task, where = self.scheduler.current, self.who()
         task.history = None
-        self.observer.waits(address, itemsize)
         self.stores.touch(address, address + itemsize)
+        self.observer.waits(address, itemsize, wanted, comparison)
 
         def read() -> int:
             return self.memory.read_word(address, itemsize, lambda: where)
 
         def describe() -> str:
             name, seen = self.memory.describe(address), signed(read(), itemsize)
-            return f"{where[len(task.label) :].strip()} waits for {name} >= {wanted}, sees {seen}"
+            return f"{where[len(task.label) :].strip()} waits for {name} {comparison} {wanted}, sees {seen}"
 
-        self.scheduler.block(Waiting(lambda: done(read()), describe, address, address + itemsize))
+        def met() -> bool:
+            return is_met(read(), comparison, wanted, itemsize)
+
+        waiting = Waiting(met, describe, address, address + itemsize)
+        self.scheduler.block(waiting)
+        while not met():  # the signal went past the value before this task's turn
+            self.scheduler.block(waiting)
         self.note("waited", self.memory.describe(address))
-        self.observer.waited(address, itemsize, wanted)
+        self.observer.waited(address, itemsize, wanted, comparison)
         return read()
 
     def wait_for_bytes(self, low: int, high: int, done: Callable[[], bool], describe: Callable[[], str]) -> None:

@@ -231,3 +231,9 @@ def signed(bits: int, itemsize: int) -> int:
     width = 8 * itemsize
     value = int(bits) & ((1 << width) - 1)
     return value - (1 << width) if value >> (width - 1) else value
+
+
+def is_met(word: int, comparison: str, wanted: int, itemsize: int) -> bool:
+    """True if a wait for ``comparison`` with ``wanted`` ends at ``word``, by the signed difference."""
+    ahead = signed(word - wanted, itemsize)
+    return {">=": ahead >= 0, "==": ahead == 0, "!=": ahead != 0}[comparison]

@@ -256,8 +256,10 @@ def misuses(x, s, n, team, CASE: tl.constexpr):
         wl.shmem.n_pes(n)
     if CASE == "signal_wait_until: cmp is a run-time value of type int32; it is a compile-time constant":
         wl.shmem.signal_wait_until(s, n, 0, team)
-    if CASE == "signal_wait_until: signals only grow, so cmp must be CMP_GE or CMP_GT":
-        wl.shmem.signal_wait_until(s, wl.shmem.CMP_EQ, 0, team)
+    if CASE == "signal_wait_until: cmp=3; pass CMP_GE, CMP_GT, CMP_EQ or CMP_NE":
+        wl.shmem.signal_wait_until(s, wl.shmem.CMP_LE, 0, team)
+    if CASE == "signal_wait_until: cmp=4; pass CMP_GE, CMP_GT, CMP_EQ or CMP_NE":
+        wl.shmem.signal_wait_until(s, wl.shmem.NVSHMEM_CMP_LT, 0, team)
     if CASE == "signal_wait_until: signal points to bf16":
         wl.shmem.signal_wait_until(x, wl.shmem.CMP_GE, 0, team)
     if CASE == "signal_op: sig_op is a run-time value":

@@ -254,3 +254,18 @@ def loop_for_one_value_of_a_variable(team, bug):
     landed = team.signals(1, name="landed")
     poll_in_two_lines[(1,)](landed, team.view, bug)
     team.barrier()
+
+
+@triton.jit
+def send_epochs(landed, team, COMPARISON: tl.constexpr):
+    for epoch in range(1, 4):
+        if wl.rank(team) == 0:
+            wl.shmem.signal_op(landed, epoch, wl.shmem.SIGNAL_SET, 1, team)
+        else:
+            wl.shmem.signal_wait_until(landed, COMPARISON, epoch, team)  # here
+
+
+@exhibit("equality-wait", "landed", "a wait for CMP_EQ, whose value the next notify overwrites", send_epochs)
+def wait_for_equality(team, bug):
+    landed = team.signals(1, name="landed")
+    send_epochs[(1,)](landed, team.view, wl.shmem.NVSHMEM_CMP_EQ if bug else wl.shmem.NVSHMEM_CMP_GE)

@@ -19,6 +19,9 @@ CMP_LT: tl.constexpr = tl.constexpr(4)
 CMP_GE: tl.constexpr = tl.constexpr(5)
 SIGNAL_SET: tl.constexpr = tl.constexpr(9)
 SIGNAL_ADD: tl.constexpr = tl.constexpr(10)
+NVSHMEM_CMP_EQ, NVSHMEM_CMP_NE, NVSHMEM_CMP_GT = CMP_EQ, CMP_NE, CMP_GT
+NVSHMEM_CMP_LE, NVSHMEM_CMP_LT, NVSHMEM_CMP_GE = CMP_LE, CMP_LT, CMP_GE
+NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD = SIGNAL_SET, SIGNAL_ADD
 
 
 @triton.jit
@@ -106,19 +109,41 @@ def putmem_signal_nbi_block(dest, source, nelems, sig_addr, signal, sig_op: tl.c
 
 @triton.jit
 def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, team):
-    """Wait for a signal of this rank; returns the value seen.
+    """Wait for a signal of this rank; returns the value seen. Acquires, as ``weft.language.wait`` does.
 
-    ``cmp``: ``CMP_GE`` or ``CMP_GT``, a compile-time constant. Signals grow, so a wait for equality may miss its value. Both
-    compare the signed difference, as ``wait`` does, where NVSHMEM compares the unsigned numbers.
+    ``cmp``, a compile-time constant: ``CMP_GE`` and ``CMP_GT``, which compare the signed difference, where NVSHMEM compares
+    the unsigned numbers, or ``CMP_EQ`` and ``CMP_NE``. Prefer ``CMP_GE``. A wait for ``CMP_EQ`` misses its value, and never
+    ends, if the next notify comes before its next look; it is correct only where that notify is ordered after the wait, by
+    an answer. ``weft check`` reports the others as ``equality-wait``. ``CMP_NE`` ends at any other value, an old or a later
+    one.
     """
     check_signal("signal_wait_until", sig_addr, cmp_value)
     check_constants("signal_wait_until", cmp=cmp)
+    wanted = _bound("signal_wait_until", sig_addr, cmp, cmp_value)
+    return signals.wait_until(sig_addr, wanted, _comparison("signal_wait_until", cmp), team)
+
+
+@tl.core.builtin
+def _comparison(primitive, cmp, _semantic=None):
+    """Comparison of a wait by its OpenSHMEM constant: ``CMP_GT`` is ">=" of the next number."""
+    known = {CMP_GE.value: ">=", CMP_GT.value: ">=", CMP_EQ.value: "==", CMP_NE.value: "!="}
+    primitive, cmp = (getattr(x, "value", x) for x in (primitive, cmp))
+    if cmp not in known:
+        raise ValueError(
+            f"{primitive}: cmp={cmp}; pass CMP_GE, CMP_GT, CMP_EQ or CMP_NE: signals only grow, so CMP_LE and CMP_LT hold "
+            f"before any notify"
+        )
+    return tl.constexpr(known[cmp])
+
+
+@triton.jit
+def _bound(primitive: tl.constexpr, sig_addr, cmp: tl.constexpr, cmp_value):
+    # In the signal's width: one more than the largest number of a narrower type is not its smallest.
+    wanted = tl.cast(cmp_value, signed_type_of(primitive, sig_addr))
     if cmp == CMP_GT:
-        # In the signal's width: one more than the largest number of a narrower type is not its smallest.
-        return signals.wait(sig_addr, tl.cast(cmp_value, signed_type_of("signal_wait_until", sig_addr)) + 1, team)
+        return wanted + 1
     else:
-        tl.static_assert(cmp == CMP_GE, "signal_wait_until: signals only grow, so cmp must be CMP_GE or CMP_GT")
-        return signals.wait(sig_addr, cmp_value, team)
+        return wanted
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from weft.language.ordering import (
     wait_for_previous_kernel,
 )
 from weft.language.signals import barrier, consume_token, notify, wait
+from weft.language.waits import wait_all, wait_any
 
 __all__ = [
     "advance_call", "advance_epoch", "barrier", "chunk_notify", "chunk_wait", "consume_token", "current_call",
@@ -37,7 +38,7 @@ __all__ = [
     "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store", "let_next_kernel_start",
     "multimem_load_reduce", "multimem_store", "next_call", "next_epoch", "notify", "num_ranks", "prefetch", "put",
     "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",
-    "wait_for_previous_kernel", "zero_here",
+    "wait_all", "wait_any", "wait_for_previous_kernel", "zero_here",
 ]  # fmt: skip
 
 _document(globals()[name] for name in __all__)

@@ -190,6 +190,18 @@ def check_constants(primitive, _semantic=None, **values):
 
 
 @tl.core.builtin
+def check_signal_count(primitive, n, most, _semantic=None):
+    """TypeError or ValueError unless ``n`` is a compile-time constant in 1 .. ``most``."""
+    primitive, n, most = map(_known, (primitive, n, most))
+    if isinstance(n, tl.tensor):
+        raise TypeError(
+            f"{primitive}: n is {_named(n)}; it is a compile-time constant: pass a literal or a tl.constexpr"
+        )
+    if not isinstance(n, int) or not 1 <= n <= most:
+        raise ValueError(f"{primitive}: n={n} is no count of signals; pass one in 1 .. {most}")
+
+
+@tl.core.builtin
 def check_channel(primitive, channel, _semantic=None):
     """TypeError unless ``channel`` is what a kernel gets for ``channel.view``."""
     if _fields(channel) != ("signals", "epoch", "chunks"):

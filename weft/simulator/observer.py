@@ -66,11 +66,11 @@ class Observer:
 
     # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
-    def waits(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
-        """Start of a wait until a signal is ">=", "==" or "!=" ``wanted``."""
+    def waits(self, addresses: list[int], itemsize: int, wanted: int, comparison: str) -> None:
+        """Start of a wait until one of the signals is ">=", "==" or "!=" ``wanted``."""
 
-    def waited(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
-        """End of a wait, with acquire order."""
+    def waited(self, addresses: list[int], index: int, itemsize: int, wanted: int, comparison: str) -> None:
+        """End of a wait by signal ``index``, with acquire order for that one alone."""
 
     def waits_for_data(self, address: int) -> None:
         """Start of a wait for Lamport elements, the first of them at ``address``."""

@@ -58,12 +58,14 @@ class Detector(HappensBefore):
         thread = self.thread()
         self.named[who] = Access(0, thread, SCALAR, 0, 0, 0, "access", self.races.code(), None, thread.sync)
 
-    def waits(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
-        thread, signal = self.thread(), self.signals.at(address, itemsize)
-        self.signals.awaited(signal)
-        thread.waits = (address, self.races.code())
-        if comparison == "==":
-            self.signals.awaits_one_value(signal, thread, wanted, thread.waits[1])
+    def waits(self, addresses: list[int], itemsize: int, wanted: int, comparison: str) -> None:
+        thread = self.thread()
+        thread.waits = (addresses[0], self.races.code())
+        for address in addresses:
+            signal = self.signals.at(address, itemsize)
+            self.signals.awaited(signal)
+            if comparison == "==":
+                self.signals.awaits_one_value(signal, thread, wanted, thread.waits[1])
 
     def waits_for_data(self, address: int) -> None:
         self.thread().waits = (address, self.races.code())
@@ -317,8 +319,12 @@ class Detector(HappensBefore):
         self.races.write(thread, access, at, itemsize)
         return partial(_call_all, [stored, self.signals.release(thread, signal, "sys", "notified", keeps=False)])
 
-    def waited(self, address: int, itemsize: int, wanted: int, comparison: str) -> None:
+    def waited(self, addresses: list[int], index: int, itemsize: int, wanted: int, comparison: str) -> None:
+        address = addresses[index]
         thread, signal = self.thread(), self.signals.at(address, itemsize)
+        for other in addresses:
+            if other != address:
+                self.signals.at(other, itemsize).for_one_value.pop(thread.slot, None)
         access = self.races.access(thread, SCALAR, "wait", "sys")
         self.races.read(thread, access, np.array([address], np.uint64), itemsize, None)
         self.signals.acquire(thread, signal, "sys", "waited for")

@@ -280,7 +280,8 @@ class Signals:
 
     def _waiting_for(self, signal: Signal) -> str | None:
         for task in self._races.machine.scheduler.waiting_tasks():
-            if task.waiting is not None and task.waiting.low == signal.address:
+            waiting = task.waiting
+            if waiting is not None and waiting.low is not None and waiting.low <= signal.address < waiting.high:
                 return task.label
         return None
 

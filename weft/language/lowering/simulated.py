@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import triton.language as tl
 
 from weft.errors import NotSymmetric, WeftError
-from weft.language import bulk, lamport, signals
+from weft.language import bulk, lamport, signals, waits
 from weft.language.arguments import check_flagged_block, check_value
 from weft.language.lowering import stock
 from weft.runtime.team.view import MAX_BARRIER_PROGRAMS
@@ -34,9 +35,36 @@ def _wait_until(machine: Any, signal: Any, value: Any, comparison: Any, team: An
     itemsize = element.primitive_bitwidth // 8
     # Modulo the signal's width, as in a GPU's registers.
     wanted = signed(interp.value_of(value), itemsize)
-    word = machine.wait_for_word(address, itemsize, wanted, interp.value_of(comparison))
+    _, word = machine.wait_for_words([address], itemsize, wanted, interp.value_of(comparison))
     machine.fence_async()
     return interp.scalar(signed(word, itemsize) if element.is_int_signed() else word, element)
+
+
+@simulated(waits.await_all)
+def _await_all(machine: Any, signals: Any, left: Any, value: Any, comparison: Any, team: Any) -> None:
+    """One wait after the other: a signal that has been seen once need not be looked at again."""
+    from weft.simulator import interpreter as interp
+
+    for index in np.flatnonzero(interp.value_of(left)):
+        _wait_until(machine, signals + int(index), value, comparison, team)
+
+
+@simulated(waits.await_any)
+def _await_any(machine: Any, signals: Any, left: Any, value: Any, comparison: Any, team: Any) -> Any:
+    from weft.simulator import interpreter as interp
+
+    address, itemsize = int(interp.addresses_of(signals)[0]), interp.element_dtype(signals).primitive_bitwidth // 8
+    asked = np.flatnonzero(interp.value_of(left)).tolist()
+    found = -1
+    if asked:
+        words = [address + index * itemsize for index in asked]
+        found = asked[
+            machine.wait_for_words(
+                words, itemsize, signed(interp.value_of(value), itemsize), interp.value_of(comparison)
+            )[0]
+        ]
+    machine.fence_async()
+    return interp.scalar(found, tl.int32)
 
 
 @simulated(lamport.lamport_load)

@@ -19,6 +19,16 @@ def load_acquire(ptr):
 
 
 @triton.jit
+def load_acquire_each(ptr, mask):
+    """``load_acquire`` of a block where ``mask`` is true; undefined elsewhere.
+
+    The caller adds a CTA barrier. Triton lets one thread load each element and gives the value to all that hold it. Loads by
+    each of them could differ, and with them the program's scalars from warp to warp.
+    """
+    return tl.atomic_add(ptr, tl.zeros(ptr.shape, ptr.dtype.element_ty), mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
 def store_release(ptr, value):
     """Store with release order at system scope, by one thread, after ``gather_stores``."""
     if target_info.is_cuda():

@@ -134,34 +134,38 @@ class Machine(Launches):
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait_for_word(self, address: int, itemsize: int, wanted: int, comparison: str) -> int:
-        """Block the running task until the word at ``address`` meets the comparison, then acquire.
+    def wait_for_words(self, addresses: list[int], itemsize: int, wanted: int, comparison: str) -> tuple[int, int]:
+        """Block the running task until the word at one of ``addresses`` meets the comparison; acquire it.
 
-        Returns the word.
+        Returns the index of the first such word, and the word.
         """
-        address = int(self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "wait")[0])
+        everywhere = np.ones(len(addresses), bool)
+        addresses = self.plain(np.array(addresses, np.uint64), everywhere, itemsize, "wait").tolist()
+        low, high = addresses[0], addresses[-1] + itemsize
         task, where = self.scheduler.current, self.who()
         task.history = None
-        self.stores.touch(address, address + itemsize)
-        self.observer.waits(address, itemsize, wanted, comparison)
+        self.stores.touch(low, high)
+        self.observer.waits(addresses, itemsize, wanted, comparison)
 
-        def read() -> int:
+        def read(address: int) -> int:
             return self.memory.read_word(address, itemsize, lambda: where)
 
+        def first() -> int | None:
+            met = (i for i, address in enumerate(addresses) if is_met(read(address), comparison, wanted, itemsize))
+            return next(met, None)
+
         def describe() -> str:
-            name, seen = self.memory.describe(address), signed(read(), itemsize)
-            return f"{where[len(task.label) :].strip()} waits for {name} {comparison} {wanted}, sees {seen}"
+            names = " or ".join(self.memory.describe(address) for address in addresses)
+            seen = ", ".join(str(signed(read(address), itemsize)) for address in addresses)
+            return f"{where[len(task.label) :].strip()} waits for {names} {comparison} {wanted}, sees {seen}"
 
-        def met() -> bool:
-            return is_met(read(), comparison, wanted, itemsize)
-
-        waiting = Waiting(met, describe, address, address + itemsize)
+        waiting = Waiting(lambda: first() is not None, describe, low, high)
         self.scheduler.block(waiting)
-        while not met():  # the signal went past the value before this task's turn
+        while (index := first()) is None:  # the signal went past the value before this task's turn
             self.scheduler.block(waiting)
-        self.note("waited", self.memory.describe(address))
-        self.observer.waited(address, itemsize, wanted, comparison)
-        return read()
+        self.note("waited", self.memory.describe(addresses[index]))
+        self.observer.waited(addresses, index, itemsize, wanted, comparison)
+        return index, read(addresses[index])
 
     def wait_for_bytes(self, low: int, high: int, done: Callable[[], bool], describe: Callable[[], str]) -> None:
         task, where = self.scheduler.current, self.who()

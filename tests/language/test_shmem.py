@@ -9,7 +9,7 @@ import triton.language as tl
 
 import weft
 import weft.language as wl
-from tests.compiling import a_view, compiled
+from tests.compiling import TARGETS, a_view, compiled
 from tests.language.test_signals import WIDTHS, as_signed, loops
 
 SIGNED = {32: torch.int32, 64: torch.int64}
@@ -46,6 +46,8 @@ def test_a_wait_for_one_value_is_a_loop_on_the_whole_signal(dtype, cmp, conditio
         ]
         assert re.search(rf"setp\.(eq|ne)\.[bs]{WIDTHS[dtype]}\b", "".join(loops(ptx)))
         assert ("trap;" in ptx) == (patience_us > 0)
+    asm = compiled(waits_until, signal, out, 7, a_view(), comparison, arch="gfx942").asm["amdgcn"]
+    assert re.search(rf"v_cmp_(eq|ne)_u{WIDTHS[dtype]}", asm) and re.search(r"s_cbranch_\w+ \.LBB", asm)
 
 
 @pytest.mark.parametrize("cmp", ["EQ", "NE"])
@@ -112,3 +114,131 @@ def test_every_strategy_finds_a_wait_that_may_miss_its_value(strategy):
     assert [found.finding.kind for found in report.wrong] == ["equality-wait"], str(report)
     for comparison in (wl.shmem.CMP_GE, wl.shmem.CMP_NE):
         assert weft.check(main, 2, schedules=4, strategy=strategy, args=(comparison,)).ok
+
+
+@triton.jit
+def in_order_of_arrival(landed, status, out, team, n: tl.constexpr, CMP: tl.constexpr):
+    """out[i] = number of the turn in which signal i came; ``status`` marks what has come."""
+    for peer in tl.static_range(wl.num_ranks(team)):
+        wl.shmem.signal_op(landed + wl.rank(team), 1, wl.shmem.SIGNAL_ADD, peer, team)
+    for turn in range(1, n):
+        index = wl.shmem.wait_until_any(landed, n, status, CMP, 1, team)
+        tl.store(out + index, turn)
+        tl.store(status + index, 1)
+    wl.shmem.wait_until_all(landed, n, None, CMP, 1, team)
+    left = wl.shmem.wait_until_any(landed, n, status, CMP, 1, team)
+    tl.store(status + left, wl.shmem.signal_fetch(landed + left, team))
+    tl.store(out + left, n)
+    tl.store(out + n, wl.shmem.wait_until_any(landed, n, status, CMP, 1, team))
+    wl.shmem.wait_until_all(landed, n, status, CMP, 7, team)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
+@pytest.mark.parametrize("cmp", ["GE", "EQ"])
+def test_waits_for_any_skip_what_status_marks(cmp, dtype):
+    def main(team):
+        landed, status = team.zeros((team.size,), dtype, name="landed"), team.local((team.size,), torch.int32)
+        out = team.local((team.size + 1,), torch.int32)
+        in_order_of_arrival[(1,)](landed, status, out, team.view, team.size, getattr(wl.shmem, f"NVSHMEM_CMP_{cmp}"))
+        assert sorted(out.tolist()[:-1]) == list(range(1, team.size + 1)) and out[-1] == -1
+        assert status.tolist() == [1] * team.size
+
+    report = weft.check(main, [1, 2, 3, 4], schedules=4, deterministic=False)
+    assert report.ok, str(report)
+
+
+@triton.jit
+def every_use(box, source, signals, out, value, team):
+    wl.notify(signals, 1, value, team)
+    wl.notify(signals, 1, value, team, "add")
+    wl.put_signal(box, source, 64, signals, value, 1, team, "add", BLOCK=64)
+    wl.shmem.signal_op(signals, value, wl.shmem.NVSHMEM_SIGNAL_ADD, 1, team)
+    wl.shmem.putmem_signal_block(box, source, 64, signals, value, wl.shmem.NVSHMEM_SIGNAL_SET, 1, team)
+    tl.store(out, wl.wait(signals, value, team))
+    tl.store(out, wl.shmem.signal_fetch(signals, team))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_signals_of_64_bits_are_sent_and_awaited_whole(dtype, arch):
+    box, signals, out = torch.zeros(64), torch.zeros(2, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    made = compiled(every_use, box, box, signals, out, 2**40 + 7, a_view(), arch=arch).asm
+    if arch == "gfx942":
+        text = made["amdgcn"]
+        sets, adds, looks = "global_atomic_swap_x2 ", "global_atomic_add_x2 ", r"_load_dwordx2 .* sc0 sc1\n"
+        narrow = "global_atomic_(swap|add) "
+    else:
+        text = made["ptx"]
+        sets, adds = r"st\.release\.sys\.global\.u64", r"atom\.global\.sys\.release\.add\.u64"
+        looks, narrow = r"ld\.global\.sys\.acquire\.b64", r"(release|acquire)\S*\.[ub]32"
+    assert len(re.findall(sets, text)) == 2 and len(re.findall(adds, text)) == 3 and len(re.findall(looks, text)) >= 2
+    assert not re.search(narrow, text)
+
+
+@triton.jit
+def counts_past_32_bits(box, source, signals, out, start, team):
+    peer = (wl.rank(team) + 1) % wl.num_ranks(team)
+    wl.put_signal(box, source, 8, signals, start + 1, peer, team, "add", BLOCK=8)
+    wl.wait(signals, start + 1, team)
+    wl.shmem.signal_op(signals, 2, wl.shmem.SIGNAL_ADD, peer, team)
+    wl.shmem.signal_wait_until(signals, wl.shmem.CMP_EQ, start + 3, team)
+    wl.notify(signals + 1, peer, start + 4, team)
+    wl.shmem.signal_wait_until(signals + 1, wl.shmem.CMP_GT, start + 3, team)
+    tl.store(out, wl.shmem.signal_fetch(signals, team))
+    tl.store(out + 1, wl.shmem.signal_fetch(signals + 1, team))
+
+
+def count_past_32_bits(team):
+    start, counted = 2**40 + 2**31, []
+    for dtype in (torch.int64, torch.uint64):
+        box, signals = team.zeros((8,), torch.float32), team.zeros((2,), dtype)
+        out = team.local((2,), torch.int64)
+        counts_past_32_bits[(1,)](box, box.clone(), signals, out, start, team.view)
+        counted.append([x - start for x in out.tolist()])
+    return counted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_signals_of_64_bits_count_past_32(world_size):
+    for seed in range(3):
+        assert weft.simulate(count_past_32_bits, world_size, seed=seed) == [[[3, 4]] * 2] * world_size
+
+
+@pytest.mark.gpu(2)
+def test_gpu_signals_of_64_bits_count_past_32():
+    assert weft.launch(count_past_32_bits, 2, "cuda") == [[[3, 4]] * 2] * 2
+
+
+@triton.jit
+def meets_a_handle(team):
+    wl.shmem.sync_all_block(wl.shmem.NVSHMEM_TEAM_WORLD)
+
+
+ABSENT = {
+    "NVSHMEM_TEAM_WORLD": "pass the argument that was team.view",
+    "NVSHMEMX_TEAM_NODE": "pass the argument that was team.view",
+    "team_my_pe": "pass the argument that was team.view",
+    "putmem_nbi_warp": "use putmem_nbi_block",
+    "putmem_signal": "use putmem_signal_block",
+    "barrier_all": "use barrier_all_block",
+    "sync_block": "use barrier_all_block or sync_all_block",
+    "wait_until_some": "use wait_until_any",
+    "wait_until": "signal_wait_until",
+    "broadcast": "use weft.ops",
+    "fcollectmem_block": "use weft.ops",
+    "put_men": "has no attribute 'put_men'",
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_absent_names_say_what_to_use(name):
+    with pytest.raises(AttributeError) as caught:
+        getattr(wl.shmem, name)
+    assert name in str(caught.value) and ABSENT[name] in str(caught.value)
+
+
+def test_a_kernel_with_an_absent_name_is_refused():
+    with pytest.raises((AttributeError, triton.CompilationError), match="pass the argument that was team.view"):
+        compiled(meets_a_handle, a_view(), arch="sm_90")
+    with pytest.raises(AttributeError, match="pass the argument that was team.view"):
+        weft.simulate(lambda team: meets_a_handle[(1,)](team.view), 1)

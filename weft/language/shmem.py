@@ -5,11 +5,22 @@ are bytes. The scope is the block: the whole program makes every call. Signals a
 (``team.zeros(shape, torch.uint64)``), or of any other signal type of ``weft.language.signals``.
 """
 
+import re
+
 import triton
 import triton.language as tl
 
-from weft.language import bulk, coordinates, ordering, signals
-from weft.language.arguments import check_constants, check_pointers, check_signal, check_team_view, signed_type_of
+from weft.language import bulk, coordinates, ordering, signals, waits
+from weft.language.arguments import (
+    check_constants,
+    check_pointers,
+    check_signal,
+    check_signal_count,
+    check_team,
+    check_team_view,
+    signed_type_of,
+)
+from weft.language.lowering import stock
 
 CMP_EQ: tl.constexpr = tl.constexpr(0)
 CMP_NE: tl.constexpr = tl.constexpr(1)
@@ -22,6 +33,32 @@ SIGNAL_ADD: tl.constexpr = tl.constexpr(10)
 NVSHMEM_CMP_EQ, NVSHMEM_CMP_NE, NVSHMEM_CMP_GT = CMP_EQ, CMP_NE, CMP_GT
 NVSHMEM_CMP_LE, NVSHMEM_CMP_LT, NVSHMEM_CMP_GE = CMP_LE, CMP_LT, CMP_GE
 NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD = SIGNAL_SET, SIGNAL_ADD
+
+
+# Names of NVSHMEM that have no counterpart of the same name, and what to use.
+_ABSENT = (
+    (
+        r"(NVSHMEMX?_)?TEAM_\w+|team_\w+",
+        "pass the argument that was team.view, of weft.init(group) or team.subset(ranks)",
+    ),
+    (
+        r"\w+_(warp|wave)|((put|get)mem|barrier_all|sync_all)(_nbi|_signal|_signal_nbi)?",
+        "the whole program makes a call: use {}_block",
+    ),
+    (r"(barrier|sync)(_block)?", "use barrier_all_block or sync_all_block with the view of that team"),
+    (r"wait_until(_some\w*)?", "use wait_until_any, or signal_wait_until, which takes a signal of any type"),
+    (r"(broadcast|fcollect|alltoall|\w*reduce)\w*", "use weft.ops, which launches a kernel for each collective"),
+    (r"remote_mc_ptr", "use weft.language.multimem_store and multimem_load_reduce"),
+)
+
+
+def __getattr__(name: str) -> object:
+    for pattern, remedy in _ABSENT:
+        if re.fullmatch(pattern, name):
+            raise AttributeError(
+                f"weft.language.shmem has no {name}: {remedy.format(re.sub('_(warp|wave)$', '', name))}"
+            )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @triton.jit
@@ -121,6 +158,56 @@ def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, team):
     check_constants("signal_wait_until", cmp=cmp)
     wanted = _bound("signal_wait_until", sig_addr, cmp, cmp_value)
     return signals.wait_until(sig_addr, wanted, _comparison("signal_wait_until", cmp), team)
+
+
+@triton.jit
+def signal_fetch(sig_addr, team):
+    """Value of a signal of this rank at present. Acquires, as ``signal_wait_until`` does, without waiting."""
+    check_signal("signal_fetch", sig_addr, 0)
+    check_team("signal_fetch", team)
+    seen = stock.load_acquire(sig_addr)
+    stock.fence_before_tma_loads()
+    return seen
+
+
+@triton.jit
+def wait_until_all(ivars, nelems: tl.constexpr, status, cmp: tl.constexpr, cmp_value, team):
+    """Wait until each of ``nelems`` signals of this rank has met the comparison, as ``wait_all`` does.
+
+    ``ivars``: pointer to the first of them. ``nelems``: compile-time constant. ``status``: None, or a pointer to ``nelems``
+    int32 of which all but 0 leave out their signal. ``cmp``: as in ``signal_wait_until``.
+    """
+    left, wanted = _asked("wait_until_all", ivars, nelems, status, cmp, cmp_value, team)
+    waits.await_all(ivars, left, wanted, _comparison("wait_until_all", cmp), team)
+
+
+@triton.jit
+def wait_until_any(ivars, nelems: tl.constexpr, status, cmp: tl.constexpr, cmp_value, team):
+    """Wait until one of ``nelems`` signals of this rank meets the comparison; returns its index.
+
+    The first index where several do; -1, as a size_t OpenSHMEM's SIZE_MAX, where ``status`` leaves out all. Arguments as in
+    ``wait_until_all``. It acquires the signal that it returns and no other, as ``weft.language.wait_any`` does.
+    """
+    left, wanted = _asked("wait_until_any", ivars, nelems, status, cmp, cmp_value, team)
+    return waits.await_any(ivars, left, wanted, _comparison("wait_until_any", cmp), team)
+
+
+@triton.jit
+def _asked(primitive: tl.constexpr, ivars, nelems: tl.constexpr, status, cmp: tl.constexpr, cmp_value, team):
+    """Signals that ``status`` does not leave out, as a block of booleans, and the value to compare with."""
+    check_signal(primitive, ivars, cmp_value)
+    check_signal_count(primitive, nelems, 1024)
+    check_constants(primitive, cmp=cmp)
+    check_team(primitive, team)
+    BLOCK: tl.constexpr = triton.next_power_of_2(nelems)
+    at = tl.arange(0, BLOCK)
+    left = at < nelems
+    if status is not None:
+        check_pointers(primitive, status=status)
+        # Another thread of the program may have stored it.
+        tl.debug_barrier()
+        left = left & (tl.load(status + at, mask=left, other=1) == 0)
+    return left, _bound(primitive, ivars, cmp, cmp_value)
 
 
 @tl.core.builtin

@@ -373,26 +373,3 @@ def signal_overtakes_descriptor_reduction(team, bug):
     data, landed, got = tensors(team)
     reduced[(1,)](data, landed, got, team.view, N, bug)
     team.barrier()
-
-
-@triton.jit
-def gather_after_a_wait_for_any(data, got, landed, team, N: tl.constexpr, BUG: tl.constexpr):
-    me, at = wl.rank(team), tl.arange(0, N)
-    for peer in tl.static_range(wl.num_ranks(team)):
-        tl.store(wl.symm_at(data, peer, team) + me * N + at, tl.full((N,), 1.0, tl.float32))  # here
-        wl.notify(landed + me, peer, 1, team)
-    if BUG:
-        wl.wait_any(landed, wl.num_ranks(team), 1, team)
-    else:
-        wl.wait_all(landed, wl.num_ranks(team), 1, team)
-    for source in tl.static_range(wl.num_ranks(team)):
-        tl.store(got + source * N + at, tl.load(data + source * N + at))  # here
-
-
-@exhibit("race", "data", "the data of all ranks are read after a wait for any one of them", gather_after_a_wait_for_any,
-         also=("divergence",))  # fmt: skip
-def wait_for_any_in_place_of_all(team, bug):
-    data, landed = team.zeros((team.size, N), torch.float32, name="data"), team.signals(team.size, name="landed")
-    got = team.local((team.size, N), torch.float32)
-    gather_after_a_wait_for_any[(1,)](data, got, landed, team.view, N, bug)
-    return got

@@ -10,6 +10,7 @@ from weft.language.channels import advance_call, chunk_notify, chunk_wait, curre
 from weft.language.coordinates import num_ranks, rank, symm_at
 from weft.language.documenting import document as _document
 from weft.language.epochs import advance_epoch, next_epoch
+from weft.language.grid import grid_barrier
 from weft.language.hints import prefetch, zero_here
 from weft.language.lamport import (
     lamport_clear,
@@ -34,7 +35,7 @@ from weft.language.waits import wait_all, wait_any
 
 __all__ = [
     "advance_call", "advance_epoch", "barrier", "chunk_notify", "chunk_wait", "consume_token", "current_call",
-    "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi", "lamport_clear", "lamport_load",
+    "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi", "grid_barrier", "lamport_clear", "lamport_load",
     "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store", "let_next_kernel_start",
     "multimem_load_reduce", "multimem_store", "next_call", "next_epoch", "notify", "num_ranks", "prefetch", "put",
     "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",

@@ -202,6 +202,17 @@ def check_signal_count(primitive, n, most, _semantic=None):
 
 
 @tl.core.builtin
+def check_grid_counter(primitive, counter, _semantic=None):
+    """TypeError unless ``counter`` is one pointer to int64."""
+    element = _pointed_to(_known(primitive), "counter", counter)
+    if element.name != "int64":
+        raise TypeError(
+            f"{_known(primitive)}: counter points to {element}; it is one int64 of this rank: make it with "
+            f"team.local((1,), torch.int64)"
+        )
+
+
+@tl.core.builtin
 def check_channel(primitive, channel, _semantic=None):
     """TypeError unless ``channel`` is what a kernel gets for ``channel.view``."""
     if _fields(channel) != ("signals", "epoch", "chunks"):

@@ -168,7 +168,7 @@ def test_wait_acquires_at_system_scope_and_fences_the_async_proxy_before_a_tma_l
     positions(ptx, "ld.global.sys.acquire", "bar.sync", "fence.proxy.async", "cp.async.bulk.tensor.2d.shared")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn])
 def test_stores_to_a_peer_are_16_bytes_wide(dtype):
     x = torch.zeros(4096, dtype=dtype)
     ptx = compiled(push_tile, x, x, a_view(), 4096, arch="sm_90").asm["ptx"]

@@ -35,5 +35,7 @@ def symm_at(ptr, peer, team):
     item: tl.constexpr = (ptr.dtype.element_ty.primitive_bitwidth + 7) // 8
     # Deltas are multiples of 16 bytes. The compiler keeps this for an element offset added to a typed pointer. Through an
     # integer cast it would be lost, and every bf16 would be stored alone.
-    delta = tl.multiple_of(tl.load(team.deltas + peer) // item, 16 // item)
+    delta = tl.load(team.deltas + peer)
+    # A division by 1 would be folded, and the multiple with it.
+    delta = tl.multiple_of(delta if item == 1 else delta // item, 16 // item)
     return ptr + delta

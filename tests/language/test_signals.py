@@ -188,7 +188,7 @@ def misuses(x, s, n, team, CASE: tl.constexpr):
         wl.put(x, n, n, 1, team)
     if CASE == "put: peer is a block":
         wl.put(x, x, n, at, team)
-    if CASE == "put: n is 1.5":
+    if CASE == "put: nelems is 1.5":
         wl.put(x, x, 1.5, 1, team)
     if CASE == "put: BLOCK is a run-time value":
         wl.put(x, x, n, 1, team, n)
@@ -270,10 +270,16 @@ def misuses(x, s, n, team, CASE: tl.constexpr):
         wl.shmem.putmem_signal_block(x, x, n, s, 1, n, 1, team)
     if CASE == "putmem_signal_nbi_block: sig_op is a run-time value":
         wl.shmem.putmem_signal_nbi_block(x, x, n, s, 1, n, 1, team)
-    if CASE == "putmem_block: ptr is a block":
+    if CASE == "putmem_block: dest is a block":
         wl.shmem.putmem_block(x + at, x, n, 1, team)
-    if CASE == "getmem_nbi_block: ptr is a run-time value":
+    if CASE == "getmem_nbi_block: dest is a run-time value":
         wl.shmem.getmem_nbi_block(n, x, n, 1, team)
+    if CASE == "putmem_signal_nbi_block: source is a run-time value":
+        wl.shmem.putmem_signal_nbi_block(x, n, n, s, 1, wl.shmem.SIGNAL_SET, 1, team)
+    if CASE == "getmem_block: nbytes is 1.5":
+        wl.shmem.getmem_block(x, x, 1.5, 1, team)
+    if CASE == "putmem_signal_block: nbytes is a block of shape [8] of int32":
+        wl.shmem.putmem_signal_block(x, x, at, s, 1, wl.shmem.SIGNAL_SET, 1, team)
 
 
 MISUSES = re.findall(r'if CASE == "(.*)":', misuses.src)

@@ -1,6 +1,7 @@
 """Block-wide bulk copies to and from a peer. Over NVLink they are the program's own loads and stores.
 
-``n`` counts elements of the pointers' type. The program moves ``BLOCK`` of them at a time, with all its threads.
+``nelems`` counts elements of the pointers' type; the copies of ``weft.language.shmem`` count bytes. The program moves
+``BLOCK`` of them at a time, with all its threads.
 """
 
 import triton
@@ -41,75 +42,75 @@ def copy_later(target, source, n, BLOCK: tl.constexpr, WHAT: tl.constexpr):
 
 
 @triton.jit
-def put(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
-    """``dst[0:n]`` at ``peer`` = ``src[0:n]`` here. ``dst`` is symmetric.
+def put(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
+    """``dst[0:nelems]`` at ``peer`` = ``src[0:nelems]`` here. ``dst`` is symmetric.
 
     On return ``src`` may be overwritten. The peer may read after a ``notify`` (or ``quiet`` and any other release) of this
     program that it waited for.
     """
     check_pointers("put", dst=dst, src=src)
-    check_scalars("put", n=n, peer=peer)
+    check_scalars("put", nelems=nelems, peer=peer)
     check_constants("put", BLOCK=BLOCK)
-    _copy(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK)
+    _copy(symm_at(dst, peer, team), src, tl.cast(nelems, tl.int64), BLOCK)
 
 
 @triton.jit
-def get(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
-    """``dst[0:n]`` here = ``src[0:n]`` at ``peer``. ``src`` is symmetric.
+def get(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
+    """``dst[0:nelems]`` here = ``src[0:nelems]`` at ``peer``. ``src`` is symmetric.
 
     On return this program may read ``dst``.
     """
     check_pointers("get", dst=dst, src=src)
-    check_scalars("get", n=n, peer=peer)
+    check_scalars("get", nelems=nelems, peer=peer)
     check_constants("get", BLOCK=BLOCK)
-    _copy(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK)
+    _copy(dst, symm_at(src, peer, team), tl.cast(nelems, tl.int64), BLOCK)
 
 
 @triton.jit
-def put_signal(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
+def put_signal(dst, src, nelems, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
     """``put``, then ``notify(signal, peer, value, team, op)``: after a wait for it the data are visible."""
     check_signal("put_signal", signal, value)
     check_pointers("put_signal", dst=dst, src=src)
-    check_scalars("put_signal", n=n, peer=peer)
+    check_scalars("put_signal", nelems=nelems, peer=peer)
     check_constants("put_signal", op=op, BLOCK=BLOCK)
-    put(dst, src, n, peer, team, BLOCK)
+    put(dst, src, nelems, peer, team, BLOCK)
     notify(signal, peer, value, team, op)
 
 
 @triton.jit
-def put_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
+def put_nbi(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
     """``put`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only.
 
     A later ``notify`` does not wait for the data, nor does a later store to the same place: call ``fence(team)``, which orders
     deliveries, or ``quiet(team)`` in between. The end of the kernel completes the copy too.
     """
     check_pointers("put_nbi", dst=dst, src=src)
-    check_scalars("put_nbi", n=n, peer=peer)
+    check_scalars("put_nbi", nelems=nelems, peer=peer)
     check_constants("put_nbi", BLOCK=BLOCK)
-    copy_later(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK, "put")
+    copy_later(symm_at(dst, peer, team), src, tl.cast(nelems, tl.int64), BLOCK, "put")
 
 
 @triton.jit
-def get_nbi(dst, src, n, peer, team, BLOCK: tl.constexpr = 4096):
+def get_nbi(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
     """``get`` that may return before the data have arrived: read ``dst`` after ``quiet(team)`` only.
 
     Until then ``src`` must not change, and a later ``notify`` or ``fence`` does not imply that it has been read. The end of the
     kernel completes the copy too.
     """
     check_pointers("get_nbi", dst=dst, src=src)
-    check_scalars("get_nbi", n=n, peer=peer)
+    check_scalars("get_nbi", nelems=nelems, peer=peer)
     check_constants("get_nbi", BLOCK=BLOCK)
-    copy_later(dst, symm_at(src, peer, team), tl.cast(n, tl.int64), BLOCK, "get")
+    copy_later(dst, symm_at(src, peer, team), tl.cast(nelems, tl.int64), BLOCK, "get")
 
 
 @triton.jit
-def put_before_signal(dst, src, n, peer, team, BLOCK: tl.constexpr):
+def put_before_signal(dst, src, nelems, peer, team, BLOCK: tl.constexpr):
     """First half of ``put_signal_nbi``."""
-    copy_later(symm_at(dst, peer, team), src, tl.cast(n, tl.int64), BLOCK, "put_signal")
+    copy_later(symm_at(dst, peer, team), src, tl.cast(nelems, tl.int64), BLOCK, "put_signal")
 
 
 @triton.jit
-def put_signal_nbi(dst, src, n, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
+def put_signal_nbi(dst, src, nelems, signal, value, peer, team, op: tl.constexpr = SET, BLOCK: tl.constexpr = 4096):
     """``put_signal`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only.
 
     A program that waits for the signal sees these data and this program's earlier stores, but not the data of an earlier
@@ -117,7 +118,7 @@ def put_signal_nbi(dst, src, n, signal, value, peer, team, op: tl.constexpr = SE
     """
     check_signal("put_signal_nbi", signal, value)
     check_pointers("put_signal_nbi", dst=dst, src=src)
-    check_scalars("put_signal_nbi", n=n, peer=peer)
+    check_scalars("put_signal_nbi", nelems=nelems, peer=peer)
     check_constants("put_signal_nbi", op=op, BLOCK=BLOCK)
-    put_before_signal(dst, src, n, peer, team, BLOCK)
+    put_before_signal(dst, src, nelems, peer, team, BLOCK)
     notify(signal, peer, value, team, op)

@@ -1,7 +1,7 @@
 """The primitives under OpenSHMEM's names, so that a kernel written for NVSHMEM ports line by line.
 
 Names, argument orders and constants are those of NVSHMEM's device API, with ``team`` added at the end. Sizes of ``*mem`` calls
-are bytes. The scope is the block: the whole program makes every call. Signals are uint64, as in NVSHMEM
+are ``nbytes``, bytes of any type. The scope is the block: the whole program makes every call. Signals are uint64, as in NVSHMEM
 (``team.zeros(shape, torch.uint64)``), or of any other signal type of ``weft.language.signals``.
 """
 
@@ -14,6 +14,7 @@ from weft.language import bulk, coordinates, ordering, signals, waits
 from weft.language.arguments import (
     check_constants,
     check_pointers,
+    check_scalars,
     check_signal,
     check_signal_count,
     check_team,
@@ -81,33 +82,40 @@ def remote_ptr(dest, pe, team):
 
 
 @triton.jit
-def _bytes(ptr, primitive: tl.constexpr):
-    check_pointers(primitive, ptr=ptr)
-    return ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+def _bytes(primitive: tl.constexpr, dest, source, nbytes):
+    """``dest`` and ``source`` as pointers to bytes."""
+    check_pointers(primitive, dest=dest, source=source)
+    check_scalars(primitive, nbytes=nbytes)
+    byte: tl.constexpr = tl.pointer_type(tl.uint8)
+    return dest.to(byte, bitcast=True), source.to(byte, bitcast=True)
 
 
 @triton.jit
-def putmem_block(dest, source, nelems, pe, team):
-    """Copy ``nelems`` bytes of ``source`` to ``dest`` at ``pe``; ``source`` may be reused on return."""
-    bulk.put(_bytes(dest, "putmem_block"), _bytes(source, "putmem_block"), nelems, pe, team, 16384)
+def putmem_block(dest, source, nbytes, pe, team):
+    """Copy ``nbytes`` bytes of ``source`` to ``dest`` at ``pe``; ``source`` may be reused on return."""
+    dest, source = _bytes("putmem_block", dest, source, nbytes)
+    bulk.put(dest, source, nbytes, pe, team, 16384)
 
 
 @triton.jit
-def putmem_nbi_block(dest, source, nelems, pe, team):
+def putmem_nbi_block(dest, source, nbytes, pe, team):
     """``putmem_block`` that may return early: ``source`` may be reused after ``quiet`` only."""
-    bulk.put_nbi(_bytes(dest, "putmem_nbi_block"), _bytes(source, "putmem_nbi_block"), nelems, pe, team, 16384)
+    dest, source = _bytes("putmem_nbi_block", dest, source, nbytes)
+    bulk.put_nbi(dest, source, nbytes, pe, team, 16384)
 
 
 @triton.jit
-def getmem_block(dest, source, nelems, pe, team):
-    """Copy ``nelems`` bytes of ``source`` at ``pe`` to ``dest``, which this program may read on return."""
-    bulk.get(_bytes(dest, "getmem_block"), _bytes(source, "getmem_block"), nelems, pe, team, 16384)
+def getmem_block(dest, source, nbytes, pe, team):
+    """Copy ``nbytes`` bytes of ``source`` at ``pe`` to ``dest``, which this program may read on return."""
+    dest, source = _bytes("getmem_block", dest, source, nbytes)
+    bulk.get(dest, source, nbytes, pe, team, 16384)
 
 
 @triton.jit
-def getmem_nbi_block(dest, source, nelems, pe, team):
+def getmem_nbi_block(dest, source, nbytes, pe, team):
     """``getmem_block`` that may return early: ``dest`` may be read after ``quiet`` only."""
-    bulk.get_nbi(_bytes(dest, "getmem_nbi_block"), _bytes(source, "getmem_nbi_block"), nelems, pe, team, 16384)
+    dest, source = _bytes("getmem_nbi_block", dest, source, nbytes)
+    bulk.get_nbi(dest, source, nbytes, pe, team, 16384)
 
 
 @triton.jit
@@ -126,21 +134,22 @@ def signal_op(sig_addr, signal, sig_op: tl.constexpr, pe, team):
 
 
 @triton.jit
-def putmem_signal_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+def putmem_signal_block(dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, team):
     """``putmem_block``, then ``signal_op``: a wait for the signal makes the data visible."""
     check_signal("putmem_signal_block", sig_addr, signal)
     check_constants("putmem_signal_block", sig_op=sig_op)
-    putmem_block(dest, source, nelems, pe, team)
+    dest, source = _bytes("putmem_signal_block", dest, source, nbytes)
+    bulk.put(dest, source, nbytes, pe, team, 16384)
     signal_op(sig_addr, signal, sig_op, pe, team)
 
 
 @triton.jit
-def putmem_signal_nbi_block(dest, source, nelems, sig_addr, signal, sig_op: tl.constexpr, pe, team):
+def putmem_signal_nbi_block(dest, source, nbytes, sig_addr, signal, sig_op: tl.constexpr, pe, team):
     """``putmem_signal_block`` that may return early: ``source`` may be reused after ``quiet`` only."""
     check_signal("putmem_signal_nbi_block", sig_addr, signal)
     check_constants("putmem_signal_nbi_block", sig_op=sig_op)
-    name: tl.constexpr = "putmem_signal_nbi_block"
-    bulk.put_before_signal(_bytes(dest, name), _bytes(source, name), nelems, pe, team, 16384)
+    dest, source = _bytes("putmem_signal_nbi_block", dest, source, nbytes)
+    bulk.put_before_signal(dest, source, nbytes, pe, team, 16384)
     signal_op(sig_addr, signal, sig_op, pe, team)
 
 

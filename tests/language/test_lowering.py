@@ -12,10 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.language as wl
 from tests.compiling import TARGETS, a_view, compiled
-from weft.language.shmem import CMP_GE, SIGNAL_ADD
+from weft.language.shmem import CMP_EQ, CMP_GE, CMP_GT, SIGNAL_ADD
 
 X = torch.zeros((64, 64), dtype=torch.bfloat16)
 SIGNALS = torch.zeros(8, dtype=torch.int32)
+COUNTER = torch.zeros(1, dtype=torch.int64)
 
 
 def positions(ptx, *needles):
@@ -30,7 +31,7 @@ def positions(ptx, *needles):
 
 
 @triton.jit
-def every_primitive(x, out, signals, n, team, BLOCK: tl.constexpr):
+def every_primitive(x, out, signals, counter, n, team, BLOCK: tl.constexpr):
     me = wl.rank(team)
     offsets = tl.arange(0, BLOCK)
     for peer in tl.static_range(wl.num_ranks(team)):
@@ -49,6 +50,10 @@ def every_primitive(x, out, signals, n, team, BLOCK: tl.constexpr):
     wl.gather_stores()
     wl.quiet(team)
     wl.barrier(team)
+    wl.grid_barrier(counter, team)
+    wl.wait_all(signals, 4, 1, team)
+    source, done = wl.wait_any(signals, 4, 1, team)
+    tl.store(signals + source, done)
     data = wl.lamport_load(x + offsets, offsets < n, team)
     wl.lamport_store(out + offsets, data, offsets < n)
     wl.lamport_clear(x + offsets, offsets < n)
@@ -66,6 +71,9 @@ def every_shmem_primitive(x, out, signals, n, team):
     wl.shmem.putmem_signal_block(x, out, n, signals, 1, SIGNAL_ADD, pe, team)
     wl.shmem.putmem_signal_nbi_block(x, out, n, signals, 1, SIGNAL_ADD, pe, team)
     wl.shmem.signal_wait_until(signals, CMP_GE, 2, team)
+    wl.shmem.wait_until_all(signals, 3, None, CMP_EQ, 2, team)
+    tl.store(signals + 4, wl.shmem.wait_until_any(signals, 3, signals + 5, CMP_GT, 2, team))
+    tl.store(signals + 4, wl.shmem.signal_fetch(signals, team))
     wl.shmem.int_p(signals + 1, 5, pe, team)
     tl.store(signals + 2, wl.shmem.int_g(signals + 1, pe, team))
     tl.store(wl.shmem.remote_ptr(signals + 3, pe, team), 1)
@@ -114,7 +122,7 @@ def use_multimem(x, team, BLOCK: tl.constexpr):
 )
 def test_every_primitive_compiles(arch, patience_us):
     view = a_view(patience_us=patience_us)
-    assert compiled(every_primitive, X, X, SIGNALS, 100, view, 1024, arch=arch).asm
+    assert compiled(every_primitive, X, X, SIGNALS, COUNTER, 100, view, 1024, arch=arch).asm
     assert compiled(every_shmem_primitive, X, X, SIGNALS, 100, view, arch=arch).asm
 
 
@@ -157,7 +165,7 @@ def test_on_an_amd_gpu_without_a_lowering_notify_is_a_compile_time_error_that_sa
 
 
 def test_notify_without_tma_has_the_barrier_before_the_release_on_sm_80():
-    ptx = compiled(every_primitive, X, X, SIGNALS, 100, a_view(), 1024, arch="sm_80").asm["ptx"]
+    ptx = compiled(every_primitive, X, X, SIGNALS, COUNTER, 100, a_view(), 1024, arch="sm_80").asm["ptx"]
     assert "cp.async.bulk" not in ptx and "fence.proxy" not in ptx
     positions(ptx, "st.global", "bar.sync", "st.release.sys.global")
 

@@ -93,6 +93,37 @@ def test_a_wait_for_one_value_that_is_answered_is_clean(cmp):
 
 
 @triton.jit
+def hand_over(box, out, full, team, N: tl.constexpr, ROUNDS: tl.constexpr):
+    """A box that is full (1) or empty (0), as many kernels have it: rank 0 fills it, rank 1 empties it."""
+    at = tl.arange(0, N)
+    for turn in range(ROUNDS):
+        if wl.rank(team) == 0:
+            wl.shmem.signal_wait_until(full, wl.shmem.CMP_EQ, 0, team)
+            wl.put(box, out + turn * N, N, 1, team, BLOCK=N)
+            wl.notify(full, 0, 1, team)
+            wl.notify(full, 1, 1, team)
+        else:
+            wl.shmem.signal_wait_until(full, wl.shmem.CMP_EQ, 1, team)
+            tl.store(out + turn * N + at, tl.load(box + at))
+            wl.notify(full, 1, 0, team)
+            wl.notify(full, 0, 0, team)
+
+
+def test_a_flag_that_falls_is_right_if_each_value_is_answered():
+    """Signals need not grow where all waits are for one value."""
+
+    def main(team):
+        box, full = team.zeros((16,), torch.float32), team.signals(1)
+        out = torch.arange(64.0) * (1 - team.rank)
+        hand_over[(1,)](box, out, full, team.view, 16, 4)
+        assert out.tolist() == list(range(64))
+        team.barrier()
+
+    report = weft.check(main, 2, schedules=12)
+    assert report.ok, str(report)
+
+
+@triton.jit
 def overtaken(landed, team, COMPARISON: tl.constexpr):
     if wl.rank(team) == 0:
         wl.notify(landed, 1, 1, team)

@@ -63,9 +63,10 @@ class Detector(HappensBefore):
         thread.waits = (addresses[0], self.races.code())
         for address in addresses:
             signal = self.signals.at(address, itemsize)
-            self.signals.awaited(signal)
             if comparison == "==":
                 self.signals.awaits_one_value(signal, thread, wanted, thread.waits[1])
+            else:
+                self.signals.awaited(signal)
 
     def waits_for_data(self, address: int) -> None:
         self.thread().waits = (address, self.races.code())
@@ -75,6 +76,7 @@ class Detector(HappensBefore):
 
     def deadlocked(self, unstarted: list[Grid], tasks: list[str]) -> list[str]:
         """Report the likely cause of a deadlock, and return what is known of each awaited signal."""
+        self.signals.stuck()
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
             thread, history = self._threads.get(task), task.history

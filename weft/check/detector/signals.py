@@ -157,7 +157,7 @@ class Signals:
             signal.notify_launches.add(launch)
             if back:
                 signal.back = f"{self._races.line_of(access)} sets a signal from {old} to {new}", access
-                if signal.wait_launches or self._waiting_for(signal) is not None:
+                if signal.is_to_grow:
                     self.awaited(signal)
             return
         if not back:
@@ -179,14 +179,14 @@ class Signals:
         self._took(signal, new)
 
     def awaited(self, signal: Signal) -> None:
-        """Report an earlier notify that decreased the signal, now that a program waits for it."""
+        """Report an earlier notify that decreased the signal, now that a program relies on its growth."""
+        signal.is_to_grow = True
         if signal.back is not None:
             (text, access), signal.back = signal.back, None
             self._report("epoch-back", text, signal, [access])
 
     def waited(self, signal: Signal, access: Access, wanted: int, comparison: str) -> None:
         """Note that the wait ``access`` has ended."""
-        self.awaited(signal)
         if comparison == "==":
             signal.for_one_value[access.slot].end = access.time
         if comparison == ">=" and wanted > 0:
@@ -194,10 +194,15 @@ class Signals:
             signal.wait_launches.add(access.thread.launch)
 
     def awaits_one_value(self, signal: Signal, thread: ThreadClock, wanted: int, code: tuple | None) -> None:
-        """Note that ``thread`` begins to wait for ``wanted`` alone, and report a signal that is past it."""
-        wait = signal.for_one_value[thread.slot] = OneValue(thread, wanted, code)
-        if _is_back(signal, self.value(signal), wanted):
-            self._misses(signal, wait, f"the signal is at {self.value(signal)} already")
+        """Note that ``thread`` begins to wait for ``wanted`` alone."""
+        signal.for_one_value[thread.slot] = OneValue(thread, wanted, code)
+
+    def stuck(self) -> None:
+        """Report the waits for one value, at the end of a run that is stuck, whose signal is past it."""
+        for signal in self._signals.values():
+            for wait in signal.for_one_value.values():
+                if wait.end is None and _is_back(signal, self.value(signal), wait.wanted):
+                    self._misses(signal, wait, f"it is at {self.value(signal)}")
 
     def wrote(self, signal: Signal, thread: ThreadClock, code: tuple | None, verb: str, value: int) -> None:
         """Note a write, and report each wait for one value that may look at the signal only after it.

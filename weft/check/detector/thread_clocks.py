@@ -350,7 +350,8 @@ class Signal:
     for_one_value: dict[int, OneValue] = field(default_factory=dict)  # by slot
     values: set[int] = field(default_factory=set)
     early_release: tuple[np.ndarray, tuple | None] | None = None  # as in ThreadClock
-    back: tuple[str, Access] | None = None  # a notify that decreased it, reported if a program waits for it
+    back: tuple[str, Access] | None = None  # a notify that decreased it, reported if a program relies on its growth
+    is_to_grow: bool = False
 
     def forget(self) -> None:
         """End the release sequence, as a plain or relaxed store does."""

@@ -48,6 +48,50 @@ def check_signals(team):
 
 
 @triton.jit
+def waits(x, inbox, arrived, out, team, n: tl.constexpr):
+    """out[n] = sum of all ranks' x, added up in the order of their arrival, twice"""
+    world: tl.constexpr = wl.num_ranks(team)
+    me, at, total = wl.rank(team), tl.arange(0, n), tl.zeros((n,), tl.float32)
+    for peer in tl.static_range(world):
+        tl.store(wl.symm_at(inbox + me * n, peer, team) + at, tl.load(x + at))
+        wl.notify(arrived + me, peer, 1, team)
+    done = 0
+    for _ in range(world):
+        source, done = wl.wait_any(arrived, world, 1, team, done)
+        total += tl.load(inbox + source * n + at)
+    wl.wait_all(arrived, world, 1, team)  # which returns at once here
+    for source in tl.static_range(world):
+        total += tl.load(inbox + source * n + at)
+    tl.store(out + at, total)
+
+
+def check_waits(team):
+    x = torch.full((N,), 1.0 + team.rank, device=team.device)
+    inbox, arrived, out = team.empty((team.size, N), torch.float32), team.signals(team.size), torch.empty_like(x)
+    waits[(1,)](x, inbox, arrived, out, team.view, n=N)
+    assert out.tolist() == [team.size * (team.size + 1)] * N
+
+
+@triton.jit
+def grid(x, out, counter, team, n: tl.constexpr):
+    """out[p] = sum of x[all programs, n], where program p has written row p        grid: (programs,), all resident"""
+    at = tl.arange(0, n)
+    tl.store(x + tl.program_id(0) * n + at, 1.0)
+    wl.grid_barrier(counter, team)
+    total = tl.zeros((n,), tl.float32)
+    for program in range(tl.num_programs(0)):
+        total += tl.load(x + program * n + at)
+    tl.store(out + tl.program_id(0), tl.sum(total))
+
+
+def check_grid(team):
+    x, out = torch.empty(4, N, device=team.device), torch.empty(4, device=team.device)
+    counter = team.local(1, torch.int64)
+    grid[(4,)](x, out, counter, team.view, n=N, launch_cooperative_grid=True)
+    assert out.tolist() == [4.0 * N] * 4
+
+
+@triton.jit
 def epochs(epoch, arrived, out, team):
     """out[0] = number of this call, which the left neighbour makes too"""
     now = wl.next_epoch(epoch)

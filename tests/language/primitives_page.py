@@ -19,7 +19,19 @@ from tests.language import examples
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "primitives.md"
 # Modules in the order of the page; others follow.
-ORDER = ("coordinates", "signals", "epochs", "channels", "bulk", "ordering", "lamport", "hints", "multimem")
+ORDER = (
+    "coordinates",
+    "signals",
+    "waits",
+    "grid",
+    "epochs",
+    "channels",
+    "bulk",
+    "ordering",
+    "lamport",
+    "hints",
+    "multimem",
+)
 
 
 class Lowering(NamedTuple):
@@ -39,6 +51,11 @@ ACQUIRE = Lowering(
     "`ld.acquire.sys` until the value is there, `bar.sync`, `fence.proxy.async` (from sm_90 on)",
     "an acquire atomic of system scope until the value is there, `s_barrier`",
     "an intrinsic: the program blocks until the value is there, and acquires what the signal carries",
+)
+SEVERAL = Lowering(
+    "`atom.acquire.sys.add` of 0, a signal a thread, until the values are there; `bar.sync`, then as `wait`",
+    "acquire atomics of system scope until the values are there, `s_barrier`",
+    "an intrinsic: the program blocks until the values are there, and acquires what the signals carry",
 )
 COPY = Lowering(
     "`bar.sync`, `ld.global` and `st.global` of 16 bytes a thread, `bar.sync`", "the same with AMD's instructions"
@@ -63,6 +80,12 @@ LOWERINGS = {
     ),
     "notify": RELEASE,
     "wait": ACQUIRE,
+    "wait_all": SEVERAL,
+    "wait_any": SEVERAL,
+    "grid_barrier": Lowering(
+        "`cp.async.bulk.wait_group 0` (from sm_90 on), `bar.sync`, `atom.add.release.gpu`, `wait`",
+        "`gather_stores`, a release atomic of agent scope, `wait`",
+    ),
     "consume_token": Lowering(NOTHING, NOTHING),
     "barrier": Lowering("`notify` to every peer, then `wait` for every peer", "the same"),
     "next_epoch": Lowering("a load, an add", "the same"),

@@ -22,7 +22,7 @@ def test_an_op_is_clean(call, world_size):
 def test_all_ops_of_a_team_are_among_them():
     named = {call.name.split()[0] for call in OPS}
     of_a_team = {name for name in ops.__all__ if "team" in inspect.signature(getattr(ops, name)).parameters}
-    assert of_a_team - {"explain"} <= named
+    assert of_a_team - {"explain", "warm_up"} <= named  # these launch nothing on virtual ranks
 
 
 @pytest.mark.parametrize("behave", behaviour.ALL, ids=lambda behave: behave.__name__)

@@ -37,7 +37,7 @@ BESIDE_CLI = ("bench", "check", "tune", "trace")
 # The one exception: what is tuned is measured and checked by the harness, not by a second one that may differ from it.
 ALONGSIDE = {("tune", "bench")}
 
-ENVIRONMENT_FILE = "weft/runtime/launch.py"
+ENVIRONMENT_FILE = "weft/runtime/environment.py"
 ASSEMBLY_FILES = ("weft/language/lowering/gcn.py", "weft/language/lowering/ptx.py")
 TRITON_API = "weft/triton_api.py"
 # Triton's modules that every file may import; also those of triton.language.extra.

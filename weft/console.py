@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 def talks() -> bool:
     """True in the process that prints: under torchrun, rank 0."""
-    from weft.runtime.launch import coordinates
+    from weft.runtime.environment import coordinates
 
     where = coordinates()
     return where is None or where.rank == 0
@@ -82,7 +82,7 @@ def check_torchrun(device: str) -> None:
     """WeftError if each process of torchrun would make all virtual ranks, or this one has no GPU."""
     import torch
 
-    from weft.runtime.launch import coordinates
+    from weft.runtime.environment import coordinates
 
     gpus, where = torch.cuda.device_count(), coordinates()
     if where is None or (device != "sim" and where.local_rank < gpus):

@@ -226,7 +226,7 @@ def check_apart(flag: str, file: Path | None, other_flag: str, other: Path | Non
 
 def leave(status: int) -> NoReturn:
     """End the command after a run that ended early."""
-    from weft.runtime.launch import coordinates
+    from weft.runtime.environment import coordinates
 
     if coordinates() is not None:
         sys.stdout.flush()
@@ -307,7 +307,7 @@ def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], b
     import torch
 
     from weft.errors import NotEnoughGPUs
-    from weft.runtime.launch import coordinates
+    from weft.runtime.environment import coordinates
 
     check_torchrun(device)
     gpus, where = torch.cuda.device_count(), coordinates()

@@ -25,8 +25,9 @@ from weft.models import DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress, as_directory
 from weft.models.config import check_simulable
-from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, coordinates, is_simulated
-from weft.runtime.simulate import on_virtual_rank
+from weft.runtime.environment import coordinates
+from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, is_simulated
+from weft.runtime.virtual_rank import on_virtual_rank
 
 
 class LLM:

@@ -10,7 +10,7 @@ import torch
 from weft.arguments import is_integer, quoted
 from weft.ops.registration import check_is_tensor
 from weft.plan.planned import Machine, machine
-from weft.runtime import capabilities, simulate
+from weft.runtime import capabilities, virtual_rank
 
 # Programs resident at once in the simulator. Programs of these ops wait for no others, so any number is right.
 _SIMULATED_SMS = 8
@@ -20,7 +20,7 @@ def capabilities_of(device: torch.device) -> capabilities.Capabilities:
     """Capabilities of the device of a call's tensors. ValueError for the CPU outside a simulation."""
     if device.type != "cpu":
         return _probe(device)
-    if not simulate.is_running():
+    if not virtual_rank.is_running():
         raise ValueError(
             "tensors are on cpu: kernels run on GPUs, and inside weft.simulate; move them with .to('cuda')"
         )

@@ -1,7 +1,4 @@
-"""``weft.launch``: one process per GPU, or virtual ranks, or in place under ``torchrun``.
-
-The only file of weft that reads or sets environment variables: torchrun's coordinates, and settings of torch and NCCL.
-"""
+"""``weft.launch``: one process per GPU, or virtual ranks, or in place under ``torchrun``."""
 
 from __future__ import annotations
 
@@ -34,36 +31,14 @@ from weft.arguments import (
 )
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
+from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.store import Given, give, private_folder
+from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
 DEVICES = ("auto", "cuda", "sim")
 DEFAULT_VIRTUAL_RANKS = 4
-# Without it torch's symmetric memory refuses several ranks on one GPU.
-_SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-# The ranks that launch starts are on one machine, so their sockets listen on loopback. NCCL's service for ncclras is off: it
-# answers every user of the machine.
-_LOOPBACK = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
-# Variables that would have NCCL listen elsewhere in spite of that.
-_ELSEWHERE = ("NCCL_COMM_ID", "NCCL_SOCKET_FAMILY", "NCCL_OOB_NET_ENABLE", "NCCL_OOB_NET_IFNAME")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coordinates:
-    """Rank of this process, as torchrun has assigned it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-def coordinates() -> Coordinates | None:
-    """torchrun's coordinates of this process; None if torchrun did not start it."""
-    env = os.environ
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= env.keys():
-        return None
-    return Coordinates(rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]), local_rank=int(env["LOCAL_RANK"]))
 
 
 def launch(
@@ -148,8 +123,6 @@ def is_simulated(world_size: int | None, device: str) -> bool:
 
 
 def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float) -> list[Any]:
-    from weft.runtime.team.team import init_main
-
     team = init_main(heap_bytes=heap_bytes, debug=debug)
     try:
         result = checked_result(main, main(team, *args))
@@ -286,21 +259,18 @@ def _end_with_parent(folder: str) -> None:
 
 def _on_gpu(job: _Job, rank: int) -> Any:
     """Team of a rank with one GPU, which others may share."""
-    from weft.runtime.team.team import init_main
-
     torch.cuda.set_device(rank % job.gpus)
     backend = "nccl"
     if job.world_size > job.gpus:
-        backend, os.environ[_SHARED] = "gloo", "1"  # NCCL refuses ranks of one GPU
+        backend = "gloo"  # NCCL refuses ranks of one GPU
+        allow_shared_gpus()
     connect(backend, job.given, rank, job.world_size)
     return init_main(heap_bytes=job.heap_bytes, debug=job.debug)
 
 
 def connect(backend: str, run: Given, rank: int, world_size: int) -> None:
     """Make this process a rank of torch.distributed, by private files and loopback sockets only."""
-    os.environ.update(_LOOPBACK)
-    for name in _ELSEWHERE:
-        os.environ.pop(name, None)
+    keep_sockets_local()
     give(run)
     store = torch.distributed.FileStore(os.path.join(run.folder, "torch"))
     store.set_timeout(timedelta(seconds=60))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +20,9 @@ from weft.arguments import (
 )
 from weft.errors import SimulatorMissing
 from weft.runtime.mains import check_main, checked_result
-from weft.runtime.team.team import Team, init_main
+from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
-
-# Virtual rank of a host thread, set by threads of the simulator only.
-_THIS_THREAD = threading.local()
+from weft.runtime.virtual_rank import enter_virtual_rank
 
 
 def simulate(
@@ -69,7 +66,7 @@ def simulate(
     cluster = Cluster(machine)
 
     def host(rank: int) -> Any:
-        _THIS_THREAD.cluster, _THIS_THREAD.rank, _THIS_THREAD.teams = cluster, rank, {}
+        enter_virtual_rank(cluster, rank)
         with machine.observer.host(rank):
             return checked_result(main, main(init_main(heap_bytes=heap_bytes), *args))
 
@@ -86,26 +83,3 @@ def _check_slow(slow: Any, world_size: int) -> None:
         if not is_integer(rank) or not 0 <= rank < world_size:
             raise ValueError(f"slow has {quoted(rank)}, which is not a rank in 0 .. {world_size - 1}")
         check_number(f"slow[{rank}]", factor, 0, float("inf"), "a number of times, 0 or more")
-
-
-def on_virtual_rank() -> bool:
-    """True if this thread runs a virtual rank's host code."""
-    return getattr(_THIS_THREAD, "cluster", None) is not None
-
-
-def is_running() -> bool:
-    """True while a simulation runs in this process, in whichever thread."""
-    # Only here: the simulator's packages need not be installed where there are GPUs.
-    from weft.simulator.interpreter.patching import is_active
-
-    return is_active()
-
-
-def platform_of_this_thread(heap_bytes: int | None) -> Any:
-    """A new virtual platform for the rank whose host code this thread runs; None outside a simulation."""
-    return _THIS_THREAD.cluster.platform(_THIS_THREAD.rank, heap_bytes) if on_virtual_rank() else None
-
-
-def shared_teams_of_this_thread() -> dict[Any, Team] | None:
-    """Shared teams (``Team.of``) of the rank that this thread runs; None outside a simulation."""
-    return _THIS_THREAD.teams if on_virtual_rank() else None

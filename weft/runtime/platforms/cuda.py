@@ -16,6 +16,7 @@ from weft.arguments import quoted
 from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
+from weft.runtime.environment import coordinates
 from weft.runtime.platforms.driver import copy_async
 from weft.runtime.platforms.platform import address_at_peer, check_copy
 from weft.runtime.store import FolderStore, given
@@ -96,8 +97,6 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 
 def _connect_to_torchrun() -> None:
-    from weft.runtime.launch import coordinates  # it makes teams, and teams import this module
-
     check_gpu()
     where = coordinates()
     if where is None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton.language as tl
 
 from weft.arguments import check_int
+from weft.runtime.platforms.platform import CopyEngine
 from weft.runtime.team.view import TakenByView
 
-if TYPE_CHECKING:
-    from weft.runtime.team.team import Team
+
+class Members(Protocol):
+    """The part of a Team that a channel uses."""
+
+    rank: int
+
+    @property
+    def copy_engine(self) -> CopyEngine: ...
+
+    def signals(self, shape: tuple[int, ...], *, name: str | None = None) -> torch.Tensor: ...
+
+    def local(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class ChannelView(NamedTuple):
@@ -58,10 +69,10 @@ class Channel(TakenByView):
     signals: torch.Tensor
     epoch: torch.Tensor
     view: ChannelView
-    team: Team
+    team: Members
 
     @classmethod
-    def make(cls, team: Team, rows: int, chunks: int, name: str | None = None) -> Channel:
+    def make(cls, team: Members, rows: int, chunks: int, name: str | None = None) -> Channel:
         """A channel with ``rows`` rows of signals. Collective."""
         signals = team.signals((rows, chunks), name=name or "channel")
         epoch = team.local((2,), torch.int32)

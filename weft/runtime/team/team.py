@@ -21,6 +21,7 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
+from weft.runtime import virtual_rank
 from weft.runtime.platforms.platform import CopyEngine, Library, Platform, at_peer
 from weft.runtime.team.channel import Channel
 from weft.runtime.team.heap import HeapLayout
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 # Teams by name, for custom ops, which carry the name in their schema.
 _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
-# The shared teams of this process, by process group: Team.of. Each virtual rank has its own (weft.runtime.simulate).
+# The shared teams of this process, by process group: Team.of. Each virtual rank has its own (weft.runtime.virtual_rank).
 _SHARED: dict[Any, Team] = {}
 
 
@@ -321,11 +322,9 @@ def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | floa
 
     Under ``torchrun`` or ``weft.launch`` it uses this rank's GPU, and inside ``weft.simulate`` a virtual one; else NoTeam.
     """
-    from weft.runtime import simulate  # it makes teams, so it imports this module
-
     refuse_triton_interpret()
     heap_bytes, seconds = check_heap_bytes(heap_bytes), check_debug(debug)
-    virtual = simulate.platform_of_this_thread(heap_bytes)
+    virtual = virtual_rank.platform_of_this_thread(heap_bytes)
     if virtual is not None:
         _refuse_group(group)
         return Team(virtual, seconds)
@@ -343,9 +342,7 @@ def init_main(*, heap_bytes: int | None = None, debug: bool | float = False) -> 
 
 def _shared_teams(group: Any) -> tuple[dict[Any, Team], Any]:
     """The shared teams of this process or virtual rank, and the key of ``group`` among them."""
-    from weft.runtime import simulate
-
-    virtual = simulate.shared_teams_of_this_thread()
+    virtual = virtual_rank.shared_teams_of_this_thread()
     if virtual is not None:
         _refuse_group(group)
         return virtual, None

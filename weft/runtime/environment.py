@@ -1,0 +1,43 @@
+"""Environment variables, which only this file reads or sets: torchrun's coordinates, and settings of torch and NCCL."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+# Without it torch's symmetric memory refuses several ranks on one GPU.
+_SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+# The ranks that launch starts are on one machine, so their sockets listen on loopback. NCCL's service for ncclras is off: it
+# answers every user of the machine.
+_LOOPBACK = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+# Variables that would have NCCL listen elsewhere in spite of that.
+_ELSEWHERE = ("NCCL_COMM_ID", "NCCL_SOCKET_FAMILY", "NCCL_OOB_NET_ENABLE", "NCCL_OOB_NET_IFNAME")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """Rank of this process, as torchrun has assigned it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def coordinates() -> Coordinates | None:
+    """torchrun's coordinates of this process; None if torchrun did not start it."""
+    env = os.environ
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= env.keys():
+        return None
+    return Coordinates(rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]), local_rank=int(env["LOCAL_RANK"]))
+
+
+def allow_shared_gpus() -> None:
+    """Let several ranks of this machine share a GPU."""
+    os.environ[_SHARED] = "1"
+
+
+def keep_sockets_local() -> None:
+    """Keep sockets of NCCL and gloo on loopback, for ranks of one machine."""
+    os.environ.update(_LOOPBACK)
+    for name in _ELSEWHERE:
+        os.environ.pop(name, None)

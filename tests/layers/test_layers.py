@@ -172,7 +172,7 @@ def test_prompts_for_cudnn_are_what_ours_are(config, spans, monkeypatch):
         return attention(x, step, cache), *cache
 
     found = weft.simulate(main, 1)[0]
-    monkeypatch.setattr("weft.parallel.step_plan.CUDNN_ROWS", 1)
+    monkeypatch.setattr("weft.parallel.thresholds.CUDNN_ROWS", 1)
     for by_cudnn, ours in zip(weft.simulate(main, 1)[0], found, strict=True):
         torch.testing.assert_close(by_cudnn, ours, rtol=1e-4, atol=1e-5)
 

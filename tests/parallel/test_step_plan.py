@@ -74,6 +74,6 @@ def test_a_head_of_many_rows_is_given_normed_rows():
 
     def main(team):
         plan = plan_step(64, mode="replicated", hidden_size=64, dtype=torch.bfloat16, team=team, fused=True)
-        return [plan.of_head(rows).recipe.deferred_scale for rows in (1, 10_000)]
+        return [plan.recipe.of_head(rows).deferred_scale for rows in (1, 10_000)]
 
     assert weft.simulate(main, 2)[0] == [True, False]

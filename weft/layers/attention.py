@@ -85,7 +85,7 @@ class TPAttention(nn.Module):
 
         With a plan whose norms add up over the ranks, y is this rank's summand, or fp32 split-K partials of it.
         """
-        return tensor_of(step.plan.recipe.attention(step.plan.given(x), self.weights, step, cache))
+        return tensor_of(step.plan.recipe.attention(step.plan.recipe.given(x), self.weights, step, cache))
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer
+from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill_from_module
-from weft.parallel.step_plan import Mode, StepPlan, mode_named, plan_layer
+from weft.parallel.step_plan import Mode, mode_named, plan_layer
 from weft.parallel.tensors import MLPWeights, tensor_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class TPMLP(nn.Module):
         if plan is None:
             shards = self.team.size if self.mode == "sequence_parallel" else 1
             plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)
-        return tensor_of(plan.recipe.mlp(plan.given(x), self.weights))
+        return tensor_of(plan.recipe.mlp(plan.recipe.given(x), self.weights))
 
 
 def _check_module(module: nn.Module) -> None:

@@ -18,10 +18,11 @@ from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
 from weft.ops.attention.qk_norm_rope import check_head_dim
+from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under, whole
 from weft.parallel.step import PagedCache, Step
-from weft.parallel.step_plan import Mode, StepPlan, mode_named, plan_step
+from weft.parallel.step_plan import Mode, mode_named, plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -229,7 +230,7 @@ class Decoder(nn.Module):
         CUDA graph, after one call outside.
         """
         x, residual = self._layers(tokens, step, cache)
-        recipe = step.plan.of_head(step.tokens if rows is None else len(rows)).recipe
+        recipe = step.plan.recipe.of_head(step.tokens if rows is None else len(rows))
         return recipe.logits(x, residual, NormWeights.of(self.norm), self.lm_head.weights, step, rows)
 
     def fill_cache(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> None:

@@ -18,7 +18,7 @@ from weft.parallel.tensors import AttentionWeights, MLPWeights, NormWeights, Spl
 if TYPE_CHECKING:
     from weft.parallel.step import Step
 
-NAME = "fused"
+NAME, FUSED = "fused", True
 
 
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:

@@ -18,7 +18,7 @@ from weft.parallel.tensors import AttentionWeights, MLPWeights, NormWeights, Voc
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk, Step
 
-NAME = "unfused"
+NAME, FUSED = "unfused", False
 
 
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:

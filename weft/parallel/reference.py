@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.parallel import plain
+from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, VocabWeights
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Attend = Callable[[Tensor, AttentionWeights, Any, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class Reference(Recipe):
     """cuBLAS, torch's operations, and an all-reduce behind every row-parallel GEMM.
 
     attend      attention over some kind of cache; that over a paged one if not given

@@ -6,7 +6,7 @@ the name of an op behind it is a launch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel import fused
+from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
@@ -25,6 +26,7 @@ from weft.parallel.tensors import (
     VocabWeights,
     tensor_of,
 )
+from weft.parallel.thresholds import gemm_divides
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
@@ -34,7 +36,7 @@ Cache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusedNorm:
+class FusedNorm(Recipe):
     """Fused all-reduce + norm: seven launches a decoder layer.
 
     deferred_scale  the GEMM behind a norm divides its accumulator by the rows' root mean squares, so that the programs of the
@@ -74,6 +76,13 @@ class FusedNorm:
         normed, _ = self.all_reduce_norm(x, residual, norm)  # all_reduce_rms_norm
         return fused.logits(normed, head)  # matmul
 
+    def of_single_layers(self) -> Replicated:
+        return Replicated(team=self.team, local=self.local)
+
+    def of_head(self, rows: int) -> FusedNorm:
+        # No kernel would divide logits by root mean squares.
+        return self if gemm_divides(rows) else replace(self, deferred_scale=False)
+
     def all_reduce_norm(
         self, x: PartialSum, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
@@ -90,7 +99,7 @@ class FusedNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicated:
+class Replicated(Recipe):
     """GEMM-AR, then the norm: for more tokens, and where a layer's result must be whole.
 
     local  weft.parallel.fused or weft.parallel.plain

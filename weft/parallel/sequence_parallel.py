@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
+from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, SequenceShard, VocabWeights
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ Cache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceParallel:
+class SequenceParallel(Recipe):
     """AG-GEMM and GEMM-RS: communication behind the GEMMs of other ranks' tokens.
 
     local  weft.parallel.fused or weft.parallel.plain
@@ -79,6 +80,9 @@ class SequenceParallel:
             hidden = ops.all_reduce(self.rows_of(x, residual, rows), self.team)  # all_reduce
             whole, _ = self.local.add_norm(hidden, None, norm)  # add_rms_norm
         return self.local.logits(whole, head)  # matmul
+
+    def given(self, x: Tensor) -> SequenceShard:
+        return SequenceShard(x)
 
     def rows_of(self, x: SequenceShard, residual: SequenceShard, rows: Tensor) -> Tensor:
         """Hidden states of these tokens, zero for those of other ranks: their sum over the ranks is exact."""

@@ -10,7 +10,8 @@ import numpy
 import torch
 
 from weft import ops
-from weft.parallel.step_plan import StepPlan, cudnn_attends
+from weft.parallel.recipe import StepPlan
+from weft.parallel.thresholds import cudnn_attends
 from weft.runtime.copying import upload
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -91,7 +92,8 @@ class Step:
 
     def by_cudnn(self, heads: int) -> bool:
         """True if a fused pass leaves attention of `heads` query heads to cuDNN."""
-        return cudnn_attends(self.chunks, heads)
+        new = all(chunk.before == 0 for chunk in self.chunks)
+        return bool(self.chunks) and new and all(cudnn_attends(c.batch * c.length * heads) for c in self.chunks)
 
     @classmethod
     def decode(

@@ -1,0 +1,55 @@
+"""Thresholds that recipes, layers and models depend on, each behind a question."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.ops.collectives.all_reduce_rms_norm import takes_rows
+from weft.ops.collectives.collective import of_world
+from weft.ops.gemm.small_m_rule import is_small
+from weft.ops.overlap.sequential import rows_overlap
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+# Tokens from which "auto" splits them over the ranks: the GEMMs are long enough to hide the communication. Figures of both
+# limits: docs/decisions.md, "Modes".
+SHARDED_TOKENS = 2048
+# Tokens up to which the all-reduce waits for the next norm, by world size: the GEMM before it is too short to hide it. Measured
+# on two.
+FUSED_NORM_TOKENS = {2: 1024, 4: 512}
+# Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel on an H200
+# (docs/decisions.md, "Attention").
+CUDNN_ROWS = 65536
+
+
+def splits_tokens(tokens: int) -> bool:
+    """True if the GEMMs of these tokens are long enough to hide gathering and scattering them."""
+    return tokens >= SHARDED_TOKENS
+
+
+def norm_adds_up(tokens: int, row_bytes: int, world_size: int) -> bool:
+    """True if a fused all-reduce + norm takes such rows, and is faster than the all-reduce in the GEMM."""
+    return world_size > 1 and takes_rows(row_bytes) and tokens <= of_world(FUSED_NORM_TOKENS, world_size)
+
+
+def defers_scale(dtype: torch.dtype, team: Team) -> bool:
+    """True where the deferred RMS scale was measured to be faster. In fp16 it may overflow."""
+    return dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
+
+
+def gemm_divides(rows: int) -> bool:
+    """True if a GEMM of this M applies a deferred RMS scale; a larger one leaves it to the next kernel."""
+    return is_small(rows)
+
+
+def overlaps(tokens: int, world_size: int) -> bool:
+    """True if there are enough tokens, padded to a multiple of the world size, for an AG-GEMM to pay."""
+    return rows_overlap(-(-tokens // world_size) * world_size)
+
+
+def cudnn_attends(rows: int) -> bool:
+    """True if cuDNN beats ``ops.paged_prefill_attention`` for new prompts of one length with ``rows`` in all."""
+    return rows >= CUDNN_ROWS

@@ -1,4 +1,4 @@
-"""What all recipes have in common, and the plan of a forward pass: one of them, with the reason."""
+"""Base of all recipes, and the plan of a forward pass: one of them, with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, No
 
 
 class Recipe:
-    """Way to run a decoder's parts on the ranks of a team. Each subclass says what the tensors between them mean.
+    """Way to run a decoder's parts on a team; subclasses define the tensors between them.
 
     local  weft.parallel.fused or weft.parallel.plain: what a rank computes between the GEMMs
     name   of the mode

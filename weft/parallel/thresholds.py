@@ -51,5 +51,8 @@ def overlaps(tokens: int, world_size: int) -> bool:
 
 
 def cudnn_attends(rows: int) -> bool:
-    """True if cuDNN beats ``ops.paged_prefill_attention`` for new prompts of one length with ``rows`` in all."""
+    """True if cuDNN beats ``ops.paged_prefill_attention`` for new prompts of one length.
+
+    rows  query heads times tokens of all of them
+    """
     return rows >= CUDNN_ROWS

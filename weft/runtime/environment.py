@@ -1,4 +1,7 @@
-"""Environment variables, which only this file reads or sets: torchrun's coordinates, and settings of torch and NCCL."""
+"""torchrun's coordinates, and settings of torch and NCCL.
+
+The only file of weft that reads or sets environment variables.
+"""
 
 from __future__ import annotations
 

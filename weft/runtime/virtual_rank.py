@@ -1,4 +1,4 @@
-"""The virtual rank whose host code the current thread runs, if any. Only ``weft.simulate`` starts such threads."""
+"""Virtual rank whose host code the current thread runs. Only ``weft.simulate`` starts such threads."""
 
 from __future__ import annotations
 

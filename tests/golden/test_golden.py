@@ -9,7 +9,7 @@ from tests.golden.__main__ import compare, digest
 from weft import ops as weft_ops
 
 # Without a result of their own: a barrier, a printed choice, and types.
-WITHOUT_RESULT = {"barrier", "explain", "Explanation", "DeferredNorm", "SequenceRanges", "join_argmax"}
+WITHOUT_RESULT = {"barrier", "explain", "Explanation", "DeferredNorm", "SequenceRanges", "join_argmax", "warm_up"}
 
 
 def test_names_are_unique_and_cover_every_op():

@@ -175,7 +175,8 @@ def test_waits_for_several_signals_load_them_in_one_step_and_acquire(arch):
             if arch == "gfx942":
                 load = "global_load_dwordx2" if bits == 64 else "global_load_dword"
                 assert re.search(
-                    rf"{load} v\S+, v\S+, off sc0 sc1\n(.*\n)+?.*buffer_inv sc0 sc1\n(.*\n)+?.*s_barrier",
+                    rf"(?:{load} v\S+, v\S+, off|global_atomic_add.*) sc0 sc1\n"
+                    r"(.*\n)+?.*buffer_inv sc0 sc1\n(.*\n)+?.*s_barrier",
                     made["amdgcn"],
                 )
             else:

@@ -1,5 +1,7 @@
 """Simulation of all ranks: promises of the primitives, and immediate reports of deadlocks."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -344,3 +346,26 @@ def test_kernels_are_launched_from_host_code_only_and_simulations_do_not_nest():
 
     with pytest.raises(RuntimeError):
         weft.simulate(main, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_simulation_ends_with_what_its_ranks_held_in_thread_local_variables(fails):
+    held, gone = threading.local(), []
+
+    class SlowToGo:
+        def __del__(self):
+            time.sleep(0.1)
+            gone.append(self)
+
+    def main(team):
+        held.by_this_rank = SlowToGo()
+        team.barrier()
+        assert not (fails and team.rank)
+        team.barrier()
+
+    if fails:
+        with pytest.raises(AssertionError):
+            weft.simulate(main, 2)
+    else:
+        weft.simulate(main, 2)
+    assert len(gone) == 2

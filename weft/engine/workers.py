@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,11 +63,12 @@ class _Run:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def end(self) -> None:
-        """End it with the step that runs, and wait for that."""
+        """End it with the step that runs, and wait until its thread is gone."""
         self.left.set()
         # Not `join`: Python forgets a thread whose `join` was interrupted.
-        while self.thread.is_alive() and not self.ended.wait(timeout=0.1):
-            pass
+        while self.thread.is_alive():
+            if self.ended.wait(timeout=0.1):
+                time.sleep(1e-3)  # it is about to go
 
 
 class VirtualWorkers:

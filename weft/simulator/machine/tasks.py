@@ -114,6 +114,9 @@ class ThreadTask(Task):
         else:
             self._turn.release()
         self._back.acquire()
+        if self.finished:
+            # Its thread-local variables go only now. Tensors among them would abort a process that is about to exit.
+            self._thread.join()
 
     def _main(self) -> None:
         self.run()
@@ -133,6 +136,8 @@ class ThreadTask(Task):
                 if hurried():
                     return  # it ends when it comes to its next pause
         self.finished = True
+        if self._thread is not None:
+            self._thread.join()
 
     @property
     def is_here(self) -> bool:

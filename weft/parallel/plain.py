@@ -40,20 +40,27 @@ def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
 
 
 def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """Norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim]."""
+    """Bias, norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim]."""
     keys, values = cache
+    qkv = qkv if w.bias is None else qkv + w.bias
     heads = qkv.view(step.tokens, -1, w.head_dim)
     q, k, v = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
     angles = step.angles[step.positions]
     page, offset = step.cells
-    keys[page, :, offset] = apply_rotary(F.rms_norm(k, w.k_norm.shape, w.k_norm, w.eps), angles)
+    keys[page, :, offset] = apply_rotary(norm_of_heads(k, w.k_norm, w.eps), angles)
     values[page, :, offset] = v
-    q = apply_rotary(F.rms_norm(q, w.q_norm.shape, w.q_norm, w.eps), angles)
+    q = apply_rotary(norm_of_heads(q, w.q_norm, w.eps), angles)
     if step.is_prefill:
-        attended = attend_to_prompts(q, keys[page, :, offset], qkv[:, -w.kv_heads * w.head_dim :], step, cache)
+        new = keys[page, :, offset], qkv[:, -w.kv_heads * w.head_dim :]
+        attended = attend_to_prompts(q, *new, step, cache, w.window)
     else:
-        attended = attend_to_pages(q, keys, values, step.pages, step.lengths)
+        attended = attend_to_pages(q, keys, values, step.pages, step.lengths, w.window)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def norm_of_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of each head of x [T, heads, head_dim]; x itself without a weight."""
+    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
 
 
 def gated(x: Tensor, w: MLPWeights) -> Tensor:
@@ -81,11 +88,16 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
     return found.reshape(len(pages), heads, pages.shape[1] * page_size, head_dim)
 
 
-def attend_to_pages(q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
+def attend_to_pages(
+    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, window: int | None = None
+) -> Tensor:
     """Reference of ``ops.paged_attention``, [B, heads, head_dim]; rows with length 0 are undefined."""
     batch, heads, head_dim = q.shape
     keys, values = (gather_pages(cache, pages) for cache in (keys, values))
-    seen = torch.arange(keys.shape[2], device=q.device) < lengths.clamp(min=1)[:, None]
+    at, lengths = torch.arange(keys.shape[2], device=q.device), lengths.clamp(min=1)[:, None]
+    seen = at < lengths
+    if window is not None:
+        seen &= at >= lengths - window
     # Query heads of one KV head are rows of one attention.
     q = q.view(batch, keys.shape[1], -1, head_dim)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None]).reshape(
@@ -93,17 +105,24 @@ def attend_to_pages(q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, leng
     )
 
 
-def attend_to_prompts(q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
+def attend_to_prompts(
+    q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, Tensor], window: int | None = None
+) -> Tensor:
     """Causal attention of a prefill by torch, [T, heads, head_dim]: a launch for each chunk.
 
     q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values [T, kv_heads * head_dim]: of all tokens of the pass
     """
-    found = [attend_to_chunk(q, (keys, values), cache, step.pages, chunk) for chunk in step.chunks]
+    found = [attend_to_chunk(q, (keys, values), cache, step.pages, chunk, window) for chunk in step.chunks]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def attend_to_chunk(
-    q: Tensor, new: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], pages: Tensor, chunk: Chunk
+    q: Tensor,
+    new: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    pages: Tensor,
+    chunk: Chunk,
+    window: int | None,
 ) -> Tensor:
     """``attend_to_prompts`` of one chunk. ``new``: keys and values, for new prompts."""
     batch, length, before, token, sequence = chunk
@@ -114,12 +133,18 @@ def attend_to_chunk(
         return rows.view(batch, length, -1, q.shape[-1]).transpose(1, 2)
 
     q = of_chunk(q)
-    if before == 0:
+    windowed = window is not None and window < whole_length
+    if before == 0 and not windowed:
         attended = F.scaled_dot_product_attention(q, *map(of_chunk, new), is_causal=True, enable_gqa=True)
     else:
         table = pages[sequence : sequence + batch, : -(-whole_length // cache[0].shape[2])]
         keys, values = (gather_pages(part, table)[:, :, :whole_length] for part in cache)
         # torch's lower-right mask does not support grouped heads.
         keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
-        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=causal_lower_right(length, whole_length))
+        mask = causal_lower_right(length, whole_length)
+        if windowed:
+            behind = torch.arange(before, whole_length, device=q.device)[:, None]
+            behind = behind - torch.arange(whole_length, device=q.device)  # of a key, in tokens
+            mask = (behind >= 0) & (behind < window)
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
     return attended.transpose(1, 2).flatten(0, 1)

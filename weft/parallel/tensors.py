@@ -59,16 +59,23 @@ class NormWeights(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim]."""
+    """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim].
+
+    q_norm, k_norm  [head_dim], the RMSNorms of each head before the rotary embedding; None: there are none
+    bias            [(heads + 2 kv_heads) * head_dim], added to x @ qkv.T; None: there is none
+    window          a token attends to this many tokens, itself the last of them; None: to all before it
+    """
 
     qkv: Tensor
     o: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     eps: float
     heads: int
     kv_heads: int
     head_dim: int
+    bias: Tensor | None = None
+    window: int | None = None
 
 
 class MLPWeights(NamedTuple):

@@ -1,5 +1,6 @@
 # make demo   the built-in model answers a sum in all three modes (simulated ranks where there are no GPUs)
 # make test   ruff, then the tests on the main environment and on the newest Triton
+# make sweep  every combination of what the tests sample, for hours
 # make clean  remove both environments
 #
 # PYTHON=python3.12 picks the interpreter; otherwise scripts/bootstrap.py takes the newest of 3.10 to 3.13.
@@ -10,9 +11,9 @@ unexport PYTHONPATH PYTHONHOME
 PYTHON ?=
 WORKERS ?= 2
 BOOTSTRAP := $(or $(PYTHON),python3) scripts/bootstrap.py $(if $(PYTHON),--python $(PYTHON))
-PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu"
+PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not sweep"
 
-.PHONY: demo test test-gpu lint format env clean
+.PHONY: demo test test-gpu sweep lint format env clean
 
 demo: .venv/.ready
 	.venv/bin/python scripts/demo.py
@@ -24,6 +25,11 @@ test: lint .venv/.ready .venv-newest/.ready
 # One process: every GPU test starts a process per GPU itself.
 test-gpu: .venv/.ready
 	.venv/bin/python -m pytest -q -m gpu tests
+
+sweep: .venv/.ready
+	.venv/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" tests
+	.venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16
+	.venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8
 
 lint: .venv/.ready
 	.venv/bin/python -m ruff check --quiet .

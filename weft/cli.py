@@ -71,7 +71,10 @@ class GenerateFlags:
 
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint directory, or with --dummy-weights a name [default: the built-in adder]"),
+        typer.Option(
+            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or with --dummy-weights a name "
+            "such as qwen3-32b [default: the built-in adder]"
+        ),
     ] = None
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None
     chat: Annotated[
@@ -137,6 +140,7 @@ class GenerateOptions:
 
         from weft.engine import EngineConfig
         from weft.models import DecoderConfig
+        from weft.models.hub import find_checkpoint
         from weft.parallel.step_plan import MODES, OLD_MODES
 
         inputs = shown = flags.prompt or ["123+456="]
@@ -153,7 +157,7 @@ class GenerateOptions:
                 f"--prompt-tokens {flags.prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt"
             )
         else:
-            model = _directory(flags.model)
+            model = None if flags.model is None else find_checkpoint(flags.model)
             if flags.chat:
                 inputs, shown = _as_chat(inputs, model), [f"{prompt}\n" for prompt in inputs]
         _one_of("mode", flags.mode, (*MODES, *OLD_MODES))
@@ -184,17 +188,6 @@ def generate(flags: GenerateFlags) -> None:
 
 
 app.command()(from_flags(GenerateFlags, generate))
-
-
-def _directory(model: str | None) -> Path | None:
-    from weft.models.checkpoint import as_directory, is_directory
-
-    directory = None if model is None else as_directory(model)
-    if directory is not None and not is_directory(directory):
-        raise ValueError(
-            f"--model {shortened(directory)}: no such directory; pass one with config.json and *.safetensors in it"
-        )
-    return directory
 
 
 def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:

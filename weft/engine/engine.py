@@ -42,6 +42,7 @@ from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress
+from weft.models.hub import find_checkpoint, revision_of
 from weft.models.memory import check_cache
 from weft.ops import warm_up
 from weft.runtime.codec import encode
@@ -56,8 +57,9 @@ class Engine:
 
     Collective: all ranks pass the same arguments and get the same tokens.
 
-    model     checkpoint directory in Hugging Face format with tokenizer.json; None: the built-in model, which adds; a
-              configuration of weft.models: random weights and no tokenizer, so prompts are token ids, for benchmarks
+    model     checkpoint directory in Hugging Face format, or its name in the hub's cache, as for LLM; None: the built-in
+              model, which adds; a configuration of weft.models: random weights and no tokenizer, so prompts are token ids, for
+              benchmarks
     progress  called with (bytes read, bytes to read) while this rank's weights load
     warn      rank 0 logs a line (logger "weft") for settings of generation_config.json that weft does not follow, for NaN or
               infinite weights, and for tensors that the model does not have
@@ -84,7 +86,7 @@ class Engine:
         check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
         check_bool("warn", warn)
         config = EngineConfig.of(config, options)
-        checkpoint = None if isinstance(model, DecoderConfig) else Checkpoint(BUILTIN if model is None else model)
+        checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
         if config.pages is not None:
@@ -323,6 +325,19 @@ class Engine:
             rest, stopped = stream.finish()
             new += rest
         return new, "stop" if stopped else "length" if last else None
+
+
+def _open(model: str | PathLike[str] | None, team: Team) -> Checkpoint:
+    """Checkpoint of a model. Collective: all ranks must have found the same revision in the hub's cache."""
+    checkpoint = Checkpoint(BUILTIN if model is None else find_checkpoint(model))
+    revisions = team.exchange(revision_of(checkpoint.directory))
+    for rank, revision in enumerate(revisions):
+        if revision != revisions[0]:
+            raise CheckpointError(
+                f"model={quoted(model)}: rank {rank} found revision {revision}, rank 0 {revisions[0]}; name it, as in "
+                f"OWNER/NAME@REVISION"
+            )
+    return checkpoint
 
 
 def check_model(model: Any, progress: Any) -> None:

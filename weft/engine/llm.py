@@ -23,8 +23,9 @@ from weft.engine.workers import GENERATE, STREAM, Pace, RankWorkers, VirtualWork
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.models import DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
-from weft.models.checkpoint import Checkpoint, Progress, as_directory
+from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import check_simulable
+from weft.models.hub import find_checkpoint
 from weft.runtime.environment import coordinates
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, is_simulated
 from weft.runtime.virtual_rank import on_virtual_rank
@@ -36,8 +37,9 @@ class LLM:
         with weft.LLM("path/of/Qwen3-32B", world_size=4) as llm:
             [answer] = llm.generate("The weft is", weft.SamplingParams(temperature=0.7, max_tokens=100))
 
-    model       checkpoint directory; None: the built-in model, which adds; a configuration of weft.models: random weights, no
-                tokenizer
+    model       checkpoint directory, or OWNER/NAME or OWNER/NAME@REVISION in the Hugging Face cache, where `hf download` puts
+                it (weft downloads nothing); None: the built-in model, which adds; a configuration of weft.models: random
+                weights, no tokenizer
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
                 process, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs if there are enough
@@ -77,7 +79,9 @@ class LLM:
             )
         check_model(model, progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
-        self.directory = None if isinstance(model, DecoderConfig) else BUILTIN if model is None else as_directory(model)
+        self.directory = None
+        if not isinstance(model, DecoderConfig):
+            self.directory = BUILTIN if model is None else find_checkpoint(model)
         source = self.directory or model
         gpus = torch.cuda.device_count()
         if started is not None:

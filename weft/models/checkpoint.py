@@ -55,12 +55,14 @@ def _check_mode(path: Path, mode: int) -> None:
         )
 
 
-def is_directory(path: Path) -> bool:
-    """True for a directory. False also for a name that no file can have, such as one of 5,000 characters."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
+def check_directory(path: Path) -> None:
+    """CheckpointError unless the path is a directory."""
+    if not os.path.isdir(path):
+        what = "is a file" if os.path.exists(path) else "no such directory"
+        raise CheckpointError(
+            f"{shortened(path)}: {what}; pass a directory with config.json and *.safetensors in it, or a name of the "
+            f"Hugging Face hub, such as Qwen/Qwen3-0.6B"
+        )
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -84,10 +86,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = as_directory(directory)
-        if not is_directory(self.directory):
-            raise CheckpointError(
-                f"{shortened(self.directory)}: no such directory; pass one with config.json and *.safetensors in it"
-            )
+        check_directory(self.directory)
         if (self.directory / "adapter_config.json").exists():
             raise CheckpointError(
                 f"{self.directory}: adapter_config.json names an adapter, which weft does not apply; merge it into the weights"
@@ -184,28 +183,33 @@ class Checkpoint:
             self._tensors = self._open_files()
         return self._tensors
 
-    def _open_files(self) -> dict[str, Any]:
-        """Name of a tensor → the open file with it."""
+    def weight_files(self) -> list[str]:
+        """Names of the files of weights, also of missing ones; [] without the usual file and its index."""
         # transformers prefers the single file.
         if (self.directory / "model.safetensors").exists():
-            names = ["model.safetensors"]
-        elif (self.directory / "model.safetensors.index.json").exists():
-            weight_map = self.read_json("model.safetensors.index.json").get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(
-                    f"{self.directory}: model.safetensors.index.json has no weight_map; download it again"
-                )
-            if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
-                raise CheckpointError(
-                    f"{self.directory}: model.safetensors.index.json has {wrong[0]!r} for a file's name; download it again"
-                )
-            if outside := [name for name in weight_map.values() if not _is_inside(name)]:
-                raise CheckpointError(
-                    f"{self.directory}: model.safetensors.index.json names {outside[0][:200]!r}, which is not in this "
-                    f"directory; a checkpoint's weights lie beside its index"
-                )
-            names = sorted(set(weight_map.values()))
-        else:
+            return ["model.safetensors"]
+        if not (self.directory / "model.safetensors.index.json").exists():
+            return []
+        weight_map = self.read_json("model.safetensors.index.json").get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(
+                f"{self.directory}: model.safetensors.index.json has no weight_map; download it again"
+            )
+        if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
+            raise CheckpointError(
+                f"{self.directory}: model.safetensors.index.json has {wrong[0]!r} for a file's name; download it again"
+            )
+        if outside := [name for name in weight_map.values() if not _is_inside(name)]:
+            raise CheckpointError(
+                f"{self.directory}: model.safetensors.index.json names {outside[0][:200]!r}, which is not in this "
+                f"directory; a checkpoint's weights lie beside its index"
+            )
+        return sorted(set(weight_map.values()))
+
+    def _open_files(self) -> dict[str, Any]:
+        """Name of a tensor → the open file with it."""
+        names = self.weight_files()
+        if not names:
             raise CheckpointError(f"{self.directory}: no model.safetensors and no model.safetensors.index.json in it")
         return {tensor: file for name in names for file in [self._open(name)] for tensor in file.keys()}  # noqa: SIM118
 

@@ -1,0 +1,71 @@
+"""Directory of a checkpoint by its path, or by its name in the local cache of the Hugging Face hub.
+
+weft downloads nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from os import PathLike
+from pathlib import Path
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.models.checkpoint import Checkpoint, as_directory, check_directory
+
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
+_NAME = re.compile(rf"({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
+# Files of a repository that weft reads, where it has them; a cache may lack others.
+READ = (
+    "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+def find_checkpoint(name: str | PathLike[str]) -> Path:
+    """Directory of a checkpoint: a path, or OWNER/NAME or OWNER/NAME@REVISION in the hub's cache.
+
+    A path that exists is taken first. The cache is where `huggingface_hub` has it (HF_HUB_CACHE, HF_HOME). CheckpointError
+    with the command that downloads what is missing.
+    """
+    directory = as_directory(name)
+    named = _NAME.fullmatch(name) if isinstance(name, str) and not os.path.lexists(name) else None
+    if named is None or ".." in name:
+        check_directory(directory)
+        return directory
+    return _snapshot(name, named[1], named[2])
+
+
+def revision_of(directory: Path) -> str | None:
+    """Commit of a directory in the hub's cache; None for another directory."""
+    return directory.name if directory.parent.name == "snapshots" else None
+
+
+def _snapshot(name: str, repository: str, revision: str | None) -> Path:
+    # Not at the top: it takes 0.2 s.
+    from huggingface_hub import constants, snapshot_download
+
+    remedy = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
+    try:
+        found = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(READ)))
+    except (FileNotFoundError, ValueError) as error:  # ValueError: not a name of the hub, such as a--b/c
+        part = getattr(error, "snapshot_path", None)
+        what = f"no such directory, and {revision or 'main'} is not in {constants.HF_HUB_CACHE}"
+        what = f"{part} is not complete" if part else what
+        raise CheckpointError(f"model={quoted(name)}: {what}; weft downloads nothing: type `{remedy}`") from None
+    if missing := _missing(found):
+        raise CheckpointError(f"model={quoted(name)}: {found} lacks {missing}; type `{remedy}`")
+    return found
+
+
+def _missing(snapshot: Path) -> str:
+    """First file that a snapshot lacks; "" if it is complete. Its files are links, also to missing blobs."""
+    if broken := sorted(path.name for path in snapshot.iterdir() if not path.exists()):
+        return broken[0]
+    if not (snapshot / "config.json").exists():
+        return "config.json"
+    files = Checkpoint(snapshot).weight_files()
+    if not files:
+        return "model.safetensors and model.safetensors.index.json (weft reads no other weights)"
+    return next((name for name in files if not (snapshot / name).exists()), "")

@@ -21,7 +21,7 @@ def answer(team: weft.Team, mode: str) -> tuple[str, tuple[int, ...]]:
     where = f"{team.size} {'virtual ranks' if team.is_simulated else 'GPUs'}"
     show(f"  {mode:<17} on {where}   {PROMPT}", end="", flush=True)
     pieces = []
-    for piece in engine.stream(PROMPT, max_new_tokens=8):
+    for piece in engine.stream(PROMPT, max_tokens=8):
         show(piece.text, end="", flush=True)
         pieces.append(piece)
     show(flush=True)

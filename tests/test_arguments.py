@@ -152,7 +152,7 @@ def test_engines_and_runners():
         check_table(weft.Engine, {"model": None, "team": team}, {**ENGINE, "team": TEAM, "warn": FLAG})
         engine = weft.Engine(None, team)
         sampling = {
-            "max_new_tokens": OPTIONAL_COUNT, "temperature": (*OPTIONAL_NUMBER, -1.0), "top_p": (*OPTIONAL_NUMBER, 0.0, 2.0),
+            "max_tokens": OPTIONAL_COUNT, "temperature": (*OPTIONAL_NUMBER, -1.0), "top_p": (*OPTIONAL_NUMBER, 0.0, 2.0),
             "seed": ("1", 1.5, None, True, -1, 2**70), "stop": (5, [""], [5]), "ignore_eos": FLAG,
             "prompts": (5, None, 2.5, [], [None], [2.5], [[True]], [["x"]], b"x", [NESTED], {"a": 1}),
         }  # fmt: skip

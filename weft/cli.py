@@ -82,7 +82,7 @@ class GenerateFlags:
     ] = False
     world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None
     mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = DEFAULTS["mode"]
-    max_new_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None
+    max_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None
     temperature: Annotated[
         float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")
     ] = None
@@ -169,7 +169,7 @@ class GenerateOptions:
                 for name in ("mode", "max_batch", "max_seq_len", "page_size", "algorithm_cache")
             },
         )
-        names = ("max_new_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")
+        names = ("max_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")
         sampling = {name: getattr(flags, name) for name in names}
         return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling)
 

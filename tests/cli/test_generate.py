@@ -40,9 +40,9 @@ def test_several_prompts_keep_their_order():
 
 
 def test_flags_reach_the_engine():
-    assert weft("--max-new-tokens", 2, "--world-size", 1).stdout.strip() == "123+456=57"
+    assert weft("--max-tokens", 2, "--world-size", 1).stdout.strip() == "123+456=57"
     assert weft("--stop", "9", "--world-size", 1).stdout.strip() == "123+456=57"
-    ended, further = (weft("--world-size", 1, "--max-new-tokens", 8, *flags) for flags in ((), ("--ignore-eos",)))
+    ended, further = (weft("--world-size", 1, "--max-tokens", 8, *flags) for flags in ((), ("--ignore-eos",)))
     assert len(further.stdout) > len(ended.stdout) and further.stdout.startswith("123+456=579")
 
 
@@ -59,7 +59,7 @@ def test_the_heap_s_size_is_a_flag():
 
 
 def test_the_plan_is_shown():
-    result = weft("--world-size", 2, "--max-new-tokens", 1)
+    result = weft("--world-size", 2, "--max-tokens", 1)
     assert "prompts of 8 tokens: replicated, unfused: 8 tokens < " in result.stderr
     assert result.stderr.endswith("no decode steps\n")
     # Three prompts and two seats: a bucket of two. The third is read later.
@@ -82,7 +82,7 @@ def test_random_weights_of_a_published_model_answer_in_token_ids(monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     tiny = {**PUBLISHED["qwen3-0.6b"], **sizes, "num_key_value_heads": 1}
     monkeypatch.setitem(PUBLISHED, "qwen3-tiny", tiny)
-    flags = ("--dummy-weights", "--model", "qwen3-tiny", "--prompt-tokens", 5, "--max-new-tokens", 3, "--world-size", 1)
+    flags = ("--dummy-weights", "--model", "qwen3-tiny", "--prompt-tokens", 5, "--max-tokens", 3, "--world-size", 1)
     result = weft(*flags, "--max-seq-len", 32, "--page-size", 16)
     assert result.exit_code == 0, result.output
     assert len(result.stdout.split()) == 3 and all(0 <= int(token) < 151936 for token in result.stdout.split())
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--prompt", ""], "empty"),
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
-        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--max-tokens", "0"], "max_tokens"),
         (["--max-batch", "0"], "max_batch=0"),
         (["--page-size", "20"], "page_size=20"),
         (["--page-size", "0"], "page_size=0 is not one of 16, 32, 64, 128, 256"),

@@ -114,7 +114,7 @@ def test_output_that_holds_ascii_only_escapes_the_rest(monkeypatch):
         (["generate", "--mode", LONG], "is unknown; choose one of reference"),
         (["generate", "--device", LONG], "is unknown; choose one of auto"),
         (["generate", "--dtype", LONG], "is unknown; choose one of auto"),
-        (["generate", "--stop", LONG, "--max-new-tokens", "0", "--world-size", "1"], "max_new_tokens=0"),
+        (["generate", "--stop", LONG, "--max-tokens", "0", "--world-size", "1"], "max_tokens=0"),
         (["generate", f"--{LONG}"], "No such option"),
         ([LONG], "No such command"),
         (["bench", LONG], "is unknown; choose one of all-gather"),
@@ -183,9 +183,9 @@ def test_named_shapes_say_what_simulated_ranks_run_instead(monkeypatch):
 
 
 def test_an_answer_whose_tokens_arrive_together_has_no_rate():
-    result = run("generate", "--device", "sim", "--world-size", "1", "--prompt", "1+1=", "--max-new-tokens", "2")
+    result = run("generate", "--device", "sim", "--world-size", "1", "--prompt", "1+1=", "--max-tokens", "2")
     assert " s, none came after it (the simulator's" in result.stderr
-    result = run("generate", "--device", "sim", "--world-size", "1", "--max-new-tokens", "3")
+    result = run("generate", "--device", "sim", "--world-size", "1", "--max-tokens", "3")
     assert " tokens/s after it (the simulator's" in result.stderr and " 0.0 tokens/s" not in result.stderr
 
 

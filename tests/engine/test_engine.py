@@ -43,17 +43,17 @@ def generate(directory, prompts, world_size=1, *, mode="torch", eos=(), engine=N
 
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 def test_tokens_are_the_same_on_every_rank_and_for_every_world_size(byte_model, sampling):
-    [alone] = generate(byte_model, PROMPTS, 1, max_new_tokens=24, **sampling)
+    [alone] = generate(byte_model, PROMPTS, 1, max_tokens=24, **sampling)
     for world_size in (2, 4):
-        for completions in generate(byte_model, PROMPTS, world_size, max_new_tokens=24, **sampling):
+        for completions in generate(byte_model, PROMPTS, world_size, max_tokens=24, **sampling):
             assert completions == alone
     assert all(len(found.token_ids) == 24 or found.finish_reason == "eos" for found in alone)
     assert len(set(sum((found.token_ids for found in alone), []))) > 20  # not one token again and again
 
 
 def test_prompts_in_a_batch_are_answered_as_alone(byte_model):
-    [together] = generate(byte_model, PROMPTS, max_new_tokens=16)
-    assert together == [generate(byte_model, prompt, max_new_tokens=16)[0][0] for prompt in PROMPTS]
+    [together] = generate(byte_model, PROMPTS, max_tokens=16)
+    assert together == [generate(byte_model, prompt, max_tokens=16)[0][0] for prompt in PROMPTS]
 
 
 SMALL = [
@@ -68,11 +68,11 @@ SMALL = [
 @pytest.mark.parametrize("engine", SMALL, ids=str)
 def test_slots_chunks_and_preemption_do_not_change_an_answer(byte_model, engine, sampling):
     prompts = [*PROMPTS, "a prompt", "the last of them, and not the shortest one"]
-    [plenty] = generate(byte_model, prompts, max_new_tokens=16, **sampling)
+    [plenty] = generate(byte_model, prompts, max_tokens=16, **sampling)
 
     def main(team):
         made = Engine(byte_model, team, mode="torch", **engine)
-        return made.generate(prompts, max_new_tokens=16, **sampling), made.stats.preemptions, made.batch.scheduler.pool
+        return made.generate(prompts, max_tokens=16, **sampling), made.stats.preemptions, made.batch.scheduler.pool
 
     [(found, preemptions, pool)] = weft.simulate(main, 1)
     assert found == plenty
@@ -114,7 +114,7 @@ def test_requests_join_and_leave_between_steps_and_are_answered_as_alone(byte_mo
 @pytest.fixture(scope="module")
 def eight_tokens(byte_model):
     """The answers to PROMPTS."""
-    return generate(byte_model, PROMPTS, max_new_tokens=8)[0]
+    return generate(byte_model, PROMPTS, max_tokens=8)[0]
 
 
 def assert_nothing_is_left(engine):
@@ -133,14 +133,14 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(byte_model, eight_tokens,
         engine = Engine(byte_model, team, mode="torch", **made)
         engine.batch._steps_behind = late
         steps = counted(engine.batch)
-        pieces = engine.stream(PROMPTS, max_new_tokens=30)
+        pieces = engine.stream(PROMPTS, max_tokens=30)
         for _ in range(drawn):
             next(pieces)
         ran = len(steps)
         pieces.close()
         assert_nothing_is_left(engine)
         assert next(pieces, None) is None and len(steps) == ran
-        found = engine.generate(PROMPTS, max_new_tokens=8)
+        found = engine.generate(PROMPTS, max_tokens=8)
         assert_nothing_is_left(engine)
         return found, not engine.has_work
 
@@ -165,12 +165,12 @@ def test_a_stream_that_all_ranks_close_alike_leaves_them_alike(byte_model, eight
         engine.batch._steps_behind = 1
         steps = counted(engine.batch)
         for drawn in (1, 4, 9):
-            pieces = engine.stream(PROMPTS, max_new_tokens=30)
+            pieces = engine.stream(PROMPTS, max_tokens=30)
             for _ in range(drawn):
                 next(pieces)
             del pieces
             assert_nothing_is_left(engine)
-        return engine.generate(PROMPTS, max_new_tokens=8), len(steps)
+        return engine.generate(PROMPTS, max_tokens=8), len(steps)
 
     (found, steps), other = weft.simulate(main, 2)
     assert found == eight_tokens and other == (found, steps)
@@ -200,7 +200,7 @@ def test_a_closed_stream_does_not_disturb_another(byte_model, eight_tokens, late
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
         engine.batch._steps_behind = late
-        kept, left = engine.stream(PROMPTS, max_new_tokens=8), engine.stream(PROMPTS[::-1], max_new_tokens=30)
+        kept, left = engine.stream(PROMPTS, max_tokens=8), engine.stream(PROMPTS[::-1], max_tokens=30)
         begun = [next(kept) for _ in range(4)]
         for _ in range(5):
             next(left)
@@ -218,7 +218,7 @@ def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
         number = engine.submit(PROMPTS[2], SamplingParams(max_tokens=6))
-        one, other = (engine.stream(prompt, max_new_tokens=8) for prompt in PROMPTS[:2])
+        one, other = (engine.stream(prompt, max_tokens=8) for prompt in PROMPTS[:2])
         drawn = [(a.token_id, b.token_id) for a, b in zip(one, other, strict=True)]
         submitted = []
         while engine.has_work:
@@ -227,7 +227,7 @@ def test_streams_drawn_in_turn_and_submitted_requests_get_their_own_pieces(byte_
         return [list(tokens) for tokens in zip(*drawn, strict=True)] + [[piece.token_id for piece in submitted]]
 
     [found] = weft.simulate(main, 1)
-    alone = [generate(byte_model, prompt, max_new_tokens=8)[0][0].token_ids for prompt in PROMPTS]
+    alone = [generate(byte_model, prompt, max_tokens=8)[0][0].token_ids for prompt in PROMPTS]
     assert found == [*alone[:2], alone[2][:6]]
 
 
@@ -308,15 +308,15 @@ def test_a_request_that_can_never_fit_is_refused_and_the_engine_goes_on(byte_mod
         engine = Engine(byte_model, team, mode="torch", page_size=16, pages=1 + 3)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"prompts\[1\] of 30 tokens and .* up to 20 need 4 KV pages"):
-                engine.generate(["ok", "y" * 30], max_new_tokens=20)
+                engine.generate(["ok", "y" * 30], max_tokens=20)
         with pytest.raises(ValueError, match="prompt of 30 tokens and an answer of up to 20 need 4 KV pages"):
             engine.submit("y" * 30, SamplingParams(max_tokens=20))
         assert engine.submit("ok", SamplingParams(max_tokens=1)) == 0  # the first that was not refused
         while engine.has_work:
             engine.step()
-        return engine.generate("ok", max_new_tokens=8)
+        return engine.generate("ok", max_tokens=8)
 
-    assert weft.simulate(main, 1) == generate(byte_model, "ok", max_new_tokens=8)
+    assert weft.simulate(main, 1) == generate(byte_model, "ok", max_tokens=8)
 
 
 def test_numpy_s_integers_are_integers(byte_model):
@@ -336,7 +336,7 @@ def test_numpy_s_integers_are_integers(byte_model):
 def test_ignore_eos_goes_on(byte_model):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
-        [free] = engine.generate("x", max_new_tokens=10)
+        [free] = engine.generate("x", max_tokens=10)
         engine.eos_token_ids = frozenset(free.token_ids[:1])
         counts = []
         for ignore_eos in (False, True):
@@ -350,7 +350,7 @@ def test_ignore_eos_goes_on(byte_model):
 def test_a_stop_token_ends_an_answer_and_is_not_in_its_text(byte_model):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
-        [free] = engine.generate("x", max_new_tokens=10)
+        [free] = engine.generate("x", max_tokens=10)
         token = free.token_ids[4]
         end = free.token_ids.index(token)
         [ended] = join_pieces(engine.answer(["x"], [SamplingParams(max_tokens=10, stop_token_ids=[token])]), 1)
@@ -367,9 +367,9 @@ def test_a_stop_token_ends_an_answer_and_is_not_in_its_text(byte_model):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_fused_kernels_give_the_tokens_of_the_unfused_forms(byte_model, mode, world_size):
     prompts, steps = [PROMPTS[1], "four"], 5
-    [plain] = generate(byte_model, prompts, max_new_tokens=steps)
+    [plain] = generate(byte_model, prompts, max_tokens=steps)
     engine = {"fused": True, "max_seq_len": 32, "page_size": 16}
-    for found in generate(byte_model, prompts, world_size, mode=mode, engine=engine, max_new_tokens=steps):
+    for found in generate(byte_model, prompts, world_size, mode=mode, engine=engine, max_tokens=steps):
         assert found == plain
 
 
@@ -382,7 +382,7 @@ def test_a_fused_step_of_a_large_bucket_gives_the_tokens_of_the_unfused_form(byt
 
     def main(team, mode, fused):
         engine = Engine(one_layer, team, mode=mode, fused=fused, max_batch=len(prompts), max_seq_len=16, page_size=16)
-        completions = engine.generate(prompts, max_new_tokens=2, ignore_eos=True)
+        completions = engine.generate(prompts, max_tokens=2, ignore_eos=True)
         return [found.token_ids for found in completions], engine.batch.runner.largest_decode
 
     [(plain, _)] = weft.simulate(main, 1, args=("torch", False))
@@ -401,7 +401,7 @@ def test_random_weights_answer_in_token_ids_and_have_no_text(byte_model):
             engine.generate("text")
         with pytest.raises(ValueError, match="needs text, and this model has no tokenizer"):
             engine.generate([1, 2], stop="x")
-        return engine.generate([[1, 2, 3], [4]], max_new_tokens=6)
+        return engine.generate([[1, 2, 3], [4]], max_tokens=6)
 
     first, again = (weft.simulate(main, 1)[0] for _ in range(2))
     assert first == again
@@ -409,18 +409,16 @@ def test_random_weights_answer_in_token_ids_and_have_no_text(byte_model):
 
 
 def test_the_seed_decides_what_is_drawn(byte_model):
-    drawn = [
-        generate(byte_model, "x", temperature=1.0, seed=seed, max_new_tokens=16)[0][0].token_ids for seed in (1, 1, 2)
-    ]
+    drawn = [generate(byte_model, "x", temperature=1.0, seed=seed, max_tokens=16)[0][0].token_ids for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_end_of_sequence_token_ends_one_answer_and_not_the_others(byte_model):
-    [[free, other]] = generate(byte_model, PROMPTS[:2], max_new_tokens=20)
+    [[free, other]] = generate(byte_model, PROMPTS[:2], max_tokens=20)
     eos = next(token for token in free.token_ids[3:] if token not in other.token_ids)
     end = free.token_ids.index(eos)
     for world_size in (1, 2):
-        for ended, unchanged in generate(byte_model, PROMPTS[:2], world_size, max_new_tokens=20, eos=[eos]):
+        for ended, unchanged in generate(byte_model, PROMPTS[:2], world_size, max_tokens=20, eos=[eos]):
             assert ended.token_ids == free.token_ids[: end + 1]
             assert ended.finish_reason == "eos"
             assert free.text.startswith(ended.text.rstrip("\ufffd"))
@@ -428,11 +426,11 @@ def test_the_end_of_sequence_token_ends_one_answer_and_not_the_others(byte_model
 
 
 def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(byte_model):
-    [[free]] = generate(byte_model, PROMPTS[0], max_new_tokens=20)
+    [[free]] = generate(byte_model, PROMPTS[0], max_tokens=20)
     at = len(free.text) // 2
     stop = free.text[at : at + 2]
     for given in (stop, [stop], ("never there", stop)):
-        [[stopped]] = generate(byte_model, PROMPTS[0], max_new_tokens=20, stop=given)
+        [[stopped]] = generate(byte_model, PROMPTS[0], max_tokens=20, stop=given)
         assert stopped.finish_reason == "stop"
         assert stopped.text == free.text[: free.text.index(stop)]
         assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
@@ -442,8 +440,8 @@ def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(byte_model):
 def test_streamed_pieces_are_the_completions(byte_model):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
-        pieces = list(engine.stream(PROMPTS, max_new_tokens=12))
-        return pieces, engine.generate(PROMPTS, max_new_tokens=12), engine.stats
+        pieces = list(engine.stream(PROMPTS, max_tokens=12))
+        return pieces, engine.generate(PROMPTS, max_tokens=12), engine.stats
 
     for pieces, completions, stats in weft.simulate(main, 2):
         assert [piece.prompt for piece in pieces] == [0, 1, 2] * 12
@@ -461,17 +459,17 @@ def test_an_engine_answers_again_as_a_new_one_would(byte_model):
 
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
-        return [engine.generate(prompts, max_new_tokens=steps) for prompts, steps in calls]
+        return [engine.generate(prompts, max_tokens=steps) for prompts, steps in calls]
 
     [found] = weft.simulate(main, 1)
-    assert found == [generate(byte_model, prompts, max_new_tokens=steps)[0] for prompts, steps in calls]
+    assert found == [generate(byte_model, prompts, max_tokens=steps)[0] for prompts, steps in calls]
 
 
 def test_an_answer_ends_where_the_model_does(byte_model):
     """max_position_embeddings is 96; the shorter prompt goes on beside one that has reached it."""
-    [[short, long]] = generate(byte_model, ["x", "y" * 90], max_new_tokens=20)
+    [[short, long]] = generate(byte_model, ["x", "y" * 90], max_tokens=20)
     assert (len(short.token_ids), len(long.token_ids), long.finish_reason) == (20, 6, "length")
-    assert short == generate(byte_model, "x", max_new_tokens=20)[0][0]
+    assert short == generate(byte_model, "x", max_tokens=20)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -509,7 +507,7 @@ def test_prompts_without_an_answer_are_refused(byte_model, prompts, message):
 
 def test_max_seq_len_bounds_prompt_and_answer(byte_model):
     def main(team, max_seq_len):
-        return Engine(byte_model, team, mode="torch", max_seq_len=max_seq_len).generate("abc", max_new_tokens=50)
+        return Engine(byte_model, team, mode="torch", max_seq_len=max_seq_len).generate("abc", max_tokens=50)
 
     [[completion]] = weft.simulate(main, 1, args=(10,))
     assert len(completion.token_ids) == 7
@@ -523,7 +521,7 @@ def test_positions_without_end_cost_nothing_where_max_seq_len_is_given(byte_mode
     (copied / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="^max_seq_len=1000000000000 is more than 16777216, .*; pass a smaller one$"):
         generate(copied, "x")
-    options = {"max_new_tokens": 8, "engine": {"max_seq_len": 96}}
+    options = {"max_tokens": 8, "engine": {"max_seq_len": 96}}
     assert generate(copied, "x", **options) == generate(byte_model, "x", **options)
 
 
@@ -584,7 +582,7 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(byte_model, tmp_path,
 
 @pytest.mark.parametrize("mode", ["torch", "ag_rs", "gemm_ar"])
 def test_the_built_in_model_adds_in_every_mode(mode):
-    for [completion] in generate(None, "123+456=", 2, mode=mode, max_new_tokens=8):
+    for [completion] in generate(None, "123+456=", 2, mode=mode, max_tokens=8):
         assert (completion.text, completion.finish_reason) == ("579", "eos")
 
 
@@ -604,7 +602,7 @@ def test_padded_passes_give_the_tokens_of_those_as_they_are(byte_model, monkeypa
     def main(team, padded):
         engine = Engine(byte_model, team, mode=mode, dtype=torch.float32, fused=True, chunk_tokens=16, max_batch=3)
         engine.batch.runner.cuda_graph = padded
-        return [engine.generate(prompts, max_new_tokens=3, temperature=1.0, seed=2) for _ in range(2)]
+        return [engine.generate(prompts, max_tokens=3, temperature=1.0, seed=2) for _ in range(2)]
 
     expected = weft.simulate(main, world_size, args=(False,))
     assert not keys

@@ -30,15 +30,15 @@ def answers(team, directory, mode, cuda_graph):
     engine = Engine(directory, team, mode=mode, dtype=torch.float32, cuda_graph=cuda_graph)
     by_16 = Engine(directory, team, mode=mode, dtype=torch.float32, cuda_graph=cuda_graph, chunk_tokens=16)
     return [
-        engine.generate(PROMPTS, max_new_tokens=12),
-        engine.generate(PROMPTS, max_new_tokens=12, temperature=1.0, seed=1),
-        engine.generate(PROMPTS, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1),
-        engine.generate(PROMPTS, max_new_tokens=12),
-        engine.generate(PROMPTS[1:], max_new_tokens=4),
-        engine.generate(PROMPTS * 3, max_new_tokens=8, stop="q"),  # some end early and leave their slots
-        [engine.generate([prompt], max_new_tokens=12)[0] for prompt in PROMPTS],
-        [*engine.generate(LONG, max_new_tokens=12), *by_16.generate(LONG, max_new_tokens=12)],
-        by_16.generate(PROMPTS + LONG, max_new_tokens=12),  # the end of one prompt with the begin of another
+        engine.generate(PROMPTS, max_tokens=12),
+        engine.generate(PROMPTS, max_tokens=12, temperature=1.0, seed=1),
+        engine.generate(PROMPTS, max_tokens=12, temperature=1.0, top_p=0.9, seed=1),
+        engine.generate(PROMPTS, max_tokens=12),
+        engine.generate(PROMPTS[1:], max_tokens=4),
+        engine.generate(PROMPTS * 3, max_tokens=8, stop="q"),  # some end early and leave their slots
+        [engine.generate([prompt], max_tokens=12)[0] for prompt in PROMPTS],
+        [*engine.generate(LONG, max_tokens=12), *by_16.generate(LONG, max_tokens=12)],
+        by_16.generate(PROMPTS + LONG, max_tokens=12),  # the end of one prompt with the begin of another
     ]
 
 
@@ -52,7 +52,7 @@ def in_all_modes(team, directory):
     found = {}
     for mode in ("ag_rs", "gemm_ar") if share_gpus(team) else ("torch", "ag_rs", "gemm_ar"):
         adder = Engine(None, team, mode=mode)
-        sums = [completion.text for completion in adder.generate(["123+456=", "999+1="], max_new_tokens=8)]
+        sums = [completion.text for completion in adder.generate(["123+456=", "999+1="], max_tokens=8)]
         eager, graphed = (answers(team, directory, mode, cuda_graph) for cuda_graph in (False, True))
         found[mode] = eager, graphed, sums, adder.stats.capture_seconds
     replays = 20 if share_gpus(team) else 1000
@@ -166,7 +166,7 @@ def warmed_up(team, file):
     found = []
     for _ in range(2):
         engine = Engine(config, team, algorithm_cache=file, chunk_tokens=512, max_batch=2, max_seq_len=600, pages=40)
-        [answer] = engine.generate([list(range(1, 500))], max_new_tokens=4)
+        [answer] = engine.generate([list(range(1, 500))], max_tokens=4)
         found.append((algorithms.read(file), answer.token_ids))
     return found
 

@@ -62,9 +62,7 @@ def test_one_set_of_parameters_serves_all_prompts_and_none_is_the_default(llm):
 
 def test_one_prompt_given_several_times_has_several_answers_as_of_an_engine(llm, byte_model):
     def main(team):
-        return weft.Engine(byte_model, team, mode="torch").generate(
-            ["7"] * 4, max_new_tokens=6, temperature=3.0, seed=5
-        )
+        return weft.Engine(byte_model, team, mode="torch").generate(["7"] * 4, max_tokens=6, temperature=3.0, seed=5)
 
     params = SamplingParams(max_tokens=6, temperature=3.0, seed=5)
     found = llm.generate(["7"] * 4, params)
@@ -265,9 +263,9 @@ def test_an_engine_follows_the_checkpoint_where_it_is_told_nothing(byte_model, t
         engine = weft.Engine(directory, team, mode="torch")
         return [
             engine.generate("x"),
-            engine.generate("x", temperature=2.0, max_new_tokens=9),
-            engine.generate("x", temperature=0.0, max_new_tokens=9),
-            weft.Engine(byte_model, team, mode="torch").generate("x", max_new_tokens=9),
+            engine.generate("x", temperature=2.0, max_tokens=9),
+            engine.generate("x", temperature=0.0, max_tokens=9),
+            weft.Engine(byte_model, team, mode="torch").generate("x", max_tokens=9),
         ]
 
     [(found, same, greedy, expected)] = weft.simulate(main, 1)

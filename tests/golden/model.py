@@ -24,7 +24,7 @@ def logits(team: Any, mode: str, fused: bool) -> torch.Tensor:
 def answers(team: Any, mode: str) -> list[Any]:
     engine = weft.Engine(None, team, mode=mode)
     kinds = ({}, {"temperature": 1.5, "top_p": 0.9, "seed": 3})
-    made = [engine.generate(PROMPTS, max_new_tokens=6, **kind) for kind in kinds]
+    made = [engine.generate(PROMPTS, max_tokens=6, **kind) for kind in kinds]
     return [(answer.text, tuple(answer.token_ids)) for answers in made for answer in answers]
 
 

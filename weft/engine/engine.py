@@ -20,7 +20,6 @@ from weft.arguments import (
     check_callable,
     check_instance,
     check_optional,
-    positive,
     quoted,
 )
 from weft.engine.batch import Batch
@@ -120,7 +119,7 @@ class Engine:
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
         """Generate a Completion for each prompt, in order. Collective. Arguments and errors as in `stream`.
 
-        An answer is shorter than `max_new_tokens` where it would exceed `max_seq_len`: finish_reason "length".
+        An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length".
         """
         prompts = as_prompts(prompts)
         return join_pieces(self.stream(prompts, **sampling), len(prompts))
@@ -129,7 +128,7 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_new_tokens: int | None = None,
+        max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         seed: int = 0,
@@ -146,9 +145,7 @@ class Engine:
         prompts from the batch. Raised here, not at the first piece: ValueError for invalid arguments, for a prompt that is
         empty or leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
-        if max_new_tokens is not None:
-            max_new_tokens = positive("max_new_tokens", max_new_tokens)
-        asked = {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "stop": stop}
+        asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": stop}
         given = {name: value for name, value in asked.items() if value is not None}
         params = replace(self.defaults, **given, seed=seed, ignore_eos=ignore_eos)
         prompts = as_prompts(prompts)

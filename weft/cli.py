@@ -22,7 +22,16 @@ import weft
 from weft.arguments import positive, shortened
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.console import DTYPES, Commands, check_torchrun, from_flags, one_line_errors, write_any_text
+from weft.console import (
+    DTYPES,
+    WORLD_SIZE,
+    Commands,
+    check_torchrun,
+    from_flags,
+    one_line_errors,
+    single_valued,
+    write_any_text,
+)
 from weft.engine.config import DEFAULTS
 from weft.tune.command import tune
 
@@ -58,9 +67,8 @@ def root(
     """Take the flags that stand before a subcommand."""
 
 
-app.command()(bench)
-app.command()(check)
-app.command()(tune)
+for command in (bench, check, tune):
+    app.command()(single_valued(command))
 
 # --- weft generate ---------------------------------------------------------------------------------------------------
 
@@ -80,9 +88,14 @@ class GenerateFlags:
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
     ] = False
-    world_size: Annotated[int | None, typer.Option(help="Ranks [default: all GPUs, or 4 simulated ones]")] = None
+    world_size: Annotated[
+        int | None, typer.Option(*WORLD_SIZE, help="Ranks [default: all GPUs, or 4 simulated ones]")
+    ] = None
     mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = DEFAULTS["mode"]
-    max_tokens: Annotated[int | None, typer.Option(help="[default: the checkpoint's, else 64]")] = None
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", "--max-new-tokens", help="Of an answer [default: the checkpoint's, else 64]"),
+    ] = None
     temperature: Annotated[
         float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")
     ] = None
@@ -99,9 +112,10 @@ class GenerateFlags:
         int | None, typer.Option(help="With --dummy-weights: length of a prompt of random tokens [default: 128]")
     ] = None
     max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = DEFAULTS["max_batch"]
-    max_seq_len: Annotated[int | None, typer.Option(help="Prompt and answer together [default: the model's]")] = (
-        DEFAULTS["max_seq_len"]
-    )
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option("--max-seq-len", "--max-model-len", help="Prompt and answer together [default: the model's]"),
+    ] = DEFAULTS["max_seq_len"]
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = DEFAULTS[
         "page_size"
     ]
@@ -187,7 +201,7 @@ def generate(flags: GenerateFlags) -> None:
         launch(generate_on_rank, flags.world_size, flags.device, args=(options,), heap_bytes=flags.heap_bytes)
 
 
-app.command()(from_flags(GenerateFlags, generate))
+app.command()(single_valued(from_flags(GenerateFlags, generate)))
 
 
 def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:

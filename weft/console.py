@@ -10,10 +10,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import fields
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -185,6 +186,42 @@ def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
         for one in fields(flags)
     )
     return command
+
+
+# Spellings of a flag, weft's own first.
+WORLD_SIZE = ("--world-size", "--tensor-parallel-size", "-tp")
+
+
+def single_valued(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, which refuses different values for a flag with several spellings.
+
+    The parser would silently take the last one, so it is told that the flag may be repeated.
+    """
+    hints, parameters, spellings = get_type_hints(command, include_extras=True), [], {}
+    for name, parameter in signature(command).parameters.items():
+        kind, option = get_args(hints[name])
+        if option.param_decls:  # without the first one, which typer keeps in `default`
+            spellings[name] = (option.default, *option.param_decls)
+            [kind] = {*(get_args(kind) or (kind,))} - {type(None)}
+            option = copy(option)
+            option.metavar = f"<{kind.__name__}>"
+            hints[name] = Annotated[list[kind] | None, option]
+            parameter = parameter.replace(default=None if parameter.default is None else [parameter.default])
+        parameters.append(parameter.replace(annotation=hints[name]))
+
+    def checked(**given: Any) -> None:
+        with one_line_errors(given["traceback"]):
+            for name, (first, *others) in spellings.items():
+                values = list(dict.fromkeys(given[name] or [None]))
+                if len(values) > 1:
+                    given_as = " and ".join(map(shortened, values))
+                    raise ValueError(f"{first} (also {', '.join(others)}) is given as {given_as}; give one value")
+                given[name] = values[0]
+        command(**given)
+
+    checked.__name__, checked.__doc__, checked.__annotations__ = command.__name__, command.__doc__, hints
+    checked.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return checked
 
 
 class Commands(TyperGroup):

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
-from weft.console import check_output, check_torchrun, numbers, one_line_errors, progress, talks, words
+from weft.console import WORLD_SIZE, check_output, check_torchrun, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def bench(
             "one launch, as in all-reduce ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
         ),
     ],
-    world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
+    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from weft.arguments import shortened
-from weft.console import check_output, one_line_errors
+from weft.console import WORLD_SIZE, check_output, one_line_errors
 from weft.errors import SimulatorMissing
 from weft.runtime.files import put
 
@@ -30,7 +30,7 @@ _MODULE = "weft_checked_script"
 
 def check(
     script: Annotated[Path, typer.Argument(help="A Python file that defines main(team)")],
-    world_size: Annotated[str, typer.Option(help="2 or 2,4")] = "2",
+    world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 2,4")] = "2",
     schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES,
     strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix",
     seed: Annotated[int, typer.Option(help="Seed of the first run")] = 0,

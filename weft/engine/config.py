@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from weft.parallel.step_plan import Mode
 
 MAX_BATCH = 1 << 16
+# vLLM's names of options, for the message that refuses them.
+VLLM_NAMES = {
+    "tensor_parallel_size": "world_size, of LLM",
+    "max_model_len": "max_seq_len",
+    "max_num_seqs": "max_batch",
+    "max_num_batched_tokens": "chunk_tokens",
+    "block_size": "page_size",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +90,9 @@ class EngineConfig:
         check_optional(check_instance, "config", config, cls, "an EngineConfig")
         known = [field.name for field in fields(cls)]
         if unknown := next((name for name in options if name not in known), None):
-            raise TypeError(f"{unknown}= is not an option of an engine; the options are {', '.join(known)}")
+            name = VLLM_NAMES.get(unknown)
+            rest = f"weft's name is {name}" if name else f"the options are {', '.join(known)}"
+            raise TypeError(f"{unknown}= is not an option of an engine; {rest}")
         return replace(config or cls(), **options)
 
 

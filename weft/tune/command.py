@@ -15,7 +15,7 @@ from rich.text import Text
 
 from weft.bench import command as bench_command
 from weft.bench.render.table import show_cells
-from weft.console import check_output, message_of, numbers, one_line_errors, progress, talks
+from weft.console import WORLD_SIZE, check_output, message_of, numbers, one_line_errors, progress, talks
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def tune(
             "GEMMs of a decode step; several are searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
         ),
     ],
-    world_size: Annotated[str | None, typer.Option(help="2 or 2,4 [default: all GPUs]")] = None,
+    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
     shapes: Annotated[
         list[str] | None, typer.Option(help="As in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
     ] = None,

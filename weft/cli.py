@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import weft
-from weft.arguments import positive, shortened
+from weft.arguments import positive, quoted, shortened
 from weft.bench.command import bench
 from weft.check.command import check
 from weft.console import (
@@ -85,6 +85,12 @@ class GenerateFlags:
         ),
     ] = None
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None
+    prompt_token_ids: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A prompt as token ids, as in 1,2,3, answered in token ids; needs no tokenizer; may be repeated"
+        ),
+    ] = None
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
     ] = False
@@ -153,27 +159,10 @@ class GenerateOptions:
         import torch
 
         from weft.engine import EngineConfig
-        from weft.models import DecoderConfig
-        from weft.models.hub import find_checkpoint
         from weft.parallel.step_plan import MODES, OLD_MODES
 
-        inputs = shown = flags.prompt or ["123+456="]
-        if flags.dummy_weights:
-            if flags.prompt or flags.chat or flags.model is None:
-                raise ValueError(
-                    "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
-                )
-            model = DecoderConfig.named(flags.model)
-            tokens = 128 if flags.prompt_tokens is None else positive("--prompt-tokens", flags.prompt_tokens)
-            inputs, shown = [random.Random(flags.seed).choices(range(model.vocab_size), k=tokens)], None
-        elif flags.prompt_tokens is not None:
-            raise ValueError(
-                f"--prompt-tokens {flags.prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt"
-            )
-        else:
-            model = None if flags.model is None else find_checkpoint(flags.model)
-            if flags.chat:
-                inputs, shown = _as_chat(inputs, model), [f"{prompt}\n" for prompt in inputs]
+        model = _model(flags)
+        inputs, shown = _inputs(flags, model)
         _one_of("mode", flags.mode, (*MODES, *OLD_MODES))
         _one_of("dtype", flags.dtype, ("auto", *DTYPES))
         engine = EngineConfig(
@@ -202,6 +191,54 @@ def generate(flags: GenerateFlags) -> None:
 
 
 app.command()(single_valued(from_flags(GenerateFlags, generate)))
+
+
+def _model(flags: GenerateFlags) -> Path | DecoderConfig | None:
+    from weft.models import DecoderConfig
+    from weft.models.hub import find_checkpoint
+
+    if not flags.dummy_weights:
+        return None if flags.model is None else find_checkpoint(flags.model)
+    if flags.prompt or flags.chat or flags.model is None:
+        raise ValueError(
+            "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
+        )
+    return DecoderConfig.named(flags.model)
+
+
+def _inputs(
+    flags: GenerateFlags, model: Path | DecoderConfig | None
+) -> tuple[list[str] | list[list[int]], list[str] | None]:
+    """Prompts, and the text to print before each answer; None: token ids are printed."""
+    from weft.engine.tokenizer import has_tokenizer
+    from weft.models import DecoderConfig
+
+    if flags.prompt_token_ids:
+        if flags.prompt or flags.chat or flags.prompt_tokens is not None:
+            raise ValueError(
+                "--prompt-token-ids takes the place of --prompt, --chat and --prompt-tokens; leave them out"
+            )
+        return [_token_ids(text) for text in flags.prompt_token_ids], None
+    if isinstance(model, DecoderConfig):
+        count = 128 if flags.prompt_tokens is None else positive("--prompt-tokens", flags.prompt_tokens)
+        return [random.Random(flags.seed).choices(range(model.vocab_size), k=count)], None
+    if flags.prompt_tokens is not None:
+        raise ValueError(
+            f"--prompt-tokens {flags.prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt"
+        )
+    prompts = flags.prompt or ["123+456="]
+    if flags.chat:
+        return _as_chat(prompts, model), [f"{prompt}\n" for prompt in prompts]
+    if model is not None and not has_tokenizer(model):
+        raise ValueError(f"{model}: no tokenizer.json in it, so it reads no text; pass --prompt-token-ids 1,2,3")
+    return prompts, prompts
+
+
+def _token_ids(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
+        raise ValueError(f"--prompt-token-ids {quoted(text)} is not a list of token ids, as in 1,2,3")
+    return list(map(int, words))
 
 
 def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:
@@ -243,7 +280,11 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
             pass
         return
     if options.shown is None:
-        typer.echo(" ".join(str(piece.token_id) for piece in pieces))
+        answers = [[] for _ in options.inputs]
+        for piece in pieces:
+            answers[piece.prompt].append(str(piece.token_id))
+        for answer in answers:
+            typer.echo(" ".join(answer))
     else:
         _print_answers(options.shown, pieces)
     _print_speed(engine, team)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from weft.cli import app
@@ -89,6 +90,26 @@ def test_random_weights_of_a_published_model_answer_in_token_ids(monkeypatch):
     assert "prompts of 5 tokens" in result.stderr
 
 
+def test_token_ids_are_answered_in_token_ids_without_a_tokenizer(checkpoint):
+    ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode("123+456=").ids
+    (checkpoint / "tokenizer.json").unlink()
+    prompt = ("--prompt-token-ids", ",".join(map(str, ids)))
+    with_it, without = (weft(*where, *prompt, "--world-size", 1) for where in ((), ("--model", checkpoint)))
+    assert with_it.stdout == without.stdout, without.output
+    tokens = list(map(int, without.stdout.split()))
+    assert Tokenizer.from_file(str(BUILTIN / "tokenizer.json")).decode(tokens).startswith("579")
+    both = weft("--model", checkpoint, *prompt, *prompt, "--world-size", 1)
+    assert both.stdout == without.stdout * 2
+    # Text is refused before the weights are read.
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    for flags in ((), ("--prompt", "1+1=")):
+        one_line(
+            weft("--model", checkpoint, *flags), "no tokenizer.json in it, so it reads no text; pass --prompt-token-ids"
+        )
+    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}=")
+    one_line(weft("--model", checkpoint, "--chat"), "no tokenizer.json in it; save the model's fast tokenizer there")
+
+
 def test_runs_as_a_module():
     command = [sys.executable, "-m", "weft", "generate", "--device", "sim", "--world-size", "1", "--prompt", "1+1="]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -148,6 +169,14 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--dummy-weights", "--model", "qwen3-32b", "--chat"], "instead of --prompt and --chat"),
         (["--model", ""], "model='' names no directory"),
         (["--prompt-tokens", "3"], "goes with --dummy-weights"),
+        (["--prompt-token-ids", ""], "--prompt-token-ids '' is not a list of token ids, as in 1,2,3"),
+        (["--prompt-token-ids", "1,x"], "--prompt-token-ids '1,x' is not a list of token ids"),
+        (["--prompt-token-ids", "1,-2"], "is not a list of token ids"),
+        (["--prompt-token-ids", "9" * 5000], "is not a list of token ids"),
+        (["--prompt-token-ids", "1,999"], "prompts[0][1]=999 is a token id outside 0 .. "),
+        (["--prompt-token-ids", "1", "--prompt", "2"], "takes the place of --prompt, --chat and --prompt-tokens"),
+        (["--prompt-token-ids", "1", "--chat"], "takes the place of --prompt"),
+        (["--prompt-token-ids", "1", "--prompt-tokens", "2"], "takes the place of --prompt"),
     ],
     ids=lambda value: "-".join(value)[:30].strip("-") if isinstance(value, list) else None,
 )

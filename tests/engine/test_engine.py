@@ -405,7 +405,7 @@ def test_random_weights_answer_in_token_ids_and_have_no_text(byte_model):
 
     first, again = (weft.simulate(main, 1)[0] for _ in range(2))
     assert first == again
-    assert [(len(one.token_ids), one.text, one.finish_reason) for one in first] == [(6, "", "length")] * 2
+    assert [(len(one.token_ids), one.text, one.finish_reason) for one in first] == [(6, None, "length")] * 2
 
 
 def test_the_seed_decides_what_is_drawn(byte_model):
@@ -567,14 +567,14 @@ def test_a_tokenizer_larger_than_the_model_is_refused(byte_model, tmp_path):
         ({"chunk_tokens": True}, "chunk_tokens=True is not a positive integer"),
         ({"max_seq_len": 10.0}, "max_seq_len=10.0 is not a positive integer"),
         ({"max_seq_len": 10**9}, "max_seq_len=1000000000 is not in 2 .. max_position_embeddings=96"),
-        ({}, "no tokenizer.json in it"),
+        ({}, "tokenizer.json: not a readable tokenizer"),
     ],
     ids=str,
 )
 def test_what_is_wrong_is_said_before_the_weights_are_read(byte_model, tmp_path, monkeypatch, engine, message):
     copied = shutil.copytree(byte_model, tmp_path / "copy")
     if not engine:
-        (copied / "tokenizer.json").unlink()
+        (copied / "tokenizer.json").write_text("{")
     monkeypatch.setattr(Checkpoint, "load", lambda *given: pytest.fail("the weights are read"))
     with pytest.raises(ValueError, match=message):
         weft.simulate(lambda team: Engine(copied, team, **engine), 1)

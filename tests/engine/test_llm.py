@@ -1,5 +1,6 @@
 """LLM: from one process over virtual ranks, what an Engine answers on each of them; its mistakes in one line."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -416,6 +417,51 @@ def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_process
     assert [one.new_tokens for one in stats] == [10, 10]
     ranks.close()
     assert not ranks._processes.is_alive() and not ranks._talker.is_alive()
+
+
+@pytest.fixture
+def without_tokenizer(byte_model, tmp_path):
+    copied = shutil.copytree(byte_model, tmp_path / "copy")
+    (copied / "tokenizer.json").unlink()
+    return copied
+
+
+IDS = [[120, 32, 61], [7]]
+
+
+def test_token_ids_need_no_tokenizer(byte_model, without_tokenizer):
+    params = [SamplingParams(max_tokens=6, stop_token_ids=[9]), SamplingParams(max_tokens=4, temperature=1.0, seed=2)]
+    with weft.LLM(byte_model, 2, device="sim") as llm:
+        expected = llm.generate(IDS, params)
+    with weft.LLM(without_tokenizer, 2, device="sim") as llm:
+        found = llm.generate(IDS, params)
+        assert found == [dataclasses.replace(one, text=None) for one in expected]
+        assert {piece.text for piece in llm.stream(IDS, params)} == {None}
+        with pytest.raises(
+            ValueError, match=r"prompts\[1\]='x' is text, and .* has no tokenizer.json; pass token ids$"
+        ):
+            llm.generate([IDS[0], "x"], params)
+        with pytest.raises(
+            ValueError, match=r"stop=\('x',\) needs text, and .* has no tokenizer.json; pass stop_token_ids$"
+        ):
+            llm.generate(IDS, SamplingParams(stop="x"))
+        (without_tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        with pytest.raises(ValueError, match="no tokenizer.json in it; save the model's fast tokenizer there"):
+            llm.chat([{"role": "user", "content": "x"}])
+        assert llm.generate(IDS, params) == found
+
+
+def test_ranks_that_stay_need_no_tokenizer_for_token_ids(byte_model, without_tokenizer, as_processes):
+    params = [SamplingParams(max_tokens=6)] * 2
+    expected = engine_answers(byte_model, IDS, params)
+    ranks = as_processes(without_tokenizer)
+    pieces = list(ranks.ask((IDS, params), lambda stats: None))
+    tokens = [[piece.token_id for piece in pieces if piece.prompt == prompt] for prompt in range(2)]
+    assert tokens == expected
+    assert {piece.text for piece in pieces} == {None}
+    with pytest.raises(ValueError, match="has no tokenizer.json; pass token ids"):
+        ranks.ask((["x"], params[:1]), lambda stats: None)
+    ranks.close()
 
 
 def test_a_rank_stops_when_its_lead_is_used_up_and_has_its_pages_back(byte_model, as_processes, monkeypatch):

@@ -36,7 +36,7 @@ from weft.engine.params import (
 )
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
-from weft.engine.tokenizer import TextStream, load_tokenizer
+from weft.engine.tokenizer import TextStream, has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
@@ -57,8 +57,8 @@ class Engine:
     Collective: all ranks pass the same arguments and get the same tokens.
 
     model     checkpoint directory in Hugging Face format, or its name in the hub's cache, as for LLM; None: the built-in
-              model, which adds; a configuration of weft.models: random weights and no tokenizer, so prompts are token ids, for
-              benchmarks
+              model, which adds; a configuration of weft.models: random weights and no tokenizer, for benchmarks. Without
+              tokenizer.json prompts are token ids, and answers have no text
     progress  called with (bytes read, bytes to read) while this rank's weights load
     warn      rank 0 logs a line (logger "weft") for settings of generation_config.json that weft does not follow, for NaN or
               infinite weights, and for tensors that the model does not have
@@ -92,10 +92,14 @@ class Engine:
             check_cache(sizes, team, config.dtype or sizes.dtype, config.pages, config.page_size)
         self.team, self.config, self.tokenizer, self.eos_token_ids = team, config, None, frozenset()
         self.defaults, warnings = SamplingParams(), []
+        self._no_text = "this model has no tokenizer"  # said where there is none
         if checkpoint is not None:
             self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
-            self.tokenizer, self.eos_token_ids = load_tokenizer(checkpoint.directory), checkpoint.eos_token_ids()
-            _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
+            self.eos_token_ids = checkpoint.eos_token_ids()
+            if has_tokenizer(checkpoint.directory):
+                self.tokenizer = load_tokenizer(checkpoint.directory)
+                _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
+            self._no_text = f"{checkpoint.directory} has no tokenizer.json"
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
         self.model: Decoder = Decoder(sizes, team, mode=config.mode, dtype=config.dtype, fused=config.fused)
@@ -263,7 +267,7 @@ class Engine:
         check_prompt(name, prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"{name}={quoted(prompt)} is text, and this model has no tokenizer; pass token ids")
+                raise ValueError(f"{name}={quoted(prompt)} is text, and {self._no_text}; pass token ids")
             ids = self.tokenizer.encode(prompt).ids
         else:
             ids = list(map(int, prompt))
@@ -284,7 +288,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams")
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={quoted(params.stop)} needs text, and this model has no tokenizer")
+            raise ValueError(f"stop={quoted(params.stop)} needs text, and {self._no_text}; pass stop_token_ids")
         vocab_size = self.model.config.vocab_size
         if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
             raise ValueError(f"stop_token_ids holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
@@ -308,15 +312,15 @@ class Engine:
             self._leave(sequence)
         return Piece(sequence.number, text, token_id, reason)
 
-    def _text(self, sequence: Running, token_id: int) -> tuple[str, FinishReason | None]:
+    def _text(self, sequence: Running, token_id: int) -> tuple[str | None, FinishReason | None]:
         stream = self._texts[sequence.number]
         last = len(sequence.tokens) == sequence.budget
         if token_id in self.eos_token_ids and not sequence.params.ignore_eos:
-            return (stream.finish()[0] if stream else ""), "eos"
+            return (stream.finish()[0] if stream else None), "eos"
         if token_id in sequence.params.stop_token_ids:
-            return (stream.finish()[0] if stream else ""), "stop"
+            return (stream.finish()[0] if stream else None), "stop"
         if stream is None:
-            return "", "length" if last else None
+            return None, "length" if last else None
         new, stopped = stream.push(token_id)
         if last and not stopped:
             rest, stopped = stream.finish()

@@ -39,7 +39,7 @@ class LLM:
 
     model       checkpoint directory, or OWNER/NAME or OWNER/NAME@REVISION in the Hugging Face cache, where `hf download` puts
                 it (weft downloads nothing); None: the built-in model, which adds; a configuration of weft.models: random
-                weights, no tokenizer
+                weights. Without tokenizer.json prompts are token ids, and answers have no text
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
                 process, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs if there are enough

@@ -15,22 +15,25 @@ FinishReason = Literal["eos", "stop", "length"]
 class Completion:
     """Answer to one prompt.
 
-    text           without the end-of-sequence or stop token, and cut before a stop string
+    text           without the end-of-sequence or stop token, and cut before a stop string; None without a tokenizer
     token_ids      all generated tokens, these included
     finish_reason  "eos", "stop" (a stop string or token) or "length" (`max_tokens`, or the model's limit)
     """
 
-    text: str
+    text: str | None
     token_ids: list[int]
     finish_reason: FinishReason
 
 
 @exchangeable
 class Piece(NamedTuple):
-    """Generated token of one prompt; `text` may be empty while a character or a stop string is undecided."""
+    """Generated token of one prompt.
+
+    `text` may be empty while a character or a stop string is undecided; None without a tokenizer.
+    """
 
     prompt: int
-    text: str
+    text: str | None
     token_id: int
     finish_reason: FinishReason | None = None
 
@@ -57,7 +60,7 @@ class Stats:
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:
     """Completions of `prompts` prompts, from all their pieces."""
-    texts: list[list[str]] = [[] for _ in range(prompts)]
+    texts: list[list[str | None]] = [[] for _ in range(prompts)]
     token_ids: list[list[int]] = [[] for _ in range(prompts)]
     reasons: list[FinishReason] = ["length"] * prompts
     for piece in pieces:
@@ -65,6 +68,6 @@ def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:
         token_ids[piece.prompt].append(piece.token_id)
         reasons[piece.prompt] = piece.finish_reason or reasons[piece.prompt]
     return [
-        Completion(text="".join(text), token_ids=ids, finish_reason=reason)
+        Completion(text=None if None in text else "".join(text), token_ids=ids, finish_reason=reason)
         for text, ids, reason in zip(texts, token_ids, reasons, strict=True)
     ]

@@ -15,14 +15,19 @@ from weft.models.checkpoint import check_regular, read_object
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """True if a checkpoint can read and write text."""
+    return (directory / "tokenizer.json").exists()
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Tokenizer of tokenizer.json, with the tokens that tokenizer_config.json adds, as in transformers.
 
     Without transformers: importing it would take longer than loading a small model.
     """
-    path = directory / "tokenizer.json"
-    if not path.exists():
+    if not has_tokenizer(directory):
         raise CheckpointError(f"{directory}: no tokenizer.json in it; save the model's fast tokenizer there")
+    path = directory / "tokenizer.json"
     check_regular(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))

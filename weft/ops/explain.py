@@ -18,9 +18,9 @@ from weft.runtime import capabilities
 from weft.runtime.capabilities import Capabilities
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """Plan of one call; str() is its text.
+    """Plan of one call; str() and repr() are its text.
 
     The text has the call, the design with its fields and the plans within it, and the reason.
 
@@ -52,7 +52,7 @@ class Explanation:
     def reason(self) -> str:
         return self.planned.reason
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join((self.call, *_lines(self.planned, "gets")))
 
 
@@ -70,7 +70,7 @@ def explain(
     own_first: bool = False,
     **sizes: int,
 ) -> Explanation:
-    """Print the plan of a call of ``op`` with its reason, and return it.
+    """Plan of a call of ``op`` with its reason; ``print`` shows it.
 
     op          name of an op in weft.ops, or its alias on the command line
     shape       of a collective's input at each rank; of all_reduce_rms_norm's x
@@ -81,9 +81,9 @@ def explain(
     own_first   as in all_gather_matmul
     sizes       of an op on one rank, by the names that it lists (``Op.sizes``)
 
-        weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4)
-        weft.ops.explain("all_reduce", (16, 5120), world_size=4)
-        weft.ops.explain("sample_argmax", batch=8, vocab=37984)
+        print(weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4))
+        print(weft.ops.explain("all_reduce", (16, 5120), world_size=4))
+        print(weft.ops.explain("sample_argmax", batch=8, vocab=37984))
 
     ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
@@ -116,9 +116,7 @@ def explain(
     given_as = tuple(shape) if shape is not None else " ".join(f"{name}={given[name]}" for name in found.sizes)
     where = f"{name_of(dtype)}, world_size={world_size}, {here.caps.device_name}"
     text = f"{found.name} {'of ' if shape is not None else ''}{given_as} {where}"
-    explanation = Explanation(found.name, text, found.plan(call, here))
-    print(explanation)
-    return explanation
+    return Explanation(found.name, text, found.plan(call, here))
 
 
 def _lines(planned: Planned, label: str, indent: str = "  ") -> Iterator[str]:

@@ -147,7 +147,7 @@ def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     it replays correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The
     backward is a reduce-scatter.
 
-    ``algorithm``: "auto" (weft.ops.explain prints its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
+    ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("all_gather", "x", x, team)
     check_has_rows("all_gather", "x", x)

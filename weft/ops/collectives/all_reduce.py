@@ -283,7 +283,7 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """Sum all ranks' ``x`` on every rank: a new contiguous tensor of ``x``'s shape and dtype.
 
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
-    algorithm  "auto" (weft.ops.explain prints its choice), "one_shot", "two_shot" or "copy_engine"
+    algorithm  "auto" (weft.ops.explain tells its choice), "one_shot", "two_shot" or "copy_engine"
 
     Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. A team's collectives share workspaces, so
     one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside with its shape,

@@ -140,7 +140,7 @@ def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     correctly, after one call outside with its shape, dtype and algorithm. ValueError for wrong arguments. The backward is
     an all-to-all.
 
-    ``algorithm``: "auto" (weft.ops.explain prints its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
+    ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("all_to_all", "x", x, team)
     check_even("all_to_all", "x", x, team)

@@ -135,7 +135,7 @@ def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torc
     The same bits from run to run. -0.0 may come out as +0.0. Captured in a CUDA graph it replays correctly, after one
     call outside. ValueError for wrong arguments. The backward is an all-gather.
 
-    ``algorithm``: "auto" (weft.ops.explain prints its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
+    ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
     check_tensor("reduce_scatter", "x", x, team, FLOATS)
     check_even("reduce_scatter", "x", x, team)

@@ -148,6 +148,32 @@ def notified_before_following(team, _):
     team.barrier()
 
 
+@triton.jit
+def delay(x, N: tl.constexpr):
+    for _ in range(50):
+        tl.store(x + tl.arange(0, N), tl.load(x + tl.arange(0, N)))
+
+
+@triton.jit
+def read_rows(rows, got, team, N: tl.constexpr):
+    peer = 1 - wl.rank(team)  # no wl.chunk_wait(wl.current_call(landed), peer, 0, team)
+    tl.store(got + tl.arange(0, N), tl.load(rows + peer * N + tl.arange(0, N)))
+
+
+def loaded_without_chunk_wait(team, late):
+    """Rank 1 loads what rank 0 copies; the rank ``late`` is the later one of the two."""
+    rows, landed = team.zeros((2, N), torch.float32, name="rows"), team.channel(1)
+    landed.begin()
+    if team.rank == late:
+        delay[(1,)](team.local(N, torch.float32).zero_(), N)
+    team.copy_engine.fork()
+    if team.rank == 0:
+        landed.send(rows[0], team.local(N, torch.float32).fill_(1.0), 1, 0)
+    else:
+        read_rows[(1,)](rows, team.local(N, torch.float32), team.view, N)
+    team.copy_engine.join()
+
+
 def tensor_of_another_team(team, _):
     x, pair = team.zeros(N, torch.float32, name="x"), team.subset([0, 1], heap_bytes=1 << 20)
     reusing.push[(1,)](x, pair.view, N)
@@ -187,6 +213,19 @@ def polled_plainly(team, _):
 def test_the_remedy_names_what_the_sides_are(main, says):
     found = weft.check(main, 2, schedules=4, args=(True,)).wrong
     assert [f.finding.remedy.startswith(says) for f in found] == [True], [f.finding.remedy for f in found]
+
+
+def test_a_missing_chunk_wait_is_named_whichever_side_comes_first():
+    wait = "(wl.wait, wl.chunk_wait)"
+    for late, remedy in (
+        (1, f"send team.copy_engine.signal() after the copy and wait for it {wait} in each program"),
+        (
+            0,
+            f"if the load wants what is copied, wait for the copy's signal before it, in each program {wait}; if it wants",
+        ),
+    ):
+        (found,) = weft.check(loaded_without_chunk_wait, 2, schedules=1, strategy="uniform", args=(late,)).wrong
+        assert found.finding.kind == "race" and found.finding.remedy.startswith(remedy)
 
 
 def test_a_tensor_of_another_team_is_named():

@@ -19,7 +19,7 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
         return ""
     same_rank = earlier.thread.rank == later.thread.rank
     if _COPY in (earlier.kind, later.kind):
-        return _of_copies(earlier, later) if same_rank else _of_peers_copies(later.kind == _COPY)
+        return _of_copies(earlier, later) if same_rank else _of_peers_copies(earlier, later)
     if _HOST in (earlier.kind, later.kind):
         return (
             "call team.synchronize() between the two"
@@ -58,10 +58,20 @@ def _of_copies(earlier: Access, later: Access) -> str:
     return "call team.copy_engine.fork() before the copy: a copy waits only for main-stream work issued before fork()"
 
 
-def _of_peers_copies(copy_last: bool) -> str:
-    if copy_last:
-        return "call team.barrier() before the copy, or fork() after a kernel that waits for the other rank"
-    return "send team.copy_engine.signal() after the copy and wait for it (wl.wait), or join() on its rank and team.barrier()"
+def _of_peers_copies(earlier: Access, later: Access) -> str:
+    if later.kind != _COPY:
+        return (
+            "send team.copy_engine.signal() after the copy and wait for it (wl.wait, wl.chunk_wait) in each program that uses "
+            "it, or join() on its rank and team.barrier()"
+        )
+    keep = "call team.barrier() before the copy, or fork() after a kernel that waits for the other rank"
+    if earlier.verb in _STORES or earlier.kind in (_COPY, _HOST):
+        return keep
+    # A load too early for what the copy brings, or a copy too early for what the load wants: a schedule cannot tell.
+    return (
+        f"if the load wants what is copied, wait for the copy's signal before it, in each program (wl.wait, wl.chunk_wait); if "
+        f"it wants what was there before, {keep}"
+    )
 
 
 def _polls(access: Access) -> bool:

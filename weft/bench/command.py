@@ -1,4 +1,4 @@
-"""Command ``weft bench``: flags to a frozen dataclass, output of the reports. cli.py registers it."""
+"""Command ``weft bench``: flags to a frozen dataclass, output of the reports. weft.cli registers it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Command ``weft check script.py``: flags for ``weft.check``, and the output of its report.
 
-cli.py registers it.
+weft.cli registers it.
 """
 
 from __future__ import annotations

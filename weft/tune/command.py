@@ -1,6 +1,6 @@
 """Command ``weft tune``: flags to a frozen dataclass, a search on all ranks, its table.
 
-cli.py registers it.
+weft.cli registers it.
 """
 
 from __future__ import annotations

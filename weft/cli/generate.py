@@ -1,9 +1,7 @@
-"""Command `weft`: turns flags into dataclasses and prints results."""
+"""Command `weft generate`: flags to frozen dataclasses, work of a rank, output of its answers."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,62 +13,16 @@ import typer
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-import weft
 from weft.arguments import positive, quoted, shortened
-from weft.bench.command import bench
-from weft.check.command import check
-from weft.console import (
-    DTYPES,
-    WORLD_SIZE,
-    Commands,
-    check_torchrun,
-    from_flags,
-    one_line_errors,
-    single_valued,
-    write_any_text,
-)
+from weft.console import DTYPES, WORLD_SIZE, check_torchrun, from_flags, one_line_errors, single_valued, write_any_text
 from weft.engine.config import DEFAULTS
-from weft.tune.command import tune
 
 if TYPE_CHECKING:
     from weft.engine import Engine, EngineConfig, Piece
     from weft.models import DecoderConfig
-    from weft.runtime.doctor import Finding
     from weft.runtime.team.team import Team
-
-app = typer.Typer(
-    cls=Commands,
-    help="Overlapped multi-GPU kernels in plain Python, and a simulator for machines without a GPU.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"weft {weft.__version__}")
-        raise typer.Exit
-
-
-@app.callback(help=app.info.help)
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Take the flags that stand before a subcommand."""
-
-
-for command in (bench, check, tune):
-    app.command()(single_valued(command))
-
-# --- weft generate ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +142,7 @@ def generate(flags: GenerateFlags) -> None:
         launch(generate_on_rank, flags.world_size, flags.device, args=(options,), heap_bytes=flags.heap_bytes)
 
 
-app.command()(single_valued(from_flags(GenerateFlags, generate)))
+command = single_valued(from_flags(GenerateFlags, generate))
 
 
 def _model(flags: GenerateFlags) -> Path | DecoderConfig | None:
@@ -336,44 +288,6 @@ def _loading(shown: bool) -> Iterator:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("loading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-# --- weft doctor -----------------------------------------------------------------------------------------------------
-
-
-@app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
-    """Say what is here, what weft will use and why, and how to get what is missing.
-
-    Exit status 1: nothing can run.
-    """
-    from weft.runtime.doctor import examine, runnable
-
-    findings = examine()
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
-    else:
-        _print_findings(findings)
-    raise typer.Exit(0 if runnable(findings) else 1)
-
-
-def _print_findings(findings: list[Finding]) -> None:
-    marks = {
-        "ok": Text("ok", style="green"), "missing": Text("missing", style="red"), "wrong": Text("wrong", style="red"),
-        "unused": Text("-", style="dim"),
-    }  # fmt: skip
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for finding in findings:
-        explanation = Text(finding.explanation, style="dim")
-        table.add_row(marks[finding.status], Text(finding.name, style="bold"), Text(finding.value), explanation)
-    console = Console(highlight=False)
-    console.print(table)
-    for finding in findings:
-        if finding.remedy:
-            console.print(Text(f"\n{finding.name}: {finding.remedy}"), soft_wrap=True)
-
-
-# --- shared ----------------------------------------------------------------------------------------------------------
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

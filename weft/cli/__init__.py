@@ -1,0 +1,45 @@
+"""Command `weft`: the application that has all subcommands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import weft
+from weft.bench.command import bench
+from weft.check.command import check
+from weft.cli import doctor, generate
+from weft.console import Commands, single_valued
+from weft.tune.command import tune
+
+app = typer.Typer(
+    cls=Commands,
+    help="Overlapped multi-GPU kernels in plain Python, and a simulator for machines without a GPU.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"weft {weft.__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Take the flags that stand before a subcommand."""
+
+
+for command in (bench, check, tune):
+    app.command()(single_valued(command))
+app.command()(generate.command)
+app.command()(doctor.doctor)

@@ -100,12 +100,15 @@ def test_ranks_that_found_different_revisions_are_refused(cache):
     [
         (
             "owner/other",
-            "no such directory, and main is not in {hub}; weft downloads nothing: type `hf download owner/other`",
+            "no such directory, and no revision main of it in {hub}; weft downloads nothing: type `hf download owner/other`",
         ),
-        (f"{NAME}@v2", f"no such directory, and v2 is not in {{hub}}; .*: type `hf download {NAME} --revision v2`"),
-        (f"{NAME}@{'c' * 40}", f"{'c' * 40} is not in"),
+        (
+            f"{NAME}@v2",
+            f"no such directory, and no revision v2 of it in {{hub}}; .*: type `hf download {NAME} --revision v2`",
+        ),
+        (f"{NAME}@{'c' * 40}", f"no revision {'c' * 40} of it in "),
         (f"{NAME}@../main", "no such directory; pass a directory with config.json and "),
-        ("a--b/c", "is not in"),
+        ("a--b/c", "no revision main of it in "),
         ("a b/c", "a b/c: no such directory; pass "),
         ("owner/a b", "no such directory; pass "),
         ("a/b/c", "no such directory; pass .*, or a name of the Hugging Face hub, such as Qwen/Qwen3-0.6B"),
@@ -178,13 +181,15 @@ def test_a_process_finds_the_cache_by_the_hub_s_variables_and_connects_to_nothin
     environment[variable] = str(tmp_path if variable == "HF_HOME" else hub)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100)
     assert done.stdout.strip() == str(snapshot), done.stderr
-    assert done.stderr.strip().endswith(f"main is not in {hub}; weft downloads nothing: type `hf download owner/other`")
+    assert done.stderr.strip().endswith(
+        f"no revision main of it in {hub}; weft downloads nothing: type `hf download owner/other`"
+    )
 
 
 def test_the_command_line_says_what_to_type(cache):
     result = CliRunner().invoke(app, ["generate", "--device", "sim", "--model", "Qwen/Qwen3-0.6B"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"weft: model='Qwen/Qwen3-0.6B': no such directory, and main is not in {cache}; weft downloads nothing: type "
-        f"`hf download Qwen/Qwen3-0.6B`\n"
+        f"weft: model='Qwen/Qwen3-0.6B': no such directory, and no revision main of it in {cache}; weft downloads nothing: "
+        f"type `hf download Qwen/Qwen3-0.6B`\n"
     )

@@ -51,7 +51,7 @@ def _snapshot(name: str, repository: str, revision: str | None) -> Path:
         found = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(READ)))
     except (FileNotFoundError, ValueError) as error:  # ValueError: not a name of the hub, such as a--b/c
         part = getattr(error, "snapshot_path", None)
-        what = f"no such directory, and {revision or 'main'} is not in {constants.HF_HUB_CACHE}"
+        what = f"no such directory, and no revision {revision or 'main'} of it in {constants.HF_HUB_CACHE}"
         what = f"{part} is not complete" if part else what
         raise CheckpointError(f"model={quoted(name)}: {what}; weft downloads nothing: type `{remedy}`") from None
     if missing := _missing(found):

@@ -102,12 +102,11 @@ def test_token_ids_are_answered_in_token_ids_without_a_tokenizer(checkpoint):
     assert both.stdout == without.stdout * 2
     # Text is refused before the weights are read.
     (checkpoint / "model.safetensors").write_bytes(b"")
-    for flags in ((), ("--prompt", "1+1=")):
+    for flags in ((), ("--prompt", "1+1="), ("--chat",), (*prompt, "--stop", "9")):
+        result = weft("--model", checkpoint, *flags)
         one_line(
-            weft("--model", checkpoint, *flags), "no tokenizer.json in it, so it reads no text; pass --prompt-token-ids"
+            result, "no tokenizer.json in it, so it has no text; pass --prompt-token-ids 1,2,3 without --stop, or save"
         )
-    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}=")
-    one_line(weft("--model", checkpoint, "--chat"), "no tokenizer.json in it; save the model's fast tokenizer there")
 
 
 def test_runs_as_a_module():

@@ -165,6 +165,12 @@ def _inputs(
     from weft.engine.tokenizer import has_tokenizer
     from weft.models import DecoderConfig
 
+    text = flags.stop or not flags.prompt_token_ids
+    if text and isinstance(model, Path) and not has_tokenizer(model):
+        raise ValueError(
+            f"{model}: no tokenizer.json in it, so it has no text; pass --prompt-token-ids 1,2,3 without --stop, or save the "
+            f"model's fast tokenizer there"
+        )
     if flags.prompt_token_ids:
         if flags.prompt or flags.chat or flags.prompt_tokens is not None:
             raise ValueError(
@@ -181,8 +187,6 @@ def _inputs(
     prompts = flags.prompt or ["123+456="]
     if flags.chat:
         return _as_chat(prompts, model), [f"{prompt}\n" for prompt in prompts]
-    if model is not None and not has_tokenizer(model):
-        raise ValueError(f"{model}: no tokenizer.json in it, so it reads no text; pass --prompt-token-ids 1,2,3")
     return prompts, prompts
 
 

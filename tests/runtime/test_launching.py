@@ -1,9 +1,13 @@
 """``Launch``: a compiled kernel for each kind of arguments; simulated ranks go through Triton's own launch."""
 
+import itertools
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import BaseBackend
+from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 import weft
@@ -35,11 +39,17 @@ X = torch.zeros(64, dtype=torch.float32)
         ((16,), (17,)),  # multiples of 16
         ((3,), (2**31,)),  # 64 bits
         ((3,), (-(2**31) - 1,)),
+        ((2**62,), (2**63,)),  # unsigned
         ((True,), (False,)),
+        ((True,), (1,)),  # i1, not an integer
+        ((False,), (0,)),
         (((3, 16),), ((3, 17),)),  # within tuples
         (((3,),), ((3, 3),)),
         ((3, 16), (16, 3)),
+        ((1, (3,)), ((1,), 3)),
         ((tl.constexpr(3),), (tl.constexpr(5),)),
+        ((tl.constexpr(0),), (3,)),
+        ((tl.constexpr(True),), (tl.constexpr(1),)),
         ((2.0,), (3,)),
     ],
 )
@@ -60,6 +70,16 @@ def test_arguments_that_triton_compiles_apart_have_other_keys(one, other):
 )
 def test_arguments_of_one_kernel_share_a_key(one, other):
     assert kind_of(*one) == kind_of(*other)
+
+
+@pytest.mark.triton_internals
+def test_keys_differ_wherever_tritons_own_differ():
+    values = [True, False, 0, 1, 3, 16, -1, -16, 1.0, 2.5, None, X, X[1:], X[4:], X.half()]
+    values += [sign * (2**bits) + more for bits in (31, 40, 62) for sign in (1, -1) for more in (-1, 0, 1)]
+    values += [2**63, 2**63 + 1, 2**64 - 1]
+    own = [jit.native_specialize_impl(BaseBackend, x, False, True, True) for x in values]
+    for (one, its), (other, others) in itertools.product(zip(values, own, strict=True), repeat=2):
+        assert its == others or kind_of(one) != kind_of(other), (one, its, other, others)
 
 
 def test_simulated_ranks_go_through_tritons_launch(monkeypatch):

@@ -87,24 +87,29 @@ _HOOKS = knobs.runtime
 def _describe(arguments: tuple, kind: list[Any]) -> None:
     """Append to ``kind`` the properties of arguments for which Triton may compile another kernel.
 
-    These are dtypes, the alignment of pointers, and of integers if they are 1, a multiple of 16 or of 64 bits. A team's view is
-    the same at every call.
+    These are dtypes, the alignment of pointers, and of integers whether they are 1, a multiple of 16, of 64 bits, unsigned or
+    bools. A team's view is the same at every call.
     """
     for x in arguments:
         if isinstance(x, torch.Tensor):
             kind.append(x.dtype)
             kind.append(x.data_ptr() & 15)
+        elif x is True or x is False:  # not 1 or 0: a kernel for i1 keeps only the lowest bit of an integer
+            kind += (bool, x)
         elif isinstance(x, int):
-            kind.append(1 if x == 1 else 16 * (x & 15 == 0) + 32 * (not -(2**31) <= x < 2**31))
+            if -(2**31) <= x < 2**31:
+                kind.append(1 if x == 1 else 16 * (x & 15 == 0))
+            else:
+                kind.append((32 if x < 2**63 else 64) + 16 * (x & 15 == 0))
         elif x is None:
             kind.append(None)
         elif isinstance(x, TeamView):
             continue
         elif isinstance(x, tuple):
-            kind.append(len(x))
+            kind.append(~len(x))  # unlike any integer's
             _describe(x, kind)
         elif isinstance(x, tl.constexpr):
-            kind.append(x.value)
+            kind += (tl.constexpr, type(x.value), x.value)
         elif isinstance(x, float):
             kind.append(float)
         else:  # a tensor descriptor, whose base is aligned

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Bytes read between two uses of the same weights: twice the 60 MB L2 of an H200.
-COLD_BYTES = 120e6
 # Errors that end the run.
 FATAL = (Stuck, CallMismatch, PeerFailed, PeerSilent)
 

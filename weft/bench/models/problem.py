@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.bench.harness.provider import Prepared, Verdict
-from weft.bench.harness.workload import COLD_BYTES, DTYPES, Problem, Shape, together
+from weft.bench.harness.workload import DTYPES, Problem, Shape, together
 from weft.bench.models.baseline import Baseline, Cache
 from weft.bench.models.roofline import weights
 from weft.bench.models.sessions import Session, TorchSession, build, in_mode, shard_of
 from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS, Step
+from weft.runtime.capabilities import COLD_BYTES
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:

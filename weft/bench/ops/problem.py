@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.bench.harness.provider import Prepared, Verdict
-from weft.bench.harness.workload import COLD_BYTES, DTYPES, Problem, Shape
+from weft.bench.harness.workload import DTYPES, Problem, Shape
 from weft.ops.case import Draw, Inputs, tolerance
 from weft.ops.gemm.gemm_op import product
 from weft.ops.op import Op
 from weft.plan.planned import AUTO
+from weft.runtime.capabilities import COLD_BYTES
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team

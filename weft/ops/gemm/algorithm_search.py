@@ -27,13 +27,13 @@ from weft.ops.registration import HALVES
 from weft.plan import algorithms, table
 from weft.plan.algorithms import Entry
 from weft.runtime import cublaslt
+from weft.runtime.capabilities import COLD_BYTES
 from weft.runtime.cublaslt import Algorithm
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Bytes read between two uses of the same weights: twice the 60 MB L2 of an H200.
-COLD_BYTES, MOST_WEIGHTS = 120e6, 24
+MOST_WEIGHTS = 24
 # Time of a graph, which holds each weight at least once; rounds of all candidates and of the finalists, each after one to
 # warm up.
 GRAPH_US, ROUNDS, FINAL_ROUNDS, FINALISTS = 500.0, 3, 9, 3

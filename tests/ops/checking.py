@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weft.ops.case import Case, Draw, Inputs, lay_out, tolerance
+from weft.ops.case import Case, Draw, Inputs, error_bound, lay_out
 from weft.ops.op import find_op
 
 Results = list[tuple[Case, int, Any]]
@@ -86,11 +86,7 @@ def assert_close(
     special = ~expected.isfinite()
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     error = torch.where(same, 0.0, (actual - expected).abs())
-    squares = torch.where(special, torch.nan, expected).square()
-    rms = (squares.nanmean(-1, keepdim=True) if by_row else squares.nanmean()).sqrt().nan_to_num(0.0)
-    relative, absolute = tolerance(dtype, terms, partials)
-    # The smallest step of the type, where rounding is no longer relative.
-    bound = relative * expected.abs() + absolute * rms + torch.finfo(dtype).smallest_normal * relative
+    bound = error_bound(torch.where(special, torch.nan, expected), dtype, terms, partials, by_row)
     bad = torch.where(special, ~same, ~(error <= bound))
     if bad.any():
         raise AssertionError(f"{what}: {describe(actual, expected, error, bad)} of {dtype}, sum of {terms}")

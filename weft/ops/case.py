@@ -99,6 +99,21 @@ def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float,
     return eps, 6 * FP32_EPS * math.sqrt(max(terms, 1)) + (3 * eps if partials else 0.0)
 
 
+def error_bound(
+    expected: torch.Tensor, dtype: torch.dtype, terms: int, partials: int = 0, by_row: bool = False
+) -> torch.Tensor:
+    """Largest error of each element of a result in ``dtype``, by ``tolerance``.
+
+    expected  the reference, in fp32 or wider; where it is NaN the bound is NaN, and its RMS is that of the others
+    by_row    the RMS is that of the element's row, not of the whole
+    """
+    squares = expected.square()
+    rms = (squares.nanmean(-1, keepdim=True) if by_row else squares.nanmean()).sqrt().nan_to_num(0.0)
+    relative, absolute = tolerance(dtype, terms, partials)
+    # The type's smallest step, where rounding is no longer relative.
+    return relative * expected.abs() + (absolute * rms + relative * torch.finfo(dtype).smallest_normal)
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Random input tensors of one rank and call of a case.

@@ -11,7 +11,7 @@ import torch
 
 from weft.bench.harness.provider import Prepared, Verdict
 from weft.bench.harness.workload import DTYPES, Problem, Shape
-from weft.ops.case import Draw, Inputs, tolerance
+from weft.ops.case import Draw, Inputs, error_bound
 from weft.ops.gemm.gemm_op import product
 from weft.ops.op import Op
 from weft.plan.planned import AUTO
@@ -126,8 +126,7 @@ class OpProblem(Problem):
             bad = actual != expected
         else:
             terms = self.shape.size[2] if local else accuracy.terms
-            relative, absolute = tolerance(self.dtype, terms, partials=1)
-            bad = ~(error <= relative * expected.abs() + absolute * float(expected.square().mean().sqrt()))
+            bad = ~(error <= error_bound(expected, self.dtype, terms, partials=1))
         count = int(bad.sum())
         wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)

@@ -19,7 +19,7 @@ import torch
 
 from weft.arguments import check_callable, check_instance, check_optional, check_sequence, is_integer, quoted
 from weft.errors import Unsupported
-from weft.ops.case import tolerance
+from weft.ops.case import error_bound
 from weft.ops.gemm import cublas, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall
@@ -202,10 +202,9 @@ class GpuContest:
             return True
         if not cublaslt.matmul(self._a, self._weights[0], self._out.fill_(math.nan), algorithm):
             return False
-        relative, absolute = tolerance(self._out.dtype, self._a.shape[1], partials=1)
         for actual, expected in zip(self._out.split(CHECKED_ROWS), self._answer.split(CHECKED_ROWS), strict=True):
             expected = expected.float()
-            limit = relative * expected.abs() + absolute * expected.square().mean().sqrt()
-            if not bool(((actual.float() - expected).abs_() <= limit).all()):
+            bound = error_bound(expected, self._out.dtype, self._a.shape[1], partials=1)
+            if not bool(((actual.float() - expected).abs_() <= bound).all()):
                 return False
         return True

@@ -62,7 +62,6 @@ class Provider:
     """Way to solve the problems of ``ops``.
 
     make        called by all ranks; may be collective and may raise Unavailable
-
     on_request  on GPUs it runs only if its name or family is given
     rare        on simulated ranks too
     """

@@ -301,7 +301,7 @@ def registers_of(plan: PushPlan, world_size: int) -> int:
 
 def launch(
     kernel: Any,
-    x: torch.Tensor,
+    x: torch.Tensor | tuple,
     out: torch.Tensor,
     n: int,
     tiles: int,

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 from tests.compiling import TARGETS, a_view, compiled
 from weft.ops.collectives.all_gather import all_gather_kernel
 from weft.ops.collectives.all_reduce import all_reduce_kernel
-from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, Normed, Sums, all_reduce_rms_norm_kernel
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, Norm, Summands, all_reduce_rms_norm_kernel
 from weft.ops.collectives.all_to_all import all_to_all_kernel
 from weft.ops.collectives.barrier import barrier_kernel
 from weft.ops.collectives.collective import ONE_HOP, TWO_HOPS, of_world
@@ -38,7 +39,7 @@ KERNELS = {
 } | {
     f"norm_{'two' if two_shot else 'one'}_shot{'_factored' if factored else ''}{'_of_parts' if parts > 1 else ''}": (
         all_reduce_rms_norm_kernel, "lamport",
-        {"TWO_SHOT": two_shot, "DEFERRED": factored, "WIDTH": WIDTH, "PART": 512, "SUMMANDS": parts},
+        {"TWO_SHOT": two_shot, "DEFERRED": factored, "WIDTH": WIDTH, "PART": 512},
     )
     for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTIALS_LEFT)
 }  # fmt: skip
@@ -74,8 +75,10 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
         dtype = torch.int32
     plan = plan or plans(name, world_size)[0]
     x, words = torch.zeros(16, dtype=dtype), torch.zeros(4, dtype=torch.int32)
-    more = (Normed(x, x, x, 1e-6), n, Sums(torch.zeros(4), words)) if name.startswith("norm") else ()
-    first = torch.zeros(16) if name.endswith("of_parts") else x
+    first, more = torch.zeros(16) if name.endswith("of_parts") else x, ()
+    if name.startswith("norm"):
+        summands = tl.constexpr(MAX_PARTIALS_LEFT if name.endswith("of_parts") else 1)
+        first, more = Summands(first, n, summands), (Norm(x, x, x, 1e-6, torch.zeros(4), words),)
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     return compiled(
         kernel, first, x, n, x, words, a_view(world_size), *more, arch=arch,

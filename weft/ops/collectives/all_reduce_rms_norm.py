@@ -69,28 +69,34 @@ PART_BYTES = 512
 ONE_SHOT_LIMIT = all_reduce.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 
-class Normed(NamedTuple):
+class Summands(NamedTuple):
+    """Summands of this rank's x, added up in order; passed to the kernel as the argument ``x``.
+
+    first   [n, WIDTH]; fp32 if there are several
+    stride  elements from one summand to the next
+    count   of summands, a compile-time constant
+    """
+
+    first: torch.Tensor
+    stride: int
+    count: tl.constexpr
+
+
+class Norm(NamedTuple):
     """Tensors of the norm, passed to the kernel as the argument ``norm``.
 
     hidden    [n, WIDTH]  output: the sum with the residual
     residual  [n, WIDTH]
     weight    [WIDTH]
     eps       added to the mean square
+    squares   sums of squares: receive buffers of sum_over_parts; DEFERRED: [n, parts], output
+    counts    [programs]: calls of each; DEFERRED: unused
     """
 
     hidden: torch.Tensor
     residual: torch.Tensor
     weight: torch.Tensor
     eps: float
-
-
-class Sums(NamedTuple):
-    """Memory for the sums of squares of rows, passed to the kernel as the argument ``sums``.
-
-    squares  receive buffers of sum_over_parts; DEFERRED: [n, parts], output
-    counts   [programs]: calls of each; DEFERRED: unused
-    """
-
     squares: torch.Tensor
     counts: torch.Tensor
 
@@ -121,15 +127,13 @@ def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr
 
 @triton.jit
 def all_reduce_rms_norm_kernel(
-    x,  # [n, WIDTH], or SUMMANDS summands of it, fp32
+    x,  # Summands
     normed,  # [n, WIDTH]
     n,
     buffer,  # Slots, in hidden's dtype
     epochs,
     team,
-    norm,  # Normed
-    partial_stride,  # elements from one summand to the next
-    sums,  # Sums
+    norm,  # Norm
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
@@ -137,11 +141,10 @@ def all_reduce_rms_norm_kernel(
     PART: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     DEFERRED: tl.constexpr,
-    SUMMANDS: tl.constexpr,
 ):
     """hidden = sum over ranks of x + residual, normed = norm(hidden) * weight
 
-    DEFERRED   normed = hidden * weight, and sums.squares[t, p] = sum(hidden[t, part p]^2) / WIDTH
+    DEFERRED   normed = hidden * weight, and norm.squares[t, p] = sum(hidden[t, part p]^2) / WIDTH
     grid       (groups * parts,), parts = WIDTH / PART rounded up; group g has every groups-th tile, its program p the columns
                from p * PART on
     one-shot   a tile is a row, sent and received once
@@ -165,7 +168,7 @@ def all_reduce_rms_norm_kernel(
     epoch = wl.next_epoch(epochs + program)
     count = 0
     if not DEFERRED:
-        count = wl.next_epoch(sums.counts + program)
+        count = wl.next_epoch(norm.counts + program)
     if TWO_SHOT:
         ranks = tl.arange(0, ROWS)[:, None]
         ordered = clears_in_order(slot, 2 * tl.cdiv(tl.cdiv(n, world), groups), PART)
@@ -174,12 +177,12 @@ def all_reduce_rms_norm_kernel(
             rest = tl.cast(n - first, tl.int32)
             to_peer = send_order(team, ROWS)[:, None]
             there = is_sent(team, ROWS) & (to_peer < rest) & inside[None, :]
-            asked = x + (first + to_peer) * WIDTH + columns[None, :]
-            rows = rounded_sum(asked, there, partial_stride, SUMMANDS, dtype)
+            asked = x.first + (first + to_peer) * WIDTH + columns[None, :]
+            rows = rounded_sum(asked, there, x.stride, x.count, dtype)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
-            own = rounded_sum(x + mine, exists, partial_stride, SUMMANDS, dtype)
+            own = rounded_sum(x.first + mine, exists, x.stride, x.count, dtype)
             before = tl.load(norm.residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
@@ -189,10 +192,10 @@ def all_reduce_rms_norm_kernel(
             here = is_rank(team, ROWS) & (ranks < rest)
             if DEFERRED:
                 at = (first + ranks) * parts + program % parts
-                tl.store(sums.squares + at, (squares_of(whole) / WIDTH)[:, None], mask=here)
+                tl.store(norm.squares + at, (squares_of(whole) / WIDTH)[:, None], mask=here)
                 result = whole.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
-                squares = sum_over_parts(squares_of(whole), sums.squares, count, parts, team, ROWS)
+                squares = sum_over_parts(squares_of(whole), norm.squares, count, parts, team, ROWS)
                 result = rms_norm(whole, squares, scale, norm.eps, WIDTH)
             tl.store(norm.hidden + place, whole, mask=here & inside[None, :])
             tl.store(normed + place, result.to(dtype), mask=here & inside[None, :])
@@ -202,17 +205,17 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = rounded_sum(x + place, inside, partial_stride, SUMMANDS, dtype)
+            own = rounded_sum(x.first + place, inside, x.stride, x.count, dtype)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             total = (sum_of_ranks(received) + before).to(dtype)[None, :]
             if DEFERRED:
                 at = tl.cast(row, tl.int64) * parts + program % parts
-                tl.store(sums.squares + at + tl.arange(0, 1), squares_of(total) / WIDTH)
+                tl.store(norm.squares + at + tl.arange(0, 1), squares_of(total) / WIDTH)
                 result = total.to(tl.float32) * scale.to(tl.float32)[None, :]
             else:
-                squares = sum_over_parts(squares_of(total), sums.squares, count, parts, team, 1)
+                squares = sum_over_parts(squares_of(total), norm.squares, count, parts, team, 1)
                 result = rms_norm(total, squares, scale, norm.eps, WIDTH)
             here = place[None, :]
             tl.store(norm.hidden + here, total, mask=inside[None, :])
@@ -221,7 +224,7 @@ def all_reduce_rms_norm_kernel(
             count += 1
     keep_epoch(epochs, epoch - 1)
     if not DEFERRED:
-        keep_epoch(sums.counts, count - 1)
+        keep_epoch(norm.counts, count - 1)
 
 
 class NormCall(NamedTuple):
@@ -354,26 +357,23 @@ class AllReduceRMSNorm(Op):
             tiles = cdiv(rows, team.size) if two_shot else rows
             programs = slots_of(team, plan, itemsize).programs // parts * parts
             if squares is not None:
-                sums = Sums(squares, squares)
+                sums = squares, squares
             else:
                 sums = _sums(team, plan, itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
-            norm = Normed(hidden, residual.contiguous(), weight.contiguous(), eps)
+            summands = tl.constexpr(x.shape[0] if x.dim() > residual.dim() else 1)
             launch(
                 all_reduce_rms_norm_kernel,
-                x.contiguous(),
+                Summands(x.contiguous(), residual.numel(), summands),
                 normed,
                 rows,
                 min(tiles * parts, programs),
                 team,
                 plan,
-                norm,
-                residual.numel(),
-                sums,
+                Norm(hidden, residual.contiguous(), weight.contiguous(), eps, *sums),
                 WIDTH=width,
                 PART=plan.row_bytes // itemsize,
                 TWO_SHOT=two_shot,
                 DEFERRED=deferred,
-                SUMMANDS=x.shape[0] if x.dim() > residual.dim() else 1,
             )
         return (normed, hidden) if squares is None else (normed, hidden, squares)
 
@@ -412,18 +412,19 @@ _DEFERRED = AllReduceDeferredNorm()
 define(_DEFERRED)
 
 
-def _sums(team: Team, plan: PushPlan, itemsize: int, rows: int, parts: int) -> Sums:
-    """Workspace of ``sum_over_parts``, keyed by rows and parts; receive buffers are unwritten at first.
+def _sums(team: Team, plan: PushPlan, itemsize: int, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Workspace for ``Norm``'s squares and counts, keyed by rows and parts.
 
-    Rows and parts give the layout, and the programs of a row must have made equally many calls.
+    Receive buffers are unwritten at first. Rows and parts give the layout, and the programs of a row must have made equally
+    many calls.
     """
 
-    def make() -> Sums:
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
         programs = slots_of(team, plan, itemsize).programs
         sums = team.local((programs, STAGES.value, rows, parts), torch.float32)
         word, bits = UNWRITTEN[4]
         sums.view(word).fill_(bits)
-        return Sums(sums, team.local((programs,), torch.int32))
+        return sums, team.local((programs,), torch.int32)
 
     return team.workspace(("sums over parts", plan, itemsize, rows, parts), make)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import weft
-from weft.kernels.gemm_tile import SplitK
+from weft.kernels.gemm_tile import Sizes, SplitK
 from weft.kernels.tile_schedule import as_argument, make_tiles, tile_table
 from weft.ops.gemm.matmul import matmul_kernel
 from weft.ops.gemm.tile import Tile
@@ -43,8 +43,8 @@ def test_the_kernel_computes_panels_of_different_sizes():
         tiles = make_tiles(16 * len(table), 16, panels=1, block_m=16, block_n=16, group=1)
         split = SplitK(torch.zeros(1), torch.zeros(1, dtype=torch.int32))
         matmul_kernel[(3,)](
-            a, K, b, K, out, split, len(a), N, K, as_argument(tiles), table, tile.block(False), num_warps=4
-        )  # fmt: skip
+            a, b, out, split, len(a), Sizes(N, K, K, K), as_argument(tiles), table, tile.block(False), num_warps=4
+        )
         return out
 
     torch.testing.assert_close(weft.simulate(main, 1)[0], (a.double() @ b.double().T).float())

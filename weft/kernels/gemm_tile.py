@@ -44,6 +44,20 @@ class Operand(NamedTuple):
     rows: tl.tensor
 
 
+class Sizes(NamedTuple):
+    """Sizes of a GEMM a[M, K] @ b[N, K].T, passed to kernels as the argument ``sizes``.
+
+    M is an argument of its own: kernels are compiled for N, K and strides that are multiples of 16, but not for each M's.
+
+    a_stride, b_stride  elements from row to row
+    """
+
+    N: tl.tensor
+    K: tl.tensor
+    a_stride: tl.tensor
+    b_stride: tl.tensor
+
+
 class Outgoing(NamedTuple):
     """A copy that a GEMM makes along K: target[0 : count] = source[0 : count]; count 0 for none."""
 

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
-from weft.kernels.gemm_tile import SplitK
+from weft.kernels.gemm_tile import Sizes, SplitK
 from weft.kernels.operands import descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, make_tiles
 from weft.ops.gemm.matmul import matmul_kernel
@@ -67,11 +67,11 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
     panels = 1 if op in ("matmul", "matmul_all_reduce") else world_size
     tiles = make_tiles(rows, N, panels=panels, block_m=tile.block_m, block_n=tile.block_n, group=tile.group, chunks=4)
     tiles = as_argument(tiles._replace(whole=tiles.count - 5))
-    split, team = SplitK(torch.zeros(8), WORDS), a_view(world_size)
+    split, team, sizes = SplitK(torch.zeros(8), WORDS), a_view(world_size), Sizes(N, K, K, K)
     block = tile.block(descriptors, getattr(chosen, "piece", 1))
     options = tile.options(descriptors, arch)
     if op == "matmul":
-        return compiled(matmul_kernel, a, K, b, K, x, split, rows, N, K, tiles, None, block, arch=arch, **options)
+        return compiled(matmul_kernel, a, b, x, split, rows, sizes, tiles, None, block, arch=arch, **options)
     if op == "all_gather_matmul":
         return compiled(
             all_gather_matmul_kernel, a, K, a, b, K, x, LANDED, split, rows, N, K, tiles, block, team, arch=arch,
@@ -79,7 +79,7 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
         )  # fmt: skip
     buffers = Buffers(x, WORDS, WORDS, x, WORDS, 1 << 20, 1 << 12)
     return compiled(
-        matmul_reduce_kernel, a, K, b, K, x, x, buffers, split, world_size * rows, N, K, tiles, block, team, arch=arch,
+        matmul_reduce_kernel, a, b, x, x, buffers, split, world_size * rows, sizes, tiles, block, team, arch=arch,
         LOCAL_FIRST=own_first, REPLICATE=op == "matmul_all_reduce", launch_cooperative_grid=True, **options,
     )  # fmt: skip
 

@@ -51,17 +51,18 @@ class Persistent:
 
 
 @triton.jit(do_not_specialize=["M"])
-def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, table, block):
+def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block):
     """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,)
 
+    sizes  ``Sizes``; split: ``SplitK``; tiles: ``Tiles`` as an argument; block: ``Block``
     tiles  those from place ``tiles.whole`` on are split along K
     table  None: the tiles of one panel of M rows; else a ``tile_table``, whose panels may differ in size
 
     signals, waits  none: the last program to leave a partial of a split tile adds all of them up (join_partials)
     """
     tiles = from_argument(tiles)
-    a, b = Operand(a, a_stride, M), Operand(b, b_stride, N)
-    depth = tl.cdiv(K, block.k)
+    a, b = Operand(a, sizes.a_stride, M), Operand(b, sizes.b_stride, sizes.N)
+    depth = tl.cdiv(sizes.K, block.k)
     for step in range(0, work_steps(tiles, depth)):
         number, first, last = work_at(step, tiles, depth)
         if table is None:
@@ -70,13 +71,13 @@ def matmul_kernel(a, a_stride, b, b_stride, out, split, M, N, K, tiles, table, b
         else:
             owner, row, limit, tile_column = look_up(number, table)
         column = tile_column * block.n
-        acc = gemm_tile(a, b, row, column, K, first, last, Outgoing(out, out, 0), block, False)
+        acc = gemm_tile(a, b, row, column, sizes.K, first, last, Outgoing(out, out, 0), block, False)
         if last - first == depth:
-            store_tile(out, acc, row, column, 0, limit, N)
+            store_tile(out, acc, row, column, 0, limit, sizes.N)
         elif leave_partial(acc, split, number, tiles, depth, block):
             for at in range(0, block.m, block.join_rows):
                 x = join_partials(split, number, at, tiles, depth, block)
-                store_tile(out, x, row + at, column, 0, limit, N)
+                store_tile(out, x, row + at, column, 0, limit, sizes.N)
 
 
 def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
@@ -165,7 +166,7 @@ class Matmul(LocalGemm):
 
 
 def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    (M, K), N, tile, caps = a.shape, b.shape[0], design.tile, capabilities_of(a.device)
+    M, N, tile, caps = a.shape[0], b.shape[0], design.tile, capabilities_of(a.device)
     tiles = make_tiles(M, N, panels=1, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
     out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     programs = min(caps.sms, tiles.count * (MAX_PARTIALS.value if design.split else 1))
@@ -176,8 +177,7 @@ def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> tor
         out,
         _split_scratch(a.device, tiles.count - tiles.whole, programs, tile),
         M,
-        N,
-        K,
+        persistent.sizes_of(a, b),
         as_argument(tiles),
         None,
         tile.block(descriptors),

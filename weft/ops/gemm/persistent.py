@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weft.kernels.gemm_tile import SplitK
+from weft.kernels.gemm_tile import Sizes, SplitK
 from weft.kernels.operands import can_describe, descriptor_or_self, row_stride
 from weft.kernels.tile_schedule import MAX_PARTIALS, Tiles, whole_places
 from weft.ops.gemm.tile import Tile
@@ -39,11 +39,16 @@ def agree(op: str, team: Team, names: tuple[str, ...], values: tuple[Any, ...]) 
     seen.add((op, values))
 
 
-def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> tuple[tuple, bool]:
-    """Kernel arguments (a, a_stride, b, b_stride), and True if a and b are descriptors."""
+def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> tuple[tuple[Any, Any], bool]:
+    """Kernel arguments (a, b), and True if they are descriptors."""
     descriptors = can_describe(a, b)
-    one = descriptor_or_self(a, tile.block_m, tile.block_k, descriptors), row_stride(a)
-    return (*one, descriptor_or_self(b, tile.block_n, tile.block_k, descriptors), row_stride(b)), descriptors
+    one = descriptor_or_self(a, tile.block_m, tile.block_k, descriptors)
+    return (one, descriptor_or_self(b, tile.block_n, tile.block_k, descriptors)), descriptors
+
+
+def sizes_of(a: torch.Tensor, b: torch.Tensor) -> Sizes:
+    """Kernel argument ``sizes`` of a GEMM a @ b.T of operands with dense rows."""
+    return Sizes(*b.shape, row_stride(a), row_stride(b))
 
 
 def programs_for(team: Team, tiles: Tiles, tile: Tile, split: bool) -> int:

@@ -116,16 +116,13 @@ class Target(NamedTuple):
 @triton.jit(do_not_specialize=["M"])
 def matmul_reduce_kernel(
     a,
-    a_stride,
     b,
-    b_stride,
     out,
     send,
     buffers,
     split,
     M,
-    N,
-    K,
+    sizes,
     tiles,
     block,
     team,
@@ -140,7 +137,7 @@ def matmul_reduce_kernel(
     LOCAL_FIRST  a has the rows of ranks me, me + 1, … (mod W) in this order, else in rank order
 
     send     [programs, tile]: this rank's; a program's finished tile, while it goes to its owner
-    buffers  ``Buffers``; split: ``SplitK``; tiles: ``Tiles`` as an argument; block: ``Block``
+    buffers  ``Buffers``; sizes: ``Sizes``; split: ``SplitK``; tiles: ``Tiles`` as an argument; block: ``Block``
 
     signals  every rank s, per tile of owner o: stores the tile at o, then arrived[buffer of s, t] = epoch at o
              REPLICATE, the owner, per own tile: stores the sum at every peer, then ready[number] = epoch there
@@ -168,7 +165,7 @@ def matmul_reduce_kernel(
     # In pieces, so that a receive buffer's elements fit beside the accumulator: whole tiles spill up to 168 bytes a thread.
     HALVES: tl.constexpr = 2 if TILE > 8192 else 1
     me = wl.rank(team)
-    a, b = Operand(a, a_stride, M), Operand(b, b_stride, N)
+    a, b = Operand(a, sizes.a_stride, M), Operand(b, sizes.b_stride, sizes.N)
     rows = M if REPLICATE else M // world
     tiles = from_argument(tiles)
     now = wl.next_epoch(buffers.epoch)
@@ -178,7 +175,7 @@ def matmul_reduce_kernel(
     start = first_tile((me + 1) % world, tiles, world)
     send += tl.program_id(0) * TILE
     sending = -1  # the number of the tile in the send buffer
-    depth = tl.cdiv(K, block.k)
+    depth = tl.cdiv(sizes.K, block.k)
     steps = work_steps(tiles, depth)
     for step in range(0, steps):
         place, first, last = work_at(step, tiles, depth)
@@ -191,7 +188,7 @@ def matmul_reduce_kernel(
         buffer = buffer_of(me, receiver, world)
         there = received + tl.cast(buffer, tl.int64) * buffers.buffer_size + sent.to(tl.int64) * TILE
         outgoing = Outgoing(send, wl.symm_at(there, receiver, team), tl.where(sending < 0, 0, TILE))
-        acc = gemm_tile(a, b, first_row + row, column, K, first, last, outgoing, block, True)
+        acc = gemm_tile(a, b, first_row + row, column, sizes.K, first, last, outgoing, block, True)
         if sending >= 0:
             wl.notify(buffers.arrived + buffer * buffers.flags + sent, receiver, now, team)
             sending = -1
@@ -213,7 +210,7 @@ def matmul_reduce_kernel(
             else:
                 there = wl.symm_at(here + tl.cast(buffer, tl.int64) * buffers.buffer_size, owner, team)
                 tl.debug_barrier()  # all threads have sent their part of the send buffer
-            target = Target(owner == me, last_step, here, there, result, send, row, column, rows, N)
+            target = Target(owner == me, last_step, here, there, result, send, row, column, rows, sizes.N)
             if last - first == depth:
                 pieces = halves(acc) if HALVES > 1 else (acc,)
                 for part in tl.static_range(HALVES):
@@ -239,7 +236,7 @@ def matmul_reduce_kernel(
             panel, chunk, tile_row, tile_column = locate(number, tiles)
             wl.wait(buffers.ready + number, now, team)
             total = tl.load(buffers.results + number.to(tl.int64) * TILE + packed(block.m, block.n, block.n))
-            store_tile(out, total, tile_row * block.m, tile_column * block.n, 0, M, N)
+            store_tile(out, total, tile_row * block.m, tile_column * block.n, 0, M, sizes.N)
     wl.advance_epoch(buffers.epoch, now)
 
 
@@ -285,7 +282,7 @@ def launch(
     replicate: bool = False,
 ) -> None:
     """Run the kernel on operands with dense rows. tiles: those of the whole result, none split along K."""
-    (M, K), N, tile = a.shape, b.shape[0], design.tile
+    tile = design.tile
     scratch = persistent.scratch_for(team, tile, a.dtype)
     programs = persistent.programs_for(team, tiles, tile, design.split)
     tiles = persistent.with_split(tiles, programs, design.split)
@@ -297,6 +294,17 @@ def launch(
 
     prepared = launch_of(team, matmul_reduce_kernel, (design, descriptors, local_first, replicate), constants)
     block = tile.block(descriptors, design.piece)
+    sizes = persistent.sizes_of(a, b)
     prepared(
-        programs, *operands, out, scratch.send, buffers, scratch.split, M, N, K, as_argument(tiles), block, team.view
+        programs,
+        *operands,
+        out,
+        scratch.send,
+        buffers,
+        scratch.split,
+        a.shape[0],
+        sizes,
+        as_argument(tiles),
+        block,
+        team.view,
     )

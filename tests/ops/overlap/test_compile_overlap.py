@@ -74,7 +74,7 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
         return compiled(matmul_kernel, a, b, x, split, rows, sizes, tiles, None, block, arch=arch, **options)
     if op == "all_gather_matmul":
         return compiled(
-            all_gather_matmul_kernel, a, K, a, b, K, x, LANDED, split, rows, N, K, tiles, block, team, arch=arch,
+            all_gather_matmul_kernel, a, a, b, x, LANDED, split, rows, sizes, tiles, block, team, arch=arch,
             FLATTEN=chosen.flatten, LOCAL_FIRST=own_first, **options,
         )  # fmt: skip
     buffers = Buffers(x, WORDS, WORDS, x, WORDS, 1 << 20, 1 << 12)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.gemm_tile import Operand, Outgoing, gemm_tile, join_partials, leave_partial, store_tile
-from weft.kernels.operands import can_describe, descriptor_or_self, row_stride, rows_contiguous
+from weft.kernels.operands import can_describe, descriptor_or_self, rows_contiguous
 from weft.kernels.tile_schedule import (
     as_argument,
     at_place,
@@ -95,16 +95,13 @@ class Pipelined:
 @triton.jit(do_not_specialize=["rows"])
 def all_gather_matmul_kernel(
     shard,
-    shard_stride,
     gathered,
     b,
-    b_stride,
     out,
     landed,
     split,
     rows,
-    N,
-    K,
+    sizes,
     tiles,
     block,
     team,
@@ -118,6 +115,7 @@ def all_gather_matmul_kernel(
     gathered  [W * panel, K]  symmetric, a half of A_full: shard s from row s * panel on; a panel is whole tiles
     landed    channel: signals the arrival of chunk c of rank s; begin_kernel has begun the call
     split     ``SplitK``; no tile of the own shard is split
+    sizes     ``Sizes``, where A is the shard; tiles: ``Tiles`` as an argument; block: ``Block``
 
     signals   copy engine of rank s, after each chunk c of its shard
     waits     before the first tile of a chunk: chunk c of rank s; the own shard is read in place
@@ -135,19 +133,19 @@ def all_gather_matmul_kernel(
     programs = tl.num_programs(0)
     own = tiles.count // world
     panel_rows = tiles.rows * block.m
-    b = Operand(b, b_stride, N)
-    shard, gathered = Operand(shard, shard_stride, rows), Operand(gathered, K, world * panel_rows)
+    b = Operand(b, sizes.b_stride, sizes.N)
+    shard, gathered = Operand(shard, sizes.a_stride, rows), Operand(gathered, sizes.K, world * panel_rows)
     nothing = Outgoing(out, out, 0)
     # Separate loops in place of a branch in one: Triton allocates shared memory for the operands of both GEMMs unless one
     # loop follows the other.
-    depth = tl.cdiv(K, block.k)
+    depth = tl.cdiv(sizes.K, block.k)
     program = tl.program_id(0)
     first_row = place_of(me, me, world, LOCAL_FIRST) * rows
     for place in tl.range(program, own, programs, flatten=FLATTEN):
         panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * block.m, tile_column * block.n
-        acc = gemm_tile(shard, b, row, column, K, 0, depth, nothing, block, False)
-        store_tile(out, acc, row, column, first_row, rows, N)
+        acc = gemm_tile(shard, b, row, column, sizes.K, 0, depth, nothing, block, False)
+        store_tile(out, acc, row, column, first_row, rows, sizes.N)
     of_chunk = tiles.chunk * tiles.columns
     chunks = tl.cdiv(tiles.rows, tiles.chunk)
     for part in range(0, (world - 1) * chunks):
@@ -163,21 +161,21 @@ def all_gather_matmul_kernel(
         for place in tl.range(first_place, end, programs, flatten=FLATTEN):
             panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
             row, column = tile_row * block.m, tile_column * block.n
-            acc = gemm_tile(gathered, b, owner * panel_rows + row, column, K, 0, depth, nothing, block, False)
-            store_tile(out, acc, row, column, first_row, rows, N)
+            acc = gemm_tile(gathered, b, owner * panel_rows + row, column, sizes.K, 0, depth, nothing, block, False)
+            store_tile(out, acc, row, column, first_row, rows, sizes.N)
     for step in range(wholes_of(tiles.whole), work_steps(tiles, depth)):
         place, first, last = work_at(step, tiles, depth)
         owner, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * block.m, tile_column * block.n
         wl.chunk_wait(call, owner, chunk, team)
         first_row = place_of(owner, me, world, LOCAL_FIRST) * rows
-        acc = gemm_tile(gathered, b, owner * panel_rows + row, column, K, first, last, nothing, block, False)
+        acc = gemm_tile(gathered, b, owner * panel_rows + row, column, sizes.K, first, last, nothing, block, False)
         if last - first == depth:
-            store_tile(out, acc, row, column, first_row, rows, N)
+            store_tile(out, acc, row, column, first_row, rows, sizes.N)
         elif leave_partial(acc, split, place, tiles, depth, block):
             for at in range(0, block.m, block.join_rows):
                 x = join_partials(split, place, at, tiles, depth, block)
-                store_tile(out, x, row + at, column, first_row, rows, N)
+                store_tile(out, x, row + at, column, first_row, rows, sizes.N)
 
 
 def all_gather_matmul(
@@ -446,16 +444,13 @@ def _run_fused(
         launch(
             programs,
             descriptor_or_self(shard, tile.block_m, tile.block_k, descriptors),
-            row_stride(shard),
             descriptor_or_self(gathered, tile.block_m, tile.block_k, descriptors),
             descriptor_or_self(b, tile.block_n, tile.block_k, descriptors),
-            row_stride(b),
             out,
             channel.landed.view,
             scratch.split,
             rows,
-            N,
-            K,
+            persistent.sizes_of(shard, b),
             as_argument(tiles),
             tile.block(descriptors),
             team.view,

@@ -9,6 +9,7 @@ from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
 from tests.ops.checking import assert_close, assert_identical
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.gemm_tile import Sizes
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self
 from weft.ops import local
 from weft.ops.case import BF16, FP16, FP32
@@ -178,7 +179,7 @@ def built(arch, M, N, K, gated, dtype=BF16, squares=0, partials=False):
     rows, weight = (descriptor_or_self(x, block, design.block_k, True) for block in (design.block_m, design.block_n))
     out = torch.zeros(8) if design.partials > 1 else x
     kernel = compiled(
-        small_m.small_m_kernel, rows, weight, x, K, out, M, N, K, design.partials, design.ahead,
+        small_m.small_m_kernel, rows, weight, x, out, M, Sizes(N, K, K, K), design.partials, design.ahead,
         RowScales(torch.zeros(8), 1e-6), small_m.block_of(design), arch=arch, SQUARES=squares,
         **small_m.constants(design, gated), **launch_options(caps),
     )  # fmt: skip

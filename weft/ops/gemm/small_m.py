@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.gemm_tile import Block, Operand, Outgoing, gemm_tile
+from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self, row_stride
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
@@ -82,11 +82,9 @@ def small_m_kernel(
     x,
     weight,
     weight_rows,
-    stride,
     out,
     M,
-    N,
-    K,
+    sizes,
     partials,
     ahead,
     scales,
@@ -98,7 +96,8 @@ def small_m_kernel(
     """out[M, N] = x @ weight.T, gated as above        grid: (tiles * partials,)
 
     The programs of a tile have consecutive ids.
-    x, weight       descriptors; weight_rows, stride: the same weight as pointer and row stride, for the prefetch
+    x, weight       descriptors; weight_rows: the same weight as a pointer, for the prefetch
+    sizes           ``Sizes``, where A is x and B the weight; N is that of out
     out             [M, N] if partials is 1; else fp32 [partials, 1 or 2 if GATED, M, N], which sum_partials_kernel adds up
     scales          ``RowScales`` of SQUARES parts, by which row m's results are multiplied. SQUARES 0: none
     block           ``Block``: block.m rows of x and block.n of the weight; if TRANSPOSED the other way round
@@ -115,14 +114,14 @@ def small_m_kernel(
     part, tile = tl.program_id(0) % partials, tl.program_id(0) // partials
     tile_rows = tl.cdiv(M, BLOCK_M)
     row, column = tile % tile_rows * BLOCK_M, tile // tile_rows * BLOCK_N
-    depth = tl.cdiv(K, BLOCK_K)
+    depth = tl.cdiv(sizes.K, BLOCK_K)
     first, last = part * depth // partials, (part + 1) * depth // partials
     if ahead > 0:
         start = first * BLOCK_K
-        columns = min(ahead, min(last * BLOCK_K, K) - start) // 64 * 64
+        columns = min(ahead, min(last * BLOCK_K, sizes.K) - start) // 64 * 64
         for half in tl.static_range(halves):
-            of_half = weight_rows + half * tl.cast(N, tl.int64) * stride
-            prefetch_columns(of_half, stride, column, N, start, columns, BLOCK_N)
+            of_half = weight_rows + half * tl.cast(sizes.N, tl.int64) * sizes.b_stride
+            prefetch_columns(of_half, sizes.b_stride, column, sizes.N, start, columns, BLOCK_N)
     wl.wait_for_previous_kernel()
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     if SQUARES > 0:
@@ -131,13 +130,13 @@ def small_m_kernel(
         asked = scales.squares + m[:, None] * SQUARES + of_row[None, :]
         of_rows = tl.load(asked, mask=(m < M)[:, None] & (of_row < SQUARES)[None, :], other=0.0)
     if GATED:
-        acc, up = gated_tile(x, weight, N, row, column, first, last, block, TRANSPOSED)
+        acc, up = gated_tile(x, weight, sizes.N, row, column, first, last, block, TRANSPOSED)
     elif TRANSPOSED:
-        weights, rows = Operand(weight, stride, N), Operand(x, K, M)
-        acc = gemm_tile(weights, rows, column, row, K, first, last, Outgoing(out, out, 0), block, False)
+        weights, rows = Operand(weight, sizes.b_stride, sizes.N), Operand(x, sizes.a_stride, M)
+        acc = gemm_tile(weights, rows, column, row, sizes.K, first, last, Outgoing(out, out, 0), block, False)
     else:
-        weights, rows = Operand(weight, stride, N), Operand(x, K, M)
-        acc = gemm_tile(rows, weights, row, column, K, first, last, Outgoing(out, out, 0), block, False)
+        weights, rows = Operand(weight, sizes.b_stride, sizes.N), Operand(x, sizes.a_stride, M)
+        acc = gemm_tile(rows, weights, row, column, sizes.K, first, last, Outgoing(out, out, 0), block, False)
     # Not earlier: the next GEMM's programs would compete with these for the memory. 33.0 us; at the start of the kernel 36.9
     # (H200, in series, 16 x 12800 x 5120 gated).
     wl.let_next_kernel_start()
@@ -151,12 +150,12 @@ def small_m_kernel(
         if GATED:
             up *= factor
     if TRANSPOSED:
-        at = m[None, :].to(tl.int64) * N + n[:, None]
-        mask = (m < M)[None, :] & (n < N)[:, None]
+        at = m[None, :].to(tl.int64) * sizes.N + n[:, None]
+        mask = (m < M)[None, :] & (n < sizes.N)[:, None]
     else:
-        at = m[:, None].to(tl.int64) * N + n[None, :]
-        mask = (m < M)[:, None] & (n < N)[None, :]
-    size = tl.cast(M, tl.int64) * N
+        at = m[:, None].to(tl.int64) * sizes.N + n[None, :]
+        mask = (m < M)[:, None] & (n < sizes.N)[None, :]
+    size = tl.cast(M, tl.int64) * sizes.N
     out += part * halves * size
     if GATED:
         if partials == 1:
@@ -219,11 +218,9 @@ def run(
         descriptor_or_self(x, design.block_m, design.block_k, True),
         descriptor_or_self(weight, design.block_n, design.block_k, True),
         weight,
-        row_stride(weight),
         sums,
         M,
-        N,
-        K,
+        Sizes(N, K, row_stride(x), row_stride(weight)),
         partials,
         design.ahead,
         scales or RowScales(sums, 0.0),

@@ -1,11 +1,15 @@
 """What all tests share: the `gpu` marker, the choice of tests for another Triton, one CPU thread a worker."""
 
 import functools
+import signal
 
 import pytest
 import torch
 
 import weft
+
+# A shell that starts `make test` in the background has SIGINT ignored, and tests of interrupts would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Several workers share few cores, and simulated tiles are small: more threads only get in each other's way.
 torch.set_num_threads(1)

@@ -13,13 +13,17 @@ WORLD_SIZES = (1, 2, 3, 4, 8)
 
 
 def tables():
+    """Every case in two or three calls, of eight ranks' GEMMs every second one; under the marker ``sweep`` all in three."""
     for op in registered():
         for world_size in WORLD_SIZES:
             cases = [case for case in op.cases() if case.world_size == world_size]
+            # Simulated GEMMs of eight ranks take longest.
+            few = cases[::2] if world_size == 8 and isinstance(op, GemmOp) else cases
+            calls, name = 3 if world_size in (2, 3) else 2, f"{op.name}-W{world_size}"
             if cases:
-                # Simulated GEMMs of eight ranks take longest; one rank's calls share nothing that a third would show.
-                calls = 2 if world_size == 1 or (world_size == 8 and isinstance(op, GemmOp)) else 3
-                yield pytest.param(cases, world_size, calls, id=f"{op.name}-W{world_size}")
+                yield pytest.param(few, world_size, calls, id=name)
+            if (few, calls) != (cases, 3) and world_size > 1:
+                yield pytest.param(cases, world_size, 3, id=f"{name}-sweep", marks=pytest.mark.sweep)
 
 
 @pytest.mark.parametrize(("cases", "world_size", "calls"), list(tables()))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import weft
 import weft.check
 from tests.ops.checking import assert_identical, check_replicated, run_cases
+from tests.sampled import sampled
 from weft import ops
 from weft.ops.case import BF16, FP32, Case
 from weft.ops.collectives import copy_engine
@@ -62,8 +63,13 @@ def run_in_turn(team, cases):
     return run_cases(team, cases, calls=1)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("world_size", "slow"), [(2, {1: 20.0}), (3, None), (4, {0: 20.0})])
+@pytest.mark.parametrize(
+    ("world_size", "slow", "seed"),
+    sampled(
+        ((*ranks, seed) for ranks in ((2, {1: 20.0}), (3, None), (4, {0: 20.0})) for seed in range(3)),
+        lambda world_size, slow, seed: seed == world_size - 2,
+    ),
+)
 def test_both_designs_in_turn(world_size, slow, seed):
     cases = list(in_turn(world_size))
     check_replicated(weft.simulate(run_in_turn, world_size, seed=seed, slow=slow, args=(cases,)))
@@ -73,14 +79,15 @@ def test_both_designs_in_turn(world_size, slow, seed):
 def test_what_the_slots_cannot_hold_goes_in_rounds(monkeypatch, world_size):
     monkeypatch.setattr(copy_engine, "ROUND_BYTES", 512)
     cases = [case for case in in_turn(world_size) if case.design == "copy_engine"]
-    check_replicated(weft.simulate(run_in_turn, world_size, seed=world_size, args=(cases,)))
 
     def main(team):
-        run_in_turn(team, cases)
+        results = run_in_turn(team, cases)
         (space,) = team.workspace(STAGING, dict).values()
-        return space.buffers.numel()
+        return results, space.buffers.numel()
 
-    assert set(weft.simulate(main, world_size)) == {1 << 16}
+    results, sizes = zip(*weft.simulate(main, world_size, seed=world_size), strict=True)
+    check_replicated(results)
+    assert set(sizes) == {1 << 16}
 
 
 def test_the_same_bits_from_run_to_run():

@@ -270,6 +270,9 @@ _OPS: dict[str, Op] = {}
 def define(op: Op) -> None:
     """Define ``torch.ops.weft.NAME``.
 
+    Without ``register`` it is another signature of a registered op, and asks that one's plan; ``explain``, ``weft tune`` and
+    the tests know such calls as variants and fields of that one (``gemm+deferred_norm``).
+
     A call passes the dispatcher and ``forward`` only; under autograd, but not in ``torch.inference_mode()``, torch's own
     wrapper of the formula comes before them. ``torch.library.custom_op`` would wrap the kernel several times (a check that no
     output aliases an input, a guard against Dynamo, a counter of mutations). Its promises to torch.compile are the same.

@@ -1,4 +1,7 @@
-"""Barrier on the stream: work behind it comes after all ranks' work before it."""
+"""Barrier on the stream: work behind it comes after all ranks' work before it.
+
+It is no ``Op``: without tensors and with one design there is nothing to plan, explain or tune.
+"""
 
 from __future__ import annotations
 

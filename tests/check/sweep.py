@@ -76,7 +76,7 @@ def fused_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor,
     return ops.all_reduce_rms_norm(x(3, 64), torch.ones(3, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-6, team)
 
 
-def factored_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def deferred_norm(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op and the GEMM that applies the RMS scale, which reads all programs' parts of a row."""
     normed, hidden = ops.all_reduce_rms_norm(
         x(3, 640), torch.ones(3, 640).bfloat16(), torch.ones(640).bfloat16(), 1e-6, team, factored=True
@@ -127,7 +127,7 @@ OPS = [
     Call("all_reduce fp32", lambda team, x: ops.all_reduce(x(300, dtype=torch.float32), team)),
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),
-    Call("all_reduce_rms_norm factored", factored_norm),
+    Call("all_reduce_rms_norm deferred", deferred_norm),
     Call("all_reduce_rms_norm of parts", norm_of_parts),
     Call("all_reduce of parts", sum_of_parts),
     Call("mixed collectives", mixed, calls=3),

@@ -298,15 +298,15 @@ def test_the_schemas_and_fakes_tell_the_truth():
         (x, weight), b = rows(5, 640, BF16), matrix(32, 640, BF16)
         norm = factored(x, weight, 3)
         calls = {
-            torch.ops.weft.all_reduce_factored_norm.default: (x, x, weight, team.name, "auto"),
-            torch.ops.weft.product_of_norm.default: (norm.scaled, norm.squares, EPS, b, True),
+            torch.ops.weft.all_reduce_deferred_norm.default: (x, x, weight, team.name, "auto"),
+            torch.ops.weft.matmul_deferred_norm.default: (norm.scaled, norm.squares, EPS, b, True),
             torch.ops.weft.matmul_parts.default: (norm.scaled, b, norm.squares, EPS),
         }
         in_parts = torch.randn(3, *x.shape)
         calls = [
             *calls.items(),
             (torch.ops.weft.matmul_parts.default, (x, b, None, 0.0)),
-            (torch.ops.weft.all_reduce_factored_norm.default, (in_parts, x, weight, team.name, "auto")),
+            (torch.ops.weft.all_reduce_deferred_norm.default, (in_parts, x, weight, team.name, "auto")),
             (torch.ops.weft.all_reduce_rms_norm.default, (in_parts, x, weight, EPS, team.name, "auto")),
         ]
         for op, arguments in calls:

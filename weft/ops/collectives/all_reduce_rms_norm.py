@@ -390,7 +390,7 @@ class AllReduceRMSNorm(Op):
 class AllReduceDeferredNorm(Op):
     """AllReduceRMSNorm with a deferred RMS scale: its own torch op, since it has one result more."""
 
-    name = alias = "all_reduce_factored_norm"
+    name = alias = "all_reduce_deferred_norm"
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str

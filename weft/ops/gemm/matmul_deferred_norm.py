@@ -21,11 +21,11 @@ from weft.plan.planned import machine
 
 def product(x: ScaledMatrix, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
     """``matmul``, or if ``gated`` ``matmul_silu_mul``, of checked arguments with scales."""
-    return _PRODUCT_OF_NORM.dispatch(x.data, x.scales.squares, x.scales.eps, weight, gated)
+    return _MATMUL_DEFERRED_NORM.dispatch(x.data, x.scales.squares, x.scales.eps, weight, gated)
 
 
-class ProductOfNorm(Op):
-    name = alias = "product_of_norm"
+class MatmulDeferredNorm(Op):
+    name = alias = "matmul_deferred_norm"
 
     def forward(
         self, scaled: torch.Tensor, squares: torch.Tensor, eps: float, weight: torch.Tensor, gated: bool
@@ -45,5 +45,5 @@ class ProductOfNorm(Op):
         return scaled.new_empty((scaled.shape[0], weight.shape[0] // (2 if gated else 1)))
 
 
-_PRODUCT_OF_NORM = ProductOfNorm()
-define(_PRODUCT_OF_NORM)
+_MATMUL_DEFERRED_NORM = MatmulDeferredNorm()
+define(_MATMUL_DEFERRED_NORM)

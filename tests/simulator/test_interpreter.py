@@ -13,10 +13,12 @@ import torch
 import triton
 import triton.language as tl
 import triton.language.extra.cuda as cuda
+from triton.compiler.errors import CompilationError
 from triton.language import load as load_by_name
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.compiling import compiled
 from weft.errors import Misaligned, NotInterpretable
 from weft.simulator import interpreter as module
 from weft.simulator.interpreter import Interpreter, addresses_of, block, element_dtype, scalar, value_of
@@ -423,6 +425,38 @@ def test_loops_and_conditions(port):
     out = torch.zeros(5, dtype=torch.int32)
     control[(1,)](out, 5, 100, 3)
     assert out.tolist() == [(0 + 2 + 4 - 2) + 400 + 30000, 5, 0, 9, 321]
+
+
+@triton.jit
+def bound_is_assigned(out_ptr, STEPS: tl.constexpr):
+    steps = STEPS
+    for i in tl.static_range(steps):
+        tl.store(out_ptr + i, i)
+
+
+@triton.jit
+def bounds_are_assigned_together(out_ptr, STEPS: tl.constexpr):
+    first, steps = 0, STEPS
+    for i in tl.static_range(0, steps):
+        tl.store(out_ptr + i, first)
+
+
+@pytest.mark.parametrize(
+    "kernel", [bound_is_assigned, bounds_are_assigned_together], ids=lambda kernel: kernel.__name__
+)
+def test_a_bound_of_static_range_that_an_assignment_made_a_tensor_is_refused(port, kernel):
+    with pytest.raises(
+        Exception, match=r"tl\.static_range: 4 \(int32\) is not a constexpr: .*write `NAME: tl\.constexpr"
+    ):
+        kernel[(1,)](torch.zeros(4), 4)
+
+
+@pytest.mark.parametrize(
+    "kernel", [bound_is_assigned, bounds_are_assigned_together], ids=lambda kernel: kernel.__name__
+)
+def test_the_compiler_refuses_such_a_bound_too(kernel):
+    with pytest.raises(CompilationError, match="static_range .* is not a constexpr"):
+        compiled(kernel, torch.zeros(4), arch="sm_90", STEPS=4)
 
 
 @triton.jit

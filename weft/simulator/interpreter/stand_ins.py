@@ -178,6 +178,12 @@ def _is_block_pointer(x: object) -> bool:
 
 
 def _static_range(start: Integer, end: Integer | None = None, step: Integer | None = None, **_: object) -> range:
+    for bound in (start, end, step):
+        if isinstance(bound, tl.tensor):
+            raise TypeError(
+                f"tl.static_range: {bound} is not a constexpr: an assignment, also one to several names, makes a tensor of a "
+                f"constant; write `NAME: tl.constexpr = ...`"
+            )
     start, end, step = (None if x is None else int(value_of(x)) for x in (start, end, step))
     return range(0, start, step or 1) if end is None else range(start, end, step or 1)
 

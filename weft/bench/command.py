@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
-from weft.console import WORLD_SIZE, check_output, check_torchrun, numbers, one_line_errors, progress, talks, words
+from weft.bench.ranks import leave, ranks
+from weft.console import WORLD_SIZE, check_output, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from weft.bench.harness.report import Report
     from weft.bench.harness.workload import Workload
     from weft.runtime.team.team import Team
-
-SIMULATED_RANKS = 2
-# Most simulated ranks: 32 deadlock, since their kernels need more SMs than are simulated.
-MOST_SIMULATED_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,16 +220,6 @@ def check_apart(flag: str, file: Path | None, other_flag: str, other: Path | Non
         raise ValueError(f"{flag} and {other_flag} are both {file}; name two files")
 
 
-def leave(status: int) -> NoReturn:
-    """End the command after a run that ended early."""
-    from weft.runtime.environment import coordinates
-
-    if coordinates() is not None:
-        sys.stdout.flush()
-        os._exit(status)  # this process is a rank, and a normal exit would wait for kernels that never end
-    raise typer.Exit(status)
-
-
 def _check_folder(folder: Path | None, runs: list[tuple[int, tuple[Workload, ...]]]) -> None:
     """Raise ValueError unless all files of ``--out`` can be written."""
     from weft.bench.harness.report import file_name
@@ -297,42 +283,6 @@ def _measure(
                     raise
                 return error
     return None
-
-
-def ranks(world_sizes: tuple[int, ...], device: str) -> tuple[tuple[int, ...], bool]:
-    """World sizes given by the flags, and whether their ranks are simulated.
-
-    NotEnoughGPUs if they are not available.
-    """
-    import torch
-
-    from weft.errors import NotEnoughGPUs
-    from weft.runtime.environment import coordinates
-
-    check_torchrun(device)
-    gpus, where = torch.cuda.device_count(), coordinates()
-    simulated = device == "sim" or (device == "auto" and gpus == 0)
-    own_ranks = where.world_size if where is not None else None
-    sizes = world_sizes or (own_ranks or (SIMULATED_RANKS if simulated else max(gpus, 1)),)
-    if own_ranks is not None and sizes != (own_ranks,):
-        raise ValueError(
-            f"--world-size {','.join(map(str, sizes))}: torchrun started {own_ranks} ranks; leave it out, or run the command "
-            f"without torchrun"
-        )
-    if not simulated and own_ranks is None and max(sizes) > gpus:
-        raise NotEnoughGPUs(max(sizes), gpus)
-    if simulated:
-        check_simulable_ranks(max(sizes))
-    return sizes, simulated
-
-
-def check_simulable_ranks(world_size: int) -> None:
-    """Raise ValueError for more ranks than can be simulated."""
-    if world_size > MOST_SIMULATED_RANKS:
-        raise ValueError(
-            f"--world-size {world_size}: at most {MOST_SIMULATED_RANKS} ranks are simulated; take "
-            f"{MOST_SIMULATED_RANKS}, or a machine with GPUs"
-        )
 
 
 def on_rank(

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weft.bench import command as bench_command
+from weft.bench.command import check_apart
+from weft.bench.ranks import leave, ranks
 from weft.bench.render.table import show_cells
 from weft.console import WORLD_SIZE, check_output, message_of, numbers, one_line_errors, progress, talks
 from weft.errors import SimulatorMissing, WeftError
@@ -52,7 +53,7 @@ class TuneOptions:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
-        bench_command.check_apart("--out", self.out, "--json", self.json)
+        check_apart("--out", self.out, "--json", self.json)
         if self.algorithm_cache is not None and (self.out is not None or self.json is not None):
             raise ValueError(
                 f"--algorithm-cache {self.algorithm_cache}: only cuBLAS's algorithms are searched, and no table is written; "
@@ -129,7 +130,7 @@ def tune(
         return
     if talks():
         typer.echo(f"weft: {message_of(lost)}", err=True)
-    bench_command.leave(2 if isinstance(lost, SimulatorMissing) else 1)
+    leave(2 if isinstance(lost, SimulatorMissing) else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ def plan(options: TuneOptions) -> list[Run]:
     from weft.tune.search import TunePlan, world_of
     from weft.tune.spaces import parse
 
-    sizes, simulated = bench_command.ranks(options.world_sizes, options.device)
+    sizes, simulated = ranks(options.world_sizes, options.device)
     check_output("--json", options.json)
     check_output("--algorithm-cache", options.algorithm_cache)
     runs = []

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from weft.bench.harness.provider import Unavailable
-from weft.bench.ops import baselines
+from weft.bench.ops import baselines, buffers
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.providers import choose
 from weft.bench.ops.shapes import OPS, op_of, parse_shapes
@@ -56,7 +56,8 @@ def group_of(team, backend):
 
 @pytest.fixture
 def libraries(monkeypatch):
-    monkeypatch.setattr(baselines, "dist", Library)
+    for module in (baselines, buffers):
+        monkeypatch.setattr(module, "dist", Library)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext())
 
@@ -113,14 +114,14 @@ def test_buffers_in_a_window_are_one_allocation_and_aligned(libraries):
     def main(team):
         team.group = group_of(team, Backend())
         problem = OpProblem(op_of("all-reduce"), parse_shapes("all-reduce", ["96"], 1)[0], "bf16", team)
-        a, b = baselines.windowed(problem, [(3, 5), (7,)])[0]
+        a, b = buffers.windowed(problem, [(3, 5), (7,)])[0]
         assert (a.shape, b.shape) == ((3, 5), (7,))
         assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
         assert b.data_ptr() - a.data_ptr() == 512
 
         team.group = group_of(team, types.SimpleNamespace(mem_allocator=None))
         with pytest.raises(Unavailable, match="no register_mem_pool"):
-            baselines.windowed(problem, [(8,)])
+            buffers.windowed(problem, [(8,)])
 
     weft.simulate(main, 1)
 

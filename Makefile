@@ -1,6 +1,6 @@
 # make demo   the built-in model answers a sum in all three modes (simulated ranks where there are no GPUs)
 # make test   ruff, then the tests on the main environment and on the newest Triton
-# make sweep  every combination of what the tests sample, for hours
+# make sweep  every combination of what the tests sample, in about an hour
 # make clean  remove both environments
 #
 # PYTHON=python3.12 picks the interpreter; otherwise scripts/bootstrap.py takes the newest of 3.10 to 3.13.

@@ -7,6 +7,7 @@ import torch
 
 from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
+from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
@@ -23,7 +24,7 @@ from weft.ops.attention.paged_prefill_attention import (
     key_blocks_for,
     paged_prefill_attention_kernel,
 )
-from weft.ops.attention.qk_norm_rope import TILE, Projected, qk_norm_rope_kernel
+from weft.ops.attention.qk_norm_rope import TILE, qk_norm_rope_kernel
 from weft.ops.elementwise.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.elementwise.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities, launch_options

@@ -20,11 +20,12 @@ from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
 from weft.kernels.partial_sums import sum_of_partials
+from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_heads, load_rotation, norm_and_rotate_heads
 from weft.kernels.split_kv import split_count, store_or_join
 from weft.ops.attention import cases
 from weft.ops.attention.paged_attention import LOG2_E, DecodingOp, SplitKV, check_heads, check_tickets, launch_of
-from weft.ops.attention.qk_norm_rope import Projected, check_projected
+from weft.ops.attention.qk_norm_rope import check_projected
 from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register

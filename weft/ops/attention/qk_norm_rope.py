@@ -7,7 +7,7 @@ n = x / sqrt(mean(x^2) + eps) * weight                                  x: a hea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,8 +15,8 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
-from weft.kernels.operands import rows_contiguous
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
+from weft.kernels.projected import Projected
 from weft.kernels.rms_norm import inverse_rms, squares_of
 from weft.kernels.rotary import HeadNorms, norm_and_rotate
 from weft.ops.attention import cases
@@ -31,35 +31,6 @@ from weft.runtime.launching import launch_on
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # Elements of a program's tile: 16 a thread of 4 warps, so that half a head of bf16 is loaded 16 bytes at a time.
 TILE = 2048
-
-
-class Projected(NamedTuple):
-    """The QKV projection of tokens, as kernels take it.
-
-    qkv      [tokens, q_heads + 2 kv_heads, D]: query heads, key heads, value heads; tokens ``stride`` elements apart. Or its
-             split-K partials, fp32, partial_stride elements apart
-    squares  fp32 [tokens, SQUARES], a deferred RMS scale: token t of qkv times 1 / sqrt(sum(squares[t]) + eps). SQUARES 0:
-             none, and any tensor
-    """
-
-    qkv: torch.Tensor
-    stride: int
-    partial_stride: int
-    squares: torch.Tensor
-    eps: float
-
-    @classmethod
-    def of(cls, given: torch.Tensor | DeferredNorm) -> tuple[Projected, dict[str, int]]:
-        """(kernel argument, its compile-time constants: the numbers of split-K partials and of squares)."""
-        deferred = isinstance(given, DeferredNorm)
-        qkv, squares, eps = (given.scaled, given.squares.contiguous(), given.eps) if deferred else (given, None, 0.0)
-        in_partials = qkv.dim() == 3
-        qkv = qkv.contiguous() if in_partials else rows_contiguous(qkv)
-        argument = cls(qkv, qkv.stride(-2), qkv.stride(0) if in_partials else 0, squares if deferred else qkv, eps)
-        return argument, {
-            "PARTIALS": qkv.shape[0] if in_partials else 1,
-            "SQUARES": squares.shape[1] if deferred else 0,
-        }
 
 
 @triton.jit

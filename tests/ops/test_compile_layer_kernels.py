@@ -7,7 +7,7 @@ import torch
 
 from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
-from weft.kernels.projected import Projected
+from weft.kernels.projected import Projected, ProjectedSizes
 from weft.kernels.rotary import HeadNorms
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
@@ -20,6 +20,7 @@ from weft.ops.attention.paged_attention import (
 )
 from weft.ops.attention.paged_prefill_attention import (
     PrefillCall,
+    PrefillTile,
     SequenceRanges,
     key_blocks_for,
     paged_prefill_attention_kernel,
@@ -52,17 +53,17 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
         return compiled(add_rms_norm_kernel, x, x, x, x, x, 1e-6, arch=arch, **constexprs, **options)
     in_parts = name.endswith("of_parts")
+    qkv = ProjectedSizes(3, 0) if in_parts else ProjectedSizes(1, 20)
     sizes, cache, norms = CacheSizes(2, page, D), PagedCache(x, x), HeadNorms(x, x, 1e-6)
     if name.startswith("qk_norm_rope"):
-        projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6)
-        constexprs = {"SIZES": sizes, "Q_HEADS": 16, "KEPT": 18 if in_parts else 16, "ROWS": TILE // D}
+        projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6, None)
+        constexprs = {"SIZES": sizes, "Q_HEADS": 16, "KEPT": 18 if in_parts else 16, "ROWS": TILE // D, "QKV": qkv}
         arguments = projected, norms, FP32, INTS, LONGS, x, cache, 640
-        counts = {"PARTIALS": 3, "SQUARES": 0} if in_parts else {"PARTIALS": 1, "SQUARES": 20}
-        return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
+        return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **options)
     if name == "paged_prefill_attention":
         spans = SequenceRanges.make([(0, 128)], group, dtype)
         config = key_blocks_for(PrefillCall(2 * len(spans.tiles), D, dtype), caps)
-        constexprs = {"SIZES": sizes, "GROUP": group, "BLOCK_M": spans.block_m, "BLOCK_N": config.block_n}
+        constexprs = {"SIZES": sizes, "TILE": PrefillTile(group, spans.block_m, config.block_n)}
         constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
         arguments = x, cache, INTS, x, INTS, INTS, 40, 0.1
         return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
@@ -72,10 +73,9 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     arguments = cache, Sequences(INTS, INTS), x, Partials(FP32, FP32, INTS), 40, 0.1
     if name.startswith("paged_attention"):
         return compiled(paged_attention_kernel, x, *arguments, arch=arch, **constexprs, **options)
-    projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6)
-    counts = {"PARTIALS": 3, "SQUARES": 0} if in_parts else {"PARTIALS": 1, "SQUARES": 20}
+    projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, None)
     arguments = projected, norms, FP32, *arguments
-    return compiled(decode_attention_kernel, *arguments, arch=arch, **constexprs, **counts, **options)
+    return compiled(decode_attention_kernel, *arguments, arch=arch, QKV=qkv, **constexprs, **options)
 
 
 def check_compiles(kernel, arch):

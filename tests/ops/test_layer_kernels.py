@@ -91,14 +91,14 @@ def test_schemas_and_fakes_tell_the_truth():
         calls = {
             torch.ops.weft.silu_mul.default: (x, torch.ones(3, 2), EPS),
             torch.ops.weft.add_rms_norm.default: (x.t(), x.t(), torch.ones(3), EPS),
-            torch.ops.weft.qk_norm_rope.default: (new[0], torch.ones(3, 2), EPS, *new[1:], True),
-            torch.ops.weft.paged_attention.default: tuple(attended),
+            torch.ops.weft.qk_norm_rope.default: (new[0], torch.ones(3, 2), EPS, *new[1:], True, None),
+            torch.ops.weft.paged_attention.default: (*attended, None),
         }
         for op, args in calls.items():
             torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
         torch.library.opcheck(
             torch.ops.weft.paged_attention.default,
-            (*attended[:-1], None),
+            (*attended[:-1], None, None),
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -22,6 +22,7 @@ class DecodeTile(NamedTuple):
     least    tokens of a split-KV partial at least
     split    True if a sequence may have more than one partial
     joined   partials that are in flight at a time when they are joined
+    window   tokens that a token attends to, itself the last of them; None: all
     """
 
     group: int
@@ -32,6 +33,7 @@ class DecodeTile(NamedTuple):
     least: int
     split: bool
     joined: int
+    window: int | None = None
 
 
 @triton.jit
@@ -73,7 +75,8 @@ def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.
     """(weighted mean of values [kept, D], log2 of the sum of weights [rows]) of rows ``x`` [rows, D].
 
     A token's weight is 2 ** (score * scale), so ``scale`` holds log2(e). The program takes block_n tokens a step, from first,
-    first + stride, ... as far as they lie before ``length``. Without any token the mean is 0 and the sum has no meaning.
+    first + stride, ... as far as they lie before ``length``; those before the window are left out. Without any token the mean
+    is 0 and the sum has no meaning.
     table  the sequence's pages; page: those of the first block, already loaded
     SIZES  ``CacheSizes``; TILE: ``DecodeTile``
 
@@ -93,6 +96,8 @@ def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.
     acc = tl.zeros((WAYS, ROWS, D), tl.float32)
     for start in tl.range(first, length, stride):
         there = local < length - start
+        if TILE.window is not None:
+            there &= local >= length - TILE.window - start
         at = cells_at(page, head, start, local, SIZES)[:, :, None] + column
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
         page = pages_at(table, start + stride, length, local, SIZES.page)

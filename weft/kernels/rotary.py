@@ -1,6 +1,6 @@
 """RMSNorm of attention heads and their rotation, in the half-split order of Hugging Face checkpoints.
 
-n = x / sqrt(mean(x^2) + eps) * weight                                  x: a head, [D]
+n = x / sqrt(mean(x^2) + eps) * weight                                  x: a head, [D]; without a weight n = x
 (a, b) = halves of n;  rotated = (a cos - b sin, b cos + a sin)
 
 Columns c and c + D/2 are partners: each is rotated with the other. A kernel holds either whole heads and their partners
@@ -18,11 +18,17 @@ from weft.kernels.rms_norm import inverse_rms, squares_of
 
 
 class HeadNorms(NamedTuple):
-    """The RMSNorms of query heads and of key heads: weights [D] and eps."""
+    """The RMSNorms of query heads and of key heads: weights [D] and eps. Both weights None: heads are only rotated."""
 
-    q_weight: torch.Tensor
-    k_weight: torch.Tensor
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
     eps: float
+
+    def contiguous(self) -> "HeadNorms":
+        """The same norms with contiguous weights."""
+        if self.q_weight is None:
+            return self
+        return HeadNorms(self.q_weight.contiguous(), self.k_weight.contiguous(), self.eps)
 
 
 @triton.jit
@@ -43,16 +49,29 @@ def contiguous_halves(columns, HALF: tl.constexpr):
 
 
 @triton.jit
-def load_heads(heads, exists, partial_stride, weight, D: tl.constexpr, PARTIALS: tl.constexpr):
-    """(heads [n, D], their partners, weight, its partners) in fp32, for ``norm_and_rotate_heads``.
+def load_heads(projected, token, at, exists, weight, D: tl.constexpr, PARTIALS: tl.constexpr):
+    """(heads [n, D], bias, weight) in fp32, each with its partners, for ``norm_and_rotate_heads``.
 
-    heads  pointers [n, 1] to the first elements, the sum of PARTIALS partial_stride elements apart; exists: mask [n, 1]
+    projected  ``Projected``, of PARTIALS split-K partials
+    token, at  pointer to the token's first element; elements [n, 1] from there to the first of each head; exists: mask [n, 1]
+    weight     of the heads' norm. Where there is none, or no bias, any values are in its place
     """
     column = tl.arange(0, D)[None, :]
     partner = contiguous_halves((column + D // 2) % D, D // 2)
-    own = sum_of_partials(heads + column, exists, partial_stride, PARTIALS)
-    other = sum_of_partials(heads + partner, exists, partial_stride, PARTIALS)
-    return own, other, tl.load(weight + column).to(tl.float32), tl.load(weight + partner).to(tl.float32)
+    own = sum_of_partials(token + at + column, exists, projected.partial_stride, PARTIALS)
+    other = sum_of_partials(token + at + partner, exists, projected.partial_stride, PARTIALS)
+    bias, weights = (own, other), (own, other)
+    if projected.bias is not None:
+        bias = load_bias(projected, at + column, exists), load_bias(projected, at + partner, exists)
+    if weight is not None:
+        weights = tl.load(weight + column).to(tl.float32), tl.load(weight + partner).to(tl.float32)
+    return (own, other), bias, weights
+
+
+@triton.jit
+def load_bias(projected, at, exists):
+    """Elements ``at`` of the bias of a ``Projected`` that has one, fp32."""
+    return tl.load(projected.bias + at, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -68,10 +87,18 @@ def load_rotation(angles, position, D: tl.constexpr):
 
 
 @triton.jit
-def norm_and_rotate_heads(heads, factor, eps, rotation, D: tl.constexpr):
-    """``heads`` as loaded by ``load_heads``, times ``factor``, normalised and rotated: [n, D] fp32."""
-    x, partner, weight, partner_weight = heads
+def norm_and_rotate_heads(heads, factor, projected, norms, rotation, D: tl.constexpr):
+    """``heads`` as loaded by ``load_heads``, times ``factor``, plus the bias, normalised and rotated: [n, D] fp32.
+
+    projected  ``Projected``; norms: ``HeadNorms``, both as they were loaded by
+    """
+    own, bias, weights = heads
     cos, sin = rotation
-    x, partner = x * factor, partner * factor
-    scale = inverse_rms(squares_of(x), eps, D)[:, None]
-    return norm_and_rotate(x, partner, scale, weight, partner_weight, cos, sin)
+    x, partner = own[0] * factor, own[1] * factor
+    if projected.bias is not None:
+        x, partner = x + bias[0], partner + bias[1]
+    if norms.q_weight is None:
+        return x * cos + partner * sin
+    else:
+        scale = inverse_rms(squares_of(x), norms.eps, D)[:, None]
+        return norm_and_rotate(x, partner, scale, weights[0], weights[1], cos, sin)

@@ -26,9 +26,20 @@ class Partials(NamedTuple):
 
 
 @triton.jit
-def split_count(length, splits, LEAST: tl.constexpr):
-    """Number of partials of ``length`` tokens: at most ``splits``, of about LEAST tokens or more."""
-    return tl.minimum(tl.maximum(tl.cdiv(length, LEAST), 1), splits)
+def split_count(length, splits, TILE: tl.constexpr):
+    """Number of partials of a sequence of ``length`` tokens: at most ``splits``, of about TILE.least tokens or more."""
+    if TILE.window is not None:
+        length = tl.minimum(length, TILE.window)
+    return tl.minimum(tl.maximum(tl.cdiv(length, TILE.least), 1), splits)
+
+
+@triton.jit
+def first_block(length, TILE: tl.constexpr):
+    """First token of the first block that a sequence of ``length`` tokens attends to; known beforehand without a window."""
+    if TILE.window is None:
+        return 0
+    else:
+        return tl.maximum(length - TILE.window, 0) // TILE.block_n * TILE.block_n
 
 
 @triton.jit

@@ -133,7 +133,7 @@ def test_a_replayed_graph_follows_lengths_and_pages():
 # Text of the kernel, its replacement, and the finding that must follow.
 MUTATIONS = {
     "none": ("", "", None),
-    "written by the first partial": ("last // TILE.block_n % count == split", "split == 0", "race"),
+    "written by the first partial": ("(last - begin) // TILE.block_n % count == split", "split == 0", "race"),
 }
 
 
@@ -158,7 +158,8 @@ def test_the_schema_and_the_fake_tell_the_truth():
             squares, norm_eps = (case.given.squares, EPS) if kind.get("squares") else (None, 0.0)
             cache = [x.nan_to_num(1.0) for x in case.cache]
             arguments = (
-                case.qkv, squares, norm_eps, *case.weights, EPS, case.angles, *cache, *case.places, 0.1, case.tickets
+                case.qkv, squares, norm_eps, *case.weights, EPS, case.angles, *cache, *case.places, 0.1, case.tickets,
+                None, None,
             )  # fmt: skip
             tests = ("test_schema", "test_faketensor", "test_autograd_registration")
             torch.library.opcheck(torch.ops.weft.decode_attention.default, arguments, test_utils=tests)

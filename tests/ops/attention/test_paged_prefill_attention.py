@@ -139,7 +139,7 @@ def test_its_schema_and_fake_tell_the_truth():
         args = (torch.ones(8, SMALL.q_heads, SMALL.D), keys, values, torch.zeros(2, 4, dtype=torch.int32))
         made = SequenceRanges.make([(0, 4)] * 2, SMALL.q_heads, FP32)
         torch.library.opcheck(
-            torch.ops.weft.paged_prefill_attention.default, (*args, made.spans, made.tiles, 16, 0.1),
+            torch.ops.weft.paged_prefill_attention.default, (*args, made.spans, made.tiles, 16, 0.1, None),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )  # fmt: skip
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.runtime.arithmetic import cdiv
 
@@ -31,12 +32,18 @@ def case_of(op: str, heads: tuple[tuple[int, ...], torch.dtype], design: Any = "
     return Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items()))
 
 
+def first_seen(case: Case, length: int) -> int:
+    """First token that the last of ``length`` tokens attends to."""
+    window = case.field("window")
+    return 0 if window is None else max(0, length - window)
+
+
 def draw_cache(
-    draw: Draw, tokens: Sequence[int], held: Sequence[int], *, spare: int, room: int = 0
+    draw: Draw, tokens: Sequence[int], held: Sequence[tuple[int, int]], *, spare: int, room: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(keys, values, pages) of sequences with room for ``tokens``.
 
-    Cells behind the ``held`` ones, and pages of no sequence, are NaN.
+    Cells outside the ``held`` ones, (first, end) of each, and pages of no sequence, are NaN.
 
     spare, room  columns and rows that the page table has more than the sequences need; their entries lie outside the cache
     """
@@ -47,10 +54,10 @@ def draw_cache(
     order = torch.randperm(total, generator=torch.Generator().manual_seed(len(tokens))).tolist()
     pages = torch.full((len(tokens) + room, max([*needed, 1]) + spare), 1 << 24, dtype=torch.int32)
     real = torch.zeros((total, S), dtype=torch.bool)
-    for b, count in enumerate(held):
+    for b, (first, end) in enumerate(held):
         for index in range(needed[b]):
             page = pages[b, index] = order.pop()
-            real[page, : max(0, count - index * S)] = True
+            real[page, max(0, first - index * S) : max(0, end - index * S)] = True
     for x in cache:
         x[~real[:, None, :, None].expand(x.shape).to(x.device)] = torch.nan
     return *cache, pages.to(draw.device)
@@ -62,24 +69,28 @@ def tokens_of(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Ten
     return cache[mine].transpose(1, 2).flatten(0, 1)[:count].double()
 
 
-def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int) -> torch.Tensor:
+def attended(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int, window: int | None = None
+) -> torch.Tensor:
     """Causal attention in fp64 of q [n, heads, D] after ``before`` tokens.
 
     keys, values  [tokens, kv_heads, D]
+    window        tokens that each attends to, itself the last; None: all up to itself
     """
-    group, seen = q.shape[1] // keys.shape[1], before + torch.arange(q.shape[0], device=q.device)
-    k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))
-    hidden = torch.arange(keys.shape[0], device=q.device) > seen[:, None]
-    scores = (q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[2] ** 0.5).masked_fill(hidden, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+    group, last = q.shape[1] // keys.shape[1], before + torch.arange(q.shape[0], device=q.device)[:, None]
+    at = torch.arange(keys.shape[0], device=q.device)
+    seen = at <= last if window is None else (at <= last) & (at > last - window)
+    used = seen.any(0)  # the others may be NaN
+    k, v = (x[used].double().transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[2] ** 0.5
+    return (scores.masked_fill(~seen[:, used], -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
 def draw_projection(draw: Draw, tokens: int) -> tuple[torch.Tensor, ...]:
-    """(qkv, q_weight, k_weight, angles of 50 positions[, squares]).
+    """Tensors of a ``Projection``: (qkv, q_weight, k_weight, angles[, squares][, bias]).
 
-    squares: of a deferred RMS scale, where the case has one.
-
-    partials, squares  fields of the case: split-K partials of qkv, and parts of the squares; strided: rows of a wider matrix
+    Fields of the case: partials (split-K partials of qkv), squares (parts of a deferred RMS scale), bias, strided (rows of a
+    wider matrix), positions (rows of angles; 50).
     """
     case = draw.case
     q_heads, heads, D, _ = case.sizes
@@ -90,31 +101,58 @@ def draw_projection(draw: Draw, tokens: int) -> tuple[torch.Tensor, ...]:
         qkv = torch.cat((qkv, qkv), dim=-1)[..., :width]
     weights = [1 + draw.own(name, (D,)) / 4 for name in ("q_weight", "k_weight")]
     squares = [] if parts is None else [1 + draw.own("squares", (tokens, parts), 5.0, FP32).square()]
-    return qkv, *weights, draw.own("angles", (case.field("positions") or 50, D), dtype=FP32), *squares
+    bias = [draw.own("bias", (width,))] if case.field("bias") else []
+    return qkv, *weights, draw.own("angles", (case.field("positions") or 50, D), dtype=FP32), *squares, *bias
 
 
-def projected(
-    case: Case,
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    angles: torch.Tensor,
-    positions: torch.Tensor,
-    squares: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(queries, keys, values) [T, heads, D] in fp64: normalised and rotated."""
-    q_heads, heads, D, _ = case.sizes
-    x = qkv.double().sum(0) if qkv.dim() == 3 else qkv.double()
-    for parts in squares:
-        x = x * (parts.double().sum(-1, keepdim=True) + EPS).rsqrt()
-    q, k, v = x.view(x.shape[0], q_heads + 2 * heads, D).split([q_heads, heads, heads], dim=1)
-    cos, sin = (half[:, None] for half in angles.double()[positions.long()].chunk(2, dim=-1))
+class Projection(NamedTuple):
+    """The projection of a case as the ops take it. Its field ``norms=False``: heads are only rotated.
 
-    def rotated(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        a, b = (y * (y.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()).chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    norms  (q_weight, k_weight, eps)
+    """
 
-    return rotated(q, q_weight), rotated(k, k_weight), v
+    case: Case
+    qkv: torch.Tensor | DeferredNorm
+    norms: tuple[torch.Tensor | None, torch.Tensor | None, float]
+    angles: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        angles: torch.Tensor,
+        *others: torch.Tensor,
+    ) -> Projection:
+        """The projection of what ``draw_projection`` drew."""
+        given = qkv if case.field("squares") is None else DeferredNorm(qkv, others[0], EPS)
+        weights = (None, None) if case.field("norms") is False else (q_weight, k_weight)
+        return cls(case, given, (*weights, EPS), angles, others[-1] if case.field("bias") else None)
+
+    def heads(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(queries, keys, values) [T, heads, D] in fp64: normalised and rotated."""
+        q_heads, heads, D, _ = self.case.sizes
+        deferred = isinstance(self.qkv, DeferredNorm)
+        x = (self.qkv.scaled if deferred else self.qkv).double()
+        x = x.sum(0) if x.dim() == 3 else x
+        if deferred:
+            x = x * (self.qkv.squares.double().sum(-1, keepdim=True) + EPS).rsqrt()
+        if self.bias is not None:
+            x = x + self.bias.double()
+        q, k, v = x.view(x.shape[0], q_heads + 2 * heads, D).split([q_heads, heads, heads], dim=1)
+        cos, sin = (half[:, None] for half in self.angles.double()[positions.long()].chunk(2, dim=-1))
+
+        def rotated(y: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+            if weight is not None:
+                y = y * (y.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+            a, b = y.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+        q_weight, k_weight, _ = self.norms
+        return rotated(q, q_weight), rotated(k, k_weight), v
 
 
 def decoding_cases(op: str, split_kv: Any) -> Iterator[Case]:

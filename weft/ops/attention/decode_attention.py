@@ -21,10 +21,19 @@ from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
 from weft.kernels.partial_sums import sum_of_partials
 from weft.kernels.projected import Projected
-from weft.kernels.rotary import HeadNorms, load_heads, load_rotation, norm_and_rotate_heads
-from weft.kernels.split_kv import split_count, store_or_join
+from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads
+from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.paged_attention import LOG2_E, DecodingOp, SplitKV, check_heads, check_tickets, launch_of
+from weft.ops.attention.paged_attention import (
+    LOG2_E,
+    DecodingOp,
+    SplitKV,
+    check_heads,
+    check_tickets,
+    check_window,
+    hiding,
+    launch_of,
+)
 from weft.ops.attention.qk_norm_rope import check_projected
 from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
@@ -52,14 +61,13 @@ def decode_attention_kernel(
     scale,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    SQUARES: tl.constexpr,
+    QKV: tl.constexpr,
 ):
     """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b    grid: (B * heads, splits)
 
     ``paged_attention_kernel``, where q and the last key and value of sequence b come from its new token, projected[b].
 
-    projected       ``Projected``; norms: ``HeadNorms``; the others as for ``paged_attention_kernel``
+    projected, QKV  ``Projected`` and its ``ProjectedSizes``; norms: ``HeadNorms``; the others as for ``paged_attention_kernel``
     position        lengths[b] - 1: row of ``angles``, and the cell of the cache that the program of this token's partial writes
                     before it attends. lengths[b] = 0: nothing is written
     signals, waits  none: each cell is written and read by one program; partials as in ``paged_attention_kernel``
@@ -72,22 +80,25 @@ def decode_attention_kernel(
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
     wl.follow_previous_kernel()
-    # All loads at once; pages behind the length are loaded and not used.
+    # All loads at once; pages behind the length are loaded and not used. With a window the length decides the first page.
     length = tl.load(sequences.lengths + sequence)
+    begin = first_block(tl.minimum(length, max_pages * PAGE), TILE)
+    first += begin
     page = pages_at(table, first, max_pages * PAGE, ways(TILE.block_n, TILE.ways), PAGE)
     token = projected.qkv + sequence.to(tl.int64) * projected.stride
-    q_heads = token + ((head * TILE.group + row) * D)[:, None]
-    k_head = token + (SIZES.heads * TILE.group + head) * D
-    stride = projected.partial_stride
-    queries = load_heads(q_heads, (row < TILE.group)[:, None], stride, norms.q_weight, D, PARTIALS)
+    q_heads = ((head * TILE.group + row) * D)[:, None]
+    k_head = (SIZES.heads * TILE.group + head) * D
+    v_head = k_head + SIZES.heads * D
+    queries = load_heads(projected, token, q_heads, (row < TILE.group)[:, None], norms.q_weight, D, QKV.partials)
     # The new key and value are loaded by all programs, so that the one that writes them waits for memory only once.
-    new_key = load_heads(k_head, column >= 0, stride, norms.k_weight, D, PARTIALS)
-    value = sum_of_partials(k_head + SIZES.heads * D + column, column >= 0, stride, PARTIALS)
+    new_key = load_heads(projected, token, k_head, column >= 0, norms.k_weight, D, QKV.partials)
+    value = sum_of_partials(token + v_head + column, column >= 0, projected.partial_stride, QKV.partials)
     factor = tl.full((1,), 1.0, tl.float32)
-    if SQUARES > 0:
-        factor = rms_scale(projected.squares, sequence + tl.arange(0, 1), tl.arange(0, 1) == 0, projected.eps, SQUARES)
+    if QKV.squares > 0:
+        this = sequence + tl.arange(0, 1)
+        factor = rms_scale(projected.squares, this, tl.arange(0, 1) == 0, projected.eps, QKV.squares)
     length = tl.minimum(length, max_pages * PAGE)
-    count = split_count(length, splits, TILE.least)
+    count = split_count(length, splits, TILE)
     if TILE.block_n <= PAGE:
         # Prefetched before the queries are computed, which takes as long as the first keys need. More than one block costs
         # more than it saves: 128 x 128 tokens on 2 KV heads of an H200 take 8.8 us with one and 10.3 with two.
@@ -99,18 +110,21 @@ def decode_attention_kernel(
         page_of_last = tl.load(table + last // PAGE, mask=length > 0, other=0)
         rotation = load_rotation(angles, last, D)
         by = factor[:, None]
-        x = norm_and_rotate_heads(queries, by, norms.eps, rotation, D).to(out.dtype.element_ty)
-        if (last // TILE.block_n % count == split) & (length > 0):
-            key = norm_and_rotate_heads(new_key, by, norms.eps, rotation, D)
-            write_token(cache, cell_of(page_of_last, head, last % PAGE, SIZES), key, value * by, D)
+        x = norm_and_rotate_heads(queries, by, projected, norms, rotation, D).to(out.dtype.element_ty)
+        if ((last - begin) // TILE.block_n % count == split) & (length > 0):
+            key = norm_and_rotate_heads(new_key, by, projected, norms, rotation, D)
+            new_cell, new_value = cell_of(page_of_last, head, last % PAGE, SIZES), value * by
+            if projected.bias is not None:
+                new_value += load_bias(projected, v_head + column, column >= 0)
+            write_token(cache, new_cell, key, new_value, D)
         mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
         store_or_join(mean, log_sum, count, out, partials, TILE)
 
 
 def decode_attention(
     qkv: torch.Tensor | DeferredNorm,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     angles: torch.Tensor,
     keys: torch.Tensor,
@@ -119,19 +133,23 @@ def decode_attention(
     lengths: torch.Tensor,
     scale: float | None = None,
     tickets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, D] of each sequence's new token to all its tokens, itself included.
 
     Its key and value are written into the paged cache first.
 
     qkv                 [B, (Hq + 2 Hkv) * D], or split-K partials of it, or a ``DeferredNorm``, as for ``qk_norm_rope``
-    q_weight, k_weight  [D], of the RMSNorm of each head
+    q_weight, k_weight  [D], of the RMSNorm of each head, with ``eps``; both None: heads are not normalised
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     keys, values        [P, Hkv, S, D], contiguous, of one dtype, which is qkv's unless that is in partials; written in place
     pages               [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths             [B] int32: tokens to attend to, the new one, the last of them, included; at most max_pages * S and
                         max_positions. 0, a padding row: nothing is written, and its result is zeros
     scale, tickets      as for ``paged_attention``
+    bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``
+    window              as for ``paged_attention``
 
     Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings. D and S are powers of two from 16 to 256.
     No two sequences of a call share the page of their new tokens. Results are the same bits from run to run. The host reads no
@@ -140,7 +158,7 @@ def decode_attention(
     op = "decode_attention"
     norm = qkv if isinstance(qkv, DeferredNorm) else None
     qkv = norm.scaled if norm else qkv
-    check_projected(op, qkv, q_weight, k_weight, angles, keys, values, tokens="B")
+    check_projected(op, qkv, q_weight, k_weight, angles, keys, values, bias, tokens="B")
     B, heads, D = qkv.shape[-2], keys.shape[1], keys.shape[3]
     check_heads(op, qkv.shape[-1] // D - 2 * heads, keys)
     for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
@@ -148,6 +166,7 @@ def decode_attention(
         check_shape(op, name, x, shape)
     check_tickets(op, tickets, B * heads, qkv.device)
     check_scalar(op, "eps", eps)
+    check_window(op, window)
     if scale is not None:
         check_scalar(op, "scale", scale)
     squares, norm_eps = None, 0.0
@@ -156,7 +175,21 @@ def decode_attention(
         squares, norm_eps = norm.squares, norm.eps
     scale = D**-0.5 if scale is None else scale
     return DECODE_ATTENTION.dispatch(
-        qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets
+        qkv,
+        squares,
+        norm_eps,
+        q_weight,
+        k_weight,
+        eps,
+        angles,
+        keys,
+        values,
+        pages,
+        lengths,
+        scale,
+        tickets,
+        bias,
+        window,
     )
 
 
@@ -167,15 +200,16 @@ class DecodeAttention(DecodingOp):
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """The cache, pages and lengths, the projection and its norms; cells of new tokens hold NaN."""
         lengths = case.field("lengths")
-        cache = cases.draw_cache(draw, lengths, [length - 1 for length in lengths], spare=case.field("spare") or 0)
+        seen = [(cases.first_seen(case, length), length - 1) for length in lengths]
+        cache = cases.draw_cache(draw, lengths, seen, spare=case.field("spare") or 0)
         held = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
         return *cache, held, *cases.draw_projection(draw, len(lengths))
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         """(result, keys, values), from rounded queries, keys and values."""
-        keys, values, pages, lengths, qkv, q_weight, k_weight, angles, *squares = by_rank[rank]
+        keys, values, pages, lengths, *projection = by_rank[rank]
         at, S = (lengths.long() - 1).clamp(min=0), case.sizes[3]
-        new = cases.projected(case, qkv, q_weight, k_weight, angles, at, squares)
+        new = cases.Projection.of(case, *projection).heads(at)
         q, k, v = (x.to(case.dtype).double() for x in new)
         keys, values = keys.double(), values.double()
         out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -184,7 +218,7 @@ class DecodeAttention(DecodingOp):
                 page, offset = pages[b, (length - 1) // S].long(), (length - 1) % S
                 keys[page, :, offset], values[page, :, offset] = k[b], v[b]
                 mine = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
-                out[b] = cases.attended(q[b : b + 1], *mine, length - 1)[0]
+                out[b] = cases.attended(q[b : b + 1], *mine, length - 1, case.field("window"))[0]
         return out, keys, values
 
     def call(
@@ -195,19 +229,16 @@ class DecodeAttention(DecodingOp):
         values: torch.Tensor,
         pages: torch.Tensor,
         lengths: torch.Tensor,
-        qkv: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        angles: torch.Tensor,
-        *squares: torch.Tensor,
+        *projection: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """(result, keys, values)"""
-        given = DeferredNorm(qkv, *squares, cases.EPS) if squares else qkv
+        given = cases.Projection.of(case, *projection)
+        options = {"bias": given.bias, "window": case.field("window")}
         if isinstance(case.design, str):
-            places = keys, values, pages, lengths
-            return decode_attention(given, q_weight, k_weight, cases.EPS, angles, *places), keys, values
-        norms, places = HeadNorms(q_weight, k_weight, cases.EPS), (PagedCache(keys, values), Sequences(pages, lengths))
-        return self.run(case.design, None, given, norms, angles, *places, keys.shape[3] ** -0.5, None), keys, values
+            places = given.angles, keys, values, pages, lengths
+            return decode_attention(given.qkv, *given.norms, *places, **options), keys, values
+        places = given.angles, PagedCache(keys, values), Sequences(pages, lengths), keys.shape[3] ** -0.5, None
+        return self.run(case.design, None, given.qkv, HeadNorms(*given.norms), *places, **options), keys, values
 
     def cases(self) -> Iterator[Case]:
         for case in cases.decoding_cases(self.name, SplitKV):
@@ -237,19 +268,20 @@ class DecodeAttention(DecodingOp):
         sequences: Sequences,
         scale: float,
         tickets: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """``decode_attention`` of checked arguments."""
         self.check_design(design)
-        projected, counts = Projected.of(qkv)
+        projected, qkv_sizes = Projected.of(qkv, bias)
         _, heads, _, D = cache.key_pages.shape
         B, q_heads = projected.qkv.shape[-2], projected.qkv.shape[-1] // D - 2 * heads
         out = torch.empty((B, q_heads, D), dtype=cache.key_pages.dtype, device=cache.key_pages.device)
         if B > 0:
             launch, grid, arguments = launch_of(
-                decode_attention_kernel, design, out, cache, sequences, tickets, **counts
+                decode_attention_kernel, design, out, cache, sequences, tickets, window, QKV=qkv_sizes
             )
-            norms = HeadNorms(norms.q_weight.contiguous(), norms.k_weight.contiguous(), norms.eps)
-            launch(grid, projected, norms, angles.contiguous(), *arguments, scale * LOG2_E)
+            launch(grid, projected, norms.contiguous(), angles.contiguous(), *arguments, scale * LOG2_E)
         return out
 
     def forward(
@@ -257,8 +289,8 @@ class DecodeAttention(DecodingOp):
         qkv: torch.Tensor,
         squares: torch.Tensor | None,
         norm_eps: float,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
         eps: float,
         angles: torch.Tensor,
         keys: torch.Tensor,
@@ -267,18 +299,19 @@ class DecodeAttention(DecodingOp):
         lengths: torch.Tensor,
         scale: float,
         tickets: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        window: int | None,
     ) -> torch.Tensor:
         given = qkv if squares is None else DeferredNorm(qkv, squares, norm_eps)
-        norms, cache, sequences = (
-            HeadNorms(q_weight, k_weight, eps),
-            PagedCache(keys, values),
-            Sequences(pages, lengths),
-        )
-        return self.run(self.plan_of(keys, pages), None, given, norms, angles, cache, sequences, scale, tickets)
+        window = hiding(window, keys, pages)
+        design, norms = self.plan_of(keys, pages, window), HeadNorms(q_weight, k_weight, eps)
+        places = PagedCache(keys, values), Sequences(pages, lengths)
+        return self.run(design, None, given, norms, angles, *places, scale, tickets, bias, window)
 
     def fake(
-        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets
-    ):
+        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets,
+        bias, window,
+    ):  # fmt: skip
         _, heads, _, D = keys.shape
         return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - 2 * heads, D))
 

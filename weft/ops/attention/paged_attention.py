@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.arguments import check_int
 from weft.kernels.online_softmax import DecodeTile, attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, pages_at
-from weft.kernels.split_kv import Partials, split_count, store_or_join
+from weft.kernels.split_kv import Partials, first_block, split_count, store_or_join
 from weft.ops.attention import cases
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.case import Accuracy, Case, Draw, Inputs
@@ -76,7 +77,7 @@ class DecodingCall(NamedTuple):
     """Sizes that the plan of a decoding attention depends on.
 
     pairs   of a sequence and a KV head
-    tokens  that a row of the page table has room for
+    tokens  that a sequence attends to at most: those that a row of the page table has room for, or the window
     """
 
     pairs: int
@@ -95,7 +96,8 @@ def paged_attention_kernel(
     Program (b * heads + g, i) computes split-KV partial i of sequence b for its query heads g * group .. (g + 1) * group - 1. A
     sequence has one partial for each of ``splits``, or fewer, so that each has about TILE.least tokens; programs beyond them
     end at once. Its steps of TILE.block_n tokens are dealt out in turn: where a program starts does not depend on the length.
-    lengths[b] = 0: zeros.
+    With TILE.window it does: keys before the window are not loaded but for the block that the window begins in, and they and
+    their values may be NaN. lengths[b] = 0: zeros.
 
     signals, waits  none: of the partials of a sequence and KV head, the program that arrives last joins all
     cache, SIZES    ``PagedCache`` and its ``CacheSizes``
@@ -109,12 +111,13 @@ def paged_attention_kernel(
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
     wl.follow_previous_kernel()
-    # All three loads at once; pages behind the length are loaded and not used.
+    # All three loads at once; pages behind the length are loaded and not used. With a window the length decides the first page.
     length = tl.load(sequences.lengths + sequence)
+    first += first_block(tl.minimum(length, max_pages * SIZES.page), TILE)
     page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
     x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
     length = tl.minimum(length, max_pages * SIZES.page)
-    count = split_count(length, splits, TILE.least)
+    count = split_count(length, splits, TILE)
     if split < count:
         mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
         store_or_join(mean, log_sum, count, out, partials, TILE)
@@ -128,6 +131,7 @@ def paged_attention(
     lengths: torch.Tensor,
     scale: float | None = None,
     tickets: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for the newest token of each sequence.
 
@@ -138,9 +142,12 @@ def paged_attention(
     scale         D ** -0.5 where None
     tickets       arrival counters: int32 zeros, B * Hkv or more, left as zeros, so calls of one stream may share them. None:
                   each call makes its own, which takes one more small kernel
+    window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all. Blocks of keys before
+                  the window are not loaded
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
-    run; B, max_pages and the lengths decide how sums are split. ``pages`` and the cache behind a length do not change a result.
+    run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache behind a length, and the
+    cache before a window, do not change a result.
     The host reads no lengths or pages: those out of range are not refused. No backward. ValueError for shapes, dtypes or
     devices that do not fit.
     """
@@ -155,9 +162,22 @@ def paged_attention(
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
     check_tickets(op, tickets, B * heads, q.device)
+    check_window(op, window)
     if scale is not None:
         check_scalar(op, "scale", scale)
-    return PAGED_ATTENTION.dispatch(q, keys, values, pages, lengths, D**-0.5 if scale is None else scale, tickets)
+    scale = D**-0.5 if scale is None else scale
+    return PAGED_ATTENTION.dispatch(q, keys, values, pages, lengths, scale, tickets, window)
+
+
+def check_window(op: str, window: int | None) -> None:
+    """ValueError unless ``window`` is None or a positive integer, or a symbolic one of torch.compile."""
+    if window is not None and not isinstance(window, torch.SymInt):
+        check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
+
+
+def hiding(window: int | None, keys: torch.Tensor, pages: torch.Tensor) -> int | None:
+    """``window``, or None where it holds all tokens of any sequence of ``pages`` [B, max_pages] in a cache."""
+    return None if window is None or window >= pages.shape[1] * keys.shape[2] else window
 
 
 def check_tickets(op: str, tickets: torch.Tensor | None, pairs: int, device: torch.device) -> None:
@@ -239,10 +259,11 @@ class DecodingOp(Op):
         reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
         return Planned("split_kv", design, f"{reason}; partials of at least {design.least} tokens")
 
-    def plan_of(self, keys: torch.Tensor, pages: torch.Tensor) -> SplitKV:
+    def plan_of(self, keys: torch.Tensor, pages: torch.Tensor, window: int | None = None) -> SplitKV:
         """The design for sequences of ``pages`` [B, max_pages] in a cache."""
         _, heads, page, D = keys.shape
-        call = DecodingCall(pages.shape[0] * heads, pages.shape[1] * page, D, keys.dtype)
+        tokens = pages.shape[1] * page
+        call = DecodingCall(pages.shape[0] * heads, min(tokens, window or tokens), D, keys.dtype)
         return self.plan(call, machine_on(keys.device)).design
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -256,22 +277,23 @@ def launch_of(
     cache: PagedCache,
     sequences: Sequences,
     tickets: torch.Tensor | None,
-    **counts: int,
+    window: int | None,
+    **own: Any,
 ) -> tuple[Launch, tuple[int, int], tuple[Any, ...]]:
     """(launch, grid, arguments ``cache`` to ``max_pages``) of a kernel.
 
-    It has ``out`` [B, Hq, D] and the constants ``counts``.
+    It has ``out`` [B, Hq, D] and its ``own`` constants.
     """
     (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
     caps, pairs, group, splits = capabilities_of(out.device), B * sizes.heads, q_heads // sizes.heads, design.splits
 
     def constants() -> dict[str, Any]:
         compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-        return {"SIZES": sizes, "TILE": tile_of(design, group=group, D=D), **counts, **compiled}
+        return {"SIZES": sizes, "TILE": tile_of(design, group=group, D=D, window=window), **own, **compiled}
 
     # Without the number of splits, which the batch decides.
-    tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages
-    launch = launch_on(out.device, kernel, (tile, sizes, group, *counts.values()), constants)
+    tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages, window
+    launch = launch_on(out.device, kernel, (tile, sizes, group, *own.values()), constants)
     sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
     arguments = cache, sequences, out, scratch_of(out, pairs, splits, tickets), sequences.pages.shape[1]
     return launch, (pairs, splits), arguments
@@ -289,7 +311,7 @@ def scratch_of(out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor
     return Partials(means, log_sums, arrivals)
 
 
-def tile_of(design: SplitKV, *, group: int, D: int) -> DecodeTile:
+def tile_of(design: SplitKV, *, group: int, D: int, window: int | None = None) -> DecodeTile:
     """Compile-time sizes of a program with ``group`` query heads of ``D`` elements."""
     few = next_power_of_2(group)
     rows = max(MIN_ROWS, few)
@@ -303,6 +325,7 @@ def tile_of(design: SplitKV, *, group: int, D: int) -> DecodeTile:
         split=design.splits > 1,
         # At most 16 KiB of partials at a time, in 32 registers of 4 warps.
         joined=max(1, min(4, 4096 // (few * D))),
+        window=window,
     )
 
 
@@ -314,7 +337,8 @@ class PagedAttention(DecodingOp):
         """q, the cache, pages and lengths."""
         lengths = case.field("lengths")
         q = draw.own("q", (len(lengths), case.sizes[0], case.sizes[2]))
-        cache = cases.draw_cache(draw, lengths, lengths, spare=case.field("spare") or 0)
+        seen = [(cases.first_seen(case, length), length) for length in lengths]
+        cache = cases.draw_cache(draw, lengths, seen, spare=case.field("spare") or 0)
         return q, *cache, torch.tensor(lengths, dtype=torch.int32, device=q.device)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
@@ -323,15 +347,16 @@ class PagedAttention(DecodingOp):
         for b, length in enumerate(case.field("lengths")):
             if length > 0:
                 mine = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
-                out[b] = cases.attended(q[b : b + 1], *mine, length - 1)[0]
+                out[b] = cases.attended(q[b : b + 1], *mine, length - 1, case.field("window"))[0]
         return out
 
     def call(self, case: Case, team: Any, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        window = case.field("window")
         if isinstance(case.design, str):
-            return paged_attention(q, *cache)
+            return paged_attention(q, *cache, window=window)
         keys, values, pages, lengths = cache
         places = PagedCache(keys, values), Sequences(pages, lengths)
-        return self.run(case.design, None, q, *places, q.shape[2] ** -0.5, None)
+        return self.run(case.design, None, q, *places, q.shape[2] ** -0.5, None, window)
 
     def cases(self) -> Iterator[Case]:
         return cases.decoding_cases(self.name, SplitKV)
@@ -348,12 +373,13 @@ class PagedAttention(DecodingOp):
         sequences: Sequences,
         scale: float,
         tickets: torch.Tensor | None,
+        window: int | None = None,
     ) -> torch.Tensor:
         """``paged_attention`` of checked arguments."""
         self.check_design(design)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if out.numel() > 0:
-            launch, grid, arguments = launch_of(paged_attention_kernel, design, out, cache, sequences, tickets)
+            launch, grid, arguments = launch_of(paged_attention_kernel, design, out, cache, sequences, tickets, window)
             launch(grid, q.contiguous(), *arguments, scale * LOG2_E)
         return out
 
@@ -366,11 +392,13 @@ class PagedAttention(DecodingOp):
         lengths: torch.Tensor,
         scale: float,
         tickets: torch.Tensor | None,
+        window: int | None,
     ) -> torch.Tensor:
-        design = self.plan_of(keys, pages)
-        return self.run(design, None, q, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets)
+        window = hiding(window, keys, pages)
+        design, places = self.plan_of(keys, pages, window), (PagedCache(keys, values), Sequences(pages, lengths))
+        return self.run(design, None, q, *places, scale, tickets, window)
 
-    def fake(self, q, keys, values, pages, lengths, scale, tickets):
+    def fake(self, q, keys, values, pages, lengths, scale, tickets, window):
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

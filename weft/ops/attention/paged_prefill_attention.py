@@ -22,7 +22,7 @@ from weft.arguments import quoted
 from weft.kernels.online_softmax import accumulate
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cells_at, pages_at
 from weft.ops.attention import cases
-from weft.ops.attention.paged_attention import LOG2_E, check_heads
+from weft.ops.attention.paged_attention import LOG2_E, check_heads, check_window, hiding
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
@@ -149,6 +149,21 @@ class SequenceRanges:
         return replace(self, spans=upload(self.spans, device), tiles=upload(self.tiles, device))
 
 
+class PrefillTile(NamedTuple):
+    """One program's part of a prefill's attention, a compile-time constant.
+
+    group    query heads of a KV head
+    block_m  rows, each a query head of a token
+    block_n  keys of a step
+    window   tokens that a token attends to, itself the last of them; None: all up to itself
+    """
+
+    group: int
+    block_m: int
+    block_n: int
+    window: int | None = None
+
+
 @triton.jit
 def over_keys(
     x,
@@ -162,30 +177,42 @@ def over_keys(
     state,
     MASKED: tl.constexpr,
     SIZES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """The online softmax of rows ``x`` [BLOCK_M, D] over keys start .. end - 1 more.
+    """The online softmax of rows ``x`` [block_m, D] over keys start .. end - 1 more.
 
-    ``start`` is a multiple of BLOCK_N.     A key's weight is 2 ** (score * scale), so ``scale`` holds log2(e).
-    state   before and after: (largest exponent [BLOCK_M], sum of weights [BLOCK_M], weighted sum of values [BLOCK_M, D]), the
+    Steps begin at multiples of block_n, and so does ``start`` unless TILE has a window. A key's weight is 2 ** (score * scale),
+    so ``scale`` holds log2(e).
+    state   before and after: (largest exponent [block_m], sum of weights [block_m], weighted sum of values [block_m, D]), the
             sums relative to the exponent
-    MASKED  row i sees keys up to position[i]; else all rows see all, and ``end`` is a multiple of BLOCK_N too
+    MASKED  row i sees keys up to position[i], from its window's first on; else all rows see all, and ``end`` is a multiple of
+            block_n too
     """
+    BLOCK_N: tl.constexpr = TILE.block_n
     largest, total, acc = state
     column, local = tl.arange(0, SIZES.dim)[None, :], tl.arange(0, BLOCK_N)
-    page = pages_at(table, start, end, local, SIZES.page)
-    for at in tl.range(start, end, BLOCK_N):
+    first = start
+    if MASKED and TILE.window is not None:
+        first = start // BLOCK_N * BLOCK_N
+    page = pages_at(table, first, end, local, SIZES.page)
+    for at in tl.range(first, end, BLOCK_N):
         cells = cells_at(page, head, at, local, SIZES)[:, None] + column
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
         page = pages_at(table, at + BLOCK_N, end, local, SIZES.page)
         k = tl.load(cache.key_pages + cells)
         if MASKED:
-            v = tl.load(cache.value_pages + cells, mask=(local < end - at)[:, None], other=0.0)
+            there = local < end - at
+            if TILE.window is not None:
+                there &= local >= start - at
+            v = tl.load(cache.value_pages + cells, mask=there[:, None], other=0.0)
         else:
             v = tl.load(cache.value_pages + cells)
         score = tl.dot(x, k.T, input_precision="ieee")
         if MASKED:
-            score = tl.where((at + local)[None, :] <= position[:, None], score, float("-inf"))
+            seen = (at + local)[None, :] <= position[:, None]
+            if TILE.window is not None:
+                seen &= (at + local)[None, :] > position[:, None] - TILE.window
+            score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, axis=1) * scale)
         p = tl.exp2(score * scale - new[:, None])
         total, acc = accumulate(p, v, new, largest, total, acc)
@@ -204,15 +231,15 @@ def paged_prefill_attention_kernel(
     max_pages,
     scale,
     SIZES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values
 
     grid: (N * heads,)
-    q, out  [T, heads * GROUP, D]. A sequence's rows are its tokens' query heads of one KV head, a token's one after the other;
-            tile i has rows BLOCK_M * i and on
+    q, out  [T, heads * group, D]. A sequence's rows are its tokens' query heads of one KV head, a token's one after the other;
+            tile i has rows block_m * i and on
+    window  with TILE.window a program begins at the block of the first key that its first row sees; keys and values before that
+            key may be NaN
     cache   ``PagedCache``, of SIZES ``CacheSizes``
     ranges  [B + 2, 3]: (first_token, length, before) of each sequence; the keys of one with before = -length are none, and its
             rows of out 0
@@ -220,6 +247,9 @@ def paged_prefill_attention_kernel(
     pages   [B, max_pages]: key i of sequence b lies in page pages[b, i // page]; keys behind before + length - 1 are not used
     """
     D: tl.constexpr = SIZES.dim
+    GROUP: tl.constexpr = TILE.group
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
     wl.follow_previous_kernel()
     head = tl.program_id(0) % SIZES.heads
     tiles += 2 * (tl.program_id(0) // SIZES.heads)
@@ -239,13 +269,27 @@ def paged_prefill_attention_kernel(
     end = before + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length)
     # Keys that the first row sees, all rows see: they need no mask.
     whole = (before + tile * BLOCK_M // GROUP + 1) // BLOCK_N * BLOCK_N
-    whole = tl.where(end <= SHORT * BLOCK_N, 0, whole)
+    if TILE.window is None:
+        whole = tl.where(end <= SHORT * BLOCK_N, 0, whole)
     position = before + token
-    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # With a window not -inf: a row may see no key of the first step, and has a difference of two of them to take.
+    largest = tl.full((BLOCK_M,), float("-inf") if TILE.window is None else -1e30, tl.float32)
     state = largest, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, D), tl.float32)
     x = tl.load(q + at, mask=exists, other=0.0)
-    state = over_keys(x, position, cache, table, head, 0, whole, scale, state, False, SIZES, BLOCK_N)
-    state = over_keys(x, position, cache, table, head, whole, end, scale, state, True, SIZES, BLOCK_N)
+    if TILE.window is None:
+        state = over_keys(x, position, cache, table, head, 0, whole, scale, state, False, SIZES, TILE)
+    else:
+        first = tl.maximum(before + tile * BLOCK_M // GROUP + 1 - TILE.window, 0)
+        # Keys from ``inner`` on lie in the window of the last row, and so of all rows up to themselves.
+        inner = tl.cdiv(tl.maximum(end - TILE.window, 0), BLOCK_N) * BLOCK_N
+        masked = (inner >= whole) | (end - first <= SHORT * BLOCK_N)
+        behind = tl.cdiv(tl.maximum(end, 0), BLOCK_N) * BLOCK_N
+        inner, whole = tl.where(masked, behind, inner), tl.where(masked, behind, whole)
+        state = over_keys(
+            x, position, cache, table, head, first, tl.minimum(inner, end), scale, state, True, SIZES, TILE
+        )
+        state = over_keys(x, position, cache, table, head, inner, whole, scale, state, False, SIZES, TILE)
+    state = over_keys(x, position, cache, table, head, whole, end, scale, state, True, SIZES, TILE)
     _, total, acc = state
     total = tl.where(total > 0, total, 1.0)  # 0 where there is no key
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists)
@@ -258,6 +302,7 @@ def paged_prefill_attention(
     pages: torch.Tensor,
     spans: SequenceRanges | Sequence[tuple[int, int]],
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D], for T new tokens in a causal order.
 
@@ -267,10 +312,13 @@ def paged_prefill_attention(
     spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before`` others; T tokens in all,
                   one sequence after the other. Or the same as SequenceRanges on q's device, which many calls share
     scale         positive; D ** -0.5 where None
+    window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all up to itself. Blocks of
+                  keys before the window are not loaded
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
-    run; sizes decide how sums are split. ``pages`` and the cache behind a sequence do not change a result. The host reads no
-    pages: those out of range are not refused. No backward. ValueError for shapes, dtypes, devices or spans that do not fit.
+    run; sizes decide how sums are split. ``pages`` and the cache behind a sequence, and the cache before the window of its
+    first new token, do not change a result. The host reads no pages: those out of range are not refused. No backward.
+    ValueError for shapes, dtypes, devices or spans that do not fit.
     """
     op = "paged_prefill_attention"
     check_like(op, "q", q, None, FLOATS)
@@ -300,8 +348,10 @@ def paged_prefill_attention(
         check_scalar(op, "scale", scale)
     if scale is not None and scale <= 0:
         raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
+    check_window(op, window)
+    scale = D**-0.5 if scale is None else scale
     return PAGED_PREFILL_ATTENTION.dispatch(
-        q, keys, values, pages, spans.spans, spans.tiles, spans.block_m, D**-0.5 if scale is None else scale
+        q, keys, values, pages, spans.spans, spans.tiles, spans.block_m, scale, window
     )
 
 
@@ -344,7 +394,8 @@ class PagedPrefillAttention(Op):
         """q, the cache and pages."""
         spans, (tokens, batch) = _spans_of(case), case.field("room") or (0, 0)
         held = [before + length for before, length in spans]
-        cache = cases.draw_cache(draw, held, held, spare=case.field("spare") or 0, room=batch)
+        seen = [(cases.first_seen(case, before + 1), before + length) for before, length in spans]
+        cache = cases.draw_cache(draw, held, seen, spare=case.field("spare") or 0, room=batch)
         rows = sum(length for _, length in spans) + tokens
         return draw.own("q", (rows, case.sizes[0], case.sizes[2])), *cache
 
@@ -353,7 +404,7 @@ class PagedPrefillAttention(Op):
         out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0
         for b, (before, length) in enumerate(_spans_of(case)):
             mine = (cases.tokens_of(x, pages[b], before + length) for x in (keys, values))
-            out[first : first + length] = cases.attended(q[first : first + length], *mine, before)
+            out[first : first + length] = cases.attended(q[first : first + length], *mine, before, case.field("window"))
             first += length
         return out
 
@@ -373,11 +424,11 @@ class PagedPrefillAttention(Op):
         sizes = {"tokens": len(q), "batch": len(pages)} if case.field("room") else {}
         group = q.shape[1] // keys.shape[1]
         ranges = SequenceRanges.make(_spans_of(case), group, q.dtype, block_m=case.field("block_m"), **sizes)
-        here = ranges.to(q.device)
+        here, window = ranges.to(q.device), case.field("window")
         if isinstance(case.design, str):
-            return paged_prefill_attention(q, keys, values, pages, here)
+            return paged_prefill_attention(q, keys, values, pages, here, window=window)
         places, scale = (PagedCache(keys, values), pages), q.shape[2] ** -0.5
-        return self.run(case.design, None, q, *places, here.spans, here.tiles, here.block_m, scale)
+        return self.run(case.design, None, q, *places, here.spans, here.tiles, here.block_m, scale, window)
 
     def cases(self) -> Iterator[Case]:
         few = {"design": KeyBlocks(block_n=16, num_warps=1), "block_m": 16}
@@ -424,19 +475,20 @@ class PagedPrefillAttention(Op):
         tiles: torch.Tensor,
         block_m: int,
         scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """``paged_prefill_attention`` of checked arguments."""
         self.check_design(design)
         sizes, out = CacheSizes.of(cache.key_pages), torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        programs, group, caps = tiles.shape[0] * sizes.heads, q.shape[1] // sizes.heads, capabilities_of(q.device)
+        programs, caps = tiles.shape[0] * sizes.heads, capabilities_of(q.device)
+        tile = PrefillTile(q.shape[1] // sizes.heads, block_m, design.block_n, window)
 
         def constants() -> dict[str, Any]:
-            own = {"SIZES": sizes, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": design.block_n}
             compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-            return {**own, **compiled}
+            return {"SIZES": sizes, "TILE": tile, **compiled}
 
         if programs:
-            launch = launch_on(q.device, paged_prefill_attention_kernel, (design, sizes, group, block_m), constants)
+            launch = launch_on(q.device, paged_prefill_attention_kernel, (design, sizes, tile), constants)
             arguments = q.contiguous(), cache, pages.contiguous(), out, spans, tiles, pages.shape[1], scale * LOG2_E
             launch(programs, *arguments)
         return out
@@ -451,12 +503,14 @@ class PagedPrefillAttention(Op):
         tiles: torch.Tensor,
         block_m: int,
         scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         call = PrefillCall(tiles.shape[0] * keys.shape[1], keys.shape[3], q.dtype)
         design = self.plan(call, machine_on(q.device)).design
-        return self.run(design, None, q, PagedCache(keys, values), pages, spans, tiles, block_m, scale)
+        window = hiding(window, keys, pages)
+        return self.run(design, None, q, PagedCache(keys, values), pages, spans, tiles, block_m, scale, window)
 
-    def fake(self, q, keys, values, pages, spans, tiles, block_m, scale):
+    def fake(self, q, keys, values, pages, spans, tiles, block_m, scale, window):
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

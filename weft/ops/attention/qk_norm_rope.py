@@ -1,6 +1,7 @@
 """qk_norm_rope: head norms and rotation of projected tokens, and the write of new keys and values.
 
-n = x / sqrt(mean(x^2) + eps) * weight                                  x: a head, [D], in fp32
+x = (sum of split-K partials) * deferred RMS scale + bias               x: a head, [D], in fp32
+n = x / sqrt(mean(x^2) + eps) * weight                                  without weights n = x
 (a, b) = halves of n;  rotated = (a cos - b sin, b cos + a sin)         the half-split order of Hugging Face checkpoints
 """
 
@@ -18,7 +19,7 @@ from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
 from weft.kernels.projected import Projected
 from weft.kernels.rms_norm import inverse_rms, squares_of
-from weft.kernels.rotary import HeadNorms, norm_and_rotate
+from weft.kernels.rotary import HeadNorms, load_bias, norm_and_rotate
 from weft.ops.attention import cases
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
@@ -55,21 +56,23 @@ def qk_norm_rope_kernel(
     Q_HEADS: tl.constexpr,
     KEPT: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    SQUARES: tl.constexpr,
+    QKV: tl.constexpr,
 ):
     """Head h of token t is row t * (Q_HEADS + 2 kv_heads) + h of the work.    grid: (cdiv(rows, ROWS),)
 
-    projected  ``Projected``; norms: ``HeadNorms``; cache, SIZES: ``PagedCache`` and its ``CacheSizes``
-    queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or also the keys behind them
+    projected  ``Projected``, and QKV its ``ProjectedSizes``; norms: ``HeadNorms``; cache, SIZES: ``PagedCache`` and its
+               ``CacheSizes``
+    queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or also the keys behind them, or
+               also the values
     keys       key_pages[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * page_size + offset
-    values     value_pages[page, h, offset, :] = the projected value, rounded
+    values     value_pages[page, h, offset, :] = x of the value, rounded
     slots[t] = -1: neither key nor value is written. No two tokens of a call share a slot.
     """
     D: tl.constexpr = SIZES.dim
     HALF: tl.constexpr = D // 2
     KV_HEADS: tl.constexpr = SIZES.heads
     HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS
+    PARTIALS: tl.constexpr = QKV.partials
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < rows
     token, head = row // HEADS, row % HEADS
@@ -86,21 +89,33 @@ def qk_norm_rope_kernel(
         summand = source + part * tl.cast(projected.partial_stride, tl.int64)
         low += tl.load(summand, mask=exists[:, None], other=0.0)
         high += tl.load(summand + HALF, mask=exists[:, None], other=0.0)
-    q_weight, k_weight = norms.q_weight + column, norms.k_weight + column
-    low_weight = tl.where(is_query[:, None], tl.load(q_weight), tl.load(k_weight)).to(tl.float32)
-    high_weight = tl.where(is_query[:, None], tl.load(q_weight + HALF), tl.load(k_weight + HALF)).to(tl.float32)
+    if norms.q_weight is not None:
+        q_weight, k_weight = norms.q_weight + column, norms.k_weight + column
+        low_weight = tl.where(is_query[:, None], tl.load(q_weight), tl.load(k_weight)).to(tl.float32)
+        high_weight = tl.where(is_query[:, None], tl.load(q_weight + HALF), tl.load(k_weight + HALF)).to(tl.float32)
     angle = angles + (position * D)[:, None] + column
     cos = tl.load(angle, mask=turns[:, None], other=0.0)
     sin = tl.load(angle + HALF, mask=turns[:, None], other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
-    if SQUARES > 0:
-        factor = rms_scale(projected.squares, token, exists, projected.eps, SQUARES)[:, None]
+    if QKV.squares > 0:
+        factor = rms_scale(projected.squares, token, exists, projected.eps, QKV.squares)[:, None]
         a, b = a * factor, b * factor
         low, high = a, b
-    scale = inverse_rms(squares_of(a) + squares_of(b), norms.eps, D)[:, None]
+    if projected.bias is not None:
+        at = (head * D)[:, None] + column
+        a += load_bias(projected, at, exists[:, None])
+        b += load_bias(projected, at + HALF, exists[:, None])
+        low, high = a, b
     dtype: tl.constexpr = q.dtype.element_ty
-    turned_low = norm_and_rotate(a, b, scale, low_weight, high_weight, cos, sin * -1.0).to(dtype)
-    turned_high = norm_and_rotate(b, a, scale, high_weight, low_weight, cos, sin).to(dtype)
+    if norms.q_weight is not None:
+        scale = inverse_rms(squares_of(a) + squares_of(b), norms.eps, D)[:, None]
+        turned_low = norm_and_rotate(a, b, scale, low_weight, high_weight, cos, sin * -1.0).to(dtype)
+        turned_high = norm_and_rotate(b, a, scale, high_weight, low_weight, cos, sin).to(dtype)
+    else:
+        turned_low, turned_high = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    if KEPT == HEADS:
+        turned_low = tl.where(is_value[:, None], low.to(dtype), turned_low)
+        turned_high = tl.where(is_value[:, None], high.to(dtype), turned_high)
 
     target = q + ((token * KEPT + head).to(tl.int64) * D)[:, None] + column
     store_halves(target, turned_low, turned_high, (exists & (head < KEPT))[:, None])
@@ -112,8 +127,8 @@ def qk_norm_rope_kernel(
 
 def qk_norm_rope(
     qkv: torch.Tensor | DeferredNorm,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     angles: torch.Tensor,
     positions: torch.Tensor,
@@ -121,25 +136,29 @@ def qk_norm_rope(
     keys: torch.Tensor,
     values: torch.Tensor,
     with_keys: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalised and rotated queries [T, Hq, D]; new keys (likewise) and values go into the paged cache.
 
     qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
                         Or fp32 [partials, T, (Hq + 2 Hkv) * D], contiguous: its split-K partials. Or a ``DeferredNorm``, whose
                         RMS scale is applied here
-    q_weight, k_weight  [D], of the RMSNorm of each head
+    q_weight, k_weight  [D], of the RMSNorm of each head, with ``eps``; both None: heads are not normalised
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     positions           [T] int32 or int64, each 0 .. max_positions - 1
     slots               [T] int64: page * S + offset in the page, no two alike; -1: not written
     keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or for partials any of the three; written in place
-    with_keys           the result is [T, Hq + Hkv, D]: the new keys behind the queries
+    with_keys           the new keys lie behind the queries, and behind these the new values where they are not columns of qkv,
+                        with a bias: the result is [T, Hq + Hkv, D], with a bias [T, Hq + 2 Hkv, D]
+    bias                [(Hq + 2 Hkv) * D], of the cache's dtype, added to qkv after the sum of partials and the RMS scale;
+                        None: there is none
 
     D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. The host reads no positions or slots: those
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     norm = qkv if isinstance(qkv, DeferredNorm) else None
     qkv = norm.scaled if norm else qkv
-    check_projected("qk_norm_rope", qkv, q_weight, k_weight, angles, keys, values, tokens="T")
+    check_projected("qk_norm_rope", qkv, q_weight, k_weight, angles, keys, values, bias, tokens="T")
     tokens = qkv.shape[-2]
     for name, x, shape, dtypes in (
         ("positions", positions, (tokens,), (torch.int32, torch.int64)),
@@ -154,18 +173,19 @@ def qk_norm_rope(
         check_scales("qk_norm_rope", norm.operand, qkv)
         squares, norm_eps = norm.squares, norm.eps
     return QK_NORM_ROPE.dispatch(
-        qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys
+        qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys, bias
     )
 
 
 def check_projected(
     op: str,
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     angles: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
     tokens: str,
 ) -> None:
@@ -182,9 +202,15 @@ def check_projected(
             f"{op}: qkv has shape {tuple(qkv.shape)}; with keys of {tuple(keys.shape)} it must be "
             f"[{tokens}, (Hq + {2 * kv_heads}) * {D}], or 1 or more partials of that"
         )
+    if (q_weight is None) != (k_weight is None):
+        missing, given = ("q_weight", "k_weight") if q_weight is None else ("k_weight", "q_weight")
+        raise ValueError(
+            f"{op}: {missing} is None and {given} is not; pass both, or None for both: heads without norms"
+        )
+    weights = () if q_weight is None else (("q_weight", q_weight, D), ("k_weight", k_weight, D))
+    vectors = weights if bias is None else (*weights, ("bias", bias, width))
     for name, x, shape, dtypes in (
-        ("q_weight", q_weight, (D,), (keys.dtype,)),
-        ("k_weight", k_weight, (D,), (keys.dtype,)),
+        *((name, x, (size,), (keys.dtype,)) for name, x, size in vectors),
         ("angles", angles, ("max_positions", D), (torch.float32,)),
     ):
         check_like(op, name, x, qkv.device, dtypes)
@@ -231,13 +257,14 @@ class QKNormRope(Op):
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         """(queries, keys, values)"""
-        positions, slots, keys, values, qkv, q_weight, k_weight, angles, *squares = by_rank[rank]
-        q, k, v = cases.projected(case, qkv, q_weight, k_weight, angles, positions, squares)
+        positions, slots, keys, values, *projection = by_rank[rank]
+        q, k, v = cases.Projection.of(case, *projection).heads(positions)
         written = slots >= 0
         page, offset = slots[written] // case.sizes[3], slots[written] % case.sizes[3]
         keys, values = keys.double(), values.double()
         keys[page, :, offset], values[page, :, offset] = k[written], v[written]
-        return torch.cat((q, k), dim=1) if case.field("with_keys") else q, keys, values
+        given = (q, k, v) if case.field("bias") else (q, k)
+        return torch.cat(given, dim=1) if case.field("with_keys") else q, keys, values
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[2])
@@ -250,16 +277,13 @@ class QKNormRope(Op):
         slots: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        qkv: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        angles: torch.Tensor,
-        *squares: torch.Tensor,
+        *projection: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """(queries, keys, values)"""
-        given = DeferredNorm(qkv, *squares, cases.EPS) if squares else qkv
-        places, with_keys = (positions, slots, keys, values), bool(case.field("with_keys"))
-        return qk_norm_rope(given, q_weight, k_weight, cases.EPS, angles, *places, with_keys), keys, values
+        given, places = cases.Projection.of(case, *projection), (positions, slots, keys, values)
+        with_keys = bool(case.field("with_keys"))
+        q = qk_norm_rope(given.qkv, *given.norms, given.angles, *places, with_keys, given.bias)
+        return q, keys, values
 
     def cases(self) -> Iterator[Case]:
         for heads in cases.HEADS:
@@ -286,8 +310,8 @@ class QKNormRope(Op):
         qkv: torch.Tensor,
         squares: torch.Tensor | None,
         norm_eps: float,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
         eps: float,
         angles: torch.Tensor,
         positions: torch.Tensor,
@@ -295,24 +319,23 @@ class QKNormRope(Op):
         keys: torch.Tensor,
         values: torch.Tensor,
         with_keys: bool,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        sizes = CacheSizes.of(keys)
-        tokens, heads = qkv.shape[-2], qkv.shape[-1] // sizes.dim
-        kept = heads - (1 if with_keys else 2) * sizes.heads
-        q = torch.empty((tokens, kept, sizes.dim), dtype=keys.dtype, device=qkv.device)
+        sizes, q = CacheSizes.of(keys), new_heads(qkv, keys, with_keys, bias)
+        (tokens, kept, _), heads = q.shape, qkv.shape[-1] // sizes.dim
         if tokens > 0:
             rows, caps = TILE // sizes.dim, capabilities_of(q.device)
-            projected, counts = Projected.of(qkv if squares is None else DeferredNorm(qkv, squares, norm_eps))
+            projected, qkv_sizes = Projected.of(qkv if squares is None else DeferredNorm(qkv, squares, norm_eps), bias)
 
             def constants() -> dict[str, Any]:
-                own = {"SIZES": sizes, "Q_HEADS": heads - 2 * sizes.heads, "KEPT": kept, "ROWS": rows}
-                return {**own, **counts, **launch_options(caps)}
+                own = {"SIZES": sizes, "Q_HEADS": heads - 2 * sizes.heads, "KEPT": kept, "ROWS": rows, "QKV": qkv_sizes}
+                return {**own, **launch_options(caps)}
 
-            launch = launch_on(q.device, qk_norm_rope_kernel, (sizes, heads, kept, *counts.values()), constants)
+            launch = launch_on(q.device, qk_norm_rope_kernel, (sizes, heads, kept, qkv_sizes), constants)
             launch(
                 cdiv(tokens * heads, rows),
                 projected,
-                HeadNorms(q_weight.contiguous(), k_weight.contiguous(), eps),
+                HeadNorms(q_weight, k_weight, eps).contiguous(),
                 angles.contiguous(),
                 positions.contiguous(),
                 slots.contiguous(),
@@ -322,9 +345,17 @@ class QKNormRope(Op):
             )
         return q
 
-    def fake(self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys):
-        _, kv_heads, _, D = keys.shape
-        return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - (1 if with_keys else 2) * kv_heads, D))
+    def fake(
+        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys, bias
+    ):
+        return new_heads(qkv, keys, with_keys, bias)
+
+
+def new_heads(qkv: torch.Tensor, keys: torch.Tensor, with_keys: bool, bias: torch.Tensor | None) -> torch.Tensor:
+    """Empty tensor for the result of a call."""
+    _, kv_heads, _, D = keys.shape
+    left_out = 2 if not with_keys else 1 if bias is None else 0
+    return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - left_out * kv_heads, D))
 
 
 QK_NORM_ROPE = QKNormRope()

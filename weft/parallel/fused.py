@@ -41,24 +41,27 @@ def matmul_split(x: Tensor | DeferredNorm, weight: Tensor) -> Tensor | SplitK | 
 def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor | SplitK | DeferredNorm:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     # cuDNN takes the values as they are.
-    return ops.matmul(x, w.qkv) if step.by_cudnn(w.heads) else matmul_split(x, w.qkv)
+    return ops.matmul(x, w.qkv) if step.by_cudnn(w) else matmul_split(x, w.qkv)
 
 
 def attend(
     qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Norm, rotary embedding, cache write, attention: [T, heads * head_dim]. A prefill is two launches."""
+    """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim]. A prefill is two launches."""
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     head = w.q_norm, w.k_norm, w.eps, step.angles
     if not step.is_prefill:
-        attended = ops.decode_attention(projected, *head, *cache, step.pages, step.lengths, tickets=step.tickets)
-    elif step.by_cudnn(w.heads):
-        heads = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, with_keys=True)
-        q, keys = heads.split(w.heads, dim=1)
-        attended = attend_to_prompts(q, keys, projected[:, -w.kv_heads * w.head_dim :], step, cache)
+        places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window}
+        attended = ops.decode_attention(projected, *head, *places, tickets=step.tickets, **options)
+    elif step.by_cudnn(w):
+        heads = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, with_keys=True, bias=w.bias)
+        q, keys, values = heads.tensor_split((w.heads, w.heads + w.kv_heads), dim=1)
+        if w.bias is None:
+            values = projected[:, -w.kv_heads * w.head_dim :]
+        attended = attend_to_prompts(q, keys, values, step, cache)
     else:
-        q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache)
-        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans)
+        q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias)
+        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 

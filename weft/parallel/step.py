@@ -11,6 +11,7 @@ import torch
 
 from weft import ops
 from weft.parallel.recipe import StepPlan
+from weft.parallel.tensors import AttentionWeights
 from weft.parallel.thresholds import cudnn_attends
 from weft.runtime.copying import upload
 
@@ -90,10 +91,10 @@ class Step:
     def is_prefill(self) -> bool:
         return self.lengths is None
 
-    def by_cudnn(self, heads: int) -> bool:
-        """True if a fused pass leaves attention of `heads` query heads to cuDNN."""
-        new = all(chunk.before == 0 for chunk in self.chunks)
-        return bool(self.chunks) and new and all(cudnn_attends(c.batch * c.length * heads) for c in self.chunks)
+    def by_cudnn(self, w: AttentionWeights) -> bool:
+        """True if a fused pass leaves this attention to cuDNN, which knows neither cached tokens nor windows."""
+        whole = all(c.before == 0 and (w.window is None or c.length <= w.window) for c in self.chunks)
+        return bool(self.chunks) and whole and all(cudnn_attends(c.batch * c.length * w.heads) for c in self.chunks)
 
     @classmethod
     def decode(

@@ -236,16 +236,17 @@ def operands(team):
     )
     shared = {"keys": cache, "values": cache, "pages": pages, "lengths": torch.ones(2, dtype=torch.int32)}
     number = ("x", [1])
-    yield ops.paged_attention, {"q": f(2, 1, 16), **shared}, {**dict.fromkeys(("q", *shared), TENSOR), "scale": number}
+    options = {"scale": number, "window": OPTIONAL_COUNT}
+    yield ops.paged_attention, {"q": f(2, 1, 16), **shared}, {**dict.fromkeys(("q", *shared), TENSOR), **options}
     weights = {"q_weight": f(16), "k_weight": f(16), "eps": 1e-6, "angles": angles}
-    tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *shared), TENSOR)
-    yield ops.decode_attention, {"qkv": f(2, 48), **weights, **shared}, {**tensors, "eps": number, "scale": number}
+    tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *shared), TENSOR) | {"bias": TENSOR[1:]}
+    yield ops.decode_attention, {"qkv": f(2, 48), **weights, **shared}, {**tensors, "eps": number, **options}
     slots = {"positions": ids[:2], "slots": ids[:2], "keys": cache, "values": cache}
-    tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *slots), TENSOR)
+    tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *slots), TENSOR) | {"bias": TENSOR[1:]}
     yield ops.qk_norm_rope, {"qkv": f(2, 48), **weights, **slots}, {**tensors, "eps": number, "with_keys": FLAG}
     spans = {"q": f(2, 1, 16), "keys": cache, "values": cache, "pages": pages[:1], "spans": [(0, 2)]}
     tensors = dict.fromkeys(("q", "keys", "values", "pages"), TENSOR)
-    yield ops.paged_prefill_attention, spans, {**tensors, "scale": number}
+    yield ops.paged_prefill_attention, spans, {**tensors, **options}
     yield ops.matmul_parts, {"x": x, "weight": x}, {"x": TENSOR, "weight": TENSOR}
 
 

@@ -35,6 +35,10 @@ KERNELS = (
     "decode_attention", "decode_attention_of_parts",
     "paged_prefill_attention",
 )  # fmt: skip
+# Heads that are only rotated, with a bias; a window of 100 tokens.
+WITH_OPTIONS = (
+    "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
+)  # fmt: skip
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
 
 
@@ -52,28 +56,34 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
         return compiled(add_rms_norm_kernel, x, x, x, x, x, 1e-6, arch=arch, **constexprs, **options)
-    in_parts = name.endswith("of_parts")
+    in_parts, biased, window = name.endswith("of_parts"), "biased" in name, 100 if name.endswith("window") else None
+    bias = x if biased else None
     qkv = ProjectedSizes(3, 0) if in_parts else ProjectedSizes(1, 20)
-    sizes, cache, norms = CacheSizes(2, page, D), PagedCache(x, x), HeadNorms(x, x, 1e-6)
+    sizes, cache, norms = (
+        CacheSizes(2, page, D),
+        PagedCache(x, x),
+        HeadNorms(*((None, None) if biased else (x, x)), 1e-6),
+    )
     if name.startswith("qk_norm_rope"):
-        projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6, None)
-        constexprs = {"SIZES": sizes, "Q_HEADS": 16, "KEPT": 18 if in_parts else 16, "ROWS": TILE // D, "QKV": qkv}
+        projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6, bias)
+        kept = 18 if in_parts else 20 if biased else 16
+        constexprs = {"SIZES": sizes, "Q_HEADS": 16, "KEPT": kept, "ROWS": TILE // D, "QKV": qkv}
         arguments = projected, norms, FP32, INTS, LONGS, x, cache, 640
         return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **options)
-    if name == "paged_prefill_attention":
+    if name.startswith("paged_prefill_attention"):
         spans = SequenceRanges.make([(0, 128)], group, dtype)
         config = key_blocks_for(PrefillCall(2 * len(spans.tiles), D, dtype), caps)
-        constexprs = {"SIZES": sizes, "TILE": PrefillTile(group, spans.block_m, config.block_n)}
+        constexprs = {"SIZES": sizes, "TILE": PrefillTile(group, spans.block_m, config.block_n, window)}
         constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
         arguments = x, cache, INTS, x, INTS, INTS, 40, 0.1
         return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
     config = split_kv_for(DecodingCall(pairs, 1 << 20, D, dtype), caps)
-    tile = tile_of(config, group=group, D=D)._replace(split=name != "paged_attention_whole")
+    tile = tile_of(config, group=group, D=D, window=window)._replace(split=name != "paged_attention_whole")
     constexprs = {"SIZES": sizes, "TILE": tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
     arguments = cache, Sequences(INTS, INTS), x, Partials(FP32, FP32, INTS), 40, 0.1
     if name.startswith("paged_attention"):
         return compiled(paged_attention_kernel, x, *arguments, arch=arch, **constexprs, **options)
-    projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, None)
+    projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, bias)
     arguments = projected, norms, FP32, *arguments
     return compiled(decode_attention_kernel, *arguments, arch=arch, QKV=qkv, **constexprs, **options)
 
@@ -92,7 +102,7 @@ def check_machine_code(kernel, directory):
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, *(pytest.param(name, marks=pytest.mark.sweep) for name in WITH_OPTIONS)])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_and_fits(arch, name):
     # The other two on one GPU of each maker: what they add differs by maker, and fp32 takes seconds to compile.
@@ -115,7 +125,13 @@ def test_other_heads_compile_and_fit(dtype, D, group, page, tmp_path):
             assert built(name, arch, dtype, D, group, page).metadata.shared <= SHARED[arch], (arch, name)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_options_compile_and_fit_a_gpu_of_the_other_maker(name):
+    assert built(name, "gfx942").metadata.shared <= SHARED["gfx942"]
+
+
+@pytest.mark.parametrize("name", [*KERNELS, *WITH_OPTIONS])
 def test_machine_code_on_sm_90(name, tmp_path):
     kernel = built(name, "sm_90")
     ptx = kernel.asm["ptx"]

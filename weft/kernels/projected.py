@@ -43,7 +43,11 @@ class Projected(NamedTuple):
 
 
 class ProjectedSizes(NamedTuple):
-    """Sizes of a ``Projected``, a compile-time constant: split-K partials, and parts of the squares; 0: none deferred."""
+    """Sizes of a ``Projected``, a compile-time constant.
+
+    partials  split-K partials
+    squares   parts of the squares; 0: no RMS scale is deferred
+    """
 
     partials: int
     squares: int

@@ -18,7 +18,10 @@ from weft.kernels.rms_norm import inverse_rms, squares_of
 
 
 class HeadNorms(NamedTuple):
-    """The RMSNorms of query heads and of key heads: weights [D] and eps. Both weights None: heads are only rotated."""
+    """RMSNorms of query heads and of key heads: weights [D] and eps.
+
+    Both weights None: heads are only rotated.
+    """
 
     q_weight: torch.Tensor | None
     k_weight: torch.Tensor | None
@@ -88,9 +91,9 @@ def load_rotation(angles, position, D: tl.constexpr):
 
 @triton.jit
 def norm_and_rotate_heads(heads, factor, projected, norms, rotation, D: tl.constexpr):
-    """``heads`` as loaded by ``load_heads``, times ``factor``, plus the bias, normalised and rotated: [n, D] fp32.
+    """Heads of ``load_heads`` times ``factor``, plus bias, normalised and rotated: [n, D] fp32.
 
-    projected  ``Projected``; norms: ``HeadNorms``, both as they were loaded by
+    projected, norms  ``Projected`` and ``HeadNorms``, which say whether there are a bias and norms
     """
     own, bias, weights = heads
     cos, sin = rotation

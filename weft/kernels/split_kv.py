@@ -27,7 +27,10 @@ class Partials(NamedTuple):
 
 @triton.jit
 def split_count(length, splits, TILE: tl.constexpr):
-    """Number of partials of a sequence of ``length`` tokens: at most ``splits``, of about TILE.least tokens or more."""
+    """Number of partials of a sequence of ``length`` tokens.
+
+    At most ``splits``, each of about TILE.least tokens or more, of those within the window.
+    """
     if TILE.window is not None:
         length = tl.minimum(length, TILE.window)
     return tl.minimum(tl.maximum(tl.cdiv(length, TILE.least), 1), splits)
@@ -35,7 +38,7 @@ def split_count(length, splits, TILE: tl.constexpr):
 
 @triton.jit
 def first_block(length, TILE: tl.constexpr):
-    """First token of the first block that a sequence of ``length`` tokens attends to; known beforehand without a window."""
+    """First token of the first block that the last of ``length`` tokens attends to."""
     if TILE.window is None:
         return 0
     else:

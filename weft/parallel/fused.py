@@ -47,7 +47,10 @@ def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor
 def attend(
     qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim]. A prefill is two launches."""
+    """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim].
+
+    A prefill is two launches.
+    """
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     head = w.q_norm, w.k_norm, w.eps, step.angles
     if not step.is_prefill:

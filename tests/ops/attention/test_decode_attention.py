@@ -34,8 +34,9 @@ SPLIT = SplitKV(block_n=16, least=16, splits=8, num_warps=1)
 class Case:
     """Arguments of decode_attention for sequences of these lengths; cells of new tokens hold NaN."""
 
-    def __init__(self, heads, lengths, device, *, parts=0, squares=0, seed=0):
+    def __init__(self, heads, lengths, device, *, parts=0, squares=0, window=None, seed=0):
         B, S, D = len(lengths), heads.page_size, heads.D
+        self.window = window
         self.heads, self.lengths, width = heads, lengths, (heads.q_heads + 2 * heads.kv_heads) * D
         needed = [-(-length // S) for length in lengths]
         total = sum(needed) + 2
@@ -65,9 +66,9 @@ class Case:
         norms, sequences = HeadNorms(*self.weights, EPS), Sequences(*self.places)
         scale = self.heads.D**-0.5
         op = module.DECODE_ATTENTION
-        design = design or op.plan_of(cache[0], sequences.pages)
+        design = design or op.plan_of(cache[0], sequences.pages, self.window)
         arguments = self.given, norms, self.angles, PagedCache(*cache), sequences, scale, self.tickets
-        out = op.run(design, None, *arguments)
+        out = op.run(design, None, *arguments, window=self.window)
         assert not self.tickets.any(), "arrival counters are left as they were"
         return out, cache
 
@@ -130,20 +131,22 @@ def test_a_replayed_graph_follows_lengths_and_pages():
         assert_identical(replayed, run(), what=f"lengths {new}")
 
 
-# Text of the kernel, its replacement, and the finding that must follow.
+# Text of the kernel, its replacement, the window, and the finding that must follow.
 MUTATIONS = {
-    "none": ("", "", None),
-    "written by the first partial": ("(last - begin) // TILE.block_n % count == split", "split == 0", "race"),
+    "none": ("", "", None, None),
+    "none, with a window": ("", "", 100, None),
+    "written by the first partial": ("(last - begin) // TILE.block_n % count == split", "split == 0", None, "race"),
+    "written by the partial of all tokens": ("(last - begin) //", "last //", 100, "race"),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_what_orders_the_new_token_is_needed(mutation, tmp_path):
-    old, new, finding = MUTATIONS[mutation]
+    old, new, window, finding = MUTATIONS[mutation]
     mutant = mutated(decoding, old, new, f"decode_mutant_{list(MUTATIONS).index(mutation)}", tmp_path)
 
     def main(team):
-        case = Case(SMALL, (300,), "cpu")
+        case = Case(SMALL, (300,), "cpu", window=window)
         return [case.run(SPLIT, mutant)[0] for _ in range(2)]
 
     report = weft.check.check(main, 1, schedules=20)

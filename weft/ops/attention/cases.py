@@ -172,6 +172,25 @@ def decoding_cases(op: str, split_kv: Any) -> Iterator[Case]:
     for heads in HEADS:
         yield case_of(op, heads, split, lengths=(0, 1, 77, 160))
         yield case_of(op, heads, lengths=(500,), spare=2)
+    # Windows of a token, within a block, of whole blocks and not, of a whole sequence and beyond it, over many partials.
+    for window, lengths in (
+        (1, (0, 1, 16, 17)),
+        (7, (6, 7, 8, 23, 33)),
+        (16, (15, 16, 17, 32)),
+        (40, (39, 40, 41, 0, 300)),
+        (77, (77, 160, 76)),
+        (100, (60,)),
+    ):
+        yield case_of(op, SMALL, split, lengths=lengths, window=window)
+    for heads, window, design in (
+        (QWEN, 100, split_kv(block_n=128, least=128, splits=3, num_warps=8, num_stages=2)),
+        (QWEN, 64, split_kv(block_n=16, least=16, splits=3, num_warps=1)),
+        (HEADS[1], 90, split_kv(block_n=64, least=64, splits=2)),
+        (HEADS[-2], 33, "auto"),
+    ):
+        yield case_of(op, heads, design, lengths=(300, 0, 513), window=window, spare=1)
+    yield case_of(op, QWEN, lengths=(200, 3), window=150)
+    yield case_of(op, SMALL, lengths=(20, 16), window=32)
 
 
 def large_decoding_cases(op: str) -> Iterator[Case]:
@@ -179,3 +198,5 @@ def large_decoding_cases(op: str) -> Iterator[Case]:
     for heads in (QWEN, ((32, 4, 128, 64), BF16)):
         for batch, length in ((1, 128), (1, 40000), (32, 1024), (128, 128), (300, 50)):
             yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,))
+        for batch, length in ((1, 20000), (32, 5000)):
+            yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,), window=4096)

@@ -250,12 +250,25 @@ class DecodeAttention(DecodingOp):
             for kind in ({"partials": 1}, {"partials": 3}, {"squares": 20}, {"strided": True}):
                 for lengths in ((0, 15, 16, 17, 33), (300, 0, 1)):
                     yield cases.case_of(self.name, heads, design, lengths=lengths, positions=301, **kind)
+        for heads, kind in (
+            (cases.QWEN, {"norms": False}),
+            (cases.QWEN, {"bias": True, "partials": 3}),
+            (cases.SMALL, {"norms": False, "bias": True}),
+            (cases.HEADS[3], {"norms": False, "bias": True, "squares": 20, "window": 24}),
+            (cases.SMALL, {"bias": True, "squares": 3, "window": 24}),
+            (cases.QWEN, {"norms": False, "partials": 3, "window": 64}),
+        ):
+            yield cases.case_of(self.name, heads, design, lengths=(33, 0, 70), positions=71, **kind)
 
     def large_cases(self) -> Iterator[Case]:
         for batch, length in ((1, 128), (1, 20000), (32, 1024), (128, 129)):
             for kind in ({"partials": 3}, {"squares": 20}):
                 lengths = (length,) * (batch - 1) + (length - 1,)
                 yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **kind)
+        options = {"norms": False, "bias": True, "squares": 20, "window": 4096}
+        for batch, length in ((1, 20000), (32, 5000)):
+            lengths = (length,) * (batch - 1) + (length - 1,)
+            yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **options)
 
     def run(
         self,

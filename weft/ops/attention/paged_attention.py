@@ -176,7 +176,7 @@ def check_window(op: str, window: int | None) -> None:
 
 
 def hiding(window: int | None, keys: torch.Tensor, pages: torch.Tensor) -> int | None:
-    """``window``, or None where it holds all tokens of any sequence of ``pages`` [B, max_pages] in a cache."""
+    """``window``, or None where it holds all that ``pages`` [B, max_pages] have room for."""
     return None if window is None or window >= pages.shape[1] * keys.shape[2] else window
 
 
@@ -267,7 +267,8 @@ class DecodingOp(Op):
         return self.plan(call, machine_on(keys.device)).design
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=max(case.field("lengths")) + case.sizes[2], partials=1, by_row=True)
+        longest = max(case.field("lengths"))
+        return Accuracy(terms=min(longest, case.field("window") or longest) + case.sizes[2], partials=1, by_row=True)
 
 
 def launch_of(

@@ -410,6 +410,7 @@ class PagedPrefillAttention(Op):
 
     def accuracy(self, case: Case) -> Accuracy:
         longest = max((sum(span) for span in _spans_of(case)), default=0)
+        longest = min(longest, case.field("window") or longest)
         return Accuracy(terms=longest + case.sizes[2], partials=1, by_row=True)
 
     def call(
@@ -458,11 +459,33 @@ class PagedPrefillAttention(Op):
             yield cases.case_of(self.name, heads, chunks=((2, 21, 0), (1, 50, 77)), **few)
             yield cases.case_of(self.name, heads, chunks=((1, 90, 130), (1, 7, 0)), spare=2)
             yield cases.case_of(self.name, heads, chunks=((1, 19, 130), (1, 30, 1)), room=(33, 1))
+        # Windows of a token, within a block, of whole blocks and not, of a whole sequence and beyond it; steps that need no
+        # mask between those that do.
+        for window, chunks in (
+            (1, ((2, 5, 0), (1, 9, 30))),
+            (5, ((1, 40, 0), (1, 3, 100))),
+            (16, ((1, 33, 0), (2, 17, 15))),
+            (41, ((1, 100, 0), (1, 1, 40), (1, 50, 77))),
+            (110, ((1, 40, 260), (1, 9, 101))),
+            (200, ((1, 20, 170),)),
+        ):
+            yield cases.case_of(self.name, cases.SMALL, chunks=chunks, window=window, **few)
+        wide = KeyBlocks(block_n=32, num_warps=8, num_stages=2)
+        for heads, fields in (
+            (cases.QWEN, {"chunks": ((1, 20, 400),), "window": 300, "design": wide, "block_m": 128}),
+            (cases.QWEN, {"chunks": ((1, 17, 200), (1, 9, 0)), "window": 90, "room": (6, 3)}),
+            (cases.HEADS[1], {"chunks": ((1, 30, 500),), "window": 440}),
+            (cases.HEADS[5], {"chunks": ((2, 30, 90),), "window": 50}),
+            (cases.SMALL, {"chunks": ((1, 20, 4),), "window": 32}),
+        ):
+            yield cases.case_of(self.name, heads, **fields)
 
     def large_cases(self) -> Iterator[Case]:
         for heads in (cases.QWEN, ((32, 4, 128, 64), BF16)):
             for chunks in (((1, 128, 0),), ((32, 128, 0),), ((1, 2048, 0),), ((1, 1000, 3001), (2, 77, 0))):
                 yield cases.case_of(self.name, heads, chunks=chunks)
+            for chunks in (((1, 1500, 3500),), ((1, 300, 19700), (2, 77, 5000))):
+                yield cases.case_of(self.name, heads, chunks=chunks, window=4096)
 
     def run(
         self,

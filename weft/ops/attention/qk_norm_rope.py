@@ -299,11 +299,21 @@ class QKNormRope(Op):
                 {"tokens": 33, "padded": (0,), "squares": 3},
             ):
                 yield cases.case_of(self.name, heads, **fields)
+        for heads, fields in (
+            (cases.QWEN, {"norms": False}),
+            (cases.QWEN, {"bias": True, "with_keys": True, "strided": True}),
+            (cases.SMALL, {"norms": False, "with_keys": True}),
+            (cases.SMALL, {"norms": False, "bias": True, "partials": 3, "with_keys": True}),
+            (cases.HEADS[3], {"norms": False, "bias": True, "squares": 20}),
+            (cases.HEADS[5], {"bias": True, "squares": 3, "with_keys": True}),
+        ):
+            yield cases.case_of(self.name, heads, tokens=9, padded=(2,), **fields)
         for fields in ({"tokens": 5, "padded": tuple(range(5))}, {"tokens": 0}):
             yield cases.case_of(self.name, cases.QWEN, **fields)
 
     def large_cases(self) -> Iterator[Case]:
-        yield cases.case_of(self.name, cases.QWEN, tokens=4096, padded=tuple(range(4000, 4096)))
+        for fields in ({}, {"norms": False, "bias": True, "with_keys": True}):
+            yield cases.case_of(self.name, cases.QWEN, tokens=4096, padded=tuple(range(4000, 4096)), **fields)
 
     def forward(
         self,

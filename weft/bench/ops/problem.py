@@ -35,7 +35,7 @@ class OpProblem(Problem):
 
     def __init__(self, op: Op, shape: Shape, dtype: str, team: Team, **fields: bool) -> None:
         self.op, self.shape, self.team = op, shape, team
-        self.dtype, self.is_gemm = DTYPES[dtype], op.form == "gemm"
+        self.dtype, self.rated_by_flops = DTYPES[dtype], op.form == "gemm"
         self.case = op.case_of(shape.size, self.dtype, team.size, **fields)
         self.sets = [self.inputs(team.rank, 0)]
         self.sets += [self.inputs(team.rank, number) for number in range(1, self._count())]
@@ -50,14 +50,14 @@ class OpProblem(Problem):
     @property
     def replicas(self) -> int:  # type: ignore[override]
         """Number of calls in one CUDA graph: enough that the first weights are cold again at its replay."""
-        if self.is_gemm:
+        if self.rated_by_flops:
             return max(2, len(self.sets))
         return 8 if self.result_bytes <= 1 << 20 else 4 if self.result_bytes <= 1 << 24 else 2
 
     def _count(self) -> int:
         if self.team.is_simulated:
             return 1
-        if not self.is_gemm:
+        if not self.rated_by_flops:
             return 4 if self.result_bytes <= 1 << 24 else 2
         nbytes = sum(x.nbytes for x in self.sets[0])
         most = max(FEW_SETS, min(MOST_SETS, int(RESULT_BYTES / self.result_bytes)))

@@ -69,7 +69,7 @@ def _of_weft(op: Op) -> list[Provider]:
 
 def prepared(problem: OpProblem, design: Any = AUTO) -> Prepared:
     """weft's op at ``problem`` by ``design``: a design, or the name that a caller can ask for."""
-    if problem.is_gemm:
+    if problem.rated_by_flops:
         return Prepared(run=lambda number: problem.call(problem.sets[number], design))
     # As the kernel before a collective would, its first tensor is written to just before.
     buffers = [x.clone() for x, *_ in problem.sets]

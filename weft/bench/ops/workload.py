@@ -27,7 +27,7 @@ class OpWorkload(Workload):
         return op_of(self.name)
 
     @property
-    def is_gemm(self) -> bool:
+    def rated_by_flops(self) -> bool:
         """True for an op that is rated by its operations; others are rated by their bytes on the wire."""
         return self.op.form == "gemm"
 
@@ -46,7 +46,7 @@ class OpWorkload(Workload):
 
     def protocol(self, common: dict[str, Any], quick: bool) -> dict[str, Any]:
         data = f"random; several sets in rotation, at most {MOST_SETS}: 120 MB of weights lie between two uses of one"
-        if self.is_gemm:
+        if self.rated_by_flops:
             return common | {"data": data}
         in_a_row = "; baselines that reduce in place continue with their own sums, which grow and are not checked"
         return common | {
@@ -68,10 +68,10 @@ class OpWorkload(Workload):
 
     def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
         """Wire time + one hop for a collective, max(T_gemm, T_comm) for a GEMM op."""
-        if limits is None or (self.is_gemm and self.dtype == "fp32"):
+        if limits is None or (self.rated_by_flops and self.dtype == "fp32"):
             return None
         wire = self.wire_bytes(world_size, size) / limits.link
-        if not self.is_gemm:
+        if not self.rated_by_flops:
             return (wire + (limits.latency if world_size > 1 else 0.0)) * 1e6
         op, kind = self.op, DTYPES[self.dtype]
         gemm = max(op.flops(size) / limits.flops, op.memory_bytes(size, kind) / limits.memory)
@@ -79,6 +79,6 @@ class OpWorkload(Workload):
 
     def rate(self, world_size: int, size: Sequence[int], microseconds: float) -> float:
         """GB/s of bus bandwidth (nccl-tests' busbw) for a collective, TFLOP/s of one rank for a GEMM op."""
-        if self.is_gemm:
+        if self.rated_by_flops:
             return self.op.flops(size) / microseconds / 1e6
         return self.wire_bytes(world_size, size) / microseconds / 1e3

@@ -62,7 +62,7 @@ def _panels(report: Report) -> list[Callable[[Axes, Report, Sequence[str]], None
 
 
 def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    collective, shapes = not workload_of(report).is_gemm, shapes_of(report)
+    collective, shapes = not workload_of(report).rated_by_flops, shapes_of(report)
     unit = "µs" if collective else "TFLOP/s"
     axes.set_title(f"{report.op}, {report.dtype}, world size {report.world_size}: {unit}", loc="left")
     lines = _lines(report, shapes)
@@ -101,6 +101,6 @@ def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[
             row = row_of(report, shape, provider)
             if row is not None and row.median_us:
                 us = row.median_us
-                value = workload.rate(report.world_size, shape, us) if workload.is_gemm else us
+                value = workload.rate(report.world_size, shape, us) if workload.rated_by_flops else us
                 lines.setdefault(provider, []).append((place, value))
     return lines

@@ -66,7 +66,7 @@ def sheet(report: Report) -> Sheet:
                 plain(share, "{:.0%}"),
             )
         )
-    last = "roofline" if report.subject else "TFLOP/s" if workload.is_gemm else "busbw GB/s"
+    last = "roofline" if report.subject else "TFLOP/s" if workload.rated_by_flops else "busbw GB/s"
     unit = "ms per token after the first" if report.op == "generate" else "ms" if milli else "µs"
     return Sheet(
         title=f"{title_of(report)}, {unit}",

@@ -72,7 +72,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         return compiled(qk_norm_rope_kernel, *arguments, arch=arch, **constexprs, **options)
     if name.startswith("paged_prefill_attention"):
         spans = SequenceRanges.make([(0, 128)], group, dtype)
-        config = key_blocks_for(PrefillCall(2 * len(spans.tiles), D, dtype), caps)
+        config = key_blocks_for(PrefillCall(2 * len(spans.tiles), 2, 128, D, dtype), caps)
         constexprs = {"SIZES": sizes, "TILE": PrefillTile(group, spans.block_m, config.block_n, window)}
         constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
         arguments = x, cache, INTS, x, INTS, INTS, 40, 0.1

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from weft import ops
+from weft.ops.attention.paged_attention import SplitKV
+from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.ops.collectives.collective import CollectiveCall, Push, TwoShot
 from weft.ops.gemm.tile import Tile
 from weft.ops.op import find_op
@@ -37,12 +39,12 @@ def planned(op, M, N, K, local_first=False):
 
 @pytest.fixture
 def rows(monkeypatch, tmp_path):
-    """rows((op, shape, design), …) are what was tuned for Some GPU at world size 4."""
+    """rows((op, shape, design), …) are what was tuned for Some GPU at a world size, 4 unless given."""
     file_for = tuned.file_for
     monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
     forget()
 
-    def use(*made):
+    def use(*made, world_size=4):
         listed = [
             tuned.Row(
                 op=op, dtype="bfloat16", shape=shape, design=(found := find_op(op.partition("+")[0])).name_of(design),
@@ -50,7 +52,8 @@ def rows(monkeypatch, tmp_path):
             )
             for op, shape, design in made
         ]  # fmt: skip
-        tuned.write(tuned.file_for("Some GPU", 4), tuned.Table(gpu="Some GPU", world_size=4, rows=tuple(listed)))
+        table = tuned.Table(gpu="Some GPU", world_size=world_size, rows=tuple(listed))
+        tuned.write(tuned.file_for("Some GPU", world_size), table)
 
     yield use
     forget()
@@ -88,6 +91,30 @@ def test_a_matrix_product_takes_the_row(rows):
     for shape, op in (((4096, 12800, 5120), "all_gather_matmul"), ((4096, 2560, 5120), "matmul_reduce_scatter")):
         design, default = planned(op, *shape)
         assert design == default != FUSED
+
+
+def test_attention_takes_the_row_of_its_head_dim(rows):
+    """On any number of ranks the row of one: pairs of a sequence and a KV head, tokens, and elements of a head."""
+    few = SplitKV(block_n=16, least=512, splits=2, num_warps=1, num_stages=2)
+    blocks = KeyBlocks(block_n=32, num_warps=8, num_stages=2)
+    rows(("paged_attention", (32, 1024, 128), few), ("paged_prefill_attention", (2, 1000, 128), blocks), world_size=1)
+    for op, taken, others in (
+        (
+            "paged_attention",
+            ((4, 1024, 8, 128), (5, 1500, 8, 128)),
+            ((4, 1024, 8, 64), (4, 4096, 8, 128), (1, 1024, 8, 128)),
+        ),
+        ("paged_prefill_attention", ((1000, 16, 2, 128),), ((1000, 16, 2, 64), (5000, 16, 2, 128))),
+    ):
+        found, here = find_op(op), machine(GPU, 4)
+        for sizes in taken:
+            planned = found.plan(found.call_of(sizes, BF16, here), here)
+            assert planned.design == (few if op == "paged_attention" else blocks) and planned.row is not None
+        for sizes in others:
+            call = found.call_of(sizes, BF16, here)
+            planned = found.plan(call, here)
+            assert planned.row is None and planned.design == found.by_rule(call, here)
+            assert "some-gpu.w1.json" in planned.reason
 
 
 def test_a_row_above_the_library_s_says_nothing_of_what_lies_below(rows):

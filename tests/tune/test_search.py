@@ -241,7 +241,7 @@ def test_times_of_a_warm_gpu_are_compared_by_the_default(monkeypatch):
 def test_large_results_are_timed_in_smaller_groups():
     def together(op, *size, replicas=2):
         shape = Shape(size=size, label="")
-        problem = types.SimpleNamespace(shape=shape, dtype=torch.bfloat16, replicas=replicas)
+        problem = types.SimpleNamespace(op=op_of(op), shape=shape, dtype=torch.bfloat16, replicas=replicas)
         problem.result_bytes = OpProblem.result_bytes.fget(problem)
         return timing.most_together(problem)
 
@@ -288,6 +288,9 @@ def test_everything_that_is_chosen_has_candidates():
         ("all-reduce-rms-norm", (16, 5120)),
         ("gemm-ar", (4096, 5120, 6400)),
         ("ag-gemm+local_first", (4096, 12800, 5120)),
+        ("paged-attention", (32, 1024, 128)),
+        ("decode-attention", (2, 16384, 64)),
+        ("paged-prefill-attention", (4, 1000, 128)),
     ):
         alias, variants = spaces.parse(word)
         op, here = op_of(alias), machine(caps, 4)

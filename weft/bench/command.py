@@ -114,8 +114,9 @@ def bench(
         typer.Argument(
             metavar="OP[@SHAPES]...",
             help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
-            "gemm-ar; a layer: mlp, attn; a step of a model: model; complete generations: generate. Several are measured in "
-            "one launch, as in all-reduce ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
+            "gemm-ar, paged-attention, decode-attention, paged-prefill-attention; a layer: mlp, attn; a step of a model: "
+            "model; complete generations: generate. Several are measured in one launch, as in all-reduce "
+            "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
         ),
     ],
     world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,

@@ -40,7 +40,8 @@ class Op:
     mutates  names of the tensor arguments that it writes
     internal names of designs that no caller asks for
     rare     names of designs that not every call fits
-    form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K); "": none
+    form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K),
+             "attention" (pairs, tokens, head_dim); "": none
     collective  True if the ranks compute it together
     ranks_differ_in_k  True if ranks may hold different shares of K and must still agree on ``table.agreed_of`` a row
 

@@ -11,6 +11,7 @@ import torch
 
 from weft.bench.harness.provider import Prepared, Verdict
 from weft.bench.harness.workload import DTYPES, Problem, Shape
+from weft.bench.ops.shapes import RATED_BY_FLOPS
 from weft.ops.case import Draw, Inputs, error_bound
 from weft.ops.gemm.gemm_op import product
 from weft.ops.op import Op
@@ -35,7 +36,7 @@ class OpProblem(Problem):
 
     def __init__(self, op: Op, shape: Shape, dtype: str, team: Team, **fields: bool) -> None:
         self.op, self.shape, self.team = op, shape, team
-        self.dtype, self.rated_by_flops = DTYPES[dtype], op.form == "gemm"
+        self.dtype, self.rated_by_flops = DTYPES[dtype], op.form in RATED_BY_FLOPS
         self.case = op.case_of(shape.size, self.dtype, team.size, **fields)
         self.sets = [self.inputs(team.rank, 0)]
         self.sets += [self.inputs(team.rank, number) for number in range(1, self._count())]
@@ -44,6 +45,8 @@ class OpProblem(Problem):
     @property
     def result_bytes(self) -> int:
         """Bytes of a result, about."""
+        if self.op.form == "attention":
+            return self.sets[0][0].nbytes  # the queries, or a cache, which is larger
         size, itemsize = self.shape.size, self.dtype.itemsize
         return size[0] if len(size) == 1 else size[0] * size[1] * itemsize
 
@@ -88,7 +91,8 @@ class OpProblem(Problem):
     def _reference(self) -> torch.Tensor:
         me = self.team.rank
         by_rank = [self.sets[0] if rank == me else self.inputs(rank, 0) for rank in range(self.team.size)]
-        return self.op.reference(self.case, me, by_rank)
+        found = self.op.reference(self.case, me, by_rank)
+        return found[0] if isinstance(found, tuple) else found  # behind it what the op writes into its arguments
 
     def poison(self, prepared: Prepared) -> None:
         expected = self.answer(prepared.local)

@@ -10,7 +10,7 @@ from weft.bench.harness.provider import Prepared, Provider, named_by
 from weft.bench.ops.baselines import BASELINES
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.shapes import OPS, op_of
+from weft.bench.ops.shapes import OPS, RATED_BY_FLOPS, op_of
 from weft.ops.op import Op
 from weft.plan.planned import AUTO, Planned, machine_of
 
@@ -46,8 +46,11 @@ def lacking(op: str, words: Sequence[str]) -> list[str]:
 
 
 def _of_weft(op: Op) -> list[Provider]:
-    """Providers of weft's plan ("weft.auto") and of each design; designs of GEMMs run on request."""
-    gemm = op.form == "gemm"
+    """Providers of weft's plan ("weft.auto") and of each design.
+
+    Designs of GEMMs and of attention run on request.
+    """
+    computes = op.form in RATED_BY_FLOPS
     auto = Provider(name="weft.auto", ops=(op.alias,), role="weft", make=prepared)
     return [
         auto,
@@ -56,9 +59,9 @@ def _of_weft(op: Op) -> list[Provider]:
                 auto,
                 name=f"weft.{design}",
                 make=lambda problem, design=design: prepared(
-                    problem, plan_of(problem, design).design if gemm else design
+                    problem, plan_of(problem, design).design if computes else design
                 ),
-                on_request=gemm,
+                on_request=computes,
                 rare=design in op.rare,
             )
             for design in op.algorithms

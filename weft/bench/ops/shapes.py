@@ -2,7 +2,7 @@
 
 A shape has the form that its op names (``Op.form``): "bytes", (bytes,) of the input of all-reduce, reduce-scatter and
 all-to-all, of the output of all-gather; "rows", (M, H): rows and columns; "gemm", (M, N, K): M rows of the whole GEMM, N and K
-of one rank's.
+of one rank's; "attention", (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
 from weft.bench.harness.workload import DTYPES, Shape, words_apart
+from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.gemm.gemm_op import GemmOp
 from weft.ops.op import Op, find_op, registered
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 DECODE_ROWS = (1, 2, 4, 7, 8, 16, 32, 64, 128)
+CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384)
+HEAD_DIM = 128  # of MODELS
 SIZES = tuple(1024 * 4**power for power in range(10))  # 1 KiB .. 256 MiB
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -48,6 +51,9 @@ RECIPE_ROWS = (4096, 8192, 16384)
 TINY_SIZES = (1 * KIB, 12 * KIB)
 # Limits for simulated ranks: at eight times as much `weft tune --quick` at W=2 takes minutes (x86).
 SIMULATED_BYTES, SIMULATED_ROWS, SIMULATED_SIDE = 128 * KIB, 64, 512
+SIMULATED_TOKENS = 256
+# Forms of ops that are rated by their operations; others are rated by their bytes on the wire.
+RATED_BY_FLOPS = ("gemm", "attention")
 
 
 def op_of(name: str) -> Op:
@@ -280,6 +286,38 @@ def _simulable_gemm(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str
     return f"{SIMULATED_SIDE} in each of M, N and K", (m, n, k)
 
 
+# --- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _read_attention(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
+    name, _, tokens = word.lower().partition(":")
+    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){2}", word):
+        sizes = [tuple(map(int, word.split(",")))]
+    elif name not in MODELS or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", tokens):
+        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(MODELS)}) nor PAIRS,TOKENS,HEAD_DIM")
+    elif tiny:
+        sizes = [(2, 20, 32)]
+    else:
+        heads = MODELS[name].key_value // HEAD_DIM
+        if heads % world_size:
+            raise ValueError(f"--world-size {world_size}: {name} has {heads} KV heads; take 1, 2, 4 or 8")
+        sizes = [
+            (heads // world_size, count, HEAD_DIM) for count in (map(int, tokens.split(",")) if tokens else CONTEXTS)
+        ]
+    return [Shape(size=size, label="x".join(map(str, size))) for size in sizes]
+
+
+def _check_heads(op: Op, word: str, size: tuple[int, ...], dtype: str) -> None:
+    """Raise ValueError for a head_dim without a kernel."""
+    if size[2] not in HEAD_DIMS:
+        raise ValueError(f"--shapes {word}: head_dim={size[2]} is not one of {', '.join(map(str, HEAD_DIMS))}")
+
+
+def _simulable_attention(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str, tuple[int, ...]]:
+    pairs = max(1, SIMULATED_TOKENS // size[1])
+    return f"{SIMULATED_TOKENS} tokens in all", (min(size[0], pairs), min(size[1], SIMULATED_TOKENS), size[2])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """One form of shapes.
@@ -303,5 +341,8 @@ FORMS = {
     "bytes": Form(dimensions=1, sets=("sizes",), read=_read_bytes, check=_no_check, simulable=_simulable_bytes),
     "rows": Form(dimensions=2, sets=tuple(MODELS), read=_read_rows, check=_check_width, simulable=_simulable_rows),
     "gemm": Form(dimensions=3, sets=GEMM_SETS, read=_read_gemm, check=_no_check, simulable=_simulable_gemm),
+    "attention": Form(
+        dimensions=3, sets=tuple(MODELS), read=_read_attention, check=_check_heads, simulable=_simulable_attention
+    ),
 }
 OPS = tuple(op.alias for form in FORMS for op in registered() if op.form == form)

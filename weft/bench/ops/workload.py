@@ -11,7 +11,7 @@ from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Shape, Workload
 from weft.bench.ops.problem import MOST_SETS, OpProblem
 from weft.bench.ops.providers import choose
-from weft.bench.ops.shapes import op_of
+from weft.bench.ops.shapes import RATED_BY_FLOPS, op_of
 from weft.ops.op import Op
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class OpWorkload(Workload):
     @property
     def rated_by_flops(self) -> bool:
         """True for an op that is rated by its operations; others are rated by their bytes on the wire."""
-        return self.op.form == "gemm"
+        return self.op.form in RATED_BY_FLOPS
 
     def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
         return choose(self.name, self.words, simulated)

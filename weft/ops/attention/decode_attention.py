@@ -197,6 +197,12 @@ class DecodeAttention(DecodingOp):
     name, alias = "decode_attention", "decode-attention"
     mutates = ("keys", "values", "tickets")
 
+    def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
+        return {**super().sequences_of(pairs, tokens), "positions": tokens}
+
+    def results(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.call(case, team, *tensors)[0]
+
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """The cache, pages and lengths, the projection and its norms; cells of new tokens hold NaN."""
         lengths = case.field("lengths")

@@ -25,14 +25,17 @@ from weft.kernels.online_softmax import DecodeTile, attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, pages_at
 from weft.kernels.split_kv import Partials, first_block, split_count, store_or_join
 from weft.ops.attention import cases
+from weft.ops.attention.attention_op import GROUP, AttentionOp
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
-from weft.ops.op import Op, register
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
-from weft.plan.planned import AUTO, Machine, Planned
+from weft.plan.planned import AUTO, Machine
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.codec import exchangeable
 from weft.runtime.launching import Launch, launch_on
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ MAX_SPLITS = 32
 MIN_ROWS = 16
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitKV:
     """Split-KV attention of one new token of each sequence.
@@ -216,8 +220,7 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
     """
     pairs, per_sm, stages = max(1, call.pairs), 2, 3
     block_n = max(16, min(128, (16 << 10) // (call.head_dim * call.dtype.itemsize)))
-    # The fewer partials there can be, the longer a sequence must be for a join to pay.
-    least = 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
+    least = least_of(call.pairs, caps)
     if caps.arch not in ("sm_90", "sm_100") or call.dtype == torch.float32:
         stages = 2 if caps.arch.startswith("gfx") or call.dtype == torch.float32 else 3
     else:
@@ -227,10 +230,23 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
     return SplitKV(
         block_n=block_n,
         least=least,
-        splits=max(1, min(per_sm * caps.sms // pairs, cdiv(call.tokens, least), MAX_SPLITS)),
+        splits=splits_of(call, per_sm * caps.sms, least),
         num_warps=min(4, block_n // 16),
         num_stages=stages,
     )
+
+
+def least_of(pairs: int, caps: Capabilities) -> int:
+    """Tokens of a partial at least.
+
+    The fewer partials there can be, the longer a sequence must be for a join to pay.
+    """
+    return 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
+
+
+def splits_of(call: DecodingCall, programs: int, least: int) -> int:
+    """Partials of a sequence at most, for about ``programs`` programs in all."""
+    return max(1, min(programs // max(1, call.pairs), cdiv(call.tokens, least), MAX_SPLITS))
 
 
 def programs_per_sm(pairs: int, caps: Capabilities) -> int:
@@ -238,7 +254,7 @@ def programs_per_sm(pairs: int, caps: Capabilities) -> int:
     return 2 if 8 * pairs <= caps.sms else 1
 
 
-class DecodingOp(Op):
+class DecodingOp(AttentionOp):
     """Attention of one new token of each sequence, by split-KV partials.
 
     sizes  sequences, tokens that a row of the page table has room for, and this rank's KV heads
@@ -246,7 +262,6 @@ class DecodingOp(Op):
 
     designs = {"split_kv": SplitKV}
     sizes = ("batch", "context", "kv_heads", "head_dim")
-    dtypes = FLOATS
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> DecodingCall:
         check_sizes(self.name, self.sizes, sizes)
@@ -254,10 +269,47 @@ class DecodingOp(Op):
         check_head_dim(head_dim)
         return DecodingCall(batch * kv_heads, context, head_dim, dtype, design)
 
-    def choose(self, call: DecodingCall, machine: Machine) -> Planned:
-        design = split_kv_for(call, machine.caps)
+    def rule(self, call: DecodingCall, machine: Machine) -> tuple[str, str]:
         reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
-        return Planned("split_kv", design, f"{reason}; partials of at least {design.least} tokens")
+        return "split_kv", f"{reason}; partials of at least {least_of(call.pairs, machine.caps)} tokens"
+
+    def default(self, name: str, call: DecodingCall, machine: Machine) -> SplitKV:
+        return split_kv_for(call, machine.caps)
+
+    def space(self, call: DecodingCall, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
+        rule = split_kv_for(call, machine.caps)
+        for block_n in (16, 32, 64, 128):
+            least, num_warps = max(rule.least, block_n), min(4, block_n // 16)
+            for per_sm in (1, 2) if quick else (1, 2, 4):
+                splits = splits_of(call, per_sm * machine.caps.sms, least)
+                for num_stages in (rule.num_stages,) if quick else (2, 3, 4):
+                    tile = {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages}
+                    yield SplitKV(least=least, splits=splits, **tile)
+
+    def around(self, design: SplitKV, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
+        if not quick:
+            yield from moved(
+                design,
+                block_n=scaled(design.block_n),
+                least=scaled(design.least),
+                splits=scaled(design.splits, high=MAX_SPLITS),
+                num_warps=scaled(design.num_warps, high=8),
+                num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
+            )
+
+    def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
+        return {"lengths": (tokens,) * pairs}
+
+    def call_of_case(self, case: Case, machine: Machine) -> DecodingCall:
+        _, heads, head_dim, page = case.sizes
+        lengths = case.field("lengths")
+        room = cdiv(max(lengths), page) * page
+        tokens = min(room, case.field("window") or room)
+        return DecodingCall(len(lengths) * heads, tokens, head_dim, case.dtype, case.design)
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        pairs, tokens, head_dim = sizes
+        return 4 * GROUP * pairs * tokens * head_dim
 
     def plan_of(self, keys: torch.Tensor, pages: torch.Tensor, window: int | None = None) -> SplitKV:
         """The design for sequences of ``pages`` [B, max_pages] in a cache."""

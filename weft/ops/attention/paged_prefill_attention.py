@@ -22,15 +22,18 @@ from weft.arguments import quoted
 from weft.kernels.online_softmax import accumulate
 from weft.kernels.paged_cache import CacheSizes, PagedCache, cells_at, pages_at
 from weft.ops.attention import cases
+from weft.ops.attention.attention_op import GROUP, AttentionOp
 from weft.ops.attention.paged_attention import LOG2_E, check_heads, check_window, hiding
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
-from weft.ops.op import Op, register
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
-from weft.plan.planned import AUTO, Machine, Planned
+from weft.plan.planned import AUTO, Machine
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
+from weft.runtime.codec import exchangeable
 from weft.runtime.copying import upload
 from weft.runtime.launching import launch_on
 
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 SHORT = tl.constexpr(4)
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyBlocks:
     """Programs that walk the keys of their rows. block_n: keys of a step, a power of two of at least 16."""
@@ -55,9 +59,16 @@ class KeyBlocks:
 
 
 class PrefillCall(NamedTuple):
-    """Sizes that the plan depends on. programs: tiles of rows of all KV heads."""
+    """Sizes that the plan depends on.
+
+    programs  tiles of rows of all KV heads
+    pairs     of a sequence and a KV head
+    tokens    new ones of a sequence, on average
+    """
 
     programs: int
+    pairs: int
+    tokens: int
     head_dim: int
     dtype: torch.dtype
     design: str = AUTO
@@ -369,13 +380,12 @@ def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
     return KeyBlocks(block_n=block_n, num_stages=4 if call.programs <= caps.sms else 3)
 
 
-class PagedPrefillAttention(Op):
+class PagedPrefillAttention(AttentionOp):
     """sizes: of one prompt without cached tokens, on one rank."""
 
     name, alias = "paged_prefill_attention", "paged-prefill-attention"
     designs = {"key_blocks": KeyBlocks}
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
-    dtypes = FLOATS
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PrefillCall:
         check_sizes(self.name, self.sizes, sizes)
@@ -384,11 +394,43 @@ class PagedPrefillAttention(Op):
         if q_heads % kv_heads != 0:
             raise ValueError(f"{self.name}: q_heads={q_heads} is no multiple of kv_heads={kv_heads}")
         tiles = cdiv(tokens * (q_heads // kv_heads), default_block_m(dtype))
-        return PrefillCall(tiles * kv_heads, head_dim, dtype, design)
+        return PrefillCall(tiles * kv_heads, kv_heads, tokens, head_dim, dtype, design)
 
-    def choose(self, call: PrefillCall, machine: Machine) -> Planned:
-        reason = f"{call.programs} programs on {machine.caps.sms} SMs, 16 KiB of keys a step in halves"
-        return Planned("key_blocks", key_blocks_for(call, machine.caps), reason)
+    def rule(self, call: PrefillCall, machine: Machine) -> tuple[str, str]:
+        return "key_blocks", f"{call.programs} programs on {machine.caps.sms} SMs, 16 KiB of keys a step in halves"
+
+    def default(self, name: str, call: PrefillCall, machine: Machine) -> KeyBlocks:
+        return key_blocks_for(call, machine.caps)
+
+    def space(self, call: PrefillCall, machine: Machine, quick: bool = False) -> Iterator[KeyBlocks]:
+        rule = key_blocks_for(call, machine.caps)
+        for block_n in (32, 64, 128):
+            for num_warps in (4,) if quick else (4, 8):
+                for num_stages in (rule.num_stages,) if quick else (2, 3, 4):
+                    yield KeyBlocks(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+
+    def around(self, design: KeyBlocks, machine: Machine, quick: bool = False) -> Iterator[KeyBlocks]:
+        if not quick:
+            yield from moved(
+                design,
+                block_n=scaled(design.block_n, high=256),
+                num_warps=scaled(design.num_warps, high=8),
+                num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
+            )
+
+    def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
+        return {"chunks": ((pairs, tokens, 0),)}
+
+    def call_of_case(self, case: Case, machine: Machine) -> PrefillCall:
+        (q_heads, heads, head_dim, _), spans = case.sizes, _spans_of(case)
+        rows, group = sum(length for _, length in spans), q_heads // heads
+        tiles = sum(cdiv(length * group, default_block_m(case.dtype)) for _, length in spans)
+        average = cdiv(rows, max(1, len(spans)))
+        return PrefillCall(tiles * heads, len(spans) * heads, average, head_dim, case.dtype, case.design)
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        pairs, tokens, head_dim = sizes
+        return 2 * GROUP * pairs * tokens * (tokens + 1) * head_dim
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """q, the cache and pages."""
@@ -528,7 +570,9 @@ class PagedPrefillAttention(Op):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        call = PrefillCall(tiles.shape[0] * keys.shape[1], keys.shape[3], q.dtype)
+        (_, heads, _, D), sequences = keys.shape, max(1, spans.shape[0] - 2)
+        average = cdiv(q.shape[0], sequences)
+        call = PrefillCall(tiles.shape[0] * heads, sequences * heads, average, D, q.dtype)
         design = self.plan(call, machine_on(q.device)).design
         window = hiding(window, keys, pages)
         return self.run(design, None, q, PagedCache(keys, values), pages, spans, tiles, block_m, scale, window)

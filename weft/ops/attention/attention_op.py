@@ -1,0 +1,49 @@
+"""``AttentionOp``: attention over a paged cache by a plan, from a row of ``weft tune`` or by a rule.
+
+In tables and benchmarks its shapes are (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each sequence.
+They are run as sequences of one KV head, shared by GROUP query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.ops.case import Case
+from weft.ops.op import Op
+from weft.ops.registration import FLOATS
+from weft.plan.planned import Machine, Planned
+
+GROUP, PAGE = 8, 64
+
+
+class AttentionOp(Op):
+    """An op whose calls have ``pairs``, ``tokens``, ``head_dim`` and ``dtype``."""
+
+    form = "attention"
+    dtypes = FLOATS
+    collective = False
+
+    def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.pairs, call.tokens, call.head_dim), 1
+
+    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # The steps of a row for smaller heads need not fit into shared memory.
+        return found if found is None or found.row.shape[2] == call.head_dim else None
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        pairs, tokens, head_dim = shape
+        sizes, given = (GROUP, 1, head_dim, PAGE), self.sequences_of(pairs, tokens) | fields
+        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
+
+    def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
+        """Fields of a case of ``pairs`` sequences with ``tokens`` tokens each."""
+        raise NotImplementedError
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of keys and values."""
+        pairs, tokens, head_dim = sizes
+        return 2 * pairs * tokens * head_dim * dtype.itemsize

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -28,12 +27,12 @@ import triton
 from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.ops.attention.paged_attention import SplitKV
+from weft.ops.attention.decoding import SplitKV, split_kv_for
+from weft.ops.op import find_op
 from weft.plan.memo import forget
+from weft.plan.planned import Planned
 from weft.runtime.files import put
 
-# The module: an op of the same name hides it.
-attention = importlib.import_module("weft.ops.attention.paged_attention")
 GROUP, D, PAGE, HIDDEN, EPS, LAYERS = 8, 128, 64, 5120, 1e-6, 8
 BLOCKS = (64, 32, 16)
 # KV heads of a rank, sequences, and tokens of each.
@@ -91,7 +90,7 @@ class Layers:
 
 
 def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, object]:
-    layers, rule = Layers(bench, kv_heads, batch, length), attention.split_kv_for
+    layers, op = Layers(bench, kv_heads, batch, length), find_op("decode_attention")
     expected = layers.two(0).float()
 
     def us(attend: Callable[[int], torch.Tensor]) -> float:
@@ -99,8 +98,8 @@ def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, objec
         steps[0]()
         return bench.us(steps) / LAYERS
 
-    def checked(split_kv_for: Callable[..., SplitKV]) -> float:
-        attention.split_kv_for = split_kv_for
+    def checked(rule: Callable[..., SplitKV]) -> float:
+        op.choose = lambda call, here: Planned("split_kv", rule(call, here.caps), "asked for")
         forget()
         try:
             error = ((layers.one(0).float() - expected).norm() / expected.norm()).item()
@@ -110,13 +109,17 @@ def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, objec
                 )
             return us(layers.one)
         finally:
-            attention.split_kv_for = rule
+            del op.choose
             forget()
 
     def sized(block_n: int) -> Callable[..., SplitKV]:
-        return lambda *given: replace(rule(*given), block_n=block_n, num_warps=block_n // 16)
+        return lambda *given: replace(split_kv_for(*given), block_n=block_n, num_warps=block_n // 16)
 
-    times = {"two": us(layers.two), **{str(size): checked(sized(size)) for size in BLOCKS}, "chosen": checked(rule)}
+    times = {
+        "two": us(layers.two),
+        **{str(size): checked(sized(size)) for size in BLOCKS},
+        "chosen": checked(split_kv_for),
+    }
     alone = us(layers.none)
     floor = 2 * 2 * batch * length * kv_heads * D / GBPS / 1e3
     return {

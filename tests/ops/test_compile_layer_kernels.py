@@ -11,21 +11,16 @@ from weft.kernels.projected import Projected, ProjectedSizes
 from weft.kernels.rotary import HeadNorms
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.decode_attention import decode_attention_kernel
-from weft.ops.attention.paged_attention import (
-    DecodingCall,
-    paged_attention_kernel,
-    programs_per_sm,
-    split_kv_for,
-    tile_of,
-)
+from weft.ops.attention.decoding import DecodingCall, programs_per_sm, split_kv_for, tile_of
+from weft.ops.attention.paged_attention import paged_attention_kernel
 from weft.ops.attention.paged_prefill_attention import (
     PrefillCall,
     PrefillTile,
-    SequenceRanges,
     key_blocks_for,
     paged_prefill_attention_kernel,
 )
 from weft.ops.attention.qk_norm_rope import TILE, qk_norm_rope_kernel
+from weft.ops.attention.sequence_ranges import SequenceRanges
 from weft.ops.elementwise.add_rms_norm import add_rms_norm_kernel, warps_of
 from weft.ops.elementwise.silu_mul import silu_mul_kernel
 from weft.runtime.capabilities import Capabilities, launch_options

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft import ops
-from weft.ops.attention.paged_attention import SplitKV
+from weft.ops.attention.decoding import SplitKV
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.ops.collectives.collective import CollectiveCall, Push, TwoShot
 from weft.ops.gemm.tile import Tile

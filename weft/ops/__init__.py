@@ -4,8 +4,9 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decode_attention import decode_attention
 from weft.ops.attention.decode_metadata import decode_metadata
 from weft.ops.attention.paged_attention import paged_attention
-from weft.ops.attention.paged_prefill_attention import SequenceRanges, paged_prefill_attention
+from weft.ops.attention.paged_prefill_attention import paged_prefill_attention
 from weft.ops.attention.qk_norm_rope import qk_norm_rope
+from weft.ops.attention.sequence_ranges import SequenceRanges
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm

@@ -22,7 +22,7 @@ from tests.ops.layer_cases import (
 from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences
 from weft.kernels.rotary import HeadNorms
-from weft.ops.attention.paged_attention import SplitKV
+from weft.ops.attention.decoding import SplitKV
 from weft.ops.case import BF16, FP32
 
 decoding = importlib.import_module("weft.ops.attention.decode_attention")

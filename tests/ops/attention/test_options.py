@@ -14,6 +14,7 @@ from tests.ops.layer_cases import check_refused, layer_arguments, mutated
 from weft import ops
 from weft.kernels import online_softmax, rotary, split_kv
 from weft.ops.attention import cases
+from weft.ops.attention import decoding as plans
 from weft.ops.case import Draw
 from weft.ops.op import find_op
 
@@ -50,7 +51,7 @@ MUTATIONS = {
     "decode: window a token shorter": (
         decoding(window=40), online_softmax, "length - TILE.window - start", "length - TILE.window + 1 - start",
     ),
-    "decode: window ignored": (decoding(window=40), None, "window=window,\n    )", "window=None,\n    )"),
+    "decode: window ignored": (decoding(window=40), plans, "window=window,\n    )", "window=None,\n    )"),
     "decode: first block skipped": (
         decoding(window=40), split_kv, "TILE.block_n * TILE.block_n", "TILE.block_n * TILE.block_n + TILE.block_n",
     ),

@@ -6,17 +6,22 @@ They are run as sequences of one KV head, shared by GROUP query heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from weft.arguments import check_int
 from weft.ops.case import Case
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
 from weft.plan.planned import Machine, Planned
 
 GROUP, PAGE = 8, 64
+LOG2_E = math.log2(math.e)
+PAGE_SIZES = (16, 32, 64, 128, 256)
+MAX_GROUP = 64
 
 
 class AttentionOp(Op):
@@ -47,3 +52,28 @@ class AttentionOp(Op):
         """Bytes of keys and values."""
         pairs, tokens, head_dim = sizes
         return 2 * pairs * tokens * head_dim * dtype.itemsize
+
+
+def check_window(op: str, window: int | None) -> None:
+    """ValueError unless ``window`` is None or a positive integer, or a symbolic one of torch.compile."""
+    if window is not None and not isinstance(window, torch.SymInt):
+        check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
+
+
+def hiding(window: int | None, keys: torch.Tensor, pages: torch.Tensor) -> int | None:
+    """``window``, or None where it holds all that ``pages`` [B, max_pages] have room for."""
+    return None if window is None or window >= pages.shape[1] * keys.shape[2] else window
+
+
+def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
+    """ValueError unless KV heads share ``q_heads`` evenly and kernels can read pages of this size."""
+    heads, page = keys.shape[1:3]
+    if page not in PAGE_SIZES:
+        raise ValueError(
+            f"{op}: keys has shape {tuple(keys.shape)}; page_size={page} is not one of {', '.join(map(str, PAGE_SIZES))}"
+        )
+    if q_heads % heads != 0 or not 1 <= q_heads // heads <= MAX_GROUP:
+        raise ValueError(
+            f"{op}: q has {q_heads} heads and keys {heads}; each KV head must have the same number of query heads, 1 to "
+            f"{MAX_GROUP}"
+        )

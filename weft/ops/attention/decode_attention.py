@@ -24,16 +24,8 @@ from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads
 from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.paged_attention import (
-    LOG2_E,
-    DecodingOp,
-    SplitKV,
-    check_heads,
-    check_tickets,
-    check_window,
-    hiding,
-    launch_of,
-)
+from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
+from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.qk_norm_rope import check_projected
 from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape

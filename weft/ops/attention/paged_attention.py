@@ -10,85 +10,25 @@ Device code: weft.kernels.online_softmax and weft.kernels.split_kv.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import check_int
-from weft.kernels.online_softmax import DecodeTile, attend, ways
-from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, pages_at
-from weft.kernels.split_kv import Partials, first_block, split_count, store_or_join
+from weft.kernels.online_softmax import attend, ways
+from weft.kernels.paged_cache import PagedCache, Sequences, pages_at
+from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import GROUP, AttentionOp
-from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
-from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
-from weft.ops.neighbours import moved, scaled
+from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
+from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
+from weft.ops.attention.qk_norm_rope import check_cache
+from weft.ops.case import Case, Draw, Inputs
+from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
-from weft.plan.planned import AUTO, Machine
-from weft.runtime.arithmetic import cdiv, next_power_of_2
-from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
-from weft.runtime.launching import Launch, launch_on
-
-if TYPE_CHECKING:
-    from weft.runtime.capabilities import Capabilities
-    from weft.triton_api import JITFunction
-
-LOG2_E = math.log2(math.e)
-PAGE_SIZES = (16, 32, 64, 128, 256)
-MAX_GROUP = 64
-MAX_SPLITS = 32
-# Rows of the smallest tile that tensor cores multiply.
-MIN_ROWS = 16
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitKV:
-    """Split-KV attention of one new token of each sequence.
-
-    block_n  tokens of a step, a power of two, at least 16 for each of num_warps
-    least    tokens of a partial at least, a multiple of block_n: shorter sequences are not split
-    splits   partials of a sequence at most
-    """
-
-    block_n: int = 64
-    least: int = 256
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        if self.block_n < 16 * self.num_warps or self.block_n & (self.block_n - 1):
-            raise ValueError(
-                f"block_n={self.block_n} is not a power of two of at least 16 for each of num_warps={self.num_warps}"
-            )
-        if self.least < 1 or self.least % self.block_n:
-            raise ValueError(f"least={self.least} is not a multiple of block_n={self.block_n}")
-        if self.splits < 1:
-            raise ValueError(f"splits={self.splits} is not positive; pass 1 or more")
-
-
-class DecodingCall(NamedTuple):
-    """Sizes that the plan of a decoding attention depends on.
-
-    pairs   of a sequence and a KV head
-    tokens  that a sequence attends to at most: those that a row of the page table has room for, or the window
-    """
-
-    pairs: int
-    tokens: int
-    head_dim: int
-    dtype: torch.dtype
-    design: str = AUTO
 
 
 @triton.jit(do_not_specialize=["max_pages"])
@@ -171,215 +111,6 @@ def paged_attention(
         check_scalar(op, "scale", scale)
     scale = D**-0.5 if scale is None else scale
     return PAGED_ATTENTION.dispatch(q, keys, values, pages, lengths, scale, tickets, window)
-
-
-def check_window(op: str, window: int | None) -> None:
-    """ValueError unless ``window`` is None or a positive integer, or a symbolic one of torch.compile."""
-    if window is not None and not isinstance(window, torch.SymInt):
-        check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
-
-
-def hiding(window: int | None, keys: torch.Tensor, pages: torch.Tensor) -> int | None:
-    """``window``, or None where it holds all that ``pages`` [B, max_pages] have room for."""
-    return None if window is None or window >= pages.shape[1] * keys.shape[2] else window
-
-
-def check_tickets(op: str, tickets: torch.Tensor | None, pairs: int, device: torch.device) -> None:
-    """ValueError unless ``tickets`` is None or has ``pairs`` counters, one for a sequence and KV head."""
-    if tickets is None:
-        return
-    check_like(op, "tickets", tickets, device, (torch.int32,))
-    if tickets.dim() != 1 or not tickets.is_contiguous() or tickets.shape[0] < pairs:
-        raise ValueError(
-            f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of B * Hkv={pairs} or more"
-        )
-
-
-def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:
-    """ValueError unless KV heads share ``q_heads`` evenly and kernels can read pages of this size."""
-    heads, page = keys.shape[1:3]
-    if page not in PAGE_SIZES:
-        raise ValueError(
-            f"{op}: keys has shape {tuple(keys.shape)}; page_size={page} is not one of {', '.join(map(str, PAGE_SIZES))}"
-        )
-    if q_heads % heads != 0 or not 1 <= q_heads // heads <= MAX_GROUP:
-        raise ValueError(
-            f"{op}: q has {q_heads} heads and keys {heads}; each KV head must have the same number of query heads, 1 to "
-            f"{MAX_GROUP}"
-        )
-
-
-def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
-    """The design of a call.
-
-    A step takes 16 KiB of keys, and as much of values, at two programs an SM. With more than 3 pairs for 2 SMs it takes 8 KiB,
-    and with more than 4 pairs an SM 4 KiB, by programs as much smaller, of which an SM holds four or eight: the first keys of
-    all pairs are loaded at once.
-
-    Figures: docs/decisions.md, "Attention".
-    """
-    pairs, per_sm, stages = max(1, call.pairs), 2, 3
-    block_n = max(16, min(128, (16 << 10) // (call.head_dim * call.dtype.itemsize)))
-    least = least_of(call.pairs, caps)
-    if caps.arch not in ("sm_90", "sm_100") or call.dtype == torch.float32:
-        stages = 2 if caps.arch.startswith("gfx") or call.dtype == torch.float32 else 3
-    else:
-        per_sm = programs_per_sm(pairs, caps)
-        if 2 * pairs > 3 * caps.sms:
-            block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
-    return SplitKV(
-        block_n=block_n,
-        least=least,
-        splits=splits_of(call, per_sm * caps.sms, least),
-        num_warps=min(4, block_n // 16),
-        num_stages=stages,
-    )
-
-
-def least_of(pairs: int, caps: Capabilities) -> int:
-    """Tokens of a partial at least.
-
-    The fewer partials there can be, the longer a sequence must be for a join to pay.
-    """
-    return 128 if pairs <= 4 else 256 if 4 * pairs <= caps.sms else 512
-
-
-def splits_of(call: DecodingCall, programs: int, least: int) -> int:
-    """Partials of a sequence at most, for about ``programs`` programs in all."""
-    return max(1, min(programs // max(1, call.pairs), cdiv(call.tokens, least), MAX_SPLITS))
-
-
-def programs_per_sm(pairs: int, caps: Capabilities) -> int:
-    """Programs wanted on each SM of sm_90 and sm_100, where there is work for them."""
-    return 2 if 8 * pairs <= caps.sms else 1
-
-
-class DecodingOp(AttentionOp):
-    """Attention of one new token of each sequence, by split-KV partials.
-
-    sizes  sequences, tokens that a row of the page table has room for, and this rank's KV heads
-    """
-
-    designs = {"split_kv": SplitKV}
-    sizes = ("batch", "context", "kv_heads", "head_dim")
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> DecodingCall:
-        check_sizes(self.name, self.sizes, sizes)
-        batch, context, kv_heads, head_dim = sizes
-        check_head_dim(head_dim)
-        return DecodingCall(batch * kv_heads, context, head_dim, dtype, design)
-
-    def rule(self, call: DecodingCall, machine: Machine) -> tuple[str, str]:
-        reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
-        return "split_kv", f"{reason}; partials of at least {least_of(call.pairs, machine.caps)} tokens"
-
-    def default(self, name: str, call: DecodingCall, machine: Machine) -> SplitKV:
-        return split_kv_for(call, machine.caps)
-
-    def space(self, call: DecodingCall, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
-        rule = split_kv_for(call, machine.caps)
-        for block_n in (16, 32, 64, 128):
-            least, num_warps = max(rule.least, block_n), min(4, block_n // 16)
-            for per_sm in (1, 2) if quick else (1, 2, 4):
-                splits = splits_of(call, per_sm * machine.caps.sms, least)
-                for num_stages in (rule.num_stages,) if quick else (2, 3, 4):
-                    tile = {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages}
-                    yield SplitKV(least=least, splits=splits, **tile)
-
-    def around(self, design: SplitKV, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
-        if not quick:
-            yield from moved(
-                design,
-                block_n=scaled(design.block_n),
-                least=scaled(design.least),
-                splits=scaled(design.splits, high=MAX_SPLITS),
-                num_warps=scaled(design.num_warps, high=8),
-                num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
-            )
-
-    def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
-        return {"lengths": (tokens,) * pairs}
-
-    def call_of_case(self, case: Case, machine: Machine) -> DecodingCall:
-        _, heads, head_dim, page = case.sizes
-        lengths = case.field("lengths")
-        room = cdiv(max(lengths), page) * page
-        tokens = min(room, case.field("window") or room)
-        return DecodingCall(len(lengths) * heads, tokens, head_dim, case.dtype, case.design)
-
-    def flops(self, sizes: Sequence[int]) -> int:
-        pairs, tokens, head_dim = sizes
-        return 4 * GROUP * pairs * tokens * head_dim
-
-    def plan_of(self, keys: torch.Tensor, pages: torch.Tensor, window: int | None = None) -> SplitKV:
-        """The design for sequences of ``pages`` [B, max_pages] in a cache."""
-        _, heads, page, D = keys.shape
-        tokens = pages.shape[1] * page
-        call = DecodingCall(pages.shape[0] * heads, min(tokens, window or tokens), D, keys.dtype)
-        return self.plan(call, machine_on(keys.device)).design
-
-    def accuracy(self, case: Case) -> Accuracy:
-        longest = max(case.field("lengths"))
-        return Accuracy(terms=min(longest, case.field("window") or longest) + case.sizes[2], partials=1, by_row=True)
-
-
-def launch_of(
-    kernel: JITFunction,
-    design: SplitKV,
-    out: torch.Tensor,
-    cache: PagedCache,
-    sequences: Sequences,
-    tickets: torch.Tensor | None,
-    window: int | None,
-    **own: Any,
-) -> tuple[Launch, tuple[int, int], tuple[Any, ...]]:
-    """(launch, grid, arguments ``cache`` to ``max_pages``) of a kernel.
-
-    It has ``out`` [B, Hq, D] and its ``own`` constants.
-    """
-    (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
-    caps, pairs, group, splits = capabilities_of(out.device), B * sizes.heads, q_heads // sizes.heads, design.splits
-
-    def constants() -> dict[str, Any]:
-        compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-        return {"SIZES": sizes, "TILE": tile_of(design, group=group, D=D, window=window), **own, **compiled}
-
-    # Without the number of splits, which the batch decides.
-    tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages, window
-    launch = launch_on(out.device, kernel, (tile, sizes, group, *own.values()), constants)
-    sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
-    arguments = cache, sequences, out, scratch_of(out, pairs, splits, tickets), sequences.pages.shape[1]
-    return launch, (pairs, splits), arguments
-
-
-def scratch_of(out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None) -> Partials:
-    """Scratch memory of one call that writes ``out`` [B, Hq, D]; any tensors where nothing is split."""
-    if splits == 1:
-        return Partials(out, out, out)
-    B, q_heads, D = out.shape
-    group = q_heads * B // pairs
-    means = torch.empty((pairs, splits, group, D), dtype=torch.float32, device=out.device)
-    log_sums = torch.empty((pairs, splits, group), dtype=torch.float32, device=out.device)
-    arrivals = torch.zeros(pairs, dtype=torch.int32, device=out.device) if tickets is None else tickets
-    return Partials(means, log_sums, arrivals)
-
-
-def tile_of(design: SplitKV, *, group: int, D: int, window: int | None = None) -> DecodeTile:
-    """Compile-time sizes of a program with ``group`` query heads of ``D`` elements."""
-    few = next_power_of_2(group)
-    rows = max(MIN_ROWS, few)
-    return DecodeTile(
-        group=group,
-        rows=rows,
-        kept=rows // 2 if group * 2 <= rows else rows,
-        block_n=design.block_n,
-        ways=design.num_warps,
-        least=design.least,
-        split=design.splits > 1,
-        # At most 16 KiB of partials at a time, in 32 registers of 4 warps.
-        joined=max(1, min(4, 4096 // (few * D))),
-        window=window,
-    )
 
 
 class PagedAttention(DecodingOp):

@@ -52,17 +52,17 @@ def contiguous_halves(columns, HALF: tl.constexpr):
 
 
 @triton.jit
-def load_heads(projected, token, at, exists, weight, D: tl.constexpr, PARTIALS: tl.constexpr):
+def load_heads(projected, heads, at, exists, weight, D: tl.constexpr, PARTIALS: tl.constexpr):
     """(heads [n, D], bias, weight) in fp32, each with its partners, for ``norm_and_rotate_heads``.
 
     projected  ``Projected``, of PARTIALS split-K partials
-    token, at  pointer to the token's first element; elements [n, 1] from there to the first of each head; exists: mask [n, 1]
+    heads, at  pointers [n, 1] to the first element of each, and their offsets in a token; exists: mask [n, 1]
     weight     of the heads' norm. Where there is none, or no bias, any values are in its place
     """
     column = tl.arange(0, D)[None, :]
     partner = contiguous_halves((column + D // 2) % D, D // 2)
-    own = sum_of_partials(token + at + column, exists, projected.partial_stride, PARTIALS)
-    other = sum_of_partials(token + at + partner, exists, projected.partial_stride, PARTIALS)
+    own = sum_of_partials(heads + column, exists, projected.partial_stride, PARTIALS)
+    other = sum_of_partials(heads + partner, exists, projected.partial_stride, PARTIALS)
     bias, weights = (own, other), (own, other)
     if projected.bias is not None:
         bias = load_bias(projected, at + column, exists), load_bias(projected, at + partner, exists)

@@ -78,13 +78,14 @@ def decode_attention_kernel(
     first += begin
     page = pages_at(table, first, max_pages * PAGE, ways(TILE.block_n, TILE.ways), PAGE)
     token = projected.qkv + sequence.to(tl.int64) * projected.stride
-    q_heads = ((head * TILE.group + row) * D)[:, None]
-    k_head = (SIZES.heads * TILE.group + head) * D
-    v_head = k_head + SIZES.heads * D
-    queries = load_heads(projected, token, q_heads, (row < TILE.group)[:, None], norms.q_weight, D, QKV.partials)
+    q_at = ((head * TILE.group + row) * D)[:, None]
+    q_heads = token + q_at
+    k_at = (SIZES.heads * TILE.group + head) * D
+    k_head = token + k_at
+    queries = load_heads(projected, q_heads, q_at, (row < TILE.group)[:, None], norms.q_weight, D, QKV.partials)
     # The new key and value are loaded by all programs, so that the one that writes them waits for memory only once.
-    new_key = load_heads(projected, token, k_head, column >= 0, norms.k_weight, D, QKV.partials)
-    value = sum_of_partials(token + v_head + column, column >= 0, projected.partial_stride, QKV.partials)
+    new_key = load_heads(projected, k_head, k_at, column >= 0, norms.k_weight, D, QKV.partials)
+    value = sum_of_partials(k_head + SIZES.heads * D + column, column >= 0, projected.partial_stride, QKV.partials)
     factor = tl.full((1,), 1.0, tl.float32)
     if QKV.squares > 0:
         this = sequence + tl.arange(0, 1)
@@ -107,7 +108,7 @@ def decode_attention_kernel(
             key = norm_and_rotate_heads(new_key, by, projected, norms, rotation, D)
             new_cell, new_value = cell_of(page_of_last, head, last % PAGE, SIZES), value * by
             if projected.bias is not None:
-                new_value += load_bias(projected, v_head + column, column >= 0)
+                new_value += load_bias(projected, k_at + SIZES.heads * D + column, column >= 0)
             write_token(cache, new_cell, key, new_value, D)
         mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
         store_or_join(mean, log_sum, count, out, partials, TILE)

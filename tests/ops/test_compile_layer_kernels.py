@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from weft.kernels.online_softmax import PrefillTile
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.projected import Projected, ProjectedSizes
 from weft.kernels.rotary import HeadNorms
@@ -15,7 +16,6 @@ from weft.ops.attention.decoding import DecodingCall, programs_per_sm, split_kv_
 from weft.ops.attention.paged_attention import paged_attention_kernel
 from weft.ops.attention.paged_prefill_attention import (
     PrefillCall,
-    PrefillTile,
     key_blocks_for,
     paged_prefill_attention_kernel,
 )

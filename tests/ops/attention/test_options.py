@@ -68,16 +68,16 @@ MUTATIONS = {
     "decode: normalised without a norm": (
         decoding(positions=131, norms=False), rotary, "return x * cos + partner * sin", NORMED,
     ),
-    "prefill: window a token longer": (prefill(110), None, "> position[:, None] - T", ">= position[:, None] - T"),
-    "prefill: window a token shorter": (prefill(110), None, "> position[:, None] - T", "> position[:, None] + 1 - T"),
+    "prefill: window a token longer": (prefill(110), online_softmax, "> position[:, None] - T", ">= position[:, None] - T"),
+    "prefill: window a token shorter": (prefill(110), online_softmax, "> position[:, None] - T", "> position[:, None] + 1 - T"),
     "prefill: window ignored": (prefill(110), None, "design.block_n, window)", "design.block_n)"),
     "prefill: first block skipped": (
-        prefill(110), None, "first = start // BLOCK_N * BLOCK_N", "first = start // BLOCK_N * BLOCK_N + BLOCK_N",
+        prefill(110), online_softmax, "first = start // BLOCK_N * BLOCK_N", "first = start // BLOCK_N * BLOCK_N + BLOCK_N",
     ),
     "prefill: a block too few masked": (
         prefill(110), None, "tl.maximum(end - TILE.window, 0)", "tl.maximum(end - TILE.window - BLOCK_N, 0)",
     ),
-    "prefill: values before the window loaded": (prefill(110), None, "local >= start - at", "local >= 0"),
+    "prefill: values before the window loaded": (prefill(110), online_softmax, "local >= start - at", "local >= 0"),
     "rotating: bias before the deferred scale": (
         rotating(**EVERYTHING), None, "a += load_bias(projected, at, exists[:, None])",
         "a += factor * load_bias(projected, at, exists[:, None])",

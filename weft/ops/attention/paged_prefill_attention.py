@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.online_softmax import accumulate
-from weft.kernels.paged_cache import CacheSizes, PagedCache, cells_at, pages_at
+from weft.kernels.online_softmax import PrefillTile, over_keys
+from weft.kernels.paged_cache import CacheSizes, PagedCache
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import GROUP, LOG2_E, AttentionOp, check_heads, check_window, hiding
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
@@ -70,77 +70,6 @@ class PrefillCall(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     design: str = AUTO
-
-
-class PrefillTile(NamedTuple):
-    """One program's part of a prefill's attention, a compile-time constant.
-
-    group    query heads of a KV head
-    block_m  rows, each a query head of a token
-    block_n  keys of a step
-    window   tokens that a token attends to, itself the last of them; None: all up to itself
-    """
-
-    group: int
-    block_m: int
-    block_n: int
-    window: int | None = None
-
-
-@triton.jit
-def over_keys(
-    x,
-    position,
-    cache,
-    table,
-    head,
-    start,
-    end,
-    scale,
-    state,
-    MASKED: tl.constexpr,
-    SIZES: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The online softmax of rows ``x`` [block_m, D] over keys start .. end - 1 more.
-
-    Steps begin at multiples of block_n, and so does ``start`` unless TILE has a window. A key's weight is 2 ** (score * scale),
-    so ``scale`` holds log2(e).
-    state   before and after: (largest exponent [block_m], sum of weights [block_m], weighted sum of values [block_m, D]), the
-            sums relative to the exponent
-    MASKED  row i sees keys up to position[i], from its window's first on; else all rows see all, and ``end`` is a multiple of
-            block_n too
-    """
-    BLOCK_N: tl.constexpr = TILE.block_n
-    largest, total, acc = state
-    column, local = tl.arange(0, SIZES.dim)[None, :], tl.arange(0, BLOCK_N)
-    first = start
-    if MASKED and TILE.window is not None:
-        first = start // BLOCK_N * BLOCK_N
-    page = pages_at(table, first, end, local, SIZES.page)
-    for at in tl.range(first, end, BLOCK_N):
-        cells = cells_at(page, head, at, local, SIZES)[:, None] + column
-        # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
-        page = pages_at(table, at + BLOCK_N, end, local, SIZES.page)
-        k = tl.load(cache.key_pages + cells)
-        if MASKED:
-            there = local < end - at
-            if TILE.window is not None:
-                there &= local >= start - at
-            v = tl.load(cache.value_pages + cells, mask=there[:, None], other=0.0)
-        else:
-            v = tl.load(cache.value_pages + cells)
-        score = tl.dot(x, k.T, input_precision="ieee")
-        if MASKED:
-            seen = (at + local)[None, :] <= position[:, None]
-            if TILE.window is not None:
-                seen &= (at + local)[None, :] > position[:, None] - TILE.window
-            score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, axis=1) * scale)
-        p = tl.exp2(score * scale - new[:, None])
-        total, acc = accumulate(p, v, new, largest, total, acc)
-        largest = new
-    return largest, total, acc
 
 
 @triton.jit(do_not_specialize=["max_pages"])

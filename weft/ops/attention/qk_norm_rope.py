@@ -148,8 +148,8 @@ def qk_norm_rope(
     positions           [T] int32 or int64, each 0 .. max_positions - 1
     slots               [T] int64: page * S + offset in the page, no two alike; -1: not written
     keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or for partials any of the three; written in place
-    with_keys           the new keys lie behind the queries, and behind these the new values where they are not columns of qkv,
-                        with a bias: the result is [T, Hq + Hkv, D], with a bias [T, Hq + 2 Hkv, D]
+    with_keys           the result has the new keys behind the queries, [T, Hq + Hkv, D]. With a bias, where the new values are
+                        no columns of qkv, it has them too, last: [T, Hq + 2 Hkv, D]
     bias                [(Hq + 2 Hkv) * D], of the cache's dtype, added to qkv after the sum of partials and the RMS scale;
                         None: there is none
 

@@ -24,15 +24,16 @@ SIZES = {
 }
 
 
-def module_of(name, kind, **changes):
+def module_of(name, kind, layer=0, **changes):
     """(attention or MLP with random weights, its config)"""
-    folder, stem = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe"}.get(name, name.lower()), name
+    folders = {"Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "SeedOss": "seed_oss"}
+    folder, stem = folders.get(name, name.lower()), name
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config_of = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{stem}Config")
     config = getattr(transformers, config_of)(**SIZES | changes)
     config._attn_implementation = "eager"
     made = getattr(modeling, f"{stem}{kind}")
-    module = made(config, layer_idx=0) if kind == "Attention" else made(config)
+    module = made(config, layer_idx=layer) if kind == "Attention" else made(config)
     torch.manual_seed(0)
     for weight in module.parameters():
         nn.init.normal_(weight, std=0.3)
@@ -42,24 +43,22 @@ def module_of(name, kind, **changes):
 NORMS = "that is not x / sqrt(mean(x^2) + 1e-06) * weight"
 HALVES = "does not pair element i of a head with element i + head_dim / 2"
 REFUSED = [
-    ("Llama", {}, ["has no q_norm, k_norm;"]),
-    ("Qwen2", {}, ["no q_norm, k_norm"]),
-    ("Mistral", {"sliding_window": 8}, ["no q_norm, k_norm"]),
-    ("Starcoder2", {}, ["no q_norm, k_norm", "a config without rms_norm_eps"]),
-    ("Granite", {"attention_multiplier": 0.5}, ["no q_norm, k_norm", "scaling=0.5 instead of head_dim**-0.5=0.25"]),
-    ("Gemma", {}, ["no q_norm, k_norm"]),
-    ("Gemma2", {"query_pre_attn_scalar": 64}, ["attn_logit_softcapping=50.0", "scaling=0.125", "sliding_window="]),
+    ("Llama", {"attention_bias": True}, ["lacks nothing and has ['o_proj.bias'] that this layer does not use"]),
+    ("Mistral", {"sliding_window": 0}, ["sliding_window=0"]),
+    ("SeedOss", {"attention_out_bias": True}, ["has ['o_proj.bias']"]),
+    ("Starcoder2", {}, ["has ['o_proj.bias']"]),
+    ("Granite", {"attention_multiplier": 0.5}, ["scaling=0.5 instead of head_dim**-0.5=0.25"]),
+    ("Gemma2", {"query_pre_attn_scalar": 64}, ["attn_logit_softcapping=50.0", "scaling=0.125"]),
+    ("SmolLM3", {"layer": 3, "num_hidden_layers": 4}, ["gives another result for the same weights"]),  # no rotation there
     ("Gemma3", {"layer_types": ["full_attention"]}, [f"q_norm=Gemma3RMSNorm {NORMS}", "scaling=0.0625"]),
     ("Gemma3", {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"]}, [f"k_norm=Gemma3RMSNorm {NORMS}"]),
     ("Phi3", {}, ["a fused qkv_proj (split it"]),
     ("Cohere", {"use_qk_norm": True}, ["a config without rms_norm_eps", "instead of (16,)", HALVES]),
-    ("Cohere2", {}, ["no q_norm, k_norm", HALVES]),
+    ("Cohere2", {}, [HALVES]),
     ("Olmo2", {}, ["q_norm=Olmo2RMSNorm with a weight of shape (64,) instead of (16,)"]),
-    ("Glm", {"partial_rotary_factor": 0.5}, ["no q_norm, k_norm", "partial_rotary_factor=0.5", HALVES]),
+    ("Glm", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", HALVES]),
     ("Glm4Moe", {"use_qk_norm": True, "partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
-    ("Qwen3", {"attention_bias": True}, ["has ['k_proj.bias', 'o_proj.bias', 'q_proj.bias', 'v_proj.bias']"]),
-    ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, ["sliding_window=8"]),
-    ("Qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0, "factor": 4.0}}, ["rope_type='yarn'"]),
+    ("Qwen3", {"attention_bias": True}, ["has ['o_proj.bias']"]),
     ("Qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5.0, "factor": 4.0}}, ["rope_type='dynamic'"]),
 ]  # fmt: skip
 
@@ -74,24 +73,51 @@ def test_attention_that_is_something_else_is_refused_by_what_it_is(name, changes
         assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe"])
-def test_attention_that_is_the_same_gives_the_same(name):
-    module, config, modeling = module_of(name, "Attention")
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16}
+SAME = [
+    ("Qwen3", {}, None),
+    ("Qwen3", {"rope_parameters": YARN}, None),
+    ("Qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, 3),
+    ("Qwen3Moe", {}, None),
+    ("Llama", {"rope_parameters": LLAMA3}, None),
+    ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}}, None),
+    ("Qwen2", {}, None),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0}, 2),
+    ("Mistral", {"sliding_window": 4}, 4),
+    ("Mistral", {"sliding_window": None}, None),
+    ("SeedOss", {}, None),
+    ("Gemma", {}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "window"), SAME, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("world_size", [2, 4])  # with 4 ranks, two share a KV head
+def test_attention_that_is_the_same_gives_the_same(name, changes, window, world_size):
+    module, config, modeling = module_of(name, "Attention", **changes)
     x, length = torch.randn(1, 6, 32), 6
-    rotary = getattr(modeling, f"{name}RotaryEmbedding")(config)(x, torch.arange(length)[None])
-    causal = torch.full((length, length), float("-inf")).triu(1)[None, None]
-    expected, _ = module(x, position_embeddings=rotary, attention_mask=causal)
+    embedding = getattr(modeling, f"{name}RotaryEmbedding")(config)
+    behind = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (behind < 0) | (behind >= (window or length))
+    mask = torch.zeros(length, length).masked_fill(hidden, float("-inf"))[None, None]
+    expected, _ = module(x, position_embeddings=embedding(x, torch.arange(length)[None]), attention_mask=mask)
+    computed = rotary_angles(64, 16, (embedding.inv_freq, embedding.attention_scaling), torch.device("cpu"))
     angles = rotary_angles(64, 16, config.rope_parameters, torch.device("cpu"))
+    assert torch.equal(angles, computed)
 
     def main(team):
         attention = TPAttention.from_module(module, config, team, "torch")
+        assert attention.window == window
         pages = torch.ones(1, 1, dtype=torch.int32)
         cache = PagedCache(1, 2, attention.num_kv_heads, 16, 16, dtype=torch.float32, device="cpu").layer(0)
         plan = plan_layer(length, mode="reference", team=team)
         step = Step.prefill([(0, length)], pages, 16, angles, plan, 2, torch.float32)
         return attention(x[0], step, cache)
 
-    for found in weft.simulate(main, 2):
+    for found in weft.simulate(main, world_size):
         torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-5)
 
 
@@ -149,11 +175,12 @@ def check_mlp(module, message):
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}, "rope_type='yarn' is not supported"),
-        ({"type": "linear", "rope_theta": 1e6, "factor": 4.0}, "type='linear' is not supported"),
+        ({"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}, "rope_type='dynamic' is not supported"),
+        ({"type": "longrope", "rope_theta": 1e6, "factor": 4.0}, "type='longrope' is not supported"),
         ({"rope_type": "default", "rope_theta": 1e6, "attention_factor": 1.2}, "attention_factor=1.2 is not supported"),
         ({"rope_theta": 1e6, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"full_attention": {"rope_theta": 1e6}}, r"has \['full_attention'\] beside rope_theta"),
+        ({"full_attention": {"rope_theta": 1e6}}, "has an object under 'full_attention', parameters by type of layer"),
+        ((torch.ones(4), 1.0), r"inv_freq has shape \(4,\) instead of \(8,\); weft rotates whole heads"),
         ({"rope_type": "default"}, "theta=None is not a positive number"),
         (float("inf"), "theta=inf is not a positive number"),
         (True, "theta=True is not a positive number"),
@@ -161,7 +188,7 @@ def check_mlp(module, message):
     ],
     ids=str,
 )
-def test_angles_are_of_plain_rotary_embedding_alone(rope, message):
+def test_angles_of_another_kind_are_refused(rope, message):
     with pytest.raises(ValueError, match=message):
         rotary_angles(8, 16, rope, torch.device("cpu"))
 

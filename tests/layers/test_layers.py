@@ -203,8 +203,10 @@ def test_modules_that_are_not_what_the_layer_computes_are_refused(config):
     narrow = hf.Qwen3Attention(config, layer_idx=0)
     narrow.o_proj = nn.Linear(64, 24, bias=False)
     windowed = hf.Qwen3Attention(config, layer_idx=0)
-    windowed.sliding_window = 4
-    with pytest.raises(ValueError, match="sliding_window=4; TPAttention computes causal attention over all tokens"):
+    windowed.sliding_window = 4.5
+    with pytest.raises(
+        ValueError, match="sliding_window=4.5; TPAttention computes causal attention, in a window or not"
+    ):
         weft.simulate(lambda team: TPAttention.from_module(windowed, config, team, "reference"), 1)
     with pytest.raises(ValueError, match="act_fn=GELU; TPMLP computes silu"):
         weft.simulate(lambda team: TPMLP.from_module(gelu, team, "reference"), 1)

@@ -1,4 +1,4 @@
-"""Grouped-query attention with q- and k-norm over a paged cache, its heads split over the ranks."""
+"""Grouped-query attention over a paged cache, its heads split over the ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from weft.arguments import check_optional, positive
 from weft.layers.whole_attention import check_module
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, split_evenly
 from weft.parallel.sharding import Shard, fill_from_module, whole
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class TPAttention(nn.Module):
-    """y = softmax(rope(norm(q)) @ rope(norm(k)).T / sqrt(head_dim)) @ v @ o.T     q, k, v = x @ qkv.T
+    """y = softmax(rope(norm(q)) @ rope(norm(k)).T / sqrt(head_dim)) @ v @ o.T, q, k, v = x @ qkv.T + bias
+
+    qk_norm  False: no norms of q and k
+    bias     False: no bias
+    window   tokens that a token attends to, itself the last of them; None: all before it
 
     x, y: [T, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of these rows, padded to W's multiple.
     Rank r has query heads r * heads / W and on; with fewer KV heads than ranks, W / kv_heads neighbours share one.
@@ -37,8 +42,12 @@ class TPAttention(nn.Module):
         team: Team,
         mode: Mode,
         dtype: torch.dtype,
+        qk_norm: bool = True,
+        bias: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        check_optional(positive, "window", window)
         check_layer(
             team, mode, dtype, hidden_size=hidden_size, num_attention_heads=num_attention_heads,
             num_key_value_heads=num_key_value_heads, head_dim=head_dim,
@@ -50,34 +59,37 @@ class TPAttention(nn.Module):
         first_kv_head = team.rank * num_key_value_heads // team.size
         q_rows = Rows.even("num_attention_heads", num_attention_heads * head_dim, team)
         kv_rows = Rows(num_key_value_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
-        self.qkv_proj = ColumnParallelLinear(
-            hidden_size, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, team=team, dtype=dtype
-        )
+        parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        self.qkv_proj = ColumnParallelLinear(hidden_size, parts, team=team, dtype=dtype, bias=bias)
         self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, team=team, dtype=dtype)
-        self.q_norm = nn.RMSNorm(head_dim, eps=rms_norm_eps, device=team.device, dtype=dtype).requires_grad_(False)
-        self.k_norm = nn.RMSNorm(head_dim, eps=rms_norm_eps, device=team.device, dtype=dtype).requires_grad_(False)
+        self.eps, self.window = rms_norm_eps, window
+        norm = {"eps": rms_norm_eps, "device": team.device, "dtype": dtype}
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(head_dim, **norm).requires_grad_(False) if qk_norm else None for _ in range(2)
+        )
 
     @classmethod
     def from_module(cls, module: nn.Module, config: Any, team: Team, mode: Mode) -> TPAttention:
-        """This rank's share of a whole attention, such as transformers' Qwen3Attention.
+        """This rank's share of a whole attention, such as transformers' LlamaAttention or Qwen3Attention.
 
-        `config` names the sizes as a Qwen3Config does, transformers' or ours. ValueError, by what was found, for a module that
-        computes anything else: other norms, scaling, rotary embedding, masks or weights.
+        `config` names the sizes as transformers' configuration of the module does. ValueError, by what was found, for a module
+        that computes anything else: other norms, scaling, rotary embedding, masks or weights.
         """
-        sizes = check_module(module, config)
-        attention = cls(**sizes, team=team, mode=mode, dtype=module.q_proj.weight.dtype)
+        attention = cls(**check_module(module, config), team=team, mode=mode, dtype=module.q_proj.weight.dtype)
         fill_from_module(attention.shards(), module)
         return attention
 
     def shards(self) -> dict[str, Shard]:
-        norms = {"q_norm.weight": whole(self.q_norm.weight), "k_norm.weight": whole(self.k_norm.weight)}
+        norms = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
+        norms = {name: whole(norm.weight) for name, norm in norms.items() if norm is not None}
         return self.qkv_proj.shards() | self.o_proj.shards() | norms
 
     @property
     def weights(self) -> AttentionWeights:
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         return AttentionWeights(
-            self.qkv_proj.weight, self.o_proj.weight, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps,
-            self.num_heads, self.num_kv_heads, self.head_dim,
+            self.qkv_proj.weight, self.o_proj.weight, q_norm, k_norm, self.eps,
+            self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window,
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -56,18 +56,23 @@ class Rows:
 
 
 class ColumnParallelLinear(nn.Module):
-    """weight [N_local, K]: this rank's rows of several checkpoint weights, for one GEMM."""
+    """weight [N_local, K], bias [N_local] or None: this rank's rows of several weights, for one GEMM."""
 
-    def __init__(self, in_features: int, parts: dict[str, Rows], *, team: Team, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, parts: dict[str, Rows], *, team: Team, dtype: torch.dtype, bias: bool = False
+    ) -> None:
         super().__init__()
         self.parts = parts
-        self.weight = empty_parameter(sum(rows.size for rows in parts.values()), in_features, team=team, dtype=dtype)
+        local = sum(rows.size for rows in parts.values())
+        self.weight = empty_parameter(local, in_features, team=team, dtype=dtype)
+        self.bias = empty_parameter(local, team=team, dtype=dtype) if bias else None
 
     def shards(self) -> dict[str, Shard]:
-        targets = self.weight.data.split([rows.size for rows in self.parts.values()])
+        sizes = [rows.size for rows in self.parts.values()]
         return {
-            f"{name}.weight": Shard(target=target, shape=(rows.total, self.weight.shape[1]), start=rows.start)
-            for (name, rows), target in zip(self.parts.items(), targets, strict=True)
+            f"{name}.{kind}": Shard(target=target, shape=(rows.total, *target.shape[1:]), start=rows.start)
+            for kind, parameter in self.named_parameters()
+            for (name, rows), target in zip(self.parts.items(), parameter.data.split(sizes), strict=True)
         }
 
 

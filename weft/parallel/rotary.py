@@ -1,60 +1,243 @@
-"""Rotary position embedding in the half-split order of Hugging Face checkpoints."""
+"""Rotary position embedding in the half-split order of Hugging Face checkpoints, and its scaling."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
-PLAIN = {
-    "rope_type": "default",
-    "type": "default",
-    "factor": 1.0,
-    "attention_factor": 1.0,
-    "partial_rotary_factor": 1.0,
-}
+from weft.arguments import is_integer, quoted
+
+# An angle is position / powers[i], with powers[i] = theta ** (2i / head_dim). Each scaling below gives the reciprocals that
+# replace 1 / powers, and the attention factor: cosines and sines are multiplied by it. The fields are keys of rope_parameters.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Position interpolation: all angles divided by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
+        return 1.0 / powers / self.factor, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3:
+    """Scaling of Llama 3.1: angles that turn slowly in the original context are divided by `factor`.
+
+    low_freq_factor   turns in the original context up to which an angle is divided
+    high_freq_factor  turns from which it is kept; between the two it is blended
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor!r} is not below high_freq_factor={self.high_freq_factor!r}"
+            )
+
+    def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
+        plain = 1.0 / powers
+        turns = self.original_max_position_embeddings / (2 * math.pi / plain)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - kept) * plain / self.factor + kept * plain, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): like Llama3 with a ramp over elements, and an attention factor.
+
+    beta_fast, beta_slow    turns in the original context at which the ramp begins and ends
+    attention_factor        of cosines and sines; None: computed from `factor`, or from mscale and mscale_all_dim
+    truncate                the ramp begins and ends at whole elements
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
+        head_dim = 2 * len(powers)
+        low, high = (self._element(turns, head_dim, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        high += 0.001 if low == high else 0  # a ramp over nothing
+        at = torch.arange(len(powers), dtype=torch.float32, device=powers.device)
+        kept = 1 - ((at - low) / (high - low)).clamp(0, 1)
+        return (1.0 / (self.factor * powers)) * (1 - kept) + (1.0 / powers) * kept, self._attention_factor()
+
+    def _element(self, turns: float, head_dim: int, theta: float) -> float:
+        """Element of a half whose angle turns this many times in the original context."""
+        return (
+            head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        )
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        both = self.mscale is not None and self.mscale_all_dim is not None
+        over, under = (self.mscale, self.mscale_all_dim) if both else (1.0, 0.0)
+        log = math.log(self.factor)
+        return (0.1 * over * log + 1.0) / (0.1 * under * log + 1.0)
+
+
+Scaling = Linear | Llama3 | Yarn
+SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+"""rope_type -> its parameters."""
+
+# Keys that change nothing with this value: of all types, and of the plain one.
+NEUTRAL = {"partial_rotary_factor": 1.0}
+NEUTRAL_OF_PLAIN = {"factor": 1.0, "attention_factor": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """Rotary embedding of a model: the base of its angles, and how they are scaled (None: not)."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        _check("rope_theta", self.theta)
+        if isinstance(self.scaling, Yarn) and self.theta <= 1:
+            raise ValueError(f"rope_theta={self.theta!r} is not above 1, as YaRN needs it")
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any], name: str = "rope_parameters") -> Rotary:
+        """Rotary embedding of transformers' `rope_parameters`. ValueError, with `name`, for other kinds."""
+        given = {key: value for key, value in parameters.items() if value is not None}
+        for key, value in given.items():
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"{name} has an object under {quoted(key)}, parameters by type of layer; weft reads one rope_theta and "
+                    f"rope_type for all layers: put them into {name} itself"
+                )
+        kind = "default"
+        for key in ("type", "rope_type"):  # the first of transformers 4.x
+            if (kind := given.pop(key, kind)) != "default" and (not isinstance(kind, str) or kind not in SCALINGS):
+                raise ValueError(
+                    f"{name}: {key}={quoted(kind)} is not supported; weft runs 'default', {', '.join(map(repr, SCALINGS))}"
+                )
+        for key, value in (NEUTRAL | (NEUTRAL_OF_PLAIN if kind == "default" else {})).items():
+            if given.pop(key, value) != value:
+                raise ValueError(
+                    f"{name}: {key}={quoted(parameters[key])} is not supported; weft runs {kind!r} with {value!r}"
+                )
+        theta = given.pop("rope_theta", None)
+        keys = {} if kind == "default" else {field.name: field.default is MISSING for field in fields(SCALINGS[kind])}
+        if unknown := next((key for key in given if key not in keys), None):
+            raise ValueError(
+                f"{name}: {quoted(unknown)[1:-1]}={quoted(given[unknown])} is a key that weft does not know of rotary "
+                f"embedding of type {kind!r}; where it changes nothing, remove it"
+            )
+        if missing := [key for key, required in keys.items() if required and key not in given]:
+            raise ValueError(
+                f"{name}: rotary embedding of type {kind!r} needs {', '.join(missing)}; add what it was made with"
+            )
+        try:
+            return cls(theta=theta, scaling=None if kind == "default" else SCALINGS[kind](**given))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def positions(self, max_position_embeddings: int) -> int:
+        """Positions that the model is made for, by YaRN's parameters where there are some.
+
+        Then config.json may name the positions without YaRN, as those of Qwen3's cards do.
+        """
+        if isinstance(self.scaling, Yarn):
+            return int(self.scaling.factor * self.scaling.original_max_position_embeddings)
+        return max_position_embeddings
+
+    def frequencies(self, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+        """Angles of position 1, [head_dim / 2] fp32, and the attention factor.
+
+        transformers calls them `inv_freq` and `attention_scaling`.
+        """
+        powers = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        return (1.0 / powers, 1.0) if self.scaling is None else self.scaling.frequencies(powers, self.theta)
 
 
 def rotary_angles(
-    max_positions: int, head_dim: int, theta: float | Mapping[str, Any], device: torch.device
-) -> torch.Tensor:
+    max_positions: int,
+    head_dim: int,
+    rope: float | Rotary | Mapping[str, Any] | tuple[Tensor, float],
+    device: torch.device,
+) -> Tensor:
     """[max_positions, head_dim] fp32: cosines of each position's head_dim / 2 angles, then their sines.
 
-    angle_i = position / theta ** (2i / head_dim)
+    Both are times the attention factor.
 
-    theta  a number, or transformers' `config.rope_parameters`, with ValueError where these are not plain (yarn, dynamic,
-           partial)
+    rope  the base of plain rotary embedding; a Rotary; transformers' `config.rope_parameters`, with ValueError for other kinds
+          (dynamic, longrope, partial); or what transformers computed, (inv_freq, attention_scaling) of a model's `rotary_emb`
     """
-    theta = plain_theta(theta)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angles = torch.arange(max_positions, device=device).float()[:, None] * (1.0 / theta**exponents)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def plain_theta(rope: float | Mapping[str, Any]) -> float:
-    """Base of plain rotary embedding. ValueError for `rope_parameters` of another kind."""
-    theta = rope
-    if isinstance(rope, Mapping):
-        for name, supported in PLAIN.items():
-            if (value := rope.get(name)) is not None and value != supported:
-                raise ValueError(
-                    f"rope_parameters: {name}={value!r} is not supported; rotary embedding is plain here ({name}={supported!r})"
-                )
-        if unknown := sorted(name for name in rope if name not in PLAIN and name != "rope_theta"):
+    if isinstance(rope, tuple):
+        frequencies, factor = rope
+        if frequencies.shape != (head_dim // 2,):
             raise ValueError(
-                f"rope_parameters has {unknown} beside rope_theta; rotary embedding is plain here, one for all layers"
+                f"inv_freq has shape {tuple(frequencies.shape)} instead of {(head_dim // 2,)}; weft rotates whole heads"
             )
-        theta = rope.get("rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, Real) or not 0 < theta <= sys.float_info.max:
-        raise ValueError(f"theta={theta!r} is not a positive number that is finite, or rope_parameters with rope_theta")
-    return float(theta)
+        frequencies = frequencies.to(device, torch.float32)
+    else:
+        if isinstance(rope, Mapping):
+            rope = Rotary.of(rope)
+        rotary = rope if isinstance(rope, Rotary) else Rotary(theta=rope)
+        frequencies, factor = rotary.frequencies(head_dim, device)
+    angles = torch.arange(max_positions, device=device).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
 
 
-def apply_rotary(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     """x * cos + rotate_half(x) * sin          x: [tokens, heads, head_dim]; angles: [tokens, head_dim]"""
     cos, sin = (part[:, None].to(x.dtype) for part in angles.chunk(2, dim=-1))
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _is_positive(value: Any) -> bool:
+    # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+POSITIVE: tuple[str, Callable[[Any], bool]] = ("a positive number that is finite", _is_positive)
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "factor": ("a finite number of at least 1", lambda value: _is_positive(value) and value >= 1),
+    "original_max_position_embeddings": ("a positive integer", lambda value: is_integer(value) and value > 0),
+    "truncate": ("true or false", lambda value: isinstance(value, bool)),
+}
+
+
+def _check(name: str, value: Any) -> None:
+    rule, fits = RULES.get(name, POSITIVE)
+    if not fits(value):
+        raise ValueError(f"{name}={quoted(value)} is not {rule}")
+
+
+def _check_fields(scaling: Scaling) -> None:
+    for field in fields(scaling):
+        value = getattr(scaling, field.name)
+        if value is not None or field.default is not None:
+            _check(field.name, value)

@@ -1,5 +1,7 @@
 """Small random Qwen3 checkpoints, and what transformers makes of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -51,3 +53,31 @@ def make_checkpoint(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def plain_ops(monkeypatch):
+    """weft.ops by their definitions, to test the modes' shapes and padding without simulating each tile."""
+
+    def matmul_all_reduce(a, b, team):
+        return team.library.all_reduce(a @ b.T)
+
+    def all_gather_matmul(a, b, team, own_first=False):
+        gathered = team.library.all_gather(a)
+        return (gathered.roll(-team.rank * a.shape[0], 0) if own_first else gathered) @ b.T
+
+    def matmul_reduce_scatter(a, b, team, own_first=False):
+        assert a.shape[0] % team.size == 0
+        in_order = a.roll(team.rank * a.shape[0] // team.size, 0) if own_first else a
+        return team.library.reduce_scatter(in_order @ b.T)
+
+    plain = SimpleNamespace(
+        all_reduce=lambda x, team: team.library.all_reduce(x),
+        all_gather=lambda x, team: team.library.all_gather(x),
+        reduce_scatter=lambda x, team: team.library.reduce_scatter(x),
+        all_gather_matmul=all_gather_matmul,
+        matmul_reduce_scatter=matmul_reduce_scatter,
+        matmul_all_reduce=matmul_all_reduce,
+    )
+    for module in ("replicated", "sequence_parallel", "vocabulary"):
+        monkeypatch.setattr(f"weft.parallel.{module}.ops", plain)

@@ -8,93 +8,22 @@ import pytest
 import torch
 
 import weft
+from tests.against_transformers import (
+    TOLERANCE,
+    check_logits_and_tokens,
+    greedy,
+    prompt,
+    reference_greedy,
+    reference_logits,
+    relative_rms,
+)
 from tests.teacher_forced import all_logits
-from weft.engine import Runner, SamplingParams
-from weft.engine.config import EngineConfig
-from weft.engine.prefill import PrefillChunk
-from weft.engine.runner import SlotState
 from weft.errors import ModelTooLarge
 from weft.layers import plan_step, rotary_angles
 from weft.models import Qwen3Config, Qwen3ForCausalLM
 from weft.models.memory import check_memory
 
-TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
 GQA = [(False, 8), (True, 4), (False, 2), (True, 1)]  # (tied head, KV heads of 8 query heads)
-
-
-def prompt(batch, length, seed=0):
-    return torch.randint(257, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def relative_rms(found, expected):
-    return ((found.float() - expected).square().mean() / expected.square().mean()).sqrt().item()
-
-
-def reference_logits(model, tokens):
-    with torch.no_grad():
-        return model(tokens).logits
-
-
-def reference_greedy(model, tokens, steps):
-    with torch.no_grad():
-        return model.generate(tokens, do_sample=False, max_new_tokens=steps, use_cache=True)[:, tokens.shape[1] :]
-
-
-def greedy(model, prompts, steps):
-    """[steps, batch] greedy tokens of our model, by prefill and then decode."""
-    runner = Runner(model, EngineConfig(max_batch=len(prompts), page_size=16, max_seq_len=128))
-    params = SamplingParams()
-    pages = [list(range(1 + 8 * slot, 9 + 8 * slot)) for slot in range(len(prompts))]
-    runner.prefill(
-        [
-            PrefillChunk(slot=slot, tokens=prompt, before=0, pages=pages[slot], params=params, choose=True)
-            for slot, prompt in enumerate(prompts)
-        ]
-    )
-    tokens = [runner.tokens.clone()]
-    for step in range(steps - 1):
-        runner.assign_slots(
-            {
-                slot: SlotState(position=len(prompt) + step, pages=pages[slot], params=params)
-                for slot, prompt in enumerate(prompts)
-            }
-        )
-        runner.decode()
-        tokens.append(runner.tokens.clone())
-    return torch.stack(tokens)
-
-
-@pytest.fixture
-def plain_ops(monkeypatch):
-    """weft.ops by their definitions, to test the modes' shapes and padding without simulating each tile."""
-
-    def matmul_all_reduce(a, b, team):
-        return team.library.all_reduce(a @ b.T)
-
-    def all_gather_matmul(a, b, team, own_first=False):
-        gathered = team.library.all_gather(a)
-        return (gathered.roll(-team.rank * a.shape[0], 0) if own_first else gathered) @ b.T
-
-    def matmul_reduce_scatter(a, b, team, own_first=False):
-        assert a.shape[0] % team.size == 0
-        in_order = a.roll(team.rank * a.shape[0] // team.size, 0) if own_first else a
-        return team.library.reduce_scatter(in_order @ b.T)
-
-    plain = SimpleNamespace(
-        all_reduce=lambda x, team: team.library.all_reduce(x),
-        all_gather=lambda x, team: team.library.all_gather(x),
-        reduce_scatter=lambda x, team: team.library.reduce_scatter(x),
-        all_gather_matmul=all_gather_matmul,
-        matmul_reduce_scatter=matmul_reduce_scatter,
-        matmul_all_reduce=matmul_all_reduce,
-    )
-    for module in ("replicated", "sequence_parallel", "vocabulary"):
-        monkeypatch.setattr(f"weft.parallel.{module}.ops", plain)
-
-
-def check_logits_and_tokens(team, directory, mode, tokens, steps, fused=False):
-    model = Qwen3ForCausalLM.from_pretrained(directory, team, mode=mode, fused=fused)
-    return all_logits(model, tokens), greedy(model, tokens.tolist(), steps) if steps else None
 
 
 @pytest.mark.parametrize(("tied", "kv_heads"), GQA)

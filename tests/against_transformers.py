@@ -11,6 +11,33 @@ from weft.models import Decoder
 
 TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# Windows shorter than the prompts below, and for some layers only.
+WINDOW_FROM_1 = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+WINDOW_OF_TYPES = {
+    "use_sliding_window": True, "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+FAMILIES = {
+    "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
+    "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
+    "llama-2": {"family": "Llama", "kv_heads": 8, "head_dim": None},
+    "llama-linear": {"family": "Llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}},
+    "qwen2.5": {"family": "Qwen2"},
+    "qwen2.5-window": {"family": "Qwen2", **WINDOW_FROM_1},
+    "mistral": {"family": "Mistral", "sliding_window": 5},
+    "mistral-no-window": {"family": "Mistral", "sliding_window": None, "tied": True},
+    "qwen3-yarn": {"family": "Qwen3", "rope_parameters": YARN},
+    "qwen3-window": {"family": "Qwen3", **WINDOW_OF_TYPES},
+    "seed-oss": {"family": "SeedOss"},
+    "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
+}
+"""Name -> arguments of make_checkpoint: what differs between families, once each."""
+
 
 def prompt(batch, length, seed=0):
     return torch.randint(257, (batch, length), generator=torch.Generator().manual_seed(seed))

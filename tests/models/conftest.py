@@ -1,4 +1,4 @@
-"""Small random Qwen3 checkpoints, and what transformers makes of them."""
+"""Small random checkpoints, and what transformers makes of them."""
 
 from types import SimpleNamespace
 
@@ -8,19 +8,20 @@ import torch
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory):
-    """make_checkpoint(**changes) -> (directory, transformers' model), such that a wrong model looks wrong.
+    """make_checkpoint(family, **changes) -> (directory, transformers' model), such that a wrong model looks wrong.
 
     heads * head_dim != hidden, weights large enough for attention to choose, norm weights random (with all ones,
-    swapped q- and k-norms go unseen), a vocabulary that no world size divides, several safetensors files.
+    swapped q- and k-norms go unseen), random biases
+    (transformers' are zeros), a vocabulary that no world size divides, several safetensors files.
     """
     transformers = pytest.importorskip("transformers")
     made = {}
 
-    def make(*, tied=False, kv_heads=2, **changes):
-        key = (tied, kv_heads, *sorted(changes.items()))
+    def make(family="Qwen3", *, tied=False, kv_heads=2, **changes):
+        key = (family, tied, kv_heads, str(sorted(changes.items())))
         if key in made:
             return made[key]
-        config = transformers.Qwen3Config(
+        config = getattr(transformers, f"{family}Config")(
             **{
                 "vocab_size": 257,
                 "hidden_size": 48,
@@ -41,13 +42,15 @@ def make_checkpoint(tmp_path_factory):
             | changes
         )
         torch.manual_seed(kv_heads + 100 * tied)
-        model = transformers.Qwen3ForCausalLM(config).eval()
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         for name, weight in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(weight, std=0.2)
         # Both signs: a tied head would otherwise mostly answer with the token it was given.
         model.model.norm.weight.data *= torch.randint(2, model.model.norm.weight.shape) * 2 - 1
-        directory = tmp_path_factory.mktemp("qwen3")
+        directory = tmp_path_factory.mktemp(family)
         model.save_pretrained(directory, max_shard_size="100KB")
         made[key] = directory, model
         return made[key]

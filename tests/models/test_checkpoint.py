@@ -14,6 +14,7 @@ from tests.teacher_forced import all_logits
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config, Qwen3ForCausalLM
 from weft.models.generation import KEYS, GenerationDefaults
+from weft.parallel.rotary import Rotary
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_config_of_transformers_4_is_read(make_checkpoint):
     old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
     old |= {"rope_theta": 50.0, "rope_scaling": None, "torch_dtype": "float32"}
     assert Qwen3Config.from_dict(old) == Qwen3Config.from_dict(new)
-    assert Qwen3Config.from_dict(old).rope_theta == 50.0
+    assert Qwen3Config.from_dict(old).rotary == Rotary(theta=50.0)
     assert Qwen3Config.from_dict(old).dtype == torch.float32
 
 
@@ -116,7 +117,7 @@ def test_a_config_means_what_it_means_to_transformers(make_checkpoint, changes):
     content = make_checkpoint()[1].config.to_dict() | changes
     found, theirs = Qwen3Config.from_dict(content), transformers.Qwen3Config(**copy_of(content))
     assert theirs.rope_parameters["rope_type"] == "default" and set(theirs.layer_types) == {"full_attention"}
-    assert found.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert found.rotary.theta == theirs.rope_parameters["rope_theta"]
     for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "dtype", "vocab_size"):
         assert getattr(found, name) == getattr(theirs, name)
 
@@ -132,7 +133,7 @@ def test_absent_keys_are_what_transformers_assumes():
     content = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
     content |= {"num_hidden_layers": 2, "num_attention_heads": 64}
     found, theirs = Qwen3Config.from_dict(content), transformers.Qwen3Config(**copy_of(content))
-    assert found.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert found.rotary.theta == theirs.rope_parameters["rope_theta"]
     for name in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"):
         assert getattr(found, name) == getattr(theirs, name)
 
@@ -181,13 +182,24 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type='llama' is not supported; weft runs 'qwen3'"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; weft runs 'qwen3', 'qwen2', 'llama', 'mistral'"),
+        (
+            {"model_type": "llama"},
+            r"architectures=\['Qwen3ForCausalLM'\] is not supported; weft runs 'LlamaForCausalLM'",
+        ),
         ({"model_type": None}, "model_type=None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type='yarn'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),  # beside rope_parameters
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}}, "rope_type='dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope'"),  # beside rope_parameters
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+            "needs factor, original_max_position_embeddings",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 8}},
+            "factor=0.5 is not a",
+        ),
         ({"dtype": "float64"}, "dtype='float64'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method='fp8' is not supp"),
         ({"hidden_size": None}, "hidden_size=None is not a positive integer"),
@@ -199,7 +211,11 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
         (
             {"layer_types": ["sliding_attention"]},
-            r"layer_types\[0\]='sliding_attention' is not supported; .*'full_attention'",
+            r"layer_types\[0\]='sliding_attention' has no window; set use_sliding_window to true",
+        ),
+        (
+            {"layer_types": ["chunked_attention"]},
+            r"layer_types\[0\]='chunked_attention' is not supported; .*'full_attention'",
         ),
         ({"layer_types": ["full_attention"] * 2}, "is not a list of num_hidden_layers=1"),
         ({"layer_types": "full_attention"}, "layer_types='full_attention' is not a list"),
@@ -220,7 +236,7 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
             {"rope_parameters": {"rope_theta": 5, "mscale": 4}},
             "rope_parameters: mscale=4 is a key that weft does not know",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: type='linear' is not supported"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2}}, "rope_scaling: type='proportional' is not supported"),
         ({"rope_scaling": {"type": "default"}, "rope_theta": None}, "rope_theta=None is not a positive number"),
         ({"logit_scale": 0.5}, "logit_scale=0.5 is a key that weft does not know; where it changes nothing"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config={.*} is a key that weft does not know"),
@@ -254,7 +270,7 @@ def test_a_config_that_weft_cannot_run_is_refused(copy, changes, message):
 def rewrite(directory, change):
     """All tensors in one file, after `change` of their dictionary; without the index."""
     tensors = {
-        name: tensor for path in directory.glob("model-*.safetensors") for name, tensor in load_file(path).items()
+        name: tensor for path in directory.glob("model*.safetensors") for name, tensor in load_file(path).items()
     }
     for path in directory.glob("model*"):
         path.unlink()
@@ -358,6 +374,32 @@ def test_tensors_that_the_model_does_not_have_are_named(copy, caplog):
     [record] = caplog.records
     assert "does not use: model.layers.0.self_attn.k_proj.bias, " in record.getMessage()
     assert record.getMessage().endswith(" and 1 more") and record.levelno == logging.WARNING
+
+
+@pytest.fixture
+def biased(make_checkpoint, tmp_path):
+    """A copy of a checkpoint of Qwen2.5 to damage."""
+    return shutil.copytree(make_checkpoint("Qwen2", num_hidden_layers=1)[0], tmp_path / "biased")
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_a_bias_that_is_missing_is_named(biased, part):
+    name = f"model.layers.0.self_attn.{part}_proj.bias"
+    rewrite(biased, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=f"tensor {name} is missing; the checkpoint is not complete"):
+        load(biased)
+
+
+def test_a_bias_of_another_shape_and_one_too_much_are_named(biased, caplog):
+    name = "model.layers.0.self_attn.o_proj.bias"
+    rewrite(biased, lambda tensors: tensors.update({name: torch.ones(48)}))
+    load(biased)
+    [record] = caplog.records
+    assert record.getMessage().endswith(f"tensors that this model does not have, and does not use: {name}")
+    name = "model.layers.0.self_attn.v_proj.bias"
+    rewrite(biased, lambda tensors: tensors.update({name: torch.ones(16)}))
+    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \(16,\), but config.json asks for \(32,\)"):
+        load(biased)
 
 
 def remove_directory(directory):

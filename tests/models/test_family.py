@@ -1,13 +1,15 @@
-"""A family is a table: other names of weights need no code, and options without a kernel are refused."""
+"""A family is a table: it reads config.json as transformers does, and refuses by name what weft does not run."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 
 import weft
+from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig, config
-from weft.models.family import AttentionOptions, WeightNames
+from weft.models.family import WeightNames
 from weft.models.qwen3 import QWEN3
 
 CONTENT = {
@@ -45,14 +47,127 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("name", "billions"),
     [
-        ({"qk_norm": False}, "attention.qk_norm=False has no kernel in weft; it runs qk_norm=True"),
-        ({"bias": True}, "attention.bias=True has no kernel"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "attention.rope_scaling={'rope_type': 'llama3'} has no kernel"),
+        ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("llama-3.2-1b", 1.24), ("llama-3.2-3b", 3.21),
+        ("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.54), ("qwen2.5-3b", 3.09), ("qwen2.5-7b", 7.62), ("qwen2.5-14b", 14.8),
+        ("qwen2.5-32b", 32.8), ("qwen2.5-72b", 72.7), ("mistral-7b", 7.24), ("mistral-7b-v0.3", 7.25), ("seed-oss-36b", 36.2),
+        ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8),
+        ("qwen3-32b", 32.8),
     ],
+)  # fmt: skip
+def test_published_models_have_the_parameters_of_their_cards(name, billions):
+    assert set(config.PUBLISHED) >= {name}
+    found = DecoderConfig.named(name)
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_options_of_published_models():
+    llama, qwen, mistral, later, seed, qwen3 = (
+        DecoderConfig.named(name)
+        for name in ("llama-3.1-70b", "qwen2.5-72b", "mistral-7b", "mistral-7b-v0.3", "seed-oss-36b", "qwen3-32b")
+    )
+    assert [made.attention.bias for made in (llama, qwen, mistral, later, seed, qwen3)] == [0, 1, 0, 0, 1, 0]
+    assert [made.attention.qk_norm for made in (llama, qwen, mistral, later, seed, qwen3)] == [0, 0, 0, 0, 0, 1]
+    assert [made.attention.window(31) for made in (llama, qwen, mistral, later)] == [None, None, 4096, None]
+    assert llama.rotary.scaling.factor == 8.0 and llama.rotary.theta == 5e5 and mistral.rotary.theta == 1e4
+
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 32,
+}  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "SeedOss")),
+        *((name, {"num_key_value_heads": None}) for name in ("Llama", "Qwen2", "SeedOss")),
+        *((name, {"head_dim": 10}) for name in ("Llama", "Qwen2", "Mistral", "SeedOss")),
+        *(
+            (name, {"rope_theta": 70.0, "rope_scaling": YARN})
+            for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "SeedOss")
+        ),
+        ("Llama", {"head_dim": None, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}),
+        *((name, WINDOW) for name in ("Qwen2", "Qwen3")),
+        ("Qwen2", WINDOW | {"max_window_layers": 9}),
+        ("Qwen2", WINDOW | {"use_sliding_window": False, "max_window_layers": 0}),
+        ("Qwen2", WINDOW | {"sliding_window": None}),
+        ("Qwen2", WINDOW | {"layer_types": ["sliding_attention", "attention", "full_attention", "sliding_attention"]}),
+        ("Mistral", {"sliding_window": None, "head_dim": None}),
+        ("Mistral", {"sliding_window": 9}),
+        ("SeedOss", {"attention_bias": False, "attention_out_bias": False, "residual_dropout": 0.1}),
+    ],
+    ids=str,
 )
-def test_attention_without_a_kernel_is_refused_by_name(option, message):
-    made = dataclasses.replace(DecoderConfig.from_dict(CONTENT), attention=AttentionOptions(**option))
-    with pytest.raises(ValueError, match=message):
-        weft.simulate(lambda team: Decoder(made, team), 1)
+def test_a_config_means_what_it_means_to_transformers(name, changes):
+    transformers = pytest.importorskip("transformers")
+    theirs = getattr(transformers, f"{name}Config")(**SMALL | copy.deepcopy(changes))
+    found = DecoderConfig.from_dict({"model_type": theirs.model_type} | SMALL | changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(theirs)
+    for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(found, key) == getattr(theirs, key), key
+    if "rope_scaling" not in changes:
+        assert found.max_position_embeddings == theirs.max_position_embeddings
+    rotary, layers = model.model.rotary_emb, model.model.layers
+    frequencies, factor = found.rotary.frequencies(found.head_dim, torch.device("cpu"))
+    assert torch.equal(frequencies, rotary.inv_freq) and factor == rotary.attention_scaling
+    for index, layer in enumerate(layers):
+        attention = layer.self_attn
+        assert found.head_dim == attention.head_dim
+        assert found.attention.bias == (attention.v_proj.bias is not None)
+        assert found.attention.qk_norm == hasattr(attention, "q_norm")
+        whole = theirs.sliding_window if name == "Mistral" else None
+        assert found.attention.window(index) == getattr(attention, "sliding_window", whole)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=True is not supported; weft runs Llama with False"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("llama", {"sliding_window": 8}, "sliding_window=8 is a key that weft does not know; where it changes nothing"),
+        ("llama", {"layer_types": ["full_attention"] * 4}, "is a key that weft does not know"),
+        ("llama", {"num_attention_heads": 24}, "hidden_size=128 is not a multiple of num_attention_heads=24, and there"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor, orig"),
+        ("qwen2", {"attention_bias": False}, "attention_bias=False is not supported; weft runs Qwen2.5 with True"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window='yes' is not true or false"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window=1 is not true or false"),
+        ("qwen2", WINDOW | {"sliding_window": 0}, "sliding_window=0 is not a positive integer or null"),
+        ("qwen2", WINDOW | {"max_window_layers": -1}, "max_window_layers=-1 is not an integer of at least 0"),
+        ("qwen2", WINDOW | {"max_window_layers": None}, "max_window_layers=None is not an integer"),
+        ("qwen2", {"layer_types": ["full_attention"] * 3}, "is not a list of num_hidden_layers=4"),
+        ("qwen2", {"layer_types": [["full_attention"]] * 4}, r"layer_types\[0\]=\['full_attention'\] is not supported"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, r"layer_types\[0\]='sliding_attention' has no window; set"),
+        ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type='dynamic' is not supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0 is not a positive integer or null"),
+        ("mistral", {"sliding_window": -4096}, "sliding_window=-4096 is not a positive integer"),
+        ("mistral", {"sliding_window": "4096"}, "sliding_window='4096' is not a positive integer"),
+        ("mistral", {"sliding_window": True}, "sliding_window=True is not a positive integer"),
+        ("mistral", {"sliding_window": 4096.0}, "sliding_window=4096.0 is not a positive integer"),
+        ("mistral", {"use_sliding_window": True}, "use_sliding_window=True is not supported; weft runs Mistral with False"),
+        ("mistral", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=True is not supported; weft runs Seed-OSS with False"),
+        ("seed_oss", {"attention_bias": "true"}, "attention_bias='true' is not true or false"),
+        ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("seed_oss", {"head_dim": None}, "head_dim=None is not a positive integer"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; weft runs Qwen3 with False"),
+        ("qwen3", {"rope_scaling": YARN | {"original_max_position_embeddings": None}}, "'yarn' needs original_max_position"),
+        ("qwen3", {"rope_scaling": YARN | {"factor": 0.25}}, "rope_scaling: factor=0.25 is not a finite number of at least 1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_a_family_does_not_run_are_refused_by_name(model_type, changes, message):
+    with pytest.raises(CheckpointError, match="^config.json: .*" + message) as caught:
+        DecoderConfig.from_dict({"model_type": model_type} | SMALL | changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_positions_with_yarn_are_those_of_its_parameters():
+    card = {**config.PUBLISHED["qwen3-32b"], "rope_scaling": YARN}
+    assert DecoderConfig.from_dict(card).max_position_embeddings == 131072
+    assert DecoderConfig.from_dict(card | {"rope_scaling": None}).max_position_embeddings == 40960

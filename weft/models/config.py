@@ -14,12 +14,16 @@ from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
 from weft.models.family import AttentionOptions, Family
+from weft.models.llama import LLAMA
+from weft.models.mistral import MISTRAL
+from weft.models.qwen2 import QWEN2
 from weft.models.qwen3 import QWEN3
+from weft.models.seed_oss import SEED_OSS
+from weft.parallel.rotary import Rotary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-
-FAMILIES = {family.model_type: family for family in (QWEN3,)}
+FAMILIES = {family.model_type: family for family in (QWEN3, QWEN2, LLAMA, MISTRAL, SEED_OSS)}
 """model_type -> the tables of its family."""
 PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
 """Name of a published model -> its config.json, as far as it counts."""
@@ -28,7 +32,7 @@ PUBLISHED = {name: content for family in FAMILIES.values() for name, content in 
 WITHOUT_EFFECT = {
     "naming": ("finetuning_task", "is_decoder", "name_or_path", "transformers_version"),
     "provenance": ("unsloth_fixed", "unsloth_version"),
-    "training": ("attention_dropout", "gradient_checkpointing", "initializer_range", "loss_type"),
+    "training": ("attention_dropout", "gradient_checkpointing", "initializer_range", "loss_type", "residual_dropout"),
     "outputs": (
         "output_attentions",
         "output_hidden_states",
@@ -50,20 +54,19 @@ WITHOUT_EFFECT = {
         "unk_token_id",
     ),
     "speed": ("attn_implementation", "pretraining_tp", "use_bfloat16", "use_cache"),
-    "window": ("max_window_layers", "sliding_window"),  # only with use_sliding_window, which is refused
     "other frameworks": ("tf_legacy_loss", "transformers.js_config"),
 }
 KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
 
-# Keys that weft reads; eos_token_id in Checkpoint.
+# Keys that weft reads of every family; eos_token_id in Checkpoint.
 READ = {
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
-    *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "layer_types", "eos_token_id"),
+    *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id"),
     "architectures",
 }
 
-# Keys that may have these values and no others.
+# Keys that may have these values and no others, in families that do not say otherwise.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
     "attention_bias": (False, None),
@@ -78,13 +81,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0, None),
     "partial_rotary_factor": (1.0, None),
 }
-ROPE_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "rope_type": ("default",),
-    "type": ("default",),  # of transformers 4.x
-    "factor": (1.0, None),
-    "attention_factor": (1.0, None),
-    "partial_rotary_factor": (1.0, None),
-}
 
 # A model of 0.6 billion parameters takes a minute for two tokens on two virtual ranks (2 cores).
 SIMULATED_PARAMETERS = 100_000_000
@@ -92,7 +88,10 @@ SIMULATED_PARAMETERS = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and options of a decoder, under the names of config.json."""
+    """Sizes and options of a decoder, under the names of config.json.
+
+    max_position_embeddings  with YaRN, its positions: factor * original_max_position_embeddings
+    """
 
     model_type: str
     vocab_size: int
@@ -103,11 +102,11 @@ class DecoderConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rotary: Rotary
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: torch.dtype
-    attention: AttentionOptions = AttentionOptions()
+    attention: AttentionOptions
 
     @property
     def family(self) -> Family:
@@ -170,68 +169,79 @@ class DecoderConfig:
             raise CheckpointError(
                 f"config.json: architectures={quoted(classes)} is not supported; weft runs {family.architecture!r}"
             )
-        _check_values(family, "", content, SUPPORTED)
+        supported = {**SUPPORTED, **family.supported}
         for name, value in content.items():
-            known = name in READ or name in KNOWN or name in SUPPORTED or name in generation.KEYS
+            if name in READ or name in family.reads:
+                continue
+            if name in supported and value not in supported[name]:
+                raise CheckpointError(
+                    f"config.json: {name}={quoted(value)} is not supported; weft runs {family.name} with {supported[name][0]!r}"
+                )
+            known = name in KNOWN or name in supported or name in generation.KEYS
             if not known and value is not None and not name.startswith("_"):
                 raise CheckpointError(
                     f"config.json: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know; where it changes "
                     f"nothing of a dense {family.name}, remove it from config.json"
                 )
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         dtype = next((content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None), "bfloat16")
         if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"config.json: dtype={quoted(dtype)} is not supported; weft runs {', '.join(DTYPES)}")
         filled = {**family.defaults, **content}
-        # transformers takes null for one KV head for each query head.
-        kv_heads = filled["num_key_value_heads"]
-        config = cls(
+        if not isinstance(tied := filled["tie_word_embeddings"], bool):
+            raise CheckpointError(f"config.json: tie_word_embeddings={quoted(tied)} is not true or false")
+        rotary = _rotary(filled)
+        sizes = _sizes(family, filled)
+        return cls(
             model_type=family.model_type,
-            **{name: filled.get(name) for name in sizes},
-            num_key_value_heads=filled.get("num_attention_heads") if kv_heads is None else kv_heads,
-            head_dim=filled["head_dim"],
+            **sizes | {"max_position_embeddings": rotary.positions(sizes["max_position_embeddings"])},
             rms_norm_eps=_positive("rms_norm_eps", filled["rms_norm_eps"]),
-            rope_theta=_rope_theta(family, filled),
-            max_position_embeddings=filled["max_position_embeddings"],
-            tie_word_embeddings=filled["tie_word_embeddings"],
+            rotary=rotary,
+            tie_word_embeddings=tied,
             dtype=DTYPES[dtype.removeprefix("torch.")],
-            attention=family.attention,
+            attention=family.attention(filled),
         )
-        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            value = getattr(config, name)
+
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _sizes(family: Family, content: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes in a config.json, with the family's defaults."""
+    found = {name: content.get(name) for name in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")}
+
+    def check(*names: str) -> None:
+        for name in names:
+            value = found[name]
             # A file may name positions without end: an Engine allocates for its max_seq_len.
             if type(value) is not int or value < 1 or (value >= 1 << 31 and name != "max_position_embeddings"):
                 raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive integer below 2**31")
-        if config.head_dim % 2:
+
+    check(*SIZES)
+    hidden_size, heads = found["hidden_size"], found["num_attention_heads"]
+    if found["num_key_value_heads"] is None:
+        found["num_key_value_heads"] = heads
+    if found["head_dim"] is None and family.defaults["head_dim"] is None:
+        if hidden_size % heads:
             raise CheckpointError(
-                f"config.json: head_dim={config.head_dim} is odd; rotary embedding takes halves of a head"
+                f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}, and there is no "
+                f"head_dim; add it"
             )
-        if not isinstance(config.tie_word_embeddings, bool):
-            raise CheckpointError(
-                f"config.json: tie_word_embeddings={quoted(config.tie_word_embeddings)} is not true or false"
-            )
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise CheckpointError(
-                f"config.json: num_attention_heads={config.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={config.num_key_value_heads}"
-            )
-        _check_layer_types(family, content.get("layer_types"), config.num_hidden_layers)
-        return config
+        found["head_dim"] = hidden_size // heads
+    check(*found)
+    if found["head_dim"] % 2:
+        raise CheckpointError(
+            f"config.json: head_dim={found['head_dim']} is odd; rotary embedding takes halves of a head"
+        )
+    if heads % found["num_key_value_heads"]:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={found['num_key_value_heads']}"
+        )
+    return found
 
 
-def _check_values(
-    family: Family, within: str, content: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]
-) -> None:
-    for name, values in supported.items():
-        if name in content and content[name] not in values:
-            raise CheckpointError(
-                f"config.json: {within}{name}={quoted(content[name])} is not supported; weft runs {family.name} with "
-                f"{values[0]!r}"
-            )
-
-
-def _rope_theta(family: Family, content: Mapping[str, Any]) -> float:
-    """Base of plain rotary embedding; CheckpointError for another kind.
+def _rotary(content: Mapping[str, Any]) -> Rotary:
+    """Rotary embedding in a config.json.
 
     transformers 5 keeps it in rope_parameters, 4.x beside a rope_scaling that is mostly null. In transformers 5 a rope_scaling
     replaces rope_parameters.
@@ -239,34 +249,11 @@ def _rope_theta(family: Family, content: Mapping[str, Any]) -> float:
     for name in ("rope_parameters", "rope_scaling"):
         if content.get(name) is not None and not isinstance(content[name], Mapping):
             raise CheckpointError(f"config.json: {name}={quoted(content[name])} is not an object")
-    within = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    rope = content.get(within) or {}
-    _check_values(family, f"{within}: ", rope, ROPE_SUPPORTED)
-    for name, value in rope.items():
-        if isinstance(value, Mapping):
-            raise CheckpointError(
-                f"config.json: {within} has an object under {quoted(name)}, parameters by type of layer; weft reads one "
-                f"rope_theta and rope_type for all layers: put them into {within} itself"
-            )
-        if name not in ROPE_SUPPORTED and name != "rope_theta" and value is not None:
-            raise CheckpointError(
-                f"config.json: {within}: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know of rotary "
-                f"embedding of type 'default'; where it changes nothing, remove it"
-            )
-    return _positive("rope_theta", {"rope_theta": content["rope_theta"], **rope}["rope_theta"])
-
-
-def _check_layer_types(family: Family, types: Any, layers: int) -> None:
-    if types is None:
-        return
-    if not isinstance(types, list) or len(types) != layers:
-        raise CheckpointError(f"config.json: layer_types={quoted(types)} is not a list of num_hidden_layers={layers}")
-    for index, found in enumerate(types):
-        if found not in ("full_attention", "attention"):  # two names of one type
-            raise CheckpointError(
-                f"config.json: layer_types[{index}]={quoted(found)} is not supported; weft runs {family.name} with "
-                f"'full_attention'"
-            )
+    name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    try:
+        return Rotary.of({"rope_theta": content["rope_theta"], **(content.get(name) or {})}, name)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from None
 
 
 def _positive(name: str, value: Any) -> float:

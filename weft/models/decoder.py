@@ -36,7 +36,7 @@ logger = logging.getLogger("weft")
 class DecoderLayer(nn.Module):
     """One rank's share of a layer: norm, attention, norm, MLP."""
 
-    def __init__(self, config: DecoderConfig, *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, index: int, *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
         super().__init__()
         self.names = config.family.weights
         self.input_layernorm = _norm(config, team, dtype)
@@ -46,6 +46,9 @@ class DecoderLayer(nn.Module):
             num_key_value_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
+            qk_norm=config.attention.qk_norm,
+            bias=config.attention.bias,
+            window=config.attention.window(index),
             team=team,
             mode=mode,
             dtype=dtype,
@@ -108,10 +111,9 @@ class Decoder(nn.Module):
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
         if self.plan(1).fused:
             check_head_dim(config.head_dim, "; pass fused=False")
-        config.attention.check()
         check_memory(config, team, dtype)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, team=team, mode=mode, dtype=dtype) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, index, team=team, mode=mode, dtype=dtype) for index in range(config.num_hidden_layers)
         )
         self.norm = _norm(config, team, dtype)
         sharded = {"team": team, "mode": mode, "dtype": dtype}
@@ -119,7 +121,7 @@ class Decoder(nn.Module):
         self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, **sharded)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.angles = rotary_angles(config.max_position_embeddings, config.head_dim, config.rope_theta, team.device)
+        self.angles = rotary_angles(config.max_position_embeddings, config.head_dim, config.rotary, team.device)
 
     @classmethod
     def from_pretrained(

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """Options of attention beside softmax(q @ k.T) @ v with plain rotary embedding.
+    """Options of a model's attention.
 
-    qk_norm       RMSNorm of each head of q and k before the rotary embedding
-    bias          of the projections
-    rope_scaling  transformers' `rope_parameters` of another embedding than the plain one
+    qk_norm  RMSNorm of each head of q and k before the rotary embedding
+    bias     of q_proj, k_proj and v_proj
+    windows  by layer, and repeated for more layers: a token attends to this many tokens, itself the last; None: to all
     """
 
-    qk_norm: bool = True
+    qk_norm: bool = False
     bias: bool = False
-    rope_scaling: Mapping[str, Any] | None = None
+    windows: tuple[int | None, ...] = (None,)
 
-    def check(self) -> None:
-        """ValueError for options without a kernel."""
-        for name, value, supported in (
-            ("qk_norm", self.qk_norm, True),
-            ("bias", self.bias, False),
-            ("rope_scaling", self.rope_scaling, None),
-        ):
-            if value != supported:
-                raise ValueError(f"attention.{name}={value!r} has no kernel in weft; it runs {name}={supported!r}")
+    def window(self, layer: int) -> int | None:
+        """Window of a layer."""
+        return self.windows[layer % len(self.windows)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +45,27 @@ class WeightNames:
     head: str = "lm_head"
 
 
+Content = Mapping[str, Any]
+"""A config.json, with the family's defaults for absent keys."""
+
+
+def plain_attention(content: Content) -> AttentionOptions:
+    """Attention without options."""
+    return AttentionOptions()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Models whose config.json has one `model_type`.
 
     name          in messages
     architecture  the member of `architectures` that generates text: drafters, classifiers and embedders share a model_type
-    defaults      keys of config.json with the values that transformers assumes where the file has none
+    defaults      keys of config.json with the values that transformers assumes where the file has none. num_key_value_heads
+                  None: one for each query head; head_dim None: hidden_size / num_attention_heads
     published     name of a model -> its config.json, as far as it counts
+    attention     options in a config.json. CheckpointError for values that weft does not run
+    reads         keys that `attention` reads
+    supported     keys that may have these values and no others, beside those of all families
     """
 
     name: str
@@ -63,5 +73,53 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any]
     published: Mapping[str, Mapping[str, Any]]
-    attention: AttentionOptions = AttentionOptions()
+    attention: Callable[[Content], AttentionOptions] = plain_attention
+    reads: tuple[str, ...] = ()
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     weights: WeightNames = WeightNames()
+
+
+def flag(content: Content, name: str) -> bool:
+    """true or false under `name`; null is false."""
+    if (value := content.get(name)) is not None and not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name}={quoted(value)} is not true or false")
+    return bool(value)
+
+
+def window_of(content: Content) -> int | None:
+    """sliding_window: tokens that a token attends to, itself the last; null: all before it."""
+    value = content["sliding_window"]
+    if value is not None and (type(value) is not int or value < 1):
+        raise CheckpointError(f"config.json: sliding_window={quoted(value)} is not a positive integer or null")
+    return value
+
+
+WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+
+def windows_by_layer(content: Content) -> tuple[int | None, ...]:
+    """Windows as Qwen names them: of layers from max_window_layers on, unless layer_types says of which."""
+    layers, first, window = content["num_hidden_layers"], content["max_window_layers"], window_of(content)
+    if not flag(content, "use_sliding_window"):
+        window = None
+    if type(first) is not int or first < 0:
+        raise CheckpointError(f"config.json: max_window_layers={quoted(first)} is not an integer of at least 0")
+    types = content.get("layer_types")
+    if types is None:
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(f"config.json: layer_types={quoted(types)} is not a list of num_hidden_layers={layers}")
+    # Two names of one type.
+    known = {"full_attention": None, "attention": None, "sliding_attention": window}
+    for index, found in enumerate(types):
+        if not isinstance(found, str) or found not in known:
+            raise CheckpointError(
+                f"config.json: layer_types[{index}]={quoted(found)} is not supported; weft runs 'full_attention' and "
+                f"'sliding_attention'"
+            )
+        if found == "sliding_attention" and window is None:
+            raise CheckpointError(
+                f"config.json: layer_types[{index}]='sliding_attention' has no window; set use_sliding_window to true and "
+                f"sliding_window to its tokens"
+            )
+    return tuple(known[found] for found in types)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.models.family import AttentionOptions, Family
+from weft.models.family import WINDOW_KEYS, AttentionOptions, Content, Family, windows_by_layer
 
 # hidden, intermediate, layers, heads, whether head and embedding share their weight: config.json of Qwen/Qwen3-*.
 SIZES = {
@@ -13,6 +13,11 @@ SIZES = {
     "qwen3-14b": (5120, 17408, 40, 40, False),
     "qwen3-32b": (5120, 25600, 64, 64, False),
 }
+
+
+def attention(content: Content) -> AttentionOptions:
+    return AttentionOptions(qk_norm=True, windows=windows_by_layer(content))
+
 
 QWEN3 = Family(
     name="Qwen3",
@@ -25,8 +30,12 @@ QWEN3 = Family(
         "rope_theta": 10000.0,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
     },
-    attention=AttentionOptions(qk_norm=True),
+    attention=attention,
+    reads=WINDOW_KEYS,
     published={
         name: {
             "model_type": "qwen3",

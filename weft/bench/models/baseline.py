@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from weft.parallel.plain import norm_of_heads
 from weft.parallel.reference import AllReduce, Reference
 from weft.parallel.tensors import AttentionWeights, LayerWeights, NormWeights
 from weft.parallel.vocabulary import best_of, best_pairs
@@ -53,6 +54,7 @@ class Tokens(NamedTuple):
     cos, sin   [batch or 1, new, 1, D] of their positions
     rows       [batch], positions [batch]: where decoding writes the cache; None: whole prompts, at 0 .. new
     mask       [batch, 1, 1, max_len] bool: what decoding may see; None with whole prompts
+    windowed   the same in layers with a window, of prompts [length, length]; None where no window is shorter than the sequences
     """
 
     batch: int
@@ -62,6 +64,7 @@ class Tokens(NamedTuple):
     rows: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    windowed: torch.Tensor | None = None
 
 
 class Widened:
@@ -93,6 +96,8 @@ class Baseline:
         self.dtype, self.device = self.head.weight.dtype, self.team.device
         self.eager = Functions(recipe=Reference(team=self.team, attend=attend, all_reduce=all_reduce(self.team)))
         self.angles = rotary_table(self.config, self.dtype, self.device)
+        # One mask serves all layers: config.json has one window.
+        self.window = next((window for window in self.config.attention.windows if window is not None), None)
 
     def in_fp32(self) -> Baseline:
         """Copy of the model with every operation in fp32, to measure the error of rounding to `dtype`.
@@ -140,15 +145,31 @@ class Baseline:
 
     def prompts(self, batch: int, length: int) -> Tokens:
         cos, sin = (table[None, :length] for table in self.angles)
-        return Tokens(batch=batch, new=length, cos=cos, sin=sin)
+        at = torch.arange(length, device=self.device)
+        return Tokens(batch=batch, new=length, cos=cos, sin=sin, windowed=self._windowed(at[:, None], length))
 
     def one_each(self, positions: torch.Tensor, max_len: int) -> Tokens:
         cos, sin = (table[positions[:, None]] for table in self.angles)
         mask = torch.arange(max_len, device=self.device) <= positions[:, None]
+        windowed = self._windowed(positions[:, None, None, None], max_len)
         rows = torch.arange(len(positions), device=self.device)
         return Tokens(
-            batch=len(positions), new=1, cos=cos, sin=sin, rows=rows, positions=positions, mask=mask[:, None, None]
+            batch=len(positions),
+            new=1,
+            cos=cos,
+            sin=sin,
+            rows=rows,
+            positions=positions,
+            mask=mask[:, None, None],
+            windowed=windowed,
         )
+
+    def _windowed(self, positions: torch.Tensor, max_len: int) -> torch.Tensor | None:
+        """Mask of layers with a window, [..., max_len] for positions [..., 1]."""
+        if self.window is None or self.window >= max_len:
+            return None
+        behind = positions - torch.arange(max_len, device=self.device)
+        return (behind >= 0) & (behind < self.window)
 
     def _logits(
         self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, rows: torch.Tensor | None
@@ -168,23 +189,25 @@ class Baseline:
 
 
 def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> torch.Tensor:
-    """Norm, rotary embedding, cache write and attention over a dense cache: [batch * new, heads * D]."""
+    """Bias, norm, rotary embedding, cache write, attention over a dense cache: [batch * new, heads * D]."""
     keys, values = cache
+    windowed = None if w.window is None else at.windowed
+    qkv = qkv if w.bias is None else qkv + w.bias
     q, k, v = qkv.view(at.batch, at.new, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=2)
-    q = rotate(F.rms_norm(q, (w.head_dim,), w.q_norm, w.eps), at.cos, at.sin)
-    k = rotate(F.rms_norm(k, (w.head_dim,), w.k_norm, w.eps), at.cos, at.sin)
+    q = rotate(norm_of_heads(q, w.q_norm, w.eps), at.cos, at.sin)
+    k = rotate(norm_of_heads(k, w.k_norm, w.eps), at.cos, at.sin)
     if at.rows is None:
         keys[:, :, : at.new] = k.transpose(1, 2)
         values[:, :, : at.new] = v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        ).transpose(1, 2)
+        heads = (part.transpose(1, 2) for part in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads, attn_mask=windowed, is_causal=windowed is None, enable_gqa=True)
+        out = out.transpose(1, 2)
     else:
         keys[at.rows, :, at.positions] = k[:, 0]
         values[at.rows, :, at.positions] = v[:, 0]
         # The query heads of one KV head are rows of one attention, so that its keys are read once.
         packed = q.reshape(at.batch, w.kv_heads, w.heads // w.kv_heads, w.head_dim)
-        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=at.mask)
+        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=at.mask if windowed is None else windowed)
     return out.reshape(at.batch * at.new, w.heads * w.head_dim)
 
 
@@ -195,10 +218,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def rotary_table(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin [max_positions, 1, D], computed in fp32."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    angles = torch.arange(config.max_position_embeddings, device=device).float()[:, None] / config.rope_theta**exponents
+    frequencies, factor = config.rotary.frequencies(config.head_dim, device)
+    angles = torch.arange(config.max_position_embeddings, device=device).float()[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def mapped(change: Callable[[torch.Tensor], torch.Tensor], weights: Any) -> Any:

@@ -40,11 +40,11 @@ class Roofline:
 
 
 def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
-    """Elements of one rank's weights by GEMM of a layer."""
+    """Elements of one rank's weights by GEMM of a layer. A bias counts as a column more."""
     hidden, heads = config.hidden_size, config.num_attention_heads // world_size
     kv_heads = max(config.num_key_value_heads // world_size, 1)
     return {
-        "qkv": (heads + 2 * kv_heads) * config.head_dim * hidden,
+        "qkv": (heads + 2 * kv_heads) * config.head_dim * (hidden + config.attention.bias),
         "o": heads * config.head_dim * hidden,
         "gate_up": 2 * config.intermediate_size // world_size * hidden,
         "down": config.intermediate_size // world_size * hidden,
@@ -72,10 +72,18 @@ def roofline(
     attention = 0.0
     if level != "mlp":
         kv_heads, heads = max(config.num_key_value_heads // world_size, 1), config.num_attention_heads // world_size
-        nbytes = 2 * batch * length * kv_heads * config.head_dim * itemsize
-        # Query i of the new ones sees the tokens before them all, and i + 1 of the new ones.
-        pairs = batch * (new * (length - new) + new * (new + 1) / 2)
-        attention = max(nbytes / limits.memory, 4.0 * pairs * heads * config.head_dim / limits.flops) * 1e6
+        windows = [config.attention.window(layer) for layer in range(config.num_hidden_layers)]
+
+        def attend(window: int | None) -> float:
+            window = min(window or length, length)
+            nbytes = 2 * batch * min(length, window + new - 1) * kv_heads * config.head_dim * itemsize
+            # Token i of a sequence sees i + 1 tokens, itself the last, and at most the window.
+            whole = length - max(window, length - new)
+            growing = new - whole
+            pairs = batch * (whole * window + growing * (length - new) + growing * (growing + 1) / 2)
+            return max(nbytes / limits.memory, 4.0 * pairs * heads * config.head_dim / limits.flops) * 1e6
+
+        attention = sum(map(attend, windows)) / len(windows)
     wire = latency = exposed = 0.0
     if world_size > 1:
         each = 2 * (world_size - 1) / world_size * tokens * config.hidden_size * itemsize / limits.link * 1e6

@@ -18,6 +18,8 @@ from weft.bench.harness.workload import Shape, words_apart
 from weft.bench.models.names import LEVELS
 from weft.layers.attention import check_heads
 from weft.models.config import PUBLISHED, DecoderConfig
+from weft.models.family import AttentionOptions
+from weft.parallel.rotary import Rotary
 
 RUN_TYPES = ("prefill", "decode")
 TINY, DEFAULT_MODEL = "tiny", "qwen3-32b"
@@ -34,8 +36,8 @@ TINY_DEFAULTS = {level: ("2x5+3",) if level == "generate" else ("decode:2x6", "p
 # Model for simulated ranks: all dimensions differ, and only world sizes 1 and 2 divide its 130 token ids.
 TINY_CONFIG = DecoderConfig(
     model_type="qwen3", vocab_size=130, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=256,
-    tie_word_embeddings=False, dtype=torch.bfloat16,
+    num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-6, rotary=Rotary(theta=1e4), max_position_embeddings=256,
+    tie_word_embeddings=False, dtype=torch.bfloat16, attention=AttentionOptions(qk_norm=True),
 )  # fmt: skip
 MODELS = (*PUBLISHED, TINY)
 # Most tokens of all sequences for simulated ranks: the tiny model prefills 512 in half a minute (x86).

@@ -1,0 +1,141 @@
+"""Every family is what transformers computes: over 1 to 8 virtual ranks, in every recipe, by tests that can fail."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import weft
+from tests.against_transformers import (
+    FAMILIES,
+    TOLERANCE,
+    greedy,
+    prompt,
+    reference_greedy,
+    reference_logits,
+    relative_rms,
+)
+from tests.teacher_forced import all_logits, in_three_ways
+from weft.models import Decoder
+from weft.parallel.rotary import rotary_angles
+
+MODES = ("torch", "ag_rs", "gemm_ar")
+LENGTH, CUTS = 9, (4, 6)  # chunks that begin and end within the windows of 4 and 5 tokens
+
+
+def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
+    if world_size == 3:
+        # Three ranks do not split the 8 heads of the others.
+        changes |= {"num_attention_heads": 6, "num_key_value_heads": 6 if name == "llama-2" else 3}
+    return make_checkpoint(**FAMILIES[name] | changes)
+
+
+def answers(team, directory, mode, tokens, steps, fused=False):
+    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused)
+    return in_three_ways(model, tokens, CUTS), greedy(model, tokens.tolist(), steps)
+
+
+def check(made, mode, world_size, batch=3, steps=64, fused=False):
+    """Logits at once, in chunks and by decoding, and greedy tokens."""
+    directory, reference = made
+    tokens = prompt(batch, LENGTH)
+    expected, expected_tokens = reference_logits(reference, tokens), reference_greedy(reference, tokens, steps)
+    assert len(expected_tokens.unique()) > steps // 4  # a model that repeats itself would agree too easily
+    for logits, generated in weft.simulate(answers, world_size, args=(directory, mode, tokens, steps, fused)):
+        for way, found in zip(("at once", "in chunks", "by decoding"), logits, strict=True):
+            assert relative_rms(found, expected) <= TOLERANCE, way
+        assert torch.equal(generated.T, expected_tokens)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(make_checkpoint, name):
+    check(checkpoint_of(make_checkpoint, name), "torch", 1)
+
+
+# A family, a number of ranks and a recipe at a time; the sweep has all of them.
+SAMPLE = [
+    ("llama-3", 2, "gemm_ar"), ("llama-3-tied", 4, "ag_rs"), ("llama-2", 3, "ag_rs"), ("qwen2.5", 4, "gemm_ar"),
+    ("qwen2.5-window", 2, "ag_rs"), ("mistral", 8, "torch"), ("qwen3-yarn", 2, "torch"), ("qwen3-window", 3, "gemm_ar"),
+    ("seed-oss", 8, "gemm_ar"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "world_size", "mode"), SAMPLE)
+def test_the_recipes_agree_with_transformers(make_checkpoint, plain_ops, name, world_size, mode):
+    check(checkpoint_of(make_checkpoint, name, world_size), mode, world_size, steps=16)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_recipe_agrees_with_transformers(make_checkpoint, plain_ops, name, mode, world_size):
+    check(checkpoint_of(make_checkpoint, name, world_size), mode, world_size)
+
+
+def wider_window(model):
+    for layer in model.layers:
+        if layer.self_attn.window is not None:
+            layer.self_attn.window += 1
+
+
+def windows_of_other_layers(model):
+    windows = [layer.self_attn.window for layer in model.layers]
+    for layer, window in zip(model.layers, windows[1:] + windows[:1], strict=True):
+        layer.self_attn.window = window
+
+
+def no_bias_of(part):
+    def drop(model):
+        for layer in model.layers:
+            attention = layer.self_attn
+            sizes = [n * attention.head_dim for n in (attention.num_heads, *[attention.num_kv_heads] * 2)]
+            attention.qkv_proj.bias.data.split(sizes)["qkv".index(part)].zero_()
+
+    drop.__name__ = f"no_bias_of_{part}"
+    return drop
+
+
+def with_rotary(name, **changes):
+    """Angles of another scaling."""
+
+    def change(model):
+        rotary = model.config.rotary
+        rotary = dataclasses.replace(rotary, scaling=dataclasses.replace(rotary.scaling, **changes))
+        model.angles = rotary_angles(256, model.config.head_dim, rotary, model.team.device)
+
+    change.__name__ = name
+    return change
+
+
+def no_scaling(model):
+    model.angles = rotary_angles(256, model.config.head_dim, model.config.rotary.theta, model.team.device)
+
+
+MUTANTS = [
+    ("mistral", wider_window),
+    ("qwen2.5-window", wider_window),
+    ("qwen2.5-window", windows_of_other_layers),
+    ("qwen3-window", windows_of_other_layers),
+    *(("qwen2.5", no_bias_of(part)) for part in "qkv"),
+    ("llama-3", with_rotary("other_wavelengths", original_max_position_embeddings=64)),
+    ("llama-3", with_rotary("other_blend", high_freq_factor=8.0)),
+    ("llama-3", no_scaling),
+    ("llama-linear", no_scaling),
+    ("qwen3-yarn", with_rotary("no_attention_factor", attention_factor=1.0)),
+    ("qwen3-yarn", with_rotary("other_ramp", beta_slow=4.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mutate"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
+def test_of_the_test_a_mutant_is_far_beyond_the_tolerance(make_checkpoint, name, mutate):
+    directory, reference = make_checkpoint(**FAMILIES[name])
+    tokens = prompt(3, 40)
+
+    def main(team):
+        model = Decoder.from_pretrained(directory, team, mode="torch")
+        mutate(model)
+        return all_logits(model, tokens)
+
+    [logits] = weft.simulate(main, 1)
+    assert relative_rms(logits, reference_logits(reference, tokens)) > 0.05  # bf16 noise is 0.03: seen on GPUs too

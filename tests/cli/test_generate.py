@@ -120,8 +120,8 @@ def edit_config(checkpoint, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def not_a_qwen3(checkpoint):
-    edit_config(checkpoint, model_type="llama", architectures=["LlamaForCausalLM"])
+def of_no_family(checkpoint):
+    edit_config(checkpoint, model_type="gpt2", architectures=["GPT2LMHeadModel"])
 
 
 def truncated(checkpoint):
@@ -135,7 +135,7 @@ def no_config(checkpoint):
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
-    [(not_a_qwen3, "llama"), (truncated, "model.safetensors"), (no_config, "config.json")],
+    [(of_no_family, "gpt2"), (truncated, "model.safetensors"), (no_config, "config.json")],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):

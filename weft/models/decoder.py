@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         return lines
 
     def fill_dummy(self, seed: int = 0) -> Decoder:
-        """Fill with random weights on the device, and return self: matrices N(0, 0.02), norms 1 and 5 % noise.
+        """Fill with random weights, and return self: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise.
 
         A rank has the same weights on every run, and all ranks the same norms. Another world size is another model.
         """
@@ -172,7 +172,8 @@ class Decoder(nn.Module):
                 shard.target.normal_(1.0, 0.05, generator=generator)
             else:
                 generator.manual_seed((seed * 7919 + index) * 1024 + self.team.rank + 1)
-                shard.target.normal_(0.0, 0.02, generator=generator)
+                # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
+                shard.target.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
         return self
 
     def shards(self) -> dict[str, Shard]:

@@ -23,12 +23,16 @@ from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.providers import COMPILED
-from weft.bench.models.roofline import roofline
+from weft.bench.models.roofline import roofline, weights
 from weft.bench.models.sessions import TorchSession, build, in_mode, shard_of
 from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
 from weft.bench.models.workload import ModelWorkload
 from weft.bench.render.sheets import sheets
 from weft.bench.workloads import read
+from weft.models.config import PUBLISHED
+from weft.models.family import AttentionOptions
+from weft.parallel.reference import Reference
+from weft.parallel.rotary import Rotary, Yarn
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -132,15 +136,47 @@ def test_the_roofline_of_prefill_and_of_single_layers():
     assert roofline("model", config, 4, (1, 128, 1), "bf16", None) is None
 
 
+def test_the_roofline_counts_windows_and_biases():
+    """Mistral 7B of version 0.1 has a window of 4096 tokens in all layers, that of 0.3 none."""
+
+    def attention(model, *shape):
+        return roofline("model", config_of(model), 1, shape, "bf16", ASSUMED).attention
+
+    assert attention("mistral-7b", 8, 8192, 1) == attention("mistral-7b-v0.3", 8, 4096, 1)
+    assert attention("mistral-7b", 8, 4000, 1) == attention("mistral-7b-v0.3", 8, 4000, 1)
+    pairs = 4096 * 4097 / 2 + 4096 * 4096
+    assert attention("mistral-7b", 1, 8192, 8192) == pytest.approx(32 * 4 * pairs * 32 * 128 / ASSUMED.flops * 1e6)
+    # In one of two layers it counts once.
+    half = replace(TINY_CONFIG, attention=AttentionOptions(windows=(None, 8)))
+    found, plain, windowed = (
+        roofline(
+            "model", replace(half, attention=AttentionOptions(windows=windows)), 1, (1, 64, 1), "bf16", ASSUMED
+        ).attention
+        for windows in ((None, 8), (None,), (8,))
+    )
+    assert found == pytest.approx((plain + windowed) / 2)
+    with_bias = weights(replace(TINY_CONFIG, attention=AttentionOptions(bias=True)), 2)["qkv"]
+    assert with_bias - weights(TINY_CONFIG, 2)["qkv"] == (4 + 2 * 2) * 16
+
+
 # --- the baseline --------------------------------------------------------------------------------------------------------
 
 
+WITH_ALL_OPTIONS = replace(
+    TINY_CONFIG,
+    model_type="qwen2",
+    attention=AttentionOptions(bias=True, windows=(4, None)),
+    rotary=Rotary(theta=1e4, scaling=Yarn(factor=4.0, original_max_position_embeddings=64)),
+)
+
+
+@pytest.mark.parametrize("config", [TINY_CONFIG, WITH_ALL_OPTIONS], ids=["qwen3", "all options"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_baseline_is_the_model(world_size):
+def test_the_baseline_is_the_model(world_size, config):
     """Logits of the model's own mode "torch", prefilled and decoded, in fp32."""
 
     def main(team):
-        model = build(TINY_CONFIG, team, "torch", torch.float32)
+        model = build(config, team, "torch", torch.float32)
         tokens = torch.randint(130, (3, 9), generator=torch.Generator().manual_seed(0))
         expected = all_logits(model, tokens)
         session = TorchSession(Baseline(model), 3, 9)
@@ -177,6 +213,25 @@ def test_the_sharded_baseline_is_the_model():
         return expected.is_sharded(12), found.is_sharded(12)
 
     assert weft.simulate(main, 2) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("config", [TINY_CONFIG, WITH_ALL_OPTIONS], ids=["qwen3", "all options"])
+def test_torch_compile_traces_a_layer_whole(config):
+    """Without breaks of the graph, prefilled and decoded. Its backend does not compile here."""
+
+    def main(team):
+        baseline = Baseline(build(config, team, "torch", torch.float32))
+        layer = torch.compile(Reference.decoder_layer, fullgraph=True, dynamic=False, backend="eager")
+        functions = Functions(recipe=baseline.eager.recipe, layer=layer)
+        tokens = torch.randint(130, (2, 9), generator=torch.Generator().manual_seed(0))
+        sessions = [TorchSession(baseline, 2, 9, run) for run in (None, functions)]
+        for logits in (
+            [session.prefill(tokens[:, :8], session.prompts(8)) for session in sessions],
+            [session.decode(tokens[:, 8], torch.full((2,), 8)) for session in sessions],
+        ):
+            assert torch.equal(*logits)
+
+    weft.simulate(main, 1)
 
 
 def test_torch_compile_says_what_it_cannot_build():
@@ -250,6 +305,40 @@ def test_a_model_is_checked_and_timed(tmp_path):
         assert "does not run on simulated ranks" in rows[name].reason
     assert "given tokens" in found.protocol["check"]
     assert picture.read_text().startswith("<svg")
+
+
+def drop_bias(model):
+    for layer in model.layers:
+        layer.self_attn.qkv_proj.bias.data = torch.zeros_like(layer.self_attn.qkv_proj.bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "complaint"),
+    [
+        ("llama-3.1-70b", None, None),
+        ("qwen2.5-72b", None, None),
+        ("qwen2.5-72b", drop_bias, "wrong answer: relative RMS"),
+        ("mistral-7b", None, None),
+    ],
+)
+def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, complaint, monkeypatch):
+    sizes = {
+        name: getattr(TINY_CONFIG, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    }
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes |= {"sliding_window": 4} if name == "mistral-7b" else {}
+    monkeypatch.setitem(PUBLISHED, name, PUBLISHED[name] | sizes)
+
+    def spoiled(model, mode):
+        made = in_mode(model, mode)
+        spoil(made)
+        return made
+
+    if spoil is not None:
+        monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
+    made = replace(workload("model", "decode:2x6", modes=("gemm_ar",), providers=("weft",)), model=name)
+    [row] = run(replace(made, teacher_forced=True), check_only=True).rows
+    assert row.reason is None if complaint is None else re.search(complaint, row.reason)
 
 
 @pytest.mark.parametrize("level", ["mlp", "attn"])

@@ -89,8 +89,10 @@ SAME = [
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0}, 2),
     ("Mistral", {"sliding_window": 4}, 4),
     ("Mistral", {"sliding_window": None}, None),
+    ("Llama", {"sliding_window": 4}, None),  # which its code does not read
     ("SeedOss", {}, None),
     ("Gemma", {}, None),
+    ("Mixtral", {}, None),
 ]  # fmt: skip
 
 

@@ -202,12 +202,17 @@ def test_modules_that_are_not_what_the_layer_computes_are_refused(config):
     biased.q_proj = nn.Linear(32, 64, bias=True)
     narrow = hf.Qwen3Attention(config, layer_idx=0)
     narrow.o_proj = nn.Linear(64, 24, bias=False)
+    quantized = hf.Qwen3Attention(config, layer_idx=0)
+    quantized.k_proj = nn.Linear(32, 32, bias=False).requires_grad_(False)
+    quantized.k_proj.weight.data = torch.zeros(32, 32, dtype=torch.int8)
     windowed = hf.Qwen3Attention(config, layer_idx=0)
     windowed.sliding_window = 4.5
     with pytest.raises(
         ValueError, match="sliding_window=4.5; TPAttention computes causal attention, in a window or not"
     ):
         weft.simulate(lambda team: TPAttention.from_module(windowed, config, team, "reference"), 1)
+    with pytest.raises(ValueError, match="has projections without weights of floating point; TPAttention computes"):
+        weft.simulate(lambda team: TPAttention.from_module(quantized, config, team, "reference"), 1)
     with pytest.raises(ValueError, match="act_fn=GELU; TPMLP computes silu"):
         weft.simulate(lambda team: TPMLP.from_module(gelu, team, "reference"), 1)
     with pytest.raises(ValueError, match=r"lacks nothing and has \['q_proj.bias'\]"):

@@ -40,7 +40,7 @@ def check_module(module: nn.Module, config: Any) -> dict[str, Any]:
     sizes |= {"head_dim": _head_dim(module, config), "rms_norm_eps": getattr(config, "rms_norm_eps", 0.0)}
     options = {
         "qk_norm": getattr(module, "q_norm", None) is not None,
-        "bias": all(getattr(module, name).bias is not None for name in PROJECTIONS[:3]),
+        "bias": {f"{name}.bias" for name in PROJECTIONS[:3]} <= module.state_dict().keys(),
         "window": _window(module, config),
     }
     if difference := _other_result(module, sizes, options):
@@ -54,12 +54,10 @@ def _head_dim(module: nn.Module, config: Any) -> int | None:
 
 
 def _window(module: nn.Module, config: Any) -> Any:
-    """The module's sliding_window, or else the config's, as for MistralAttention.
-
-    With layer_types the config's is of some layers only.
-    """
-    default = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
-    return getattr(module, "sliding_window", default)
+    """The module's sliding_window, or the config's if the module's code reads that, as Mistral's does."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    read = code is not None and "sliding_window" in repr((code.co_names, code.co_consts))
+    return getattr(module, "sliding_window", getattr(config, "sliding_window", None) if read else None)
 
 
 def _differences(module: nn.Module, config: Any) -> Iterator[str]:
@@ -69,6 +67,8 @@ def _differences(module: nn.Module, config: Any) -> Iterator[str]:
         yield "a fused qkv_proj (split it into q_proj, k_proj and v_proj)"
     elif missing := [name for name in PROJECTIONS if name not in children]:
         yield f"no {', '.join(missing)}"
+    elif not all(_is_float(getattr(children[name], "weight", None)) for name in PROJECTIONS):
+        yield "projections without weights of floating point"
     if len(norms) == 1:
         yield f"{norms[0]} without the other norm"
     known, harmless = (*PROJECTIONS, *NORMS, "qkv_proj", "rotary_emb"), (nn.Dropout, nn.Identity)
@@ -101,6 +101,10 @@ def _differences(module: nn.Module, config: Any) -> Iterator[str]:
             yield f"{name}={type(children[name]).__name__} {found}"
     if not _rotates_halves(module, head_dim):
         yield "a rotary embedding that does not pair element i of a head with element i + head_dim / 2"
+
+
+def _is_float(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.is_floating_point()
 
 
 def _norm_difference(norm: nn.Module, head_dim: int, eps: float) -> str | None:

@@ -73,6 +73,49 @@ def test_every_recipe_agrees_with_transformers(make_checkpoint, plain_ops, name,
     check(checkpoint_of(make_checkpoint, name, world_size), mode, world_size)
 
 
+# One layer, which has the window where there is one.
+ONE_LAYER = {
+    "qwen2.5-window": {"num_hidden_layers": 1, "max_window_layers": 0},
+    "qwen3-window": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+}
+KERNELS_SAMPLE = [
+    ("llama-3", 2, "gemm_ar", True), ("qwen2.5", 4, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True),
+    ("qwen3-window", 2, "gemm_ar", True), ("seed-oss", 2, "ag_rs", False),
+]  # fmt: skip
+KERNELS = [
+    (name, world_size, mode, fused)
+    for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)
+    if not (fused and name == "llama-2")  # its heads of 6 elements are no power of two
+]  # fmt: skip
+
+
+def check_kernels(make_checkpoint, name, world_size, mode, fused):
+    made = checkpoint_of(make_checkpoint, name, world_size, **ONE_LAYER.get(name, {"num_hidden_layers": 1}))
+    check(made, mode, world_size, batch=1, steps=3, fused=fused)
+
+
+@pytest.mark.parametrize(("name", "world_size", "mode", "fused"), KERNELS_SAMPLE)
+def test_the_recipes_agree_over_simulated_kernels(make_checkpoint, name, world_size, mode, fused):
+    check_kernels(make_checkpoint, name, world_size, mode, fused)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "world_size", "mode", "fused"), KERNELS)
+def test_every_recipe_agrees_over_simulated_kernels(make_checkpoint, name, world_size, mode, fused):
+    check_kernels(make_checkpoint, name, world_size, mode, fused)
+
+
+def test_yarn_goes_beyond_the_positions_in_config(make_checkpoint):
+    """Model cards leave max_position_embeddings as it was without YaRN; transformers does not hold to it."""
+    directory, reference = make_checkpoint(**FAMILIES["qwen3-yarn"], max_position_embeddings=64)
+    tokens = prompt(1, 60)
+    expected = reference_greedy(reference, tokens, 60)
+    [found] = weft.simulate(
+        lambda team: greedy(Decoder.from_pretrained(directory, team, mode="torch"), tokens.tolist(), 60), 1
+    )
+    assert torch.equal(found.T, expected)
+
+
 def wider_window(model):
     for layer in model.layers:
         if layer.self_attn.window is not None:

@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         return lines
 
     def fill_dummy(self, seed: int = 0) -> Decoder:
-        """Fill with random weights, and return self: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise.
+        """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.
 
         A rank has the same weights on every run, and all ranks the same norms. Another world size is another model.
         """

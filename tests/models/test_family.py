@@ -157,7 +157,7 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
         ("seed_oss", {"head_dim": None}, "head_dim=None is not a positive integer"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; weft runs Qwen3 with False"),
         ("qwen3", {"rope_scaling": YARN | {"original_max_position_embeddings": None}}, "'yarn' needs original_max_position"),
-        ("qwen3", {"rope_scaling": YARN | {"factor": 0.25}}, "rope_scaling: factor=0.25 is not a finite number of at least 1"),
+        ("qwen3", {"rope_scaling": YARN | {"factor": 0.25}}, "rope_scaling: factor=0.25 is not a number from 1 to 1000000"),
     ],
     ids=str,
 )  # fmt: skip

@@ -217,21 +217,26 @@ def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _is_positive(value: Any) -> bool:
+def _is_number(value: Any, low: float, high: float) -> bool:
     # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
 
 
-POSITIVE: tuple[str, Callable[[Any], bool]] = ("a positive number that is finite", _is_positive)
+# What a file may name and still give finite angles.
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "factor": ("a finite number of at least 1", lambda value: _is_positive(value) and value >= 1),
-    "original_max_position_embeddings": ("a positive integer", lambda value: is_integer(value) and value > 0),
+    "rope_theta": ("a positive number that is finite", lambda value: _is_number(value, 5e-324, sys.float_info.max)),
+    "factor": ("a number from 1 to 1000000", lambda value: _is_number(value, 1, 1e6)),
+    "original_max_position_embeddings": (
+        "a positive integer below 2**31",
+        lambda value: is_integer(value) and 0 < value < 1 << 31,
+    ),
     "truncate": ("true or false", lambda value: isinstance(value, bool)),
 }
+OF_OTHERS = ("a number from 0.000001 to 1000000", lambda value: _is_number(value, 1e-6, 1e6))
 
 
 def _check(name: str, value: Any) -> None:
-    rule, fits = RULES.get(name, POSITIVE)
+    rule, fits = RULES.get(name, OF_OTHERS)
     if not fits(value):
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
 

@@ -90,7 +90,7 @@ def pipelined(team: Team, rows: int) -> Functions:
 
 
 def _functions(recipe: Reference, options: dict[str, Any], of_head: dict[str, Any]) -> Functions:
-    """``recipe`` compiled. One compilation serves all layers, which differ in tensors alone."""
+    """``recipe`` compiled, once for all layers of one window, which differ in tensors alone."""
 
     def one(function: Callable, options: dict[str, Any]) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False, options=options)

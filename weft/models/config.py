@@ -58,10 +58,19 @@ WITHOUT_EFFECT = {
 }
 KNOWN = {name for names in WITHOUT_EFFECT.values() for name in names}
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Keys that weft reads of every family; eos_token_id in Checkpoint.
 READ = {
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters", "rope_scaling"),
+    *(
+        "model_type",
+        *SIZES,
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_parameters",
+        "rope_scaling",
+    ),
     *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id"),
     "architectures",
 }
@@ -200,9 +209,6 @@ class DecoderConfig:
             dtype=DTYPES[dtype.removeprefix("torch.")],
             attention=family.attention(filled),
         )
-
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def _sizes(family: Family, content: Mapping[str, Any]) -> dict[str, int]:

@@ -1,0 +1,35 @@
+"""grouped_matmul_silu_mul: the first half of each expert's gated MLP, on the rows of the tokens that chose it."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.ops.moe.grouped_op import GroupedOp, check_grouped
+from weft.ops.moe.routing import Schedule
+from weft.ops.op import register
+
+
+def grouped_matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [T * k, N]: row i is the i-th pair of the schedule, of token t.
+
+    x         [T, K], fp16, bf16 or fp32; a row of K elements has a multiple of 16 bytes
+    weight    [experts, 2 N, K] of x's dtype: of each expert of the schedule gate's N rows, then up's
+    schedule  of ``moe_schedule``, for T tokens
+
+    Rows from the number of pairs on are not written. Computed in fp32, rounded once; the same bits from run to run.
+    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    """
+    check_grouped("grouped_matmul_silu_mul", x, weight, schedule, gather=True, gated=True)
+    return GROUPED_MATMUL_SILU_MUL.dispatch(x, weight, *schedule, True)
+
+
+class GroupedMatmulSiluMul(GroupedOp):
+    name, alias = "grouped_matmul_silu_mul", "grouped-gemm-silu"
+    gated = True
+
+    def public(self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: bool) -> torch.Tensor:
+        return grouped_matmul_silu_mul(x, weight, schedule)
+
+
+GROUPED_MATMUL_SILU_MUL = GroupedMatmulSiluMul()
+register(GROUPED_MATMUL_SILU_MUL)

@@ -1,0 +1,190 @@
+"""Base of the two grouped GEMMs: their checks, plans and cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from weft.arguments import check_int, quoted
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.local import check_like, check_shape, machine_on
+from weft.ops.moe import grouped
+from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
+from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
+from weft.ops.moe.routing import Experts, Schedule
+from weft.ops.op import Op
+from weft.ops.registration import FLOATS, check_flag
+from weft.plan.planned import AUTO, Machine, Planned
+
+
+def check_grouped(
+    op: str, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *, gather: bool, gated: bool
+) -> None:
+    """ValueError unless rows, weights and schedule fit each other."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"{op}: schedule={quoted(schedule)} is not a Schedule; weft.ops.moe_schedule makes one")
+    check_flag(op, "gather", gather)
+    check_like(op, "x", x, None, FLOATS)
+    check_like(op, "weight", weight, x.device, (x.dtype,))
+    check_shape(op, "x", x, ("T" if gather else "pairs", "K"))
+    check_shape(op, "weight", weight, (schedule.counts.shape[0], "2 N" if gated else "N", x.shape[1]))
+    check_like(op, "schedule.pairs", schedule.pairs, x.device, (torch.int32,))
+    if 0 in weight.shape:
+        raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; it must have at least one row and column")
+    if gated and weight.shape[1] % 2:
+        raise ValueError(f"{op}: weight has {weight.shape[1]} rows, an odd number; pass gate's N rows, then up's N")
+    if x.shape[1] * x.element_size() % 16:
+        raise ValueError(
+            f"{op}: K={x.shape[1]} of {x.dtype} is {x.shape[1] * x.element_size()} bytes, no multiple of 16; pad x and weight"
+        )
+    tokens = schedule.pairs.shape[1]
+    wanted = tokens if gather else tokens * schedule.choices
+    if x.shape[0] != wanted:
+        raise ValueError(
+            f"{op}: x has {x.shape[0]} rows; with gather={gather} a schedule of {tokens} tokens with {schedule.choices} "
+            f"choices each takes {wanted}"
+        )
+
+
+class GroupedOp(Op):
+    """sizes of a case: T, k, experts in all, N, K.
+
+    gated  weight has gate's rows and up's, of which a result takes one each
+    """
+
+    designs = {"tiles": GroupedTiles}
+    sizes = ("T", "k", "experts", "N", "K")
+    options = ("gather",)
+    dtypes = FLOATS
+    collective = False
+    gated: ClassVar[bool]
+
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, gather: bool = True
+    ) -> GroupedCall:
+        T, k, experts, N, K = (
+            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
+        )
+        return GroupedCall(block_for(T * k, experts), T * k, N, K, dtype, gather, design)
+
+    def choose(self, call: GroupedCall, machine: Machine) -> Planned:
+        reason = f"tiles of {call.block} pairs, rows {'gathered by token' if call.gather else 'in order'}"
+        return Planned("tiles", grouped_tiles_for(call, machine.caps, gated=self.gated), reason)
+
+    def run(
+        self, design: GroupedTiles, team: None, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: bool
+    ) -> torch.Tensor:
+        """The op of checked arguments."""
+        self.check_design(design)
+        return grouped.run(design, x, weight, schedule, gather=gather, gated=self.gated)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        pairs: torch.Tensor,
+        counts: torch.Tensor,
+        tiles: torch.Tensor,
+        tile_count: torch.Tensor,
+        choices: int,
+        block: int,
+        gather: bool,
+    ) -> torch.Tensor:
+        schedule = Schedule(pairs, counts, tiles, tile_count, choices, block)
+        N = weight.shape[1] // (2 if self.gated else 1)
+        call = GroupedCall(block, pairs.shape[1] * choices, N, x.shape[1], x.dtype, gather)
+        return self.run(self.plan(call, machine_on(x.device)).design, None, x, weight, schedule, gather)
+
+    def fake(self, x, weight, pairs, counts, tiles, tile_count, choices, block, gather):
+        return x.new_empty((pairs.shape[1] * choices, weight.shape[1] // (2 if self.gated else 1)))
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """ids, the rows, and this rank's experts' weights."""
+        T, k, total, N, K = case.sizes
+        count = (case.field("local") or (0, total))[1]
+        rows = T if case.field("gather") is not False else T * k
+        shape = count, 2 * N if self.gated else N, K
+        return draw_ids(draw, T, k, total), draw.own("x", (rows, K)), draw.own("weight", shape, K**-0.5)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        """The computed rows: in the order of the pairs where they are gathered; else all, 0 for other pairs."""
+        ids, x, weight = by_rank[rank]
+        T, k, total, N, _ = case.sizes
+        first, count = case.field("local") or (0, total)
+        flat, gather = ids.flatten().long() - first, case.field("gather") is not False
+        order = [pair for e in range(count) for pair in (flat == e).nonzero().flatten().tolist()]
+        out = torch.zeros((len(order) if gather else T * k, N), dtype=torch.float64, device=x.device)
+        for place, pair in enumerate(order):
+            row = x[pair // k if gather else place].double() @ weight[flat[pair]].double().T
+            if self.gated:
+                gate, up = row.chunk(2)
+                row = torch.nn.functional.silu(gate) * up
+            out[place if gather else pair] = row
+        return out
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[4])
+
+    def call(self, case: Case, team: Any, ids: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As ``reference``."""
+        _, _, total, _, _ = case.sizes
+        experts, gather = Experts(total, *(case.field("local") or (0, total))), case.field("gather") is not False
+        schedule = moe_schedule(ids, experts, block=case.field("block"))
+        if isinstance(case.design, str):
+            out = self.public(x, weight, schedule, gather)
+        else:
+            out = self.run(case.design, None, x, weight, schedule, gather)
+        if gather:
+            return out[: int(schedule.counts.sum())].clone()
+        mine = (ids >= experts.first) & (ids < experts.first + experts.count)
+        return torch.where(mine.flatten()[:, None], out, 0)
+
+    def public(self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: bool) -> torch.Tensor:
+        """The function that users call."""
+        raise NotImplementedError
+
+    def cases(self) -> Iterator[Case]:
+        def case(dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
+            named = tuple(fields.items())
+            return Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=named)
+
+        kinds = ({},) if self.gated else ({}, {"gather": False})
+        for kind in kinds:
+            for dtype in (FP16, BF16, FP32):
+                yield case(dtype, 5, 2, 8, 48, 64, **kind)
+                yield case(dtype, 20, 4, 6, 72, 88, local=(2, 3), **kind)  # ragged N and K, other ranks' experts
+            for block in BLOCKS:
+                yield case(BF16, block + 1, 1, 2, 40, 72, block=block, skew="one expert", **kind)
+            for skew in ("last expert", "none", "some"):
+                yield case(BF16, 19, 2, 5, 32, 64, skew=skew, **kind)
+            yield case(BF16, 0, 2, 8, 32, 64, **kind)
+            for design in (
+                GroupedTiles(block_n=32, block_k=32, columns=32, num_warps=4, num_stages=2),
+                GroupedTiles(block_n=64, block_k=16, transposed=True, per_sm=2, columns=64, num_warps=4),
+            ):
+                yield case(BF16, 37, 3, 4, 80, 48, design=design, **kind)
+
+    def large_cases(self) -> Iterator[Case]:
+        for T, k, experts, N, K in (
+            (1, 8, 128, 768, 2048),
+            (128, 8, 128, 768, 2048),
+            (1000, 8, 128, 768, 2048),
+            (600, 2, 8, 14336, 4096),
+        ):
+            for skew in (None, "one expert"):
+                yield Case(
+                    op=self.name,
+                    world_size=1,
+                    dtype=BF16,
+                    sizes=(T, k, experts, N, K),
+                    fields=(("local", (experts // 2, experts // 2)), ("skew", skew)),
+                )
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        T, k, _, N, K = sizes
+        return 2 * T * k * N * K * (2 if self.gated else 1)

@@ -1,0 +1,312 @@
+"""moe_schedule: the pairs of each expert, in the order of the tokens, from the ids that all tokens have chosen.
+
+Every program reads all ids and keeps those of its expert, so programs do not wait for each other, and the order depends on the
+ids alone. The last one to end knows all counts, and writes the table of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.arguments import check_int, quoted
+from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
+from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.routing import Experts, Schedule
+from weft.ops.op import Op, register
+from weft.plan.planned import AUTO, Machine, Planned
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_on
+
+BLOCKS = (16, 32, 64, 128)
+# Ids that a program holds at a time: 128 a thread of 8 warps.
+IDS = 1 << 15
+MAX_CHOICES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lists:
+    """A program for each expert. block: pairs of a tile of the GEMMs that follow, one of BLOCKS."""
+
+    block: int = 128
+    num_warps: int = 8
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCKS:
+            raise ValueError(f"block={self.block} is not one of {', '.join(map(str, BLOCKS))}")
+
+
+class ScheduleCall(NamedTuple):
+    """Sizes that the plan depends on: pairs of all tokens, and experts to choose from."""
+
+    pairs: int
+    experts: int
+    design: str = AUTO
+
+
+@triton.jit
+def write_tiles(count, pairs_before, tiles, T, BLOCK: tl.constexpr):
+    """Write the table of tiles of experts with ``count`` [experts] pairs; their number."""
+    expert = tl.arange(0, count.shape[0])
+    needed = (count + BLOCK - 1) // BLOCK
+    first = tl.cumsum(needed, 0) - needed
+    for tile in range(0, tl.max(needed, 0)):
+        entry = tiles + (first + tile) * 4
+        there = tile < needed
+        tl.store(entry, expert, mask=there)
+        tl.store(entry + 1, expert * T + tile * BLOCK, mask=there)
+        tl.store(entry + 2, pairs_before + tile * BLOCK, mask=there)
+        tl.store(entry + 3, tl.minimum(count - tile * BLOCK, BLOCK), mask=there)
+    return tl.sum(needed, 0)
+
+
+@triton.jit(do_not_specialize=["T", "start", "first"])
+def moe_schedule_kernel(
+    ids,
+    pairs,
+    counts,
+    tiles,
+    tile_count,
+    arrivals,
+    T,
+    start,
+    first,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``Schedule`` of the pairs of experts first .. first + EXPERTS - 1    grid: (EXPERTS,), one for each
+
+    ids       int32 [T, K]; a token has an expert once at most. Tokens start, start + 1, … (mod T) come in this order
+    tiles     of BLOCK pairs; TOKENS tokens at a time, CHOICES: K or the next power of two
+    arrivals  int32 [1], 0 before and after
+
+    signals   arrivals: each program adds 1 when its count is stored (release)
+    waits     none: the program that finds EXPERTS - 1 is the last one, sees all counts (acquire), and writes tiles and their
+              number
+    """
+    expert = tl.program_id(0)
+    mine = pairs + expert.to(tl.int64) * T
+    choice = tl.arange(0, CHOICES)[None, :]
+    count = 0
+    wl.follow_previous_kernel()
+    for begin in range(0, T, TOKENS):
+        place = begin + tl.arange(0, TOKENS)
+        token = (place + start) % T
+        asked = ids + token.to(tl.int64)[:, None] * K + choice
+        chosen = tl.load(asked, mask=(place < T)[:, None] & (choice < K), other=-1) == first + expert
+        chosen_by = tl.max(tl.where(chosen, choice + 1, 0), axis=1)
+        one = (chosen_by > 0).to(tl.int32)
+        tl.store(mine + count + tl.cumsum(one, 0) - 1, token * K + chosen_by - 1, mask=chosen_by > 0)
+        count += tl.sum(one, 0)
+    tl.store(counts + expert, count)
+    wl.gather_stores()
+    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == EXPERTS - 1:
+        tl.store(arrivals, 0)
+        every = tl.arange(0, triton.next_power_of_2(EXPERTS))
+        all_counts = tl.load(counts + every, mask=every < EXPERTS, other=0)
+        tl.store(tile_count, write_tiles(all_counts, tl.cumsum(all_counts, 0) - all_counts, tiles, T, BLOCK))
+
+
+def moe_schedule(
+    ids: torch.Tensor,
+    experts: Experts,
+    *,
+    block: int | None = None,
+    start: int = 0,
+    tickets: torch.Tensor | None = None,
+) -> Schedule:
+    """The pairs of this rank's experts, expert by expert, tokens ascending from ``start`` on (mod T).
+
+    ids      int32 [T, k], k from 1 to 16: a token's choices, no expert twice; -1 for none. Those of other experts are left out
+    experts  those to schedule
+    block    pairs of a tile of the grouped GEMMs: 16, 32, 64 or 128; None: by the mean number of pairs of an expert
+    tickets  an arrival counter: int32 zeros, one or more, left as zeros, so calls of one stream may share it. None: each call
+             makes its own, which takes one more small kernel
+
+    Sizes depend on those of ``ids`` alone, and the host reads nothing: it can be captured in a CUDA graph. The same from run to
+    run. No backward. ValueError for shapes, dtypes or devices that do not fit.
+    """
+    op = "moe_schedule"
+    check_like(op, "ids", ids, None, (torch.int32,))
+    check_shape(op, "ids", ids, ("T", "k"))
+    T, k = ids.shape
+    if not 1 <= k <= MAX_CHOICES:
+        raise ValueError(f"{op}: ids has shape {tuple(ids.shape)}; a token has 1 to {MAX_CHOICES} choices")
+    if not isinstance(experts, Experts):
+        raise ValueError(
+            f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
+        )
+    check_int(f"{op}: start", start, 0, max(T - 1, 0))
+    if block is not None and block not in BLOCKS:
+        raise ValueError(f"{op}: block={quoted(block)} is not one of {', '.join(map(str, BLOCKS))}")
+    if tickets is not None:
+        check_like(op, "tickets", tickets, ids.device, (torch.int32,))
+        if tickets.dim() != 1 or not tickets.is_contiguous() or tickets.shape[0] < 1:
+            raise ValueError(
+                f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of 1 or more"
+            )
+    block = block or MOE_SCHEDULE.plan(ScheduleCall(T * k, experts.total), machine_on(ids.device)).design.block
+    found = MOE_SCHEDULE.dispatch(ids, experts.first, experts.count, block, start, tickets)
+    return Schedule(*found, choices=k, block=block)
+
+
+def block_for(pairs: int, experts: int) -> int:
+    """Pairs of a tile: 16 where an expert has about 8 or fewer, for which more rows only take longer.
+
+    8 tokens of Qwen3-30B-A3B on an H200, half of it: tiles of 32 pairs take 3 to 23 % longer than of 16, of 64 5 to 54 %; from
+    256 pairs an expert on, tiles of 128 are the fastest.
+    """
+    mean = pairs / experts
+    return next((block for block in BLOCKS[:-1] if 2 * mean <= block), BLOCKS[-1])
+
+
+class MoeSchedule(Op):
+    """sizes of a case: T, k, experts in all."""
+
+    name, alias = "moe_schedule", "moe-schedule"
+    designs = {"lists": Lists}
+    sizes = ("T", "k", "experts")
+    mutates = ("tickets",)
+    collective = False
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> ScheduleCall:
+        T, k, experts = (
+            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
+        )
+        return ScheduleCall(T * k, experts, design)
+
+    def choose(self, call: ScheduleCall, machine: Machine) -> Planned:
+        reason = f"{call.pairs} pairs of {call.experts} experts: {call.pairs / call.experts:.3g} each"
+        return Planned("lists", Lists(block=block_for(call.pairs, call.experts)), reason)
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        return (draw_ids(draw, *case.sizes),)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
+        """(pairs, counts, tiles, tile_count); -1 where they are undefined."""
+        [ids] = by_rank[rank]
+        T, k, total = case.sizes
+        first, count = case.field("local") or (0, total)
+        start, block = case.field("start") or 0, case.field("block") or block_for(T * k, total)
+        if not isinstance(case.design, str):
+            block = case.design.block
+        pairs = torch.full((count, T), -1, dtype=torch.int32)
+        counts, tiles, before = torch.zeros(count, dtype=torch.int32), [], 0
+        rows = ids.tolist()
+        for expert in range(count):
+            order = [(start + place) % T for place in range(T)]
+            found = [token * k + rows[token].index(first + expert) for token in order if first + expert in rows[token]]
+            pairs[expert, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            counts[expert] = len(found)
+            for at in range(0, len(found), block):
+                tiles.append((expert, expert * T + at, before + at, min(block, len(found) - at)))
+            before += len(found)
+        table = torch.full((most_tiles(T * k, count, block), 4), -1, dtype=torch.int32)
+        table[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+        tile_count = torch.tensor([len(tiles)], dtype=torch.int32)
+        return tuple(x.to(ids.device) for x in (pairs, counts, table, tile_count))
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(self, case: Case, team: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        T, k, total = case.sizes
+        experts, start = Experts(total, *(case.field("local") or (0, total))), case.field("start") or 0
+        if isinstance(case.design, str):
+            tickets = torch.zeros(1, dtype=torch.int32, device=ids.device) if case.field("tickets") else None
+            schedule = moe_schedule(ids, experts, block=case.field("block"), start=start, tickets=tickets)
+        else:
+            found = self.run(case.design, None, ids, experts.first, experts.count, start, None)
+            schedule = Schedule(*found, choices=k, block=case.design.block)
+        pairs, counts, tiles, tile_count = schedule[:4]
+        of_expert, of_tile = (torch.arange(size, device=ids.device) for size in (T, len(tiles)))
+        return (
+            pairs.masked_fill(of_expert >= counts[:, None], -1),
+            counts,
+            tiles.masked_fill((of_tile >= tile_count)[:, None], -1),
+            tile_count,
+        )
+
+    def cases(self) -> Iterator[Case]:
+        def case(*sizes: int, design: Any = AUTO, **fields: Any) -> Case:
+            named = tuple(fields.items())
+            return Case(op=self.name, world_size=1, dtype=torch.int32, sizes=sizes, design=design, fields=named)
+
+        for sizes in ((1, 8, 128), (5, 4, 60), (33, 2, 8), (130, 1, 4), (7, 16, 16), (300, 3, 12)):
+            yield case(*sizes)
+            yield case(*sizes, block=16, start=sizes[0] // 2, local=(sizes[2] // 2, sizes[2] // 4), tickets=True)
+        for skew in ("one expert", "last expert", "none", "some"):
+            yield case(40, 2, 8, skew=skew, block=32)
+        yield case(0, 2, 8)
+        yield case(129, 2, 8, design=Lists(block=128, num_warps=4))
+        yield case(20, 2, 8, design=Lists(block=64))
+
+    def large_cases(self) -> Iterator[Case]:
+        for sizes in ((4096, 8, 128), (8192, 8, 256), (10000, 2, 8), (300, 8, 128)):
+            yield Case(op=self.name, world_size=1, dtype=torch.int32, sizes=sizes, fields=(("start", sizes[0] // 2),))
+
+    def run(
+        self,
+        design: Lists,
+        team: None,
+        ids: torch.Tensor,
+        first: int,
+        count: int,
+        start: int,
+        tickets: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """(pairs, counts, tiles, tile_count) of checked arguments."""
+        self.check_design(design)
+        found = pairs, counts, tiles, tile_count = self.fake(ids, first, count, design.block, start, tickets)
+        T, k = ids.shape
+        if T == 0:
+            return pairs, counts.zero_(), tiles, tile_count.zero_()
+        caps, choices = capabilities_of(ids.device), next_power_of_2(k)
+        tokens = max(16, min(next_power_of_2(T), IDS // choices))
+        launch = launch_on(
+            ids.device,
+            moe_schedule_kernel,
+            (k, count, tokens, design),
+            lambda: {
+                "K": k,
+                "EXPERTS": count,
+                "CHOICES": choices,
+                "TOKENS": tokens,
+                "BLOCK": design.block,
+                "num_warps": design.num_warps,
+                **launch_options(caps),
+            },
+        )
+        arrivals = torch.zeros(1, dtype=torch.int32, device=ids.device) if tickets is None else tickets
+        launch(count, ids.contiguous(), *found, arrivals, T, start, first)
+        return found
+
+    def forward(
+        self, ids: torch.Tensor, first: int, count: int, block: int, start: int, tickets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.run(Lists(block=block), None, ids, first, count, start, tickets)
+
+    def fake(self, ids, first, count, block, start, tickets):
+        T, k = ids.shape
+        shapes = (count, T), (count,), (most_tiles(T * k, count, block), 4), (1,)
+        return tuple(ids.new_empty(shape) for shape in shapes)
+
+
+def most_tiles(pairs: int, experts: int, block: int) -> int:
+    """Tiles that ``pairs`` pairs of ``experts`` experts need at most: each expert's last one may be ragged."""
+    return cdiv(pairs, block) + min(experts, pairs)
+
+
+MOE_SCHEDULE = MoeSchedule()
+register(MOE_SCHEDULE)

@@ -1,0 +1,322 @@
+"""route: the k experts of each token and their weights, from the router's logits.
+
+Choices are made by comparing 32-bit keys that order as the scores do, k rounds of the greatest one, the lowest expert first
+among equals. So ties have one answer, and rows with NaN end too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.arguments import check_int
+from weft.kernels.operands import rows_contiguous
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.moe.routing import Routing
+from weft.ops.op import Op, register
+from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_on
+
+MAX_CHOICES, MAX_EXPERTS = 16, 1024
+SCORINGS = ("softmax", "sigmoid")
+# Scores that a program holds: 16 a thread of 4 warps.
+TILE = 2048
+# Added to a sum of weights before they are divided by it, as DeepSeek-V3 does: it changes no sum that is not almost 0.
+TINY = tl.constexpr(1e-20)
+# Keys below those of all numbers: of NaN, of experts outside the chosen groups, of experts that are taken.
+NAN_KEY, OUTSIDE_KEY, TAKEN_KEY = tl.constexpr(-(2**31) + 2), tl.constexpr(-(2**31) + 1), tl.constexpr(-(2**31))
+
+
+class Scoring(NamedTuple):
+    """Compile-time form of a routing.
+
+    softmax      scores are softmax(logits), else sigmoid(logits)
+    biased       choices, but not weights, are by score + bias
+    groups       groups of experts, of which ``group_limit`` are chosen first; 1: none are
+    renormalize  weights are divided by their sum
+    """
+
+    softmax: bool
+    biased: bool
+    renormalize: bool
+    groups: int
+    group_limit: int
+
+
+@triton.jit
+def key_of(x):
+    """int32 keys that order as the fp32 numbers ``x`` do; -0.0 as 0.0, NaN below all."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x == x, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), NAN_KEY)
+
+
+@triton.jit
+def first_greatest(key, index):
+    """[rows, 1]: the lowest ``index`` [1, n] of the greatest ``key`` [rows, n] of each row."""
+    greatest = tl.max(key, axis=1, keep_dims=True)
+    return tl.min(tl.where(key == greatest, index, 2**30), axis=1, keep_dims=True)
+
+
+@triton.jit
+def in_chosen_groups(score, key, expert, E, SCORING: tl.constexpr):
+    """``key`` with OUTSIDE_KEY for experts outside the SCORING.group_limit best of SCORING.groups groups.
+
+    A group is as good as the sum of its two best scores with a bias, as its best one without.
+    """
+    group = expert // (E // SCORING.groups)
+    of_group = tl.full(score.shape, float("-inf"), tl.float32)
+    for g in tl.static_range(SCORING.groups):
+        mine = tl.where(group == g, key, OUTSIDE_KEY)
+        best = first_greatest(mine, expert)
+        value = tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True)
+        if SCORING.biased:
+            second = first_greatest(tl.where(expert == best, OUTSIDE_KEY, mine), expert)
+            value += tl.sum(tl.where(expert == second, score, 0.0), axis=1, keep_dims=True)
+        of_group = tl.where(group == g, value, of_group)
+    group_key = tl.where(expert < E, key_of(of_group), TAKEN_KEY)
+    inside = tl.zeros(score.shape, tl.int1)
+    for _ in tl.static_range(SCORING.group_limit):
+        chosen = first_greatest(group_key, group)
+        inside = inside | (group == chosen)
+        group_key = tl.where(group == chosen, TAKEN_KEY, group_key)
+    return tl.where(inside, key, tl.minimum(key, OUTSIDE_KEY))
+
+
+@triton.jit(do_not_specialize=["T"])
+def route_kernel(
+    logits,
+    stride,
+    bias,
+    ids,
+    weights,
+    T,
+    E,
+    scale,
+    SCORING: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ids[t, j], weights[t, j] = expert with the j-th greatest score of token t, scale * its weight   grid: (cdiv(T, ROWS),)
+
+    logits  [T, E], rows ``stride`` apart; bias: fp32 [E], any tensor if not SCORING.biased
+    ids     int32 [T, K]; weights [T, K], computed in fp32 and rounded once
+    BLOCK   a power of two, at least E
+
+    signals, waits  none
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    expert = tl.arange(0, BLOCK)[None, :]
+    exists = expert < E
+    wl.follow_previous_kernel()
+    x = tl.load(logits + row.to(tl.int64) * stride + expert, mask=(row < T) & exists, other=float("-inf")).to(
+        tl.float32
+    )
+    if SCORING.softmax:
+        # A NaN makes its row's sum NaN, and so all its weights, as torch's softmax does.
+        grown = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+        score = grown / tl.sum(grown, axis=1, keep_dims=True)
+    else:
+        score = tl.where(exists, 1.0 / (1.0 + tl.exp(-x)), 0.0)
+    # Without a bias logits order as scores do, and differ where rounded scores do not.
+    rank_by = x
+    if SCORING.biased:
+        rank_by = score + tl.load(bias + expert, mask=exists, other=0.0)
+    key = tl.where(exists, key_of(rank_by), TAKEN_KEY)
+    if SCORING.groups > 1:
+        key = in_chosen_groups(rank_by, key, expert, E, SCORING)
+    choice = tl.arange(0, 16)[None, :]
+    chosen = tl.zeros([ROWS, 16], tl.int32)
+    weight = tl.zeros([ROWS, 16], tl.float32)
+    for j in tl.static_range(K):
+        best = first_greatest(key, expert)
+        key = tl.where(expert == best, TAKEN_KEY, key)
+        chosen = tl.where(choice == j, best, chosen)
+        weight = tl.where(choice == j, tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True), weight)
+    if SCORING.renormalize:
+        weight = weight / (tl.sum(weight, axis=1, keep_dims=True) + TINY)
+    at, inside = row.to(tl.int64) * K + choice, (row < T) & (choice < K)
+    tl.store(ids + at, chosen, mask=inside)
+    tl.store(weights + at, (weight * scale).to(weights.dtype.element_ty), mask=inside)
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    group_limit: int = 1,
+    scale: float = 1.0,
+) -> Routing:
+    """The k experts with the greatest scores of each token, best first: ids int32 [T, k], weights [T, k].
+
+    logits       [T, E], fp16, bf16 or fp32; the weights have its dtype. Rows may be strided
+    k            1 to 16, and at most the experts of the chosen groups; E is at most 1024
+    scoring      "softmax" (Qwen, Mixtral) or "sigmoid" (DeepSeek-V3) of the logits, in fp32
+    renormalize  weights are scores divided by the sum of the k chosen ones (plus 1e-20), else the scores themselves
+    bias         fp32 [E], added to the scores to choose, not in the weights
+    groups       experts lie in this many equal groups, one after the other: choices are from the ``group_limit`` best groups. A
+                 group is as good as its best expert, with a bias as the sum of its two best (DeepSeek-V2, DeepSeek-V3)
+    scale        factor of the weights
+
+    Among equal scores the lowest expert comes first. NaN counts as less than any number; softmax gives a row with NaN the
+    weights NaN. Gradients flow from the weights to the logits; the choice and the bias have none. ValueError for shapes, dtypes
+    or devices that do not fit.
+    """
+    op = "route"
+    check_like(op, "logits", logits, None, FLOATS)
+    check_shape(op, "logits", logits, ("T", "E"))
+    E = logits.shape[1]
+    if not 1 <= E <= MAX_EXPERTS:
+        raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; it must have 1 to {MAX_EXPERTS} experts")
+    check_int(f"{op}: k", k, 1)
+    check_int(f"{op}: groups", groups, 1)
+    check_int(f"{op}: group_limit", group_limit, 1)
+    check_choice(op, "scoring", scoring, SCORINGS)
+    check_flag(op, "renormalize", renormalize)
+    check_scalar(op, "scale", scale)
+    if E % groups:
+        raise ValueError(f"{op}: groups={groups} does not divide the {E} experts; groups are equal")
+    if group_limit > groups:
+        raise ValueError(f"{op}: group_limit={group_limit} is more than groups={groups}")
+    if k > min(MAX_CHOICES, E // groups * group_limit):
+        raise ValueError(
+            f"{op}: k={k} is more than {MAX_CHOICES}, or than the {E // groups * group_limit} experts to choose from"
+        )
+    if bias is not None:
+        check_like(op, "bias", bias, logits.device, (torch.float32,))
+        check_shape(op, "bias", bias, (E,))
+    found = ROUTE.dispatch(logits, bias, k, scoring, renormalize, groups, group_limit, float(scale))
+    return Routing(*found)
+
+
+class Route(Op):
+    """sizes of a case: T, E, k."""
+
+    name = alias = "route"
+    collective = False
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Logits, and a bias where the case has one. Logits of few values have ties."""
+        T, E, _ = case.sizes
+        logits = draw.own("logits", (T, E), 2.0)
+        if case.field("ties"):
+            logits = logits.float().round().to(case.dtype)
+        return (logits, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (logits,)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        """Weights by expert, [T, E]: 0 for those that are not chosen."""
+        logits, *bias = by_rank[rank]
+        E, k = case.sizes[1:]
+        x = logits.double()
+        scores = x.sigmoid() if case.field("scoring") == "sigmoid" else x.softmax(-1)
+        choose_by = x
+        for shift in bias:
+            choose_by = scores + shift.double()
+        groups = case.field("groups") or (1, 1)
+        by_group = choose_by.view(-1, groups[0], E // groups[0])
+        of_group = by_group.topk(min(2, E // groups[0]), dim=-1).values.sum(-1) if bias else by_group.amax(-1)
+        best = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : groups[1]]
+        inside = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, best, True)
+        allowed = by_group.masked_fill(~inside[..., None], -torch.inf).flatten(1)
+        ids = allowed.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        weights = scores.gather(1, ids)
+        if case.field("renormalize") is not False:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter(1, ids, weights * (case.field("scale") or 1.0))
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[1])
+
+    def call(self, case: Case, team: Any, logits: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        """As ``reference``; a token that chose an expert twice has their sum."""
+        groups, group_limit = case.field("groups") or (1, 1)
+        named = {name: case.field(name) for name in ("scoring", "renormalize", "scale") if case.field(name) is not None}
+        routing = route(
+            logits, case.sizes[2], bias=bias[0] if bias else None, groups=groups, group_limit=group_limit, **named
+        )
+        return torch.zeros_like(logits).scatter_add(1, routing.ids.long(), routing.weights)
+
+    def cases(self) -> Iterator[Case]:
+        def case(dtype: torch.dtype, *sizes: int, **fields: Any) -> Case:
+            return Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=tuple(fields.items()))
+
+        for dtype in (FP16, BF16, FP32):
+            for sizes in ((1, 128, 8), (5, 60, 4), (33, 8, 2), (3, 1, 1), (2, 256, 8), (4, 16, 16)):
+                yield case(dtype, *sizes)
+            yield case(dtype, 17, 64, 6, ties=True)
+            yield case(dtype, 9, 60, 4, renormalize=False)
+        yield case(BF16, 3, 1000, 10, renormalize=False, scale=2.5)
+        yield case(BF16, 0, 8, 2)
+        # Scores of fp32 logits with a bias: no two are so close that fp32 and fp64 could order them differently.
+        for fields in ({}, {"biased": True, "scale": 2.5}, {"groups": (4, 2)}, {"biased": True, "groups": (8, 3)}):
+            yield case(FP32, 7, 64, 6, scoring="sigmoid", **fields)
+        yield case(FP32, 5, 256, 8, scoring="sigmoid", biased=True, groups=(8, 4), scale=2.5)
+        yield case(BF16, 5, 160, 6, groups=(8, 3), renormalize=False, scale=16.0)
+
+    def large_cases(self) -> Iterator[Case]:
+        for T in (1, 128, 4096):
+            for E, k in ((128, 8), (256, 8), (8, 2)):
+                yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(T, E, k))
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        k: int,
+        scoring: str,
+        renormalize: bool,
+        groups: int,
+        group_limit: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, (T, E) = rows_contiguous(logits), logits.shape
+        ids, weights = self.fake(logits, bias, k, scoring, renormalize, groups, group_limit, scale)
+        if T > 0:
+            caps, block = capabilities_of(logits.device), max(16, next_power_of_2(E))
+            rows = max(1, min(TILE // block, next_power_of_2(T)))
+            form = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
+            launch = launch_on(
+                logits.device,
+                route_kernel,
+                (form, k, rows, block),
+                lambda: {"SCORING": form, "K": k, "ROWS": rows, "BLOCK": block, **launch_options(caps)},
+            )
+            shift = logits if bias is None else bias.contiguous()
+            launch(cdiv(T, rows), logits, logits.stride(0), shift, ids, weights, T, E, scale)
+        return ids, weights
+
+    def fake(self, logits, bias, k, scoring, renormalize, groups, group_limit, scale):
+        shape = logits.shape[0], k
+        return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        logits, _, _, ctx.scoring, ctx.renormalize, _, _, ctx.scale = inputs
+        ctx.mark_non_differentiable(output[0])
+        ctx.save_for_backward(logits, output[0])
+
+    def backward(self, ctx: Any, of_ids: None, of_weights: torch.Tensor) -> tuple:
+        logits, ids = ctx.saved_tensors
+        with torch.enable_grad():
+            x = logits.detach().float().requires_grad_()
+            scores = x.sigmoid() if ctx.scoring == "sigmoid" else x.softmax(-1)
+            weights = scores.gather(1, ids.long())
+            if ctx.renormalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + TINY.value)
+            [of_logits] = torch.autograd.grad(weights * ctx.scale, x, of_weights.float())
+        return of_logits.to(logits.dtype), *[None] * 7
+
+
+ROUTE = Route()
+register(ROUTE)

@@ -1,0 +1,79 @@
+"""Values of a mixture of experts: the experts of a rank, tokens' choices, and the order in which they are computed.
+
+A *pair* is a token and one of its k choices: pair t * k + j is choice j of token t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weft.arguments import check_int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts first .. first + count - 1 of ``total``: those whose weights, or slices of them, this rank holds.
+
+    ValueError where they are not among 0 .. total - 1.
+    """
+
+    total: int
+    first: int
+    count: int
+
+    def __post_init__(self) -> None:
+        check_int("total", self.total, 1)
+        check_int("first", self.first, 0)
+        check_int("count", self.count, 1)
+        if self.first + self.count > self.total:
+            raise ValueError(
+                f"first={self.first} and count={self.count} reach beyond total={self.total}; experts are 0 .. total - 1"
+            )
+
+    @classmethod
+    def whole(cls, total: int, rank: int, world_size: int) -> Experts:
+        """An equal share of whole experts. ValueError unless ``world_size`` divides ``total``."""
+        if total % world_size:
+            raise ValueError(
+                f"total={total} experts cannot be shared by world_size={world_size}; use a world size that divides them"
+            )
+        return cls(total, rank * (total // world_size), total // world_size)
+
+    @classmethod
+    def slices(cls, total: int) -> Experts:
+        """All experts, of each of which a rank holds some of its intermediate features."""
+        return cls(total, 0, total)
+
+
+class Routing(NamedTuple):
+    """Experts that each token has chosen.
+
+    ids      int32 [T, k], best first, all of a token different; -1: none, as for padding
+    weights  [T, k], by which the results of the chosen experts are multiplied
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class Schedule(NamedTuple):
+    """The pairs of each expert of a rank, in the order in which grouped GEMMs compute them: expert by expert.
+
+    pairs       int32 [experts, T]: the first counts[e] of row e are expert e's, tokens ascending; the others are undefined
+    counts      int32 [experts]
+    tiles       int32 [most, 4], a row for each tile of at most ``block`` pairs of one expert: (expert, place of its first pair
+                in pairs.view(-1), number of pairs before that one, pairs); rows from tile_count on are undefined
+    tile_count  int32 [1]
+    choices     k
+    block       pairs of a tile
+    """
+
+    pairs: torch.Tensor
+    counts: torch.Tensor
+    tiles: torch.Tensor
+    tile_count: torch.Tensor
+    choices: int
+    block: int

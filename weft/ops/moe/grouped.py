@@ -8,7 +8,8 @@ token as they are loaded, or lie in the order of the pairs.
     grouped_matmul            y[p] = h[i] @ weight.T
 
 A gated tile reads a block of gate's rows and the same of up's as one operand, so one product gives both halves of its columns.
-With few pairs a tile is computed transposed: the weight's rows fill the tensor instruction, which has at least 64 of them.
+With few pairs a tile is computed transposed: the weight's rows fill the tensor instruction, which has at least 64 of them. The
+first operand of that instruction must come from shared memory as it was loaded, so there gate and up are two products.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def grouped_matmul_kernel(
 ):
     """out[row] = x[row] @ weight[e].T of each pair of expert e, gated as FORM says    grid: (programs,), persistent
 
-    x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else a descriptor of rows in that order,
-              and row p of out is pair p's
-    weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.gated of [experts, 2, N, K] in BLOCK_N // 2
+    x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else a descriptor of rows in that
+              order, and row p of out is pair p's
+    weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows; if FORM.gated of [experts, 2, N, K] in blocks of
+              BLOCK_N // 2 rows of both, or if TRANSPOSED of one
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
     slab      tiles along N that go before the next ones are begun
 
@@ -134,9 +136,10 @@ def grouped_matmul_kernel(
         if FORM.choices > 0:
             rows = x + (pair // FORM.choices).to(tl.int64)[:, None] * K + deep[None, :]
         if TRANSPOSED:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            acc = tl.zeros((WIDTH, BLOCK_M), dtype=tl.float32)
         else:
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = acc
         for k in tl.range(0, K, BLOCK_K):
             if FORM.choices == 0:
                 a = x.load([row, k])
@@ -145,20 +148,26 @@ def grouped_matmul_kernel(
             else:
                 a = tl.load(rows + k, mask=(deep < K - k)[None, :], other=0.0)
             if FORM.gated:
-                b = weight.load([expert, 0, column, k]).reshape(BLOCK_N, BLOCK_K)
+                b = weight.load([expert, 0, column, k])
             else:
-                b = weight.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K)
+                b = weight.load([expert, column, k])
             if TRANSPOSED:
-                acc = tl.dot(b, a.T, acc, input_precision="ieee")
+                acc = tl.dot(b.reshape(WIDTH, BLOCK_K), a.T, acc, input_precision="ieee")
+                if FORM.gated:
+                    of_up = weight.load([expert, 1, column, k]).reshape(WIDTH, BLOCK_K)
+                    up = tl.dot(of_up, a.T, up, input_precision="ieee")
             else:
-                acc = tl.dot(a, b.T, acc, input_precision="ieee")
+                acc = tl.dot(a, b.reshape(BLOCK_N, BLOCK_K).T, acc, input_precision="ieee")
+        if FORM.gated:
+            if TRANSPOSED:
+                gate = acc
+            else:
+                gate, up = halves(acc)
+            acc = gate / (1.0 + tl.exp(-gate)) * up
         if TRANSPOSED:
             result = acc.T
         else:
             result = acc
-        if FORM.gated:
-            gate, up = halves(result)
-            result = gate / (1.0 + tl.exp(-gate)) * up
         if FORM.choices > 0:
             target = row + local
         else:
@@ -171,15 +180,18 @@ def grouped_matmul_kernel(
 def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> GroupedTiles:
     """The fastest designs of probes on one H200 (Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral), for bf16.
 
-    block 16  64 x 128, 3 stages, 4 programs an SM: at most 5 % from the best from 8 to 128 tokens
+    block 16  64 x 128, 3 stages, 4 programs an SM: at most 5 % from the best from 8 to 128 tokens. Gated: as many bytes in
+              flight, as two products of 64 rows (not measured)
     gathered  128 x 256; 128 x 128 takes 27 % longer, its loads of rows being half of all
     in order  128 x 128 with 2 programs an SM; for N of 8192 and more 128 x 256
     """
     if call.dtype == torch.float32:
-        return GroupedTiles(block_n=64, block_k=32, transposed=call.block < 64, num_warps=4, num_stages=2)
+        return GroupedTiles(block_n=32, block_k=32, transposed=call.block < 64, num_warps=8, num_stages=2)
     if caps.arch.startswith("gfx") or caps.arch == "sm_80":  # less shared memory, and no descriptors in hardware
         return GroupedTiles(block_n=64, block_k=64, transposed=call.block < 64, num_warps=4, num_stages=2)
     if call.block < 64:
+        if gated:
+            return GroupedTiles(block_n=128, transposed=True, per_sm=3, num_warps=4, num_stages=4)
         return GroupedTiles(block_n=64, block_k=128, transposed=True, per_sm=4, num_warps=4)
     if call.gather:
         return GroupedTiles(num_stages=4) if call.block == 64 else GroupedTiles()
@@ -206,7 +218,8 @@ def run(
     )
     block_n, block_k = design.block_n, design.block_k
     if gated:
-        shape, block, strides = [experts, 2, N, K], [1, 2, block_n // 2, block_k], [2 * N * K, N * K, K, 1]
+        both = 1 if design.transposed else 2
+        shape, block, strides = [experts, 2, N, K], [1, both, block_n // 2, block_k], [2 * N * K, N * K, K, 1]
     else:
         shape, block, strides = [experts, N, K], [1, block_n, block_k], [N * K, K, 1]
     if not gather:

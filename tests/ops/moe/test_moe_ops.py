@@ -1,0 +1,275 @@
+"""Ops of a mixture of experts: planted mistakes that the cases catch, ties and NaN, refused arguments, machine code."""
+
+import re
+
+import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import weft
+from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.ops.checking import assert_identical, check, inputs_of
+from tests.ops.layer_cases import DEVICES, changed, check_refused, everywhere, mutated
+from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
+from weft import ops
+from weft.errors import InvalidAccess
+from weft.ops.moe import grouped, moe_schedule, moe_sum, route
+from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
+from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.op import find_op
+from weft.runtime.capabilities import launch_options
+
+# --- planted mistakes ---------------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "no renormalisation": (route, "if SCORING.renormalize:", "if False:"),
+    "the bias in the weights": (route, "tl.where(expert == best, score, 0.0), axis=1, keep_dims=True), weight",
+                                "tl.where(expert == best, rank_by, 0.0), axis=1, keep_dims=True), weight"),
+    "the highest expert among equals": (route, "return tl.min(tl.where(key == greatest, index, 2**30)",
+                                        "return tl.max(tl.where(key == greatest, index, -1)"),
+    "groups by their best expert in spite of a bias": (route, "value += tl.sum", "tl.sum"),
+    "groups ignored": (route, "if SCORING.groups > 1:", "if False:"),
+    "the neighbour's pairs": (moe_schedule, "== first + expert", "== first + expert + 1"),
+    "tokens from 0 on": (moe_schedule, "token = (place + start) % T", "token = place"),
+    "tokens beyond the last": (moe_schedule, "mask=(place < T)[:, None] & (choice < K)", "mask=choice < K"),
+    "the wrong choice": (moe_schedule, "token * K + chosen_by - 1", "token * K"),
+    "a tile too few": (moe_schedule, "(count + BLOCK - 1) // BLOCK", "tl.maximum(count // BLOCK, 1)"),
+    "the neighbour's weight": (moe_sum, "weight = tl.load(weights + pair)", "weight = tl.load(weights + pair // K * K)"),
+    "other ranks' rows": (moe_sum, "mine = (expert >= 0) & (expert < count)", "mine = expert >= -99"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_cases_catch_a_planted_mistake(name, tmp_path):
+    module, old, new = MUTANTS[name]
+    mutant = mutated(module, old, new, f"mutant_{len(name)}", tmp_path)
+    op = vars(mutant)[module.__name__.rsplit(".", 1)[1].upper()]
+
+    def main(team):
+        for case in op.cases():
+            if case.dtype in (torch.bfloat16, torch.float32, torch.int32):
+                inputs = inputs_of(case, 0)
+                check(case, 0, [inputs], op.call(case, None, *inputs))
+
+    with pytest.raises((AssertionError, InvalidAccess)):
+        weft.simulate(main, 1)
+
+
+GROUPED_MUTANTS = {
+    "swapped gate and up": ("gate, up = halves(acc)", "up, gate = halves(acc)"),
+    "the neighbour's expert": ("expert, first = tl.load(entry)", "expert, first = tl.maximum(tl.load(entry) - 1, 0)"),
+    "rows by pair, not by token": ("(pair // FORM.choices)", "tl.minimum(pair, tl.load(schedule.pairs) * 0 + 4)"),
+    "the whole tile stored": ("mask=(local < count)[:, None]", "mask=(local < 99)[:, None]"),
+    "no tail of K": ("mask=(deep < K - k)[None, :]", "mask=(deep < K)[None, :]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPED_MUTANTS)
+def test_the_grouped_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
+    mutant = mutated(grouped, *GROUPED_MUTANTS[name], f"grouped_mutant_{len(name)}", tmp_path)
+    monkeypatch.setattr(grouped, "grouped_matmul_kernel", mutant.grouped_matmul_kernel)
+    found = []
+
+    def main(team):
+        for op in (find_op("grouped_matmul"), find_op("grouped_matmul_silu_mul")):
+            for case in op.cases():
+                inputs = inputs_of(case, 0)
+                try:
+                    check(case, 0, [inputs], op.call(case, None, *inputs))
+                except (AssertionError, InvalidAccess):
+                    found.append(str(case))
+
+    weft.simulate(main, 1)
+    assert found
+
+
+# --- values -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties_take_the_lowest_experts_and_nan_the_last_place(device):
+    def check_choices(device):
+        nan = torch.nan
+        logits = torch.tensor(
+            [[0.0, 1, 1, 1, 0], [-0.0, 0, -0.0, 0, 0], [nan, 2, nan, -9, nan], [nan] * 5], device=device
+        )
+        routing = ops.route(logits, 3)
+        assert routing.ids.tolist() == [[1, 2, 3], [0, 1, 2], [1, 3, 0], [0, 1, 2]]
+        assert torch.allclose(routing.weights[:2], torch.full((2, 3), 1 / 3, device=device))
+        assert routing.weights[2:].isnan().all()
+        by_sigmoid = ops.route(logits, 2, scoring="sigmoid", renormalize=False)
+        assert by_sigmoid.ids[2].tolist() == [1, 3]
+        assert by_sigmoid.weights[2].tolist() == pytest.approx(logits[2, [1, 3]].sigmoid().tolist())
+
+    everywhere(check_choices, device)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gradients_of_the_weights_are_torch_s(scoring, renormalize):
+    def main(team):
+        logits = torch.randn(6, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        bias = torch.linspace(-1, 1, 12)
+        routing = ops.route(logits, 4, scoring=scoring, renormalize=renormalize, bias=bias, scale=2.5)
+        factors = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+        [found] = torch.autograd.grad((routing.weights * factors).sum(), logits)
+        scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+        chosen = scores.gather(1, routing.ids.long())
+        weights = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+        [expected] = torch.autograd.grad((2.5 * weights * factors).sum(), logits)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+    weft.simulate(main, 1)
+
+
+def experts_of_one_rank(team):
+    """A layer's result, run four times with one counter: routing, both GEMMs, sum."""
+    generator = torch.Generator().manual_seed(3)
+    x, router = torch.randn(33, 64, generator=generator), torch.randn(6, 64, generator=generator)
+    gate_up, down = torch.randn(6, 80, 64, generator=generator) / 8, torch.randn(6, 64, 40, generator=generator) / 8
+    tickets, experts, results = torch.zeros(1, dtype=torch.int32), Experts.slices(6), []
+    for _ in range(2):
+        routing = ops.route(x @ router.T, 3)
+        schedule = ops.moe_schedule(routing.ids, experts, block=16, tickets=tickets)
+        h = ops.grouped_matmul_silu_mul(x, gate_up, schedule)
+        results.append(ops.moe_sum(ops.grouped_matmul(h, down, schedule), routing, experts))
+    assert_identical(results[1], results[0])
+    return results[0]
+
+
+def test_every_schedule_gives_the_same_bits():
+    first, *others = (weft.simulate(experts_of_one_rank, 1, seed=seed)[0] for seed in range(4))
+    for other in others:
+        assert_identical(other, first)
+
+
+# --- refused arguments --------------------------------------------------------------------------------------------------
+
+LOGITS, IDS = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int32)
+SCHEDULE = Schedule(*(torch.zeros(shape, dtype=torch.int32) for shape in ((4, 3), (4,), (5, 4), (1,))), 2, 16)
+WEIGHT = torch.zeros(4, 6, 16)
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("route: k=0 is not a positive integer", {"k": 0}),
+        ("route: k=9 is more than 16, or than the 8 experts to choose from", {"k": 9}),
+        ("route: k=3 is more than 16, or than the 2 experts to choose from", {"k": 3, "groups": 4}),
+        ("route: groups=3 does not divide the 8 experts", {"groups": 3}),
+        ("route: group_limit=3 is more than groups=2", {"groups": 2, "group_limit": 3}),
+        ("route: scoring='relu' is not one of 'softmax', 'sigmoid'", {"scoring": "relu"}),
+        ("route: renormalize=1 is not True or False", {"renormalize": 1}),
+        ("route: bias has shape (7,); it must be (8,)", {"bias": torch.zeros(7)}),
+        ("route: bias.dtype=torch.bfloat16 is not one of float32", {"bias": torch.zeros(8).bfloat16()}),
+        ("route: scale='2' is not a number", {"scale": "2"}),
+        ("route: logits has shape (8,); it must be (T, E)", {"logits": torch.zeros(8)}),
+        ("route: logits has shape (1, 1025); it must have 1 to 1024 experts", {"logits": torch.zeros(1, 1025)}),
+    ],
+)
+def test_wrong_arguments_of_route_are_refused(message, fields):
+    given = {"logits": LOGITS, "k": 2, **fields}
+    check_refused(lambda: ops.route(given.pop("logits"), given.pop("k"), **given), (), message)
+
+
+@pytest.mark.parametrize(
+    ("op", "message", "position", "value"),
+    [
+        ("moe_schedule", "ids.dtype=torch.int64 is not one of int32", 0, IDS.long()),
+        ("moe_schedule", "ids has shape (3, 17); a token has 1 to 16 choices", 0, torch.zeros(3, 17).int()),
+        ("moe_schedule", "experts=8 is not an Experts", 1, 8),
+        ("moe_schedule", "block=8 is not one of 16, 32, 64, 128", 2, 8),
+        ("moe_schedule", "start=3 is not an integer in 0 .. 2", 3, 3),
+        ("moe_schedule", "tickets has shape (0,); it must be a contiguous row of 1 or more", 4, IDS[0, :0]),
+        ("moe_sum", "y has shape (5, 4); it must be (6, N)", 0, torch.zeros(5, 4)),
+        ("moe_sum", "routing=None is not a Routing", 1, None),
+        ("moe_sum", "weights has shape (3, 1); it must be (3, 2)", 1, Routing(IDS, torch.zeros(3, 1))),
+        ("moe_sum", "experts=(8, 0, 4) is not an Experts", 2, (8, 0, 4)),
+        ("grouped_matmul_silu_mul", "x has 4 rows; with gather=True a schedule of 3 tokens", 0, torch.zeros(4, 16)),
+        ("grouped_matmul_silu_mul", "weight has 5 rows, an odd number", 1, torch.zeros(4, 5, 16)),
+        ("grouped_matmul_silu_mul", "weight has shape (3, 6, 16); it must be (4, 2 N, 16)", 1, WEIGHT[:3]),
+        ("grouped_matmul_silu_mul", "weight.dtype=torch.float16 is not one of float32", 1, WEIGHT.half()),
+        ("grouped_matmul_silu_mul", "schedule=() is not a Schedule", 2, ()),
+        ("grouped_matmul", "x has 3 rows; with gather=False a schedule of 3 tokens with 2 choices each takes 6", 0, LOGITS),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(op, message, position, value):
+    given = {
+        "moe_schedule": (IDS, Experts(8, 0, 4), None, 0, None),
+        "moe_sum": (torch.zeros(6, 4), Routing(IDS, torch.zeros(3, 2)), Experts(8, 0, 4)),
+        "grouped_matmul_silu_mul": (torch.zeros(3, 16), WEIGHT, SCHEDULE),
+        "grouped_matmul": (torch.zeros(6, 8), torch.zeros(4, 6, 8), SCHEDULE),
+    }[op]
+    function = getattr(ops, op)
+
+    def call(*arguments):
+        if op == "moe_schedule":
+            return function(*arguments[:2], **dict(zip(("block", "start", "tickets"), arguments[2:], strict=True)))
+        return function(*arguments)
+
+    check_refused(call, changed(position, value, given), f"{op}: {message}")
+
+
+def test_rows_that_do_not_begin_on_16_bytes_are_refused():
+    arguments = torch.zeros(3, 6, dtype=torch.bfloat16), torch.zeros(4, 6, 6, dtype=torch.bfloat16), SCHEDULE
+    check_refused(ops.grouped_matmul_silu_mul, arguments, "K=6 of torch.bfloat16 is 12 bytes, no multiple of 16")
+
+
+@pytest.mark.parametrize(
+    ("message", "sizes"),
+    [("total=0 is not a positive integer", (0, 0, 1)), ("first=6 and count=4 reach beyond total=8", (8, 6, 4))],
+)
+def test_experts_that_there_are_not_are_refused(message, sizes):
+    check_refused(Experts, sizes, message)
+    check_refused(Experts.whole, (8, 0, 3), "total=8 experts cannot be shared by world_size=3")
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------------
+
+INTS = torch.zeros(16, dtype=torch.int32)
+
+
+def built_grouped(arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=2048):
+    caps, experts = caps_of(arch), 8
+    design = grouped_tiles_for(GroupedCall(block, 4096, N, K, dtype, gather), caps, gated=gated)
+    rows, weight = torch.zeros(64, K, dtype=dtype), torch.zeros(experts * N * (1 + gated), K, dtype=dtype)
+    if gated:
+        sizes = (
+            [experts, 2, N, K],
+            [2 * N * K, N * K, K, 1],
+            [1, 2 - design.transposed, design.block_n // 2, design.block_k],
+        )
+    else:
+        sizes = [experts, N, K], [N * K, K, 1], [1, design.block_n, design.block_k]
+    x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
+    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0)
+    constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
+    options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
+    schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)
+    arguments = x, TensorDescriptor(weight, *sizes), rows, schedule, N, K, 4
+    return compiled(grouped_matmul_kernel, *arguments, arch=arch, **constants, **options)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("block", [16, 128])
+def test_grouped_gemms_compile_and_fit(arch, block):
+    for gather, gated in ((True, True), (False, False)):
+        kernel = built_grouped(arch, block, gather, gated)
+        assert kernel.metadata.shared <= SHARED[arch]
+        check_compiles(kernel, arch)
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_grouped_gemms_on_sm_90_use_its_hardware_and_no_stack(block, tmp_path):
+    """wgmma from shared memory; both operands by TMA where rows are in order, else rows by 16-byte copies."""
+    for gather, gated in ((True, True), (False, False)):
+        kernel = built_grouped("sm_90", block, gather, gated)
+        ptx = kernel.asm["ptx"]
+        assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+        assert ("cp.async.cg.shared.global" in ptx) == gather
+        assert stack_bytes(kernel, tmp_path) == 0
+        # Nothing is read from shared memory into registers to be multiplied; gate and up are one product but in few rows.
+        assert "ttg.local_load" not in kernel.asm["ttgir"]
+        products = len(re.findall("ttng.warp_group_dot ", kernel.asm["ttgir"]))
+        assert products == (2 if gated and block == 16 else 1)

@@ -1,4 +1,4 @@
-"""Tensor-parallel MLP and attention: modules that call a recipe of weft.parallel, chosen by `mode`.
+"""Parallel MLP, mixture of experts and attention: modules that call a recipe of weft.parallel, chosen by `mode`.
 
 mode               tokens between layers     recipe
 reference          replicated [M, H]         torch and torch.distributed
@@ -8,8 +8,20 @@ replicated         replicated [M, H]         matmul_all_reduce, or a fused all-r
 
 from weft.layers.attention import TPAttention
 from weft.layers.mlp import TPMLP
+from weft.layers.moe import MoE
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import MODES, Mode, plan_layer, plan_step
 
-__all__ = ["MODES", "TPMLP", "Mode", "PagedCache", "Step", "TPAttention", "plan_layer", "plan_step", "rotary_angles"]
+__all__ = [
+    "MODES",
+    "TPMLP",
+    "MoE",
+    "Mode",
+    "PagedCache",
+    "Step",
+    "TPAttention",
+    "plan_layer",
+    "plan_step",
+    "rotary_angles",
+]

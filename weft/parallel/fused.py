@@ -13,7 +13,7 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel.plain import attend_to_prompts
-from weft.parallel.tensors import AttentionWeights, MLPWeights, NormWeights, SplitK, VocabWeights, tensor_of
+from weft.parallel.tensors import AttentionWeights, MLPWeights, MoEWeights, NormWeights, SplitK, VocabWeights, tensor_of
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
@@ -76,6 +76,14 @@ def gated(x: Tensor | DeferredNorm, w: MLPWeights) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up"""
     return ops.silu_mul(gate_up)
+
+
+def experts(x: Tensor, w: MoEWeights) -> Tensor:
+    """This rank's summand of a mixture of experts: what its experts, or slices of them, add to each row of x."""
+    routing = ops.route(ops.matmul(x, w.router), bias=w.bias, **w.gating._asdict())
+    schedule = ops.moe_schedule(routing.ids, w.experts)
+    h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)
+    return ops.moe_sum(ops.grouped_matmul(h, w.down, schedule), routing, w.experts)
 
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from weft.parallel.rotary import apply_rotary
-from weft.parallel.tensors import AttentionWeights, MLPWeights, NormWeights, VocabWeights
+from weft.parallel.tensors import AttentionWeights, Gating, MLPWeights, MoEWeights, NormWeights, VocabWeights
 
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk, Step
@@ -72,6 +72,33 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def experts(x: Tensor, w: MoEWeights) -> Tensor:
+    """This rank's summand of a mixture of experts: every expert computes every row, and counts where it was chosen."""
+    ids, weights = routing_of(F.linear(x, w.router), w.bias, w.gating)
+    total = torch.zeros_like(x)
+    for local in range(w.experts.count):
+        weight = weights.masked_fill(ids != w.experts.first + local, 0).sum(-1, keepdim=True)
+        total = total + F.linear(silu_mul(F.linear(x, w.gate_up[local])), w.down[local]) * weight
+    return total
+
+
+def routing_of(logits: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Tensor, Tensor]:
+    """Reference of ``ops.route``: (ids [T, k], weights [T, k])."""
+    k, scoring, renormalize, groups, group_limit, scale = gating
+    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
+    choose_by = logits.float() if bias is None else scores + bias
+    by_group = choose_by.unflatten(-1, (groups, -1))
+    of_group = by_group.amax(-1) if bias is None else by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
+    best = of_group.sort(descending=True, stable=True).indices[:, :group_limit]
+    inside = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, best, True)
+    allowed = by_group.masked_fill(~inside[..., None], -torch.inf).flatten(1)
+    ids = allowed.sort(descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, (weights * scale).to(logits.dtype)
 
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:

@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, SequenceShard, VocabWeights
+from weft.parallel.tensors import (
+    AttentionWeights,
+    LayerWeights,
+    MLPWeights,
+    MoEWeights,
+    NormWeights,
+    SequenceShard,
+    VocabWeights,
+)
 
 
 class Recipe:
@@ -29,7 +37,13 @@ class Recipe:
     def attention(self, x: Any, w: AttentionWeights, step: Any, cache: Any) -> Any:
         raise NotImplementedError
 
+    def feed_forward(self, x: Any, w: MLPWeights | MoEWeights) -> Any:
+        return self.moe(x, w) if isinstance(w, MoEWeights) else self.mlp(x, w)
+
     def mlp(self, x: Any, w: MLPWeights) -> Any:
+        raise NotImplementedError
+
+    def moe(self, x: Any, w: MoEWeights) -> Any:
         raise NotImplementedError
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Any:

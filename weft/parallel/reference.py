@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from weft.parallel import plain
 from weft.parallel.recipe import Recipe
-from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, VocabWeights
+from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, MoEWeights, NormWeights, VocabWeights
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -45,7 +45,7 @@ class Reference(Recipe):
         normed, residual = plain.add_norm(x, residual, w.input_norm)
         x = self.attention(normed, w.attention, step, cache)
         normed, residual = plain.add_norm(x, residual, w.post_norm)
-        return self.mlp(normed, w.mlp), residual
+        return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Any, cache: Any) -> Tensor:
         qkv = F.linear(x, w.qkv)
@@ -55,6 +55,9 @@ class Reference(Recipe):
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = plain.gated(x, w)
         return self.sum(F.linear(gated, w.down))
+
+    def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
+        return self.sum(plain.experts(x, w))
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         return self.sum(plain.embed(tokens, table))

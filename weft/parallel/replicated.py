@@ -21,6 +21,7 @@ from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
     MLPWeights,
+    MoEWeights,
     NormWeights,
     PartialSum,
     VocabWeights,
@@ -51,10 +52,12 @@ class FusedNorm(Recipe):
     def decoder_layer(
         self, x: PartialSum, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[PartialSum, Tensor]:
-        normed, residual = self.all_reduce_norm(x, residual, w.input_norm)  # all_reduce_rms_norm
+        normed, residual = self.all_reduce_norm(x, residual, w.input_norm, self.deferred_scale)  # all_reduce_rms_norm
         x = self.attention(normed, w.attention, step, cache)
-        normed, residual = self.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm
-        return self.mlp(normed, w.mlp), residual
+        # A router needs normed rows, and so do grouped GEMMs, which gather them.
+        deferred = self.deferred_scale and not isinstance(w.mlp, MoEWeights)
+        normed, residual = self.all_reduce_norm(x, residual, w.post_norm, deferred)  # all_reduce_rms_norm
+        return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
         qkv = fused.project(x, w, step)  # matmul_parts
@@ -65,6 +68,9 @@ class FusedNorm(Recipe):
         gated = fused.gated(x, w)  # matmul_silu_mul
         return PartialSum(fused.matmul_split(gated, w.down))  # matmul_parts
 
+    def moe(self, x: Tensor, w: MoEWeights) -> PartialSum:
+        return PartialSum(fused.experts(x, w))  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
+
     def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
         return PartialSum(fused.embed(tokens, table))  # vocab_embedding
 
@@ -73,7 +79,7 @@ class FusedNorm(Recipe):
     ) -> Tensor:
         if rows is not None:
             x, residual = x.rows(rows), residual[rows]
-        normed, _ = self.all_reduce_norm(x, residual, norm)  # all_reduce_rms_norm
+        normed, _ = self.all_reduce_norm(x, residual, norm, self.deferred_scale)  # all_reduce_rms_norm
         return fused.logits(normed, head)  # matmul
 
     def of_single_layers(self) -> Replicated:
@@ -84,14 +90,12 @@ class FusedNorm(Recipe):
         return self if gemm_divides(rows) else replace(self, deferred_scale=False)
 
     def all_reduce_norm(
-        self, x: PartialSum, residual: Tensor | None, norm: NormWeights
+        self, x: PartialSum, residual: Tensor | None, norm: NormWeights, deferred: bool
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """(normed, hidden): hidden = the sum of x over the ranks + residual."""
         summand = tensor_of(x)
         residual = torch.zeros_like(summand) if residual is None else residual
-        return ops.all_reduce_rms_norm(
-            summand, residual, norm.weight, norm.eps, self.team, factored=self.deferred_scale
-        )
+        return ops.all_reduce_rms_norm(summand, residual, norm.weight, norm.eps, self.team, factored=deferred)
 
     def __str__(self) -> str:
         scale = ", deferred RMS scale" if self.deferred_scale else ""
@@ -115,7 +119,7 @@ class Replicated(Recipe):
         normed, residual = self.local.add_norm(x, residual, w.input_norm)  # add_rms_norm
         x = self.attention(normed, w.attention, step, cache)
         normed, residual = self.local.add_norm(x, residual, w.post_norm)  # add_rms_norm
-        return self.mlp(normed, w.mlp), residual
+        return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)  # matmul_parts
@@ -125,6 +129,10 @@ class Replicated(Recipe):
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = self.local.gated(x, w)  # matmul, silu_mul
         return ops.matmul_all_reduce(gated, w.down, self.team)  # matmul_all_reduce
+
+    def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
+        summand = self.local.experts(x, w)  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
+        return ops.all_reduce(summand, self.team)  # all_reduce
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         x = self.local.embed(tokens, table)  # vocab_embedding

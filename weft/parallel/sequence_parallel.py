@@ -15,7 +15,15 @@ from torch.nn import functional as F
 
 from weft import ops
 from weft.parallel.recipe import Recipe
-from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, NormWeights, SequenceShard, VocabWeights
+from weft.parallel.tensors import (
+    AttentionWeights,
+    LayerWeights,
+    MLPWeights,
+    MoEWeights,
+    NormWeights,
+    SequenceShard,
+    VocabWeights,
+)
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
@@ -41,7 +49,7 @@ class SequenceParallel(Recipe):
         normed, residual = self.add_norm(x, residual, w.input_norm)  # add_rms_norm
         x = self.attention(normed, w.attention, step, cache)
         normed, residual = self.add_norm(x, residual, w.post_norm)  # add_rms_norm
-        return self.mlp(normed, w.mlp), residual
+        return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: Cache) -> SequenceShard:
         qkv = ops.all_gather_matmul(x.rows, w.qkv, self.team)  # all_gather_matmul
@@ -57,6 +65,11 @@ class SequenceParallel(Recipe):
         return SequenceShard(
             ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=True)  # matmul_reduce_scatter
         )
+
+    def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
+        whole = ops.all_gather(x.rows, self.team)  # all_gather
+        summand = self.local.experts(whole, w)  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
+        return SequenceShard(ops.reduce_scatter(summand, self.team))  # reduce_scatter
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
         x = self.local.embed(tokens, table)  # vocab_embedding

@@ -47,11 +47,15 @@ def fill_from_module(shards: Mapping[str, Shard], module: nn.Module) -> None:
 
     ValueError where names or shapes differ: a weight without use (a bias, say) is as wrong as a missing one.
     """
-    tensors = module.state_dict()
+    fill(shards, module.state_dict(), type(module).__name__)
+
+
+def fill(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor], module: str) -> None:
+    """``fill_from_module`` of tensors by name; ``module`` names theirs in errors."""
     missing, unknown = sorted(shards.keys() - tensors.keys()), sorted(tensors.keys() - shards.keys())
     if missing or unknown:
         raise ValueError(
-            f"module={type(module).__name__} lacks {missing or 'nothing'} and has {unknown or 'nothing'} that this "
+            f"module={module} lacks {missing or 'nothing'} and has {unknown or 'nothing'} that this "
             f"layer does not use; it needs exactly {sorted(shards)}"
         )
     for name, shard in shards.items():

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from weft.ops.moe.routing import Experts
+
 
 @dataclass(frozen=True, slots=True)
 class SplitK:
@@ -85,13 +87,39 @@ class MLPWeights(NamedTuple):
     down: Tensor
 
 
+class Gating(NamedTuple):
+    """How a router's logits choose experts: arguments of ``weft.ops.route``."""
+
+    k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    groups: int = 1
+    group_limit: int = 1
+    scale: float = 1.0
+
+
+class MoEWeights(NamedTuple):
+    """The router, and one rank's experts or slices of them, with N intermediate features each.
+
+    router   [E, H], of all experts; bias: fp32 [E], added to their scores for the choice, or None
+    gate_up  [experts.count, 2 N, H], the gate's rows first; down [experts.count, H, N]
+    """
+
+    router: Tensor
+    bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    experts: Experts
+    gating: Gating
+
+
 class LayerWeights(NamedTuple):
     """One rank's share of a decoder layer."""
 
     input_norm: NormWeights
     attention: AttentionWeights
     post_norm: NormWeights
-    mlp: MLPWeights
+    mlp: MLPWeights | MoEWeights
 
 
 class VocabWeights(NamedTuple):

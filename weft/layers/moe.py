@@ -1,0 +1,158 @@
+"""A mixture of gated MLPs, its experts or their intermediate features split over the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from weft.arguments import check_int, quoted
+from weft.ops.moe.routing import Experts
+from weft.parallel import plain
+from weft.parallel.linear import check_layer, empty_parameter, split_evenly
+from weft.parallel.recipe import StepPlan
+from weft.parallel.sharding import Shard, fill, whole
+from weft.parallel.step_plan import Mode, mode_named, plan_layer
+from weft.parallel.tensors import Gating, MoEWeights, tensor_of
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+Layout = Literal["whole", "slices"]
+LAYOUTS = ("whole", "slices")
+
+
+class MoE(nn.Module):
+    """y[t] = sum over the k experts e that token t has chosen of weight[t, e] * down[e](silu(gate[e](x[t])) * up[e](x[t]))
+
+    x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
+
+    layout  "whole": each rank holds num_experts / W experts (expert parallel); "slices": 1/W of the intermediate features of
+            all experts (tensor parallel), so that ranks have equal work whatever tokens choose
+
+    Tokens choose by the softmax of the router's logits (``weft.ops.route``). No token is dropped. For inference: its weights
+    carry no gradients. ValueError where W does not divide what it is to split.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        norm_topk_prob: bool = True,
+        layout: Layout = "whole",
+        team: Team,
+        mode: Mode,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        check_layer(
+            team, mode, dtype, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts
+        )
+        check_int("num_experts_per_tok", num_experts_per_tok, 1, num_experts)
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
+        self.team, self.mode, self.layout, self.features = team, mode_named(mode), layout, intermediate_size
+        self.gating = Gating(num_experts_per_tok, renormalize=norm_topk_prob)
+        if layout == "whole":
+            self.experts, mine = Experts.whole(num_experts, team.rank, team.size), intermediate_size
+        else:
+            self.experts, mine = Experts.slices(num_experts), split_evenly("intermediate_size", intermediate_size, team)
+        self.router = empty_parameter(num_experts, hidden_size, team=team, dtype=dtype)
+        self.gate_up = empty_parameter(self.experts.count, 2 * mine, hidden_size, team=team, dtype=dtype)
+        self.down = empty_parameter(self.experts.count, hidden_size, mine, team=team, dtype=dtype)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, team: Team, mode: Mode, layout: Layout = "whole") -> MoE:
+        """This rank's share of a whole mixture, such as transformers' Qwen3MoeSparseMoeBlock or MixtralSparseMoeBlock.
+
+        ValueError, by what was found, for one that computes anything else.
+        """
+        tensors, gating = _checked(module)
+        num_experts, hidden_size = tensors["gate.weight"].shape
+        moe = cls(
+            hidden_size=hidden_size,
+            intermediate_size=tensors["experts.0.gate_proj.weight"].shape[0],
+            num_experts=num_experts,
+            num_experts_per_tok=gating.k,
+            norm_topk_prob=gating.renormalize,
+            layout=layout,
+            team=team,
+            mode=mode,
+            dtype=tensors["gate.weight"].dtype,
+        )
+        mine = moe.shards()
+        names = mine.keys() | {
+            f"experts.{e}.{name}_proj.weight" for e in range(num_experts) for name in ("gate", "up", "down")
+        }
+        if unknown := sorted(tensors.keys() - names):
+            raise ValueError(f"module={type(module).__name__} has {unknown[:3]} that MoE does not use")
+        fill(mine, {name: tensors[name] for name in mine}, type(module).__name__)
+        return moe
+
+    @property
+    def weights(self) -> MoEWeights:
+        return MoEWeights(self.router, None, self.gate_up, self.down, self.experts, self.gating)
+
+    def shards(self) -> dict[str, Shard]:
+        """Of the router and of this rank's experts, under the names of Qwen3-MoE's checkpoints."""
+        found = {"gate.weight": whole(self.router)}
+        hidden, mine = self.down.shape[1:]
+        first = 0 if self.layout == "whole" else self.team.rank * mine
+        for local in range(self.experts.count):
+            name = f"experts.{self.experts.first + local}"
+            gate, up = self.gate_up.data[local].chunk(2)
+            rows = {"shape": (self.features, hidden), "start": first}
+            found[f"{name}.gate_proj.weight"] = Shard(target=gate, **rows)
+            found[f"{name}.up_proj.weight"] = Shard(target=up, **rows)
+            columns = {"shape": (hidden, self.features), "dim": 1, "start": first}
+            found[f"{name}.down_proj.weight"] = Shard(target=self.down.data[local], **columns)
+        return found
+
+    def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
+        """If the plan's norms add up over the ranks, y is this rank's summand."""
+        if plan is None:
+            shards = self.team.size if self.mode == "sequence_parallel" else 1
+            plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)
+        return tensor_of(plan.recipe.moe(plan.recipe.given(x), self.weights))
+
+
+def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
+    """(weights by their names in a checkpoint, gating) of a module. ValueError where it computes something else than MoE."""
+    name, computes = f"module={type(module).__name__}", "MoE routes by softmax to gated MLPs with silu"
+    children, state = dict(module.named_children()), module.state_dict()
+    if missing := [one for one in ("gate", "experts") if one not in children]:
+        raise ValueError(f"{name} has no {', '.join(missing)}; {computes}")
+    if others := sorted(children.keys() - {"gate", "experts"}):
+        raise ValueError(f"{name} has {', '.join(others)} beside its experts; {computes}")
+    wanted = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+    if state.keys() != wanted:
+        raise ValueError(f"{name} has weights {sorted(state)}; MoE.from_module takes {sorted(wanted)}")
+    router, gate_up, down = (state[one] for one in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"))
+    k = getattr(children["gate"], "top_k", None)
+    if type(k) is not int:
+        raise ValueError(f"{name} has a gate without top_k; {computes}")
+    x = torch.randn(5, router.shape[1], generator=torch.Generator().manual_seed(0)).to(router)
+    with torch.no_grad():
+        found = module(x[None])
+    found = (found[0] if isinstance(found, tuple) else found).reshape(x.shape).float()
+    experts = Experts.slices(len(router))
+    for renormalize in (True, False):
+        gating = Gating(k, renormalize=renormalize)
+        expected = plain.experts(x, MoEWeights(router, None, gate_up, down, experts, gating)).float()
+        tolerance = 1e-3 if router.dtype in (torch.float32, torch.float64) else 5e-2
+        if (found - expected).abs().max() <= tolerance * expected.abs().max():
+            break
+    else:
+        raise ValueError(
+            f"{name} gives another result than softmax routing to {len(router)} experts, {k} a token; {computes}"
+        )
+    tensors = {"gate.weight": router}
+    for e in range(len(router)):
+        gate, up = gate_up[e].chunk(2)
+        parts = {"gate": gate, "up": up, "down": down[e]}
+        tensors |= {f"experts.{e}.{part}_proj.weight": weight for part, weight in parts.items()}
+    return tensors, gating

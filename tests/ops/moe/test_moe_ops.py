@@ -58,7 +58,7 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path):
 GROUPED_MUTANTS = {
     "swapped gate and up": ("gate, up = halves(acc)", "up, gate = halves(acc)"),
     "the neighbour's expert": ("expert, first = tl.load(entry)", "expert, first = tl.maximum(tl.load(entry) - 1, 0)"),
-    "rows by pair, not by token": ("(pair // FORM.choices)", "tl.minimum(pair, tl.load(schedule.pairs) * 0 + 4)"),
+    "rows by pair, not by token": ("source = pair // FORM.choices", "source = pair // (FORM.choices + 1)"),
     "the whole tile stored": ("mask=(local < count)[:, None]", "mask=(local < 99)[:, None]"),
     "no tail of K": ("mask=(deep < K - k)[None, :]", "mask=(deep < K)[None, :]"),
 }  # fmt: skip
@@ -118,6 +118,75 @@ def test_gradients_of_the_weights_are_torch_s(scoring, renormalize):
         weights = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
         [expected] = torch.autograd.grad((2.5 * weights * factors).sum(), logits)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+    weft.simulate(main, 1)
+
+
+def by_torch(x, router, gate_up, down, k):
+    """A whole layer in torch's operations."""
+    scores = (x @ router.T).softmax(-1)
+    weights, ids = scores.topk(k)
+    weights = weights / weights.sum(-1, keepdim=True)
+    total = torch.zeros_like(x)
+    for e in range(len(router)):
+        gate, up = (x @ gate_up[e].T).chunk(2, dim=-1)
+        share = torch.where(ids == e, weights, 0.0).sum(-1, keepdim=True)
+        total = total + (torch.nn.functional.silu(gate) * up) @ down[e].T * share
+    return total
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("skew", [False, True])
+def test_a_layer_s_gradients_are_torch_s(block, skew):
+    """Of the rows, the router and both weights; with experts that nobody chose, and summed over two ranks' experts."""
+
+    def main(team):
+        generator = torch.Generator().manual_seed(5)
+        shapes = (21, 24), (6, 24), (6, 40, 24), (6, 24, 20)
+        given = [torch.randn(shape, generator=generator, dtype=torch.float64) / 2 for shape in shapes]
+        if skew:
+            given[1][3:] -= 100 * given[1][:3].abs().sum()  # of a constant column
+            given[0][:, 0] = 1.0
+            given[1][3:, 1:] = 0
+        wanted = [tensor.clone().requires_grad_() for tensor in given]
+        grad = torch.randn(21, 24, generator=generator, dtype=torch.float64)
+        by_torch(*wanted, 3).backward(grad)
+        found = [tensor.float().requires_grad_() for tensor in given]
+        x, router, gate_up, down = found
+        routing, total = ops.route(x @ router.T, 3), 0
+        for rank in range(2):
+            experts = Experts.whole(6, rank, 2)
+            mine = slice(experts.first, experts.first + experts.count)
+            schedule = ops.moe_schedule(routing.ids, experts, block=block)
+            h = ops.grouped_matmul_silu_mul(x, gate_up[mine], schedule)
+            # The same first GEMM without its gate, so that its gradients are seen too.
+            raw = ops.grouped_matmul(x, gate_up[mine], schedule, gather=True)
+            gate, up = raw.chunk(2, dim=-1)
+            h = h / 2 + torch.nn.functional.silu(gate) * up / 2
+            total = total + ops.moe_sum(ops.grouped_matmul(h, down[mine], schedule), routing, experts)
+        total.backward(grad.float())
+        for name, one, other in zip(("x", "router", "gate_up", "down"), found, wanted, strict=True):
+            torch.testing.assert_close(
+                one.grad.double(), other.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        if skew:
+            assert (gate_up.grad[3:] == 0).all() and (down.grad[3:] == 0).all()
+
+    weft.simulate(main, 1)
+
+
+def test_gradients_of_rows_that_begin_anywhere():
+    def main(team):
+        generator = torch.Generator().manual_seed(6)
+        x, weight = torch.randn(9, 8, generator=generator), torch.randn(3, 18, 8, generator=generator)
+        ids = torch.tensor([[0, 2], [1, 0], [2, 1]] * 3, dtype=torch.int32)
+        schedule = ops.moe_schedule(ids, Experts.slices(3))
+        x.requires_grad_(), weight.requires_grad_()
+        ops.grouped_matmul(x, weight, schedule, gather=True).square().sum().backward()
+        found = x.grad.clone(), weight.grad.clone()
+        x.grad = weight.grad = None
+        torch.einsum("tk,tcnk->tcn", x, weight[ids.long()]).square().sum().backward()
+        torch.testing.assert_close(found, (x.grad, weight.grad), rtol=1e-4, atol=1e-4)
 
     weft.simulate(main, 1)
 
@@ -242,7 +311,7 @@ def built_grouped(arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=204
     else:
         sizes = [experts, N, K], [N * K, K, 1], [1, design.block_n, design.block_k]
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
-    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0)
+    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False)
     constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
     schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)

@@ -28,7 +28,7 @@ from weft.kernels.operands import can_describe
 from weft.ops.local import capabilities_of
 from weft.ops.moe.routing import Schedule
 from weft.plan.planned import AUTO
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 
 if TYPE_CHECKING:
@@ -81,15 +81,19 @@ class Form(NamedTuple):
     """Compile-time form of a grouped GEMM.
 
     gated    gate and up, and silu(gate) * up of the results
-    choices  k where rows of x are gathered: pair p is token p // k; 0 where they are in the order of the pairs
+    choices  k where rows of x are gathered: pair p is token p // k; 0 where they are in the order of the schedule
     block    pairs of a tile
     even     block_k divides K
+    described  x is a descriptor, for rows in the order of the schedule that begin on 16 bytes
+    turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
     """
 
     gated: bool
     choices: int
     block: int
     even: bool
+    described: bool
+    turned: bool
 
 
 @triton.jit(do_not_specialize=["slab"])
@@ -108,10 +112,10 @@ def grouped_matmul_kernel(
 ):
     """out[row] = x[row] @ weight[e].T of each pair of expert e, gated as FORM says    grid: (programs,), persistent
 
-    x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else a descriptor of rows in that
-              order, and row p of out is pair p's
-    weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows; if FORM.gated of [experts, 2, N, K] in blocks of
-              BLOCK_N // 2 rows of both, or if TRANSPOSED of one
+    x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else rows in that order, and row p of
+              out is pair p's. A descriptor if FORM.described
+    weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.turned of [experts, K, N]; if FORM.gated of
+              [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both, or if TRANSPOSED of one
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
     slab      tiles along N that go before the next ones are begun
 
@@ -134,20 +138,25 @@ def grouped_matmul_kernel(
         # Rows behind the last pair repeat it: they are not stored.
         pair = tl.load(schedule.pairs + first + tl.minimum(local, count - 1))
         if FORM.choices > 0:
-            rows = x + (pair // FORM.choices).to(tl.int64)[:, None] * K + deep[None, :]
+            source = pair // FORM.choices
+        else:
+            source = row + tl.minimum(local, count - 1)
+        rows = x + source.to(tl.int64)[:, None] * K + deep[None, :] if not FORM.described else x
         if TRANSPOSED:
             acc = tl.zeros((WIDTH, BLOCK_M), dtype=tl.float32)
         else:
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = acc
         for k in tl.range(0, K, BLOCK_K):
-            if FORM.choices == 0:
+            if FORM.described:
                 a = x.load([row, k])
             elif FORM.even:
                 a = tl.load(rows + k)
             else:
                 a = tl.load(rows + k, mask=(deep < K - k)[None, :], other=0.0)
-            if FORM.gated:
+            if FORM.turned:
+                b = weight.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N).T
+            elif FORM.gated:
                 b = weight.load([expert, 0, column, k])
             else:
                 b = weight.load([expert, column, k])
@@ -200,43 +209,98 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
     return GroupedTiles(block_n=128, per_sm=2, num_warps=4)
 
 
+@triton.jit
+def grouped_weight_grad_kernel(
+    dy,
+    x,
+    grad,
+    schedule,
+    T,
+    N,
+    K,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """grad[e] = sum over the pairs of expert e of dy[row].T @ x[row]    grid: (EXPERTS * tiles of [N, K],)
+
+    dy, x  if CHOICES, row i of dy [pairs, N] is of the i-th pair of the schedule, and row t of x [T, K] of token t; else row p
+           of dy is pair p's, and x is in the order of the schedule. STEP pairs at a time, in that order; T: tokens
+
+    signals, waits  none
+    """
+    across = tl.cdiv(K, BLOCK_K)
+    of_expert = tl.cdiv(N, BLOCK_N) * across
+    expert, tile = tl.program_id(0) // of_expert, tl.program_id(0) % of_expert
+    n = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    k = tile % across * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    wl.follow_previous_kernel()
+    every = tl.arange(0, triton.next_power_of_2(EXPERTS))
+    before = tl.sum(tl.load(schedule.counts + every, mask=every < expert, other=0), axis=0)
+    count = tl.load(schedule.counts + expert)
+    pairs = schedule.pairs + expert.to(tl.int64) * T
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for begin in range(0, count, STEP):
+        local = begin + tl.arange(0, STEP)
+        inside = (local < count)[:, None]
+        pair = tl.load(pairs + local, mask=local < count, other=0)
+        if CHOICES > 0:
+            of_y, of_x = before + local, pair // CHOICES
+        else:
+            of_y, of_x = pair, before + local
+        a = tl.load(dy + of_y.to(tl.int64)[:, None] * N + n, mask=inside & (n < N), other=0.0)
+        b = tl.load(x + of_x.to(tl.int64)[:, None] * K + k, mask=inside & (k < K), other=0.0)
+        acc = tl.dot(a.T, b, acc, input_precision="ieee")
+    n = n.T
+    rows = expert.to(tl.int64) * N + n
+    tl.store(grad + rows * K + k, acc.to(grad.dtype.element_ty), mask=(n < N) & (k < K))
+
+
 def run(
-    design: GroupedTiles, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *, gather: bool, gated: bool
+    design: GroupedTiles,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    schedule: Schedule,
+    *,
+    gather: int,
+    gated: bool = False,
+    turned: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows [pairs, N] of checked arguments; see ``grouped_matmul_kernel``."""
-    experts, rows, K = weight.shape
-    N, caps = rows // (2 if gated else 1), capabilities_of(x.device)
-    pairs = x.shape[0] * schedule.choices if gather else x.shape[0]
-    out = x.new_empty((pairs, N))
+    """Rows of checked arguments, in ``out`` or a new tensor; see ``grouped_matmul_kernel``.
+
+    gather  k: x has a row for each token, 1: for each pair, and rows of the result are in the order of the schedule; 0: x is in
+            that order, and the result's are those of pairs
+    """
+    experts, rows, columns = weight.shape
+    N, K = (columns, rows) if turned else (rows // (2 if gated else 1), columns)
+    caps, pairs = capabilities_of(x.device), schedule.pairs.shape[1] * schedule.choices
+    out = x.new_empty((pairs, N)) if out is None else out
     if pairs == 0:
         return out
     x = x if x.is_contiguous() else x.contiguous()
-    weight = (
-        weight
-        if weight.is_contiguous() and can_describe(weight.view(-1, K))
-        else weight.clone(memory_format=torch.contiguous_format)
-    )
-    block_n, block_k = design.block_n, design.block_k
+    if not (weight.is_contiguous() and can_describe(weight.view(-1, columns))):
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    block_n, block_k, width = design.block_n, design.block_k, design.block_n // (2 if gated else 1)
+    shape, strides, block = [experts, rows, columns], [rows * columns, columns, 1], [1, block_n, block_k]
     if gated:
         both = 1 if design.transposed else 2
-        shape, block, strides = [experts, 2, N, K], [1, both, block_n // 2, block_k], [2 * N * K, N * K, K, 1]
-    else:
-        shape, block, strides = [experts, N, K], [1, block_n, block_k], [N * K, K, 1]
-    if not gather:
-        x = x if can_describe(x) else x.clone()
-        x = TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k])
-    form = Form(gated, schedule.choices if gather else 0, schedule.block, K % block_k == 0)
-    width = block_n // 2 if gated else block_n
-    columns = cdiv(N, width)
-    tiles = schedule.tiles.shape[0] * columns
-    grouped_matmul_kernel[(min(tiles, caps.sms * design.per_sm),)](
-        x,
+        shape, strides, block = [experts, 2, N, K], [2 * N * K, N * K, K, 1], [1, both, width, block_k]
+    if turned:
+        block = [1, block_k, block_n]
+    described = not gather and can_describe(x)
+    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned)
+    across = cdiv(N, width)
+    grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
+        TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k]) if described else x,
         TensorDescriptor(weight, shape, strides, block),
         out,
         schedule,
         N,
         K,
-        max(1, min(columns, design.columns // width)),
+        max(1, min(across, design.columns // width)),
         FORM=form,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -246,3 +310,28 @@ def run(
         **launch_options(caps),
     )
     return out
+
+
+def weight_grad(dy: torch.Tensor, x: torch.Tensor, schedule: Schedule, *, gather: bool) -> torch.Tensor:
+    """Gradient of the weight [experts, N, K] in x's dtype; zeros for experts without pairs."""
+    (N, K), (experts, T), caps = (dy.shape[1], x.shape[1]), schedule.pairs.shape, capabilities_of(x.device)
+    grad = x.new_empty((experts, N, K))
+    block = 32 if x.dtype == torch.float32 else 128 if caps.arch == "sm_90" else 64
+    block_n, block_k = (max(16, min(block, next_power_of_2(size))) for size in (N, K))
+    grouped_weight_grad_kernel[(experts * cdiv(N, block_n) * cdiv(K, block_k),)](
+        dy.contiguous(),
+        x.contiguous(),
+        grad,
+        schedule,
+        T,
+        N,
+        K,
+        CHOICES=schedule.choices if gather else 0,
+        EXPERTS=experts,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STEP=32,
+        num_warps=8 if block == 128 else 4,
+        **launch_options(caps),
+    )
+    return grad

@@ -19,7 +19,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *,
     gather    False: row t * k + j of the result is that of token t's choice j. True: row i is that of the i-th pair
 
     Rows of pairs that are not in the schedule are not written. Computed in fp32, rounded once; the same bits from run to run.
-    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    Gradients of x and weight. ValueError for shapes, dtypes or devices that do not fit.
     """
     check_grouped("grouped_matmul", x, weight, schedule, gather=gather, gated=False)
     return GROUPED_MATMUL.dispatch(x, weight, *schedule, gather)

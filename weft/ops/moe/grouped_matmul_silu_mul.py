@@ -17,7 +17,7 @@ def grouped_matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor, schedule: Sch
     schedule  of ``moe_schedule``, for T tokens
 
     Rows from the number of pairs on are not written. Computed in fp32, rounded once; the same bits from run to run.
-    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    Gradients of x and weight. ValueError for shapes, dtypes or devices that do not fit.
     """
     check_grouped("grouped_matmul_silu_mul", x, weight, schedule, gather=True, gated=True)
     return GROUPED_MATMUL_SILU_MUL.dispatch(x, weight, *schedule, True)

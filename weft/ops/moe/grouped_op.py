@@ -79,6 +79,7 @@ class GroupedOp(Op):
     ) -> torch.Tensor:
         """The op of checked arguments."""
         self.check_design(design)
+        gather = schedule.choices if gather else 0
         return grouped.run(design, x, weight, schedule, gather=gather, gated=self.gated)
 
     def forward(
@@ -100,6 +101,42 @@ class GroupedOp(Op):
 
     def fake(self, x, weight, pairs, counts, tiles, tile_count, choices, block, gather):
         return x.new_empty((pairs.shape[1] * choices, weight.shape[1] // (2 if self.gated else 1)))
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, weight, *schedule, ctx.choices, ctx.block, ctx.gather = inputs
+        ctx.save_for_backward(x, weight, *schedule)
+
+    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple:
+        x, weight, *tensors = ctx.saved_tensors
+        schedule, dy = Schedule(*tensors, ctx.choices, ctx.block), dy.to(x.dtype)
+        if self.gated:
+            # Of gate and up before silu, which are computed once more instead of kept.
+            gate, up = self.product(x, weight, schedule, ctx.choices).float().chunk(2, dim=-1)
+            grad, share = dy.float(), torch.sigmoid(gate)
+            of_gate = grad * up * share * (1 + gate * (1 - share))
+            dy = torch.cat((of_gate, grad * gate * share), dim=-1).to(x.dtype)
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            if ctx.gather:
+                # 0 for pairs of other ranks' experts.
+                of_pairs = x.new_zeros((schedule.pairs.shape[1] * ctx.choices, x.shape[1]))
+                self.product(dy, weight, schedule, 0, turned=True, out=of_pairs)
+                dx = of_pairs.view(-1, ctx.choices, x.shape[1]).float().sum(1).to(x.dtype)
+            else:
+                dx = self.product(dy, weight, schedule, 1, turned=True)
+        if ctx.needs_input_grad[1]:
+            dweight = grouped.weight_grad(dy, x, schedule, gather=ctx.gather)
+        return dx, dweight, *[None] * 7
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: int, **options: Any
+    ) -> torch.Tensor:
+        """``grouped.run`` without a gate, by the default design."""
+        rows, columns = weight.shape[1:]
+        N, K = (columns, rows) if options.get("turned") else (rows, columns)
+        pairs = schedule.pairs.shape[1] * schedule.choices
+        call, caps = GroupedCall(schedule.block, pairs, N, K, x.dtype, gather > 0), machine_on(x.device).caps
+        return grouped.run(grouped_tiles_for(call, caps, gated=False), x, weight, schedule, gather=gather, **options)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

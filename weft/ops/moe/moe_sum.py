@@ -50,8 +50,8 @@ def moe_sum(y: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor
     y        [T * k, N], fp16, bf16 or fp32, as ``grouped_matmul`` gives it; rows of other choices are not read
     routing  ids int32 [T, k]; weights [T, k] in any of these dtypes
 
-    Added up in fp32 in the order of the choices, rounded once to y's dtype; 0 for a token that chose none of ``experts``. No
-    backward. ValueError for shapes, dtypes or devices that do not fit.
+    Added up in fp32 in the order of the choices, rounded once to y's dtype; 0 for a token that chose none of ``experts``.
+    Gradients of y and the weights. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "moe_sum"
     if not isinstance(routing, Routing):
@@ -126,6 +126,19 @@ class MoeSum(Op):
 
     def fake(self, y, ids, weights, first, count):
         return y.new_empty((ids.shape[0], y.shape[1]))
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        y, ids, weights, ctx.first, ctx.count = inputs
+        ctx.save_for_backward(y, ids, weights)
+
+    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+        y, ids, weights = ctx.saved_tensors
+        mine = ((ids >= ctx.first) & (ids < ctx.first + ctx.count))[..., None]
+        grad, rows = grad.float()[:, None], y.view(*ids.shape, y.shape[1])
+        # Other rows of y have not been written: they are masked, not multiplied by 0.
+        of_y = torch.where(mine, grad * weights.float()[..., None], 0.0).to(y.dtype).view(y.shape)
+        of_weights = torch.where(mine, grad * rows.float(), 0.0).sum(-1).to(weights.dtype)
+        return of_y, None, of_weights, None, None
 
 
 MOE_SUM = MoeSum()

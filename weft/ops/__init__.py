@@ -22,6 +22,8 @@ from weft.ops.gemm.matmul_parts import matmul_parts
 from weft.ops.gemm.matmul_silu_mul import matmul_silu_mul
 from weft.ops.moe.grouped_matmul import grouped_matmul
 from weft.ops.moe.grouped_matmul_silu_mul import grouped_matmul_silu_mul
+from weft.ops.moe.moe_combine import moe_combine
+from weft.ops.moe.moe_dispatch import Dispatched, moe_dispatch
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.route import route
@@ -34,12 +36,12 @@ from weft.ops.vocab.top_p_mass import top_p_mass
 from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
-    "DeferredNorm", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "add_rms_norm", "all_gather",
-    "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention",
-    "decode_metadata", "explain", "grouped_matmul", "grouped_matmul_silu_mul", "join_argmax", "matmul",
-    "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "moe_schedule", "moe_sum",
-    "paged_attention", "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route", "sample_argmax",
-    "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
+    "DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "add_rms_norm",
+    "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier",
+    "decode_attention", "decode_metadata", "explain", "grouped_matmul", "grouped_matmul_silu_mul", "join_argmax",
+    "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "moe_combine",
+    "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
+    "reduce_scatter", "route", "sample_argmax", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

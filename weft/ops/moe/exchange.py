@@ -1,0 +1,117 @@
+"""Workspaces of moe_dispatch and moe_combine, and what their kernels share.
+
+Tokens of a rank go in chunks of CHUNK. Every rank sends a flag for each chunk to every other rank, also for chunks without a
+row for it, so that nobody needs to know how many rows will come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+# Most programs of a kernel that pushes rows.
+MAX_PROGRAMS = 256
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushRows:
+    """One kernel pushes to each rank the rows of tokens that chose an expert there.
+
+    chunk  tokens under one flag; block: columns at a time; both powers of two
+    """
+
+    chunk: int = 8
+    block: int = 1024
+    num_warps: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("chunk", "block", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two")
+
+
+class Arrivals(NamedTuple):
+    """Flags of one kind of exchange, shared by its calls of one team and number of chunks.
+
+    arrived  int32 [W * chunks], symmetric: arrived[s * chunks + c] = e, once chunk c of rank s has arrived in call e
+    entered  int32 [W], symmetric: entered[s] = e, once rank s has begun call e, and so ended what it ran before
+    filled   int32 [MAX_PROGRAMS], this rank's: the last call that filled this half of the buffers, a copy for each program
+    epoch    int32 [2], this rank's: ``wl.next_epoch``
+    """
+
+    arrived: torch.Tensor
+    entered: torch.Tensor
+    filled: torch.Tensor
+    epoch: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Halves:
+    """Buffers that alternate from call to call, with their flags. calls: made by the host; all ranks make the same ones."""
+
+    buffers: tuple[torch.Tensor, ...]
+    flags: tuple[Arrivals, Arrivals]
+    calls: int = 0
+
+    @classmethod
+    def make(cls, team: Team, chunks: int, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> Halves:
+        """Symmetric buffers [2, *shape] of these names. Collective."""
+        buffers = tuple(team.empty((2, *shape), dtype, name=name) for name, (shape, dtype) in shapes.items())
+        arrived, entered = team.signals(team.size * chunks), team.signals(team.size)
+        filled, epoch = team.local((2, MAX_PROGRAMS), torch.int32), team.local(2, torch.int32)
+        return cls(buffers=buffers, flags=tuple(Arrivals(arrived, entered, half, epoch) for half in filled.unbind()))
+
+    def next(self) -> tuple[tuple[torch.Tensor, ...], Arrivals]:
+        """The half of the next call: its buffers and flags."""
+        half = self.calls % 2
+        self.calls += 1
+        return tuple(buffer[half] for buffer in self.buffers), self.flags[half]
+
+
+class Sizes(NamedTuple):
+    """Compile-time sizes of an exchange.
+
+    tokens   most of a rank
+    width    elements of a row
+    choices  k; padded: k or the next power of two
+    experts  of each rank
+    chunk, block  of ``PushRows``
+    """
+
+    tokens: int
+    width: int
+    choices: int
+    padded: int
+    experts: int
+    chunk: int
+    block: int
+
+    @classmethod
+    def of(cls, design: PushRows, tokens: int, width: int, choices: int, experts: int) -> Sizes:
+        block = min(design.block, max(16, next_power_of_2(width)))
+        return cls(tokens, width, choices, next_power_of_2(choices), experts, design.chunk, block)
+
+    @property
+    def chunks(self) -> int:
+        return cdiv(self.tokens, self.chunk)
+
+
+@triton.jit
+def chosen_of(ids, token, there, rank, SIZES: tl.constexpr):
+    """[chunk, 1]: True for tokens that chose an expert of ``rank``. ids [tokens, k]; there: mask [chunk] of tokens."""
+    choice = tl.arange(0, SIZES.padded)[None, :]
+    at = ids + token.to(tl.int64)[:, None] * SIZES.choices + choice
+    id = tl.load(at, mask=there[:, None] & (choice < SIZES.choices), other=-1)
+    return tl.max(((id >= 0) & (id // SIZES.experts == rank)).to(tl.int32), axis=1, keep_dims=True) > 0

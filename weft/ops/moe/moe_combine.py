@@ -1,0 +1,286 @@
+"""moe_combine: the results of each token's chosen experts come back to its rank, weighted and added up.
+
+    partial[r][s, t] = sum over the choices j of token t of rank s whose expert rank r holds of weight[j] * y[j]     j ascending
+    out[t]           = sum over the ranks r, ascending, of partial[r]
+
+Each sum is in fp32, rounded once. Ranks without an expert that the token chose send nothing and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.arguments import check_int, quoted
+from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.reduce_scatter import reduce_scatter
+from weft.ops.local import check_shape
+from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of
+from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.moe_dispatch import Dispatched, check_routing, exchange_cases, launch_rows, padded, share_of_rows
+from weft.ops.moe.moe_sum import moe_sum
+from weft.ops.moe.routing import Experts, Routing
+from weft.ops.op import Op, register
+from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.runtime.codec import exchangeable
+from weft.runtime.team.team import find_team
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumThenScatter:
+    """moe_sum of all tokens, then reduce_scatter: where nearly all ranks have a row of each token."""
+
+
+class CombineCall(NamedTuple):
+    """Sizes that the plan depends on."""
+
+    tokens: int
+    choices: int
+    width: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+class Partials(NamedTuple):
+    """One half of the receive buffers, symmetric: rows [W, tokens, H], row s written by rank s."""
+
+    rows: torch.Tensor
+
+
+@triton.jit
+def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team):
+    """[chunk, block] fp32: the weighted sum of the results that this rank has of ``token`` [chunk] of all ranks' tokens."""
+    total = tl.zeros((SIZES.chunk, SIZES.block), tl.float32)
+    for j in tl.static_range(SIZES.choices):
+        pair = token.to(tl.int64)[:, None] * SIZES.choices + j
+        id = tl.load(ids + pair, mask=chosen, other=-1)
+        mine = (id >= 0) & (id // SIZES.experts == wl.rank(team))
+        weight = tl.load(weights + pair, mask=mine, other=0.0).to(tl.float32)
+        row = tl.load(y + pair * SIZES.width + column, mask=mine & (column < SIZES.width), other=0.0).to(tl.float32)
+        total += tl.where(mine, row * weight, 0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["T"])
+def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
+    """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank
+
+    grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens of each rank
+
+    y [W * tokens * k, H]; ids, weights [W * tokens, k] of all ranks; out [T, H]; partials: ``Partials``; SIZES: ``Sizes``
+    An epoch is one call.
+
+    signals   program p, to every peer s: arrived[me, c] = e, once its partial rows of chunk c of rank s lie there, also if none
+    waits     arrived[r, c] >= e for every peer r, before the rows of this program's chunk c are read
+    reuse     halves alternate by call. This call was begun by a peer only after it had received this rank's flags of the call
+              before, so after this rank had ended the call that read this half last. Replays of a CUDA graph may use one half
+              twice in a row: entered[peer] > filled before any store says that the peer has ended it
+    progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    world: tl.constexpr = wl.num_ranks(team)
+    me = wl.rank(team)
+    wl.follow_previous_kernel()
+    now = wl.next_epoch(flags.epoch)
+    last = tl.load(flags.filled + program)
+    if program == 0:
+        for step in range(1, world):
+            wl.notify(flags.entered + me, (me + step) % world, now, team)
+    for step in range(1, world):
+        wl.wait(flags.entered + (me + step) % world, last + 1, team)
+    for chunk in range(program, CHUNKS, programs):
+        local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
+        for step in range(1, world + 1):
+            owner = (me + step) % world
+            token = owner * SIZES.tokens + local
+            chosen = chosen_of(ids, token, local < SIZES.tokens, me, SIZES)
+            rows = (
+                wl.symm_at(partials.rows, owner, team) + (me * SIZES.tokens + local).to(tl.int64)[:, None] * SIZES.width
+            )
+            for begin in range(0, SIZES.width, SIZES.block):
+                column = begin + tl.arange(0, SIZES.block)[None, :]
+                total = partial_of(y, ids, weights, token, chosen, column, SIZES, team)
+                tl.store(rows + column, total.to(rows.dtype.element_ty), mask=chosen & (column < SIZES.width))
+            if step < world:
+                wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)
+    # This rank's own rows were stored by the threads that hold them, and are read by others.
+    tl.debug_barrier()
+    for chunk in range(program, CHUNKS, programs):
+        for step in range(1, world):
+            wl.wait(flags.arrived + (me + step) % world * CHUNKS + chunk, now, team)
+        local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
+        for begin in range(0, SIZES.width, SIZES.block):
+            column = begin + tl.arange(0, SIZES.block)[None, :]
+            total = tl.zeros((SIZES.chunk, SIZES.block), tl.float32)
+            for source in range(world):
+                chosen = chosen_of(ids, me * SIZES.tokens + local, local < T, source, SIZES)
+                row = partials.rows + (source * SIZES.tokens + local).to(tl.int64)[:, None] * SIZES.width + column
+                total += tl.load(row, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
+            target = out + local.to(tl.int64)[:, None] * SIZES.width + column
+            tl.store(target, total.to(out.dtype.element_ty), mask=(local < T)[:, None] & (column < SIZES.width))
+    tl.store(flags.filled + program, now)
+    wl.advance_epoch(flags.epoch, now)
+
+
+def moe_combine(
+    y: torch.Tensor, dispatched: Dispatched, tokens: int, team: Team, *, algorithm: str = "auto"
+) -> torch.Tensor:
+    """out[t] = sum over the choices j of this rank's token t of weight[t, j] * result[t, j] -> [tokens, H]. Collective.
+
+    y           [W * max_tokens * k, H], fp16, bf16 or fp32: row p the result of pair p of ``dispatched``, as ``grouped_matmul``
+                gives it; rows of other ranks' experts are not read
+    dispatched  of ``moe_dispatch``
+    tokens      T of this rank, as it was dispatched
+    algorithm   "auto", "push" (each rank sends what it has) or "sum_then_scatter" (moe_sum, then reduce_scatter)
+
+    Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once: the
+    same bits from run to run, with every algorithm. The host reads nothing; captured in a CUDA graph it replays correctly, after
+    one call outside. No backward. ValueError for arguments that do not fit.
+    """
+    op = "moe_combine"
+    check_team(op, team)
+    check_tensor(op, "y", y, team, FLOATS)
+    if not isinstance(dispatched, Dispatched):
+        raise ValueError(f"{op}: dispatched={quoted(dispatched)} is not a Dispatched; weft.ops.moe_dispatch gives one")
+    check_routing(op, dispatched.routing, team)
+    ids, weights = dispatched.routing
+    check_shape(op, "y", y, (ids.numel(), "H"))
+    if len(ids) % team.size or y.shape[1] == 0:
+        raise ValueError(
+            f"{op}: y has shape {tuple(y.shape)} and ids {tuple(ids.shape)}; ids has a row for each of W * max_tokens tokens"
+        )
+    check_int(f"{op}: tokens", tokens, 0, len(ids) // team.size)
+    check_choice(op, "algorithm", algorithm, MOE_COMBINE.algorithms)
+    return MOE_COMBINE.dispatch(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm)
+
+
+class MoeCombine(Op):
+    """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
+
+    name, alias = "moe_combine", "moe-combine"
+    designs = {"push": PushRows, "sum_then_scatter": SumThenScatter}
+    sizes = ("max_tokens", "k", "H")
+    dtypes = FLOATS
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> CombineCall:
+        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
+        return CombineCall(*checked, dtype, design)
+
+    def choose(self, call: CombineCall, machine: Machine) -> Planned:
+        share = share_of_rows(call.choices, machine.world_size)
+        scatters = machine.world_size > 1 and share > 0.75
+        name = call.design if call.design != AUTO else "sum_then_scatter" if scatters else "push"
+        reason = f"a rank has {share:.2f} of the rows of another if all experts are chosen alike"
+        return Planned(
+            name, self.designs[name](), reason if call.design == AUTO else f"asked for design={call.design!r}"
+        )
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        design: Any,
+        team: Team,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        experts: int,
+        tokens: int,
+    ) -> torch.Tensor:
+        """``moe_combine`` of checked arguments. ids, weights: of all ranks' tokens."""
+        self.check_design(design)
+        mine = Experts.whole(experts, team.rank, team.size)
+        if isinstance(design, SumThenScatter):
+            return reduce_scatter(moe_sum(y, Routing(ids, weights), mine), team)[:tokens].contiguous()
+        (rows, k), H = ids.shape, y.shape[1]
+        out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, mine.count)
+        shapes = {"rows": ((team.size, sizes.tokens, H), y.dtype)}
+        halves = team.workspace(("moe_combine", sizes, y.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
+        buffers, flags = halves.next()
+        launch_rows(moe_combine_kernel, design, sizes, team, (y, ids, weights, out), tokens, Partials(*buffers), flags)
+        return out
+
+    def forward(
+        self,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        experts: int,
+        tokens: int,
+        team: str,
+        algorithm: str,
+    ) -> torch.Tensor:
+        members = find_team(team)
+        call = CombineCall(len(ids) // members.size, ids.shape[1], y.shape[1], y.dtype, algorithm)
+        return self.run(self.plan(call, machine_of(members)).design, members, y, ids, weights, experts, tokens)
+
+    def fake(self, y, ids, weights, experts, tokens, team, algorithm):
+        return y.new_empty((tokens, y.shape[1]))
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """y with NaN for pairs of other ranks' experts; ids and weights of all ranks' tokens."""
+        most, k, experts, H = case.sizes
+        of_ranks = [Draw(case, other, draw.call, draw.device) for other in range(case.world_size)]
+        tokens = case.field("tokens")
+        ids = torch.cat(
+            [padded(draw_ids(one, T, k, experts), most, -1) for one, T in zip(of_ranks, tokens, strict=True)]
+        )
+        weights = torch.cat(
+            [padded(one.own("weights", (T, k)), most, 0) for one, T in zip(of_ranks, tokens, strict=True)]
+        )
+        mine = ((ids >= 0) & (ids // (experts // case.world_size) == rank)).flatten()
+        y = draw.own("y", (len(mine), H)).masked_fill(~mine[:, None], torch.nan)
+        return y, ids, weights
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        most, k, _, H = case.sizes
+        _, ids, weights = by_rank[rank]
+        total = torch.zeros((len(ids), H), dtype=torch.float64, device=ids.device)
+        for y, _, _ in by_rank:
+            total += (y.view(-1, k, H).double() * weights.double()[..., None]).nan_to_num(0.0).sum(1)
+        return total[rank * most :][: case.field("tokens")[rank]]
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[1], partials=case.world_size)
+
+    def call(self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, experts = case.field("tokens")[team.rank], case.sizes[2]
+        if not isinstance(case.design, str):
+            return self.run(case.design, team, y, ids, weights, experts, tokens)
+        dispatched = Dispatched(y, Routing(ids, weights), Experts.whole(experts, team.rank, team.size))
+        return moe_combine(y, dispatched, tokens, team, algorithm=case.design)
+
+    def cases(self) -> Iterator[Case]:
+        for case in exchange_cases(self.name):
+            for design in ("push", "sum_then_scatter"):
+                yield Case(**{**case, "design": design})
+        for w in (2, 3):
+            design = PushRows(chunk=4, block=32, num_warps=4)
+            fields = (("tokens", (30, 7, 30)[:w]),)
+            yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+
+    def large_cases(self) -> Iterator[Case]:
+        for w in (2, 4):
+            for T, H in ((128, 7168), (1000, 2048)):
+                for design in ("push", "sum_then_scatter"):
+                    fields = (("tokens", (T, T - 1, 0, T)[:w]),)
+                    yield Case(
+                        op=self.name, world_size=w, dtype=BF16, sizes=(T, 8, 64, H), design=design, fields=fields
+                    )
+
+
+MOE_COMBINE = MoeCombine()
+register(MOE_COMBINE)

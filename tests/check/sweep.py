@@ -112,6 +112,27 @@ def pipelined(op: Overlapped, team: Any, x: Callable[..., torch.Tensor]) -> torc
     return op.run(op.designs["pipelined"](chunks=2), team, x(team.size * 24, 32), x(48, 32))
 
 
+def routed(team: Any, x: Callable[..., torch.Tensor], algorithm: str) -> tuple[ops.Dispatched, int]:
+    """Tokens of a rank, another number in each call, at the ranks of their experts."""
+    tokens = (team.rank + int(x(1).abs().item() * 8)) % 5
+    routing = ops.route(x(tokens, 2 * team.size), 2)
+    size = {"experts": 2 * team.size, "max_tokens": 5}
+    return ops.moe_dispatch(x(tokens, 40), routing, team, algorithm=algorithm, **size), tokens
+
+
+def dispatched(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push") -> torch.Tensor:
+    """Dispatch, and read what arrived in another kernel, while a peer may be in its next call."""
+    found, _ = routed(team, x, algorithm)
+    schedule = ops.moe_schedule(found.routing.ids, found.experts)
+    result = ops.grouped_matmul(found.rows, torch.ones(2, 16, 40).bfloat16(), schedule, gather=True)
+    return result[: int(schedule.counts.sum())].clone()
+
+
+def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push") -> torch.Tensor:
+    found, tokens = routed(team, x, "gather")
+    return ops.moe_combine(x(len(found.rows) * 2, 40), found, tokens, team, algorithm=algorithm)
+
+
 # Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -140,6 +161,10 @@ OPS = [
     Call("reduce_scatter copy_engine", lambda team, x: ops.reduce_scatter(x(team.size, 64), team, "copy_engine"), 3),
     Call("all_to_all copy_engine", lambda team, x: ops.all_to_all(x(team.size, 40), team, "copy_engine"), 3),
     Call("mixed copy_engine", copied, 2),
+    Call("moe_dispatch", dispatched, 4),
+    Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
+    Call("moe_combine", combined, 4),
+    Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),

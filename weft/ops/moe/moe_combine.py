@@ -144,9 +144,9 @@ def moe_combine(
     tokens      T of this rank, as it was dispatched
     algorithm   "auto", "push" (each rank sends what it has) or "sum_then_scatter" (moe_sum, then reduce_scatter)
 
-    Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once: the
-    same bits from run to run, with every algorithm. The host reads nothing; captured in a CUDA graph it replays correctly, after
-    one call outside. No backward. ValueError for arguments that do not fit.
+    Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
+    the same bits from run to run, with every algorithm. The host reads nothing; captured in a CUDA graph it replays correctly,
+    after one call outside. No backward. ValueError for arguments that do not fit.
     """
     op = "moe_combine"
     check_team(op, team)

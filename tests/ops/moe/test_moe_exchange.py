@@ -1,0 +1,175 @@
+"""moe_dispatch and moe_combine: a layer over ranks, the same bits from every algorithm, planted bugs, refused arguments."""
+
+import pytest
+import torch
+
+import weft
+import weft.check
+from tests.check.sweep import combined, dispatched
+from tests.ops.checking import assert_identical
+from tests.ops.layer_cases import mutated
+from tests.ops.moe.test_moe_ops import by_torch
+from weft import ops
+from weft.ops.moe import exchange, moe_combine, moe_dispatch
+from weft.ops.moe.routing import Experts, Routing
+
+EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 48, 40, 20
+
+
+def weights(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (EXPERTS, HIDDEN), (EXPERTS, 2 * FEATURES, HIDDEN), (EXPERTS, HIDDEN, FEATURES)
+    return [(torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype) for shape in shapes]
+
+
+def layer(team, x, dispatch, combine):
+    """A mixture of experts whose tokens lie on their own ranks."""
+    router, gate_up, down = weights(x.dtype)
+    routing = ops.route(x @ router.T, K)
+    found = ops.moe_dispatch(x, routing, team, experts=EXPERTS, max_tokens=MOST, algorithm=dispatch)
+    mine = slice(found.experts.first, found.experts.first + found.experts.count)
+    schedule = ops.moe_schedule(found.routing.ids, found.experts, start=team.rank * MOST)
+    h = ops.grouped_matmul_silu_mul(found.rows, gate_up[mine], schedule)
+    y = ops.grouped_matmul(h, down[mine], schedule)
+    return ops.moe_combine(y, found, len(x), team, algorithm=combine)
+
+
+def tokens_of(rank, call, dtype):
+    """Another number of tokens at every rank and call, often none."""
+    count = (0, 20, 7, 13, 1, 0, 19)[(2 * rank + call) % 7]
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(100 * rank + call)).to(dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_layer_over_ranks_is_the_whole_one_in_every_call(world_size):
+    def main(team):
+        inputs = [tokens_of(team.rank, call, torch.float32) for call in range(5)]
+        return [layer(team, x, "push", "push") for x in inputs]
+
+    of_layer = [w.double() for w in weights(torch.float32)]
+    for rank, results in enumerate(weft.simulate(main, world_size, seed=world_size, slow={0: 20})):
+        for call, found in enumerate(results):
+            expected = by_torch(tokens_of(rank, call, torch.float64), *of_layer, K)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_algorithm_gives_the_same_bits(world_size):
+    def main(team):
+        x = tokens_of(team.rank, 1, torch.bfloat16)
+        return [
+            layer(team, x, dispatch, combine)
+            for dispatch in ("push", "gather", "auto")
+            for combine in ("push", "sum_then_scatter", "auto")
+        ]
+
+    for first, *others in weft.simulate(main, world_size):
+        for other in others:
+            assert_identical(other, first)
+
+
+# --- planted bugs -------------------------------------------------------------------------------------------------------
+
+FLAG = "                wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)\n"
+SEND = "            send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, team)\n"
+ENTERED = "        wl.wait(flags.entered + (me + step) % world, last + 1, team)\n"
+SUMS = "            for begin in range(0, SIZES.width, SIZES.block):\n                column"
+SENT = "            wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)\n"
+ARRIVED = "for step in range(1, world):\n            wl.wait(flags.arrived"
+BUGS = {
+    "flag before rows": (moe_dispatch, SEND + "            if step < world:\n" + FLAG,
+                         "            if step < world:\n" + FLAG + SEND, dispatched, "race"),
+    "a rank without tokens sends no flags": (moe_dispatch, "            if step < world:\n" + FLAG,
+                                             "            if (step < world) & (T > 0):\n" + FLAG, dispatched, "deadlock"),
+    "rows not awaited": (moe_dispatch, ARRIVED, ARRIVED.replace("world", "1"), dispatched, "race"),
+    "a half written again too soon": (moe_dispatch, ENTERED, ENTERED.replace("last + 1", "1"), dispatched, "race"),
+    "combined before the last arrival": (moe_combine, ARRIVED, ARRIVED.replace("1,", "2,"), combined, "race"),
+    "flag before the sums": (moe_combine, SUMS, SENT + SUMS, combined, "race"),
+    "sums written again too soon": (moe_combine, ENTERED, ENTERED.replace("last + 1", "1"), combined, "race"),
+}  # fmt: skip
+
+
+def calls_of(run):
+    def main(team):
+        generator = torch.Generator().manual_seed(team.rank)
+        return [run(team, lambda *shape: torch.randn(shape, generator=generator).bfloat16()) for _ in range(3)]
+
+    return main
+
+
+@pytest.fixture
+def one_half(monkeypatch):
+    """The same half in every call, as a CUDA graph with one call uses it."""
+    monkeypatch.setattr(exchange.Halves, "next", lambda self: (tuple(b[0] for b in self.buffers), self.flags[0]))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, request):
+    if "again" in name:
+        request.getfixturevalue("one_half")
+    module, old, new, run, kind = BUGS[name]
+    mutant = mutated(module, old, new, f"exchange_mutant_{len(name)}", tmp_path)
+    kernel = f"{module.__name__.rsplit('.', 1)[1]}_kernel"
+    monkeypatch.setattr(module, kernel, getattr(mutant, kernel))
+    report = weft.check.check(calls_of(run), 2, schedules=6)
+    kinds = {found.finding.kind for found in report.wrong}
+    assert kinds and all(kind in found for found in kinds), report
+
+
+@pytest.mark.parametrize("run", [dispatched, combined])
+def test_one_half_is_enough(run, one_half):
+    report = weft.check.check(calls_of(run), 2, schedules=6)
+    assert report.ok, report
+
+
+# --- refused arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("moe_dispatch: x has shape (3, 8); it must be (2, H)", {"ids": torch.zeros(2, 2).int()}),
+        ("moe_dispatch: ids.dtype=torch.int64 is not one of int32", {"ids": torch.zeros(3, 2).long()}),
+        ("moe_dispatch: weights.dtype=torch.float32 is not one of bfloat16", {"weights": torch.zeros(3, 2)}),
+        ("moe_dispatch: max_tokens=2 is not an integer of at least 3", {"max_tokens": 2}),
+        ("total=9 experts cannot be shared by world_size=2", {"experts": 9}),
+        ("moe_dispatch: algorithm='pull' is not one of", {"algorithm": "pull"}),
+        ("moe_dispatch: x has shape (3, 0); rows have at least one element", {"x": torch.zeros(3, 0).bfloat16()}),
+        ("moe_dispatch: ids has shape (3, 17); a token has 1 to 16 choices", {"ids": torch.zeros(3, 17).int()}),
+    ],
+)
+def test_wrong_arguments_of_dispatch_are_refused(message, fields):
+    def main(team):
+        x, ids = fields.get("x", torch.zeros(3, 8).bfloat16()), fields.get("ids", torch.zeros(3, 2).int())
+        routing = Routing(ids, fields.get("weights", torch.zeros(ids.shape).bfloat16()))
+        named = {"experts": 8, "max_tokens": 4, **{k: v for k, v in fields.items() if k not in ("x", "ids", "weights")}}
+        with pytest.raises(ValueError) as refused:
+            ops.moe_dispatch(x, routing, team, **named)
+        assert message in str(refused.value) and "\n" not in str(refused.value)
+
+    weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("moe_combine: y has shape (15, 4); it must be (16, H)", {"y": torch.zeros(15, 4)}),
+        ("moe_combine: tokens=5 is not an integer in 0 .. 4", {"tokens": 5}),
+        ("moe_combine: dispatched=None is not a Dispatched", {"dispatched": None}),
+        ("moe_combine: algorithm='sum' is not one of", {"algorithm": "sum"}),
+    ],
+)
+def test_wrong_arguments_of_combine_are_refused(message, fields):
+    def main(team):
+        routing = Routing(torch.zeros(8, 2).int(), torch.zeros(8, 2))
+        given = {
+            "y": torch.zeros(16, 4),
+            "dispatched": ops.Dispatched(None, routing, Experts(8, 0, 4)),
+            "tokens": 4,
+            **fields,
+        }
+        with pytest.raises(ValueError) as refused:
+            ops.moe_combine(given.pop("y"), given.pop("dispatched"), given.pop("tokens"), team, **given)
+        assert message in str(refused.value) and "\n" not in str(refused.value)
+
+    weft.simulate(main, 2)

@@ -1,4 +1,4 @@
-"""Parallel MLP, mixture of experts and attention: modules that call a recipe of weft.parallel, chosen by `mode`.
+"""Parallel MLP, mixture of experts and attention: modules that call a recipe of weft.parallel.
 
 mode               tokens between layers     recipe
 reference          replicated [M, H]         torch and torch.distributed

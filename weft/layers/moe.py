@@ -24,7 +24,7 @@ LAYOUTS = ("whole", "slices")
 
 
 class MoE(nn.Module):
-    """y[t] = sum over the k experts e that token t has chosen of weight[t, e] * down[e](silu(gate[e](x[t])) * up[e](x[t]))
+    """y[t] = sum over t's k experts of weight[t, e] * down[e](silu(gate[e](x[t])) * up[e](x[t]))
 
     x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
 
@@ -67,9 +67,9 @@ class MoE(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Module, team: Team, mode: Mode, layout: Layout = "whole") -> MoE:
-        """This rank's share of a whole mixture, such as transformers' Qwen3MoeSparseMoeBlock or MixtralSparseMoeBlock.
+        """This rank's share of a whole mixture, as transformers' Qwen3MoeSparseMoeBlock.
 
-        ValueError, by what was found, for one that computes anything else.
+        Or MixtralSparseMoeBlock. ValueError, by what was found, for one that computes anything else.
         """
         tensors, gating = _checked(module)
         num_experts, hidden_size = tensors["gate.weight"].shape
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         return MoEWeights(self.router, None, self.gate_up, self.down, self.experts, self.gating)
 
     def shards(self) -> dict[str, Shard]:
-        """Of the router and of this rank's experts, under the names of Qwen3-MoE's checkpoints."""
+        """Shards of the router and of this rank's experts, under the names of Qwen3-MoE's checkpoints."""
         found = {"gate.weight": whole(self.router)}
         hidden, mine = self.down.shape[1:]
         first = 0 if self.layout == "whole" else self.team.rank * mine
@@ -121,7 +121,10 @@ class MoE(nn.Module):
 
 
 def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
-    """(weights by their names in a checkpoint, gating) of a module. ValueError where it computes something else than MoE."""
+    """(weights by their names in a checkpoint, gating) of a module.
+
+    ValueError where it computes something else than MoE.
+    """
     name, computes = f"module={type(module).__name__}", "MoE routes by softmax to gated MLPs with silu"
     children, state = dict(module.named_children()), module.state_dict()
     if missing := [one for one in ("gate", "experts") if one not in children]:

@@ -79,7 +79,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
-    """This rank's summand of a mixture of experts: what its experts, or slices of them, add to each row of x."""
+    """This rank's summand of a mixture of experts: what its experts, or slices of them, add to x's rows."""
     routing = ops.route(ops.matmul(x, w.router), bias=w.bias, **w.gating._asdict())
     schedule = ops.moe_schedule(routing.ids, w.experts)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)

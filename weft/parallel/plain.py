@@ -75,7 +75,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
-    """This rank's summand of a mixture of experts: every expert computes every row, and counts where it was chosen."""
+    """This rank's summand of a mixture of experts: each computes all rows, and counts where it was chosen."""
     ids, weights = routing_of(F.linear(x, w.router), w.bias, w.gating)
     total = torch.zeros_like(x)
     for local in range(w.experts.count):

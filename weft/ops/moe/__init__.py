@@ -1,1 +1,1 @@
-"""Mixture of experts: the choice of experts, the order of their rows, and the GEMMs of each on its own rows."""
+"""Mixture of experts: their choice, the way of rows to them and back, and their GEMMs."""

@@ -1,7 +1,7 @@
 """Workspaces of moe_dispatch and moe_combine, and what their kernels share.
 
 Tokens of a rank go in chunks of CHUNK. Every rank sends a flag for each chunk to every other rank, also for chunks without a
-row for it, so that nobody needs to know how many rows will come.
+row for it, so no rank needs to know how many rows will come.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Arrivals(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Halves:
-    """Buffers that alternate from call to call, with their flags. calls: made by the host; all ranks make the same ones."""
+    """Buffers that alternate from call to call, with their flags.
+
+    calls  number that the host has made; all ranks make the same ones
+    """
 
     buffers: tuple[torch.Tensor, ...]
     flags: tuple[Arrivals, Arrivals]
@@ -110,7 +113,10 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def chosen_of(ids, token, there, rank, SIZES: tl.constexpr):
-    """[chunk, 1]: True for tokens that chose an expert of ``rank``. ids [tokens, k]; there: mask [chunk] of tokens."""
+    """[chunk, 1]: True for tokens that chose an expert of ``rank``.
+
+    ids [tokens, k]; there: mask [chunk] of tokens
+    """
     choice = tl.arange(0, SIZES.padded)[None, :]
     at = ids + token.to(tl.int64)[:, None] * SIZES.choices + choice
     id = tl.load(at, mask=there[:, None] & (choice < SIZES.choices), other=-1)

@@ -1,4 +1,4 @@
-"""Grouped GEMMs: each expert's weight times the rows of its pairs, one persistent kernel over the tiles of a ``Schedule``.
+"""Grouped GEMMs: each expert's weight times the rows of its pairs, in one persistent kernel.
 
 Tiles are ragged: at most ``Schedule.block`` pairs of one expert by a block of columns. Nothing is padded in memory. The weight
 is read through a tensor descriptor of experts and rows, so no coordinate grows with experts * N * K. Rows of x are gathered by
@@ -110,7 +110,7 @@ def grouped_matmul_kernel(
     BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """out[row] = x[row] @ weight[e].T of each pair of expert e, gated as FORM says    grid: (programs,), persistent
+    """out[row] = x[row] @ weight[e].T of each pair of expert e, gated as FORM says    grid: (programs,)
 
     x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else rows in that order, and row p of
               out is pair p's. A descriptor if FORM.described

@@ -1,4 +1,4 @@
-"""grouped_matmul_silu_mul: the first half of each expert's gated MLP, on the rows of the tokens that chose it."""
+"""grouped_matmul_silu_mul: the first half of each expert's gated MLP, on rows of its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.ops.op import register
 
 
 def grouped_matmul_silu_mul(x: torch.Tensor, weight: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-    """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [T * k, N]: row i is the i-th pair of the schedule, of token t.
+    """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [T * k, N], for the i-th pair, of token t.
 
     x         [T, K], fp16, bf16 or fp32; a row of K elements has a multiple of 16 bytes
     weight    [experts, 2 N, K] of x's dtype: of each expert of the schedule gate's N rows, then up's

@@ -168,7 +168,7 @@ class GroupedOp(Op):
         return Accuracy(terms=case.sizes[4])
 
     def call(self, case: Case, team: Any, ids: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """As ``reference``."""
+        """The computed rows, as ``reference`` has them."""
         _, _, total, _, _ = case.sizes
         experts, gather = Experts(total, *(case.field("local") or (0, total))), case.field("gather") is not False
         schedule = moe_schedule(ids, experts, block=case.field("block"))

@@ -1,4 +1,4 @@
-"""moe_combine: the results of each token's chosen experts come back to its rank, weighted and added up.
+"""moe_combine: results of each token's experts come back to its rank, weighted and added up.
 
     partial[r][s, t] = sum over the choices j of token t of rank s whose expert rank r holds of weight[j] * y[j]     j ascending
     out[t]           = sum over the ranks r, ascending, of partial[r]
@@ -60,7 +60,10 @@ class Partials(NamedTuple):
 
 @triton.jit
 def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team):
-    """[chunk, block] fp32: the weighted sum of the results that this rank has of ``token`` [chunk] of all ranks' tokens."""
+    """[chunk, block] fp32: weighted sums of the results that this rank has.
+
+    token  [chunk], numbers among all ranks' tokens
+    """
     total = tl.zeros((SIZES.chunk, SIZES.block), tl.float32)
     for j in tl.static_range(SIZES.choices):
         pair = token.to(tl.int64)[:, None] * SIZES.choices + j
@@ -136,7 +139,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
 def moe_combine(
     y: torch.Tensor, dispatched: Dispatched, tokens: int, team: Team, *, algorithm: str = "auto"
 ) -> torch.Tensor:
-    """out[t] = sum over the choices j of this rank's token t of weight[t, j] * result[t, j] -> [tokens, H]. Collective.
+    """out[t] = sum over the choices j of weight[t, j] * result[t, j] -> [tokens, H]. Collective.
 
     y           [W * max_tokens * k, H], fp16, bf16 or fp32: row p the result of pair p of ``dispatched``, as ``grouped_matmul``
                 gives it; rows of other ranks' experts are not read

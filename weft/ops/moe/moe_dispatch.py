@@ -1,8 +1,8 @@
-"""moe_dispatch: every token's row goes to the ranks that hold an expert it chose, and all ranks learn all choices.
+"""moe_dispatch: a token's row goes to the ranks that hold an expert it chose.
 
-Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every rank that gets it. Choices are known to all, so
-each rank computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits
-for nothing, and no token is dropped.
+Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every rank that gets it. All ranks learn all choices, so
+each computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits for
+nothing, and no token is dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Dispatched(NamedTuple):
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherRows:
-    """All rows to all ranks, by all_gather: where nearly all ranks get a row, as with 8 choices and 2 ranks."""
+    """All rows to all ranks, by all_gather: where nearly all get a row, as with 8 choices."""
 
 
 class DispatchCall(NamedTuple):
@@ -74,7 +74,7 @@ class Mail(NamedTuple):
 
 @triton.jit
 def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team):
-    """Store to ``peer`` the choices of this rank's tokens in ``chunk``, and the rows of those that chose an expert there."""
+    """Store to ``peer`` the choices of this rank's tokens in ``chunk``, and the rows that it needs."""
     local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
     there, choice = local < T, tl.arange(0, SIZES.padded)[None, :]
     slot = wl.rank(team) * SIZES.tokens + local
@@ -96,7 +96,7 @@ def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team)
 
 @triton.jit(do_not_specialize=["T"])
 def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Store the choices of this rank's T tokens at all ranks, and each row at the ranks with an expert it chose.
+    """Store this rank's T choices at all ranks, and each row at the ranks with an expert it chose.
 
     grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens
 
@@ -269,7 +269,7 @@ class MoeDispatch(Op):
         return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple:
-        """As ``reference``, in tensors of their own."""
+        """Rows, ids and weights that arrived, as ``reference`` has them, in tensors of their own."""
         most, _, experts, _ = case.sizes
         if isinstance(case.design, str):
             routing = Routing(ids, weights)

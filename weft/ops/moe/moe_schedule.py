@@ -1,4 +1,4 @@
-"""moe_schedule: the pairs of each expert, in the order of the tokens, from the ids that all tokens have chosen.
+"""moe_schedule: the pairs of each expert, in the order of the tokens, from the chosen ids.
 
 Every program reads all ids and keeps those of its expert, so programs do not wait for each other, and the order depends on the
 ids alone. The last one to end knows all counts, and writes the table of tiles.
@@ -304,7 +304,7 @@ class MoeSchedule(Op):
 
 
 def most_tiles(pairs: int, experts: int, block: int) -> int:
-    """Tiles that ``pairs`` pairs of ``experts`` experts need at most: each expert's last one may be ragged."""
+    """Tiles that ``pairs`` pairs of ``experts`` experts need at most, each with a ragged one."""
     return cdiv(pairs, block) + min(experts, pairs)
 
 

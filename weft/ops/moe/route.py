@@ -105,8 +105,9 @@ def route_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ids[t, j], weights[t, j] = expert with the j-th greatest score of token t, scale * its weight   grid: (cdiv(T, ROWS),)
+    """ids[t, j] = the expert with the j-th greatest score of token t; weights[t, j] = scale * its weight
 
+    grid    (cdiv(T, ROWS),)
     logits  [T, E], rows ``stride`` apart; bias: fp32 [E], any tensor if not SCORING.biased
     ids     int32 [T, K]; weights [T, K], computed in fp32 and rounded once
     BLOCK   a power of two, at least E
@@ -240,7 +241,7 @@ class Route(Op):
         return Accuracy(terms=case.sizes[1])
 
     def call(self, case: Case, team: Any, logits: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        """As ``reference``; a token that chose an expert twice has their sum."""
+        """Weights by expert, as ``reference`` has them; of an expert chosen twice their sum."""
         groups, group_limit = case.field("groups") or (1, 1)
         named = {name: case.field(name) for name in ("scoring", "renormalize", "scale") if case.field(name) is not None}
         routing = route(

@@ -1,4 +1,4 @@
-"""Values of a mixture of experts: the experts of a rank, tokens' choices, and the order in which they are computed.
+"""Values of a mixture of experts: a rank's experts, tokens' choices, and the order of their rows.
 
 A *pair* is a token and one of its k choices: pair t * k + j is choice j of token t.
 """
@@ -15,7 +15,7 @@ from weft.arguments import check_int
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts first .. first + count - 1 of ``total``: those whose weights, or slices of them, this rank holds.
+    """Experts first .. first + count - 1 of ``total``: this rank's, whole or slices of them.
 
     ValueError where they are not among 0 .. total - 1.
     """
@@ -60,7 +60,7 @@ class Routing(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The pairs of each expert of a rank, in the order in which grouped GEMMs compute them: expert by expert.
+    """The pairs of a rank's experts, expert by expert, as grouped GEMMs compute them.
 
     pairs       int32 [experts, T]: the first counts[e] of row e are expert e's, tokens ascending; the others are undefined
     counts      int32 [experts]

@@ -22,6 +22,7 @@ WINDOW_OF_TYPES = {
     "use_sliding_window": True, "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
     "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
@@ -34,6 +35,9 @@ FAMILIES = {
     "qwen3-yarn": {"family": "Qwen3", "rope_parameters": YARN},
     "qwen3-window": {"family": "Qwen3", **WINDOW_OF_TYPES},
     "seed-oss": {"family": "SeedOss"},
+    "qwen3-moe": {"family": "Qwen3Moe", **EXPERTS, "norm_topk_prob": True},
+    "qwen3-moe-mixed": {"family": "Qwen3Moe", **EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]},
+    "mixtral": {"family": "Mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
 }
 """Name -> arguments of make_checkpoint: what differs between families, once each."""

@@ -56,7 +56,7 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(make_checkpoint, 
 SAMPLE = [
     ("llama-3", 2, "gemm_ar"), ("llama-3-tied", 4, "ag_rs"), ("llama-2", 3, "ag_rs"), ("qwen2.5", 4, "gemm_ar"),
     ("qwen2.5-window", 2, "ag_rs"), ("mistral", 8, "torch"), ("qwen3-yarn", 2, "torch"), ("qwen3-window", 3, "gemm_ar"),
-    ("seed-oss", 8, "gemm_ar"),
+    ("seed-oss", 8, "gemm_ar"), ("qwen3-moe", 4, "gemm_ar"), ("qwen3-moe-mixed", 2, "ag_rs"), ("mixtral", 3, "ag_rs"),
 ]  # fmt: skip
 
 
@@ -81,6 +81,7 @@ ONE_LAYER = {
 KERNELS_SAMPLE = [
     ("llama-3", 2, "gemm_ar", True), ("qwen2.5", 4, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True),
     ("qwen3-window", 2, "gemm_ar", True), ("seed-oss", 2, "ag_rs", False),
+    ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True),
 ]  # fmt: skip
 KERNELS = [
     (name, world_size, mode, fused)
@@ -155,6 +156,26 @@ def no_scaling(model):
     model.angles = rotary_angles(256, model.config.head_dim, model.config.rotary.theta, model.team.device)
 
 
+def gate_and_up_swapped(model):
+    for layer in model.layers:
+        layer.mlp.gate_up.data.copy_(torch.cat(layer.mlp.gate_up.data.chunk(2, dim=1)[::-1], dim=1))
+
+
+def neighbours_weights(model):
+    for layer in model.layers:
+        layer.mlp.down.data.copy_(layer.mlp.down.data.roll(1, 0))
+
+
+def not_renormalised(model):
+    for layer in model.layers:
+        layer.mlp.gating = layer.mlp.gating._replace(renormalize=False)
+
+
+def other_owner(model):
+    for layer in model.layers:
+        layer.mlp.experts = type(layer.mlp.experts)(9, 1, 8)
+
+
 MUTANTS = [
     ("mistral", wider_window),
     ("qwen2.5-window", wider_window),
@@ -167,6 +188,7 @@ MUTANTS = [
     ("llama-linear", no_scaling),
     ("qwen3-yarn", with_rotary("no_attention_factor", attention_factor=1.0)),
     ("qwen3-yarn", with_rotary("other_ramp", beta_slow=4.0)),
+    *(("qwen3-moe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)),
 ]  # fmt: skip
 
 

@@ -97,19 +97,20 @@ class MoE(nn.Module):
     def weights(self) -> MoEWeights:
         return MoEWeights(self.router, None, self.gate_up, self.down, self.experts, self.gating)
 
-    def shards(self) -> dict[str, Shard]:
-        """Shards of the router and of this rank's experts, under the names of Qwen3-MoE's checkpoints."""
+    def shards(self, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Shard]:
+        """Shards of the router and of this rank's experts; projections: a checkpoint's names of gate, up and down."""
         found = {"gate.weight": whole(self.router)}
+        of_gate, of_up, of_down = projections
         hidden, mine = self.down.shape[1:]
         first = 0 if self.layout == "whole" else self.team.rank * mine
         for local in range(self.experts.count):
             name = f"experts.{self.experts.first + local}"
             gate, up = self.gate_up.data[local].chunk(2)
             rows = {"shape": (self.features, hidden), "start": first}
-            found[f"{name}.gate_proj.weight"] = Shard(target=gate, **rows)
-            found[f"{name}.up_proj.weight"] = Shard(target=up, **rows)
+            found[f"{name}.{of_gate}.weight"] = Shard(target=gate, **rows)
+            found[f"{name}.{of_up}.weight"] = Shard(target=up, **rows)
             columns = {"shape": (hidden, self.features), "dim": 1, "start": first}
-            found[f"{name}.down_proj.weight"] = Shard(target=self.down.data[local], **columns)
+            found[f"{name}.{of_down}.weight"] = Shard(target=self.down.data[local], **columns)
         return found
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:

@@ -13,17 +13,19 @@ from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
-from weft.models.family import AttentionOptions, Family
+from weft.models.family import AttentionOptions, ExpertOptions, Family
 from weft.models.llama import LLAMA
 from weft.models.mistral import MISTRAL
+from weft.models.mixtral import MIXTRAL
 from weft.models.qwen2 import QWEN2
 from weft.models.qwen3 import QWEN3
+from weft.models.qwen3_moe import QWEN3_MOE
 from weft.models.seed_oss import SEED_OSS
 from weft.parallel.rotary import Rotary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-FAMILIES = {family.model_type: family for family in (QWEN3, QWEN2, LLAMA, MISTRAL, SEED_OSS)}
+FAMILIES = {family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, SEED_OSS)}
 """model_type -> the tables of its family."""
 PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
 """Name of a published model -> its config.json, as far as it counts."""
@@ -32,10 +34,19 @@ PUBLISHED = {name: content for family in FAMILIES.values() for name, content in 
 WITHOUT_EFFECT = {
     "naming": ("finetuning_task", "is_decoder", "name_or_path", "transformers_version"),
     "provenance": ("unsloth_fixed", "unsloth_version"),
-    "training": ("attention_dropout", "gradient_checkpointing", "initializer_range", "loss_type", "residual_dropout"),
+    "training": (
+        "attention_dropout",
+        "gradient_checkpointing",
+        "initializer_range",
+        "loss_type",
+        "residual_dropout",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+    ),
     "outputs": (
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "return_dict",
         "tie_last_hidden_states",
         "torchscript",
@@ -116,6 +127,7 @@ class DecoderConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     attention: AttentionOptions
+    experts: ExpertOptions | None = None
 
     @property
     def family(self) -> Family:
@@ -125,9 +137,13 @@ class DecoderConfig:
     def parameters(self) -> int:
         """Number of weights in all matrices."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
-        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * layer
+        columns = self.num_hidden_layers * (attention + 3 * self.intermediate_size)
+        if self.experts is not None:
+            mixtures = sum(self.experts.in_layer(layer) for layer in range(self.num_hidden_layers))
+            of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
+            columns += mixtures * (of_experts - 3 * self.intermediate_size)
+        embeddings = self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        return self.hidden_size * (embeddings + columns)
 
     @classmethod
     def named(cls, name: str) -> DecoderConfig:
@@ -208,6 +224,7 @@ class DecoderConfig:
             tie_word_embeddings=tied,
             dtype=DTYPES[dtype.removeprefix("torch.")],
             attention=family.attention(filled),
+            experts=family.experts(filled),
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from weft.layers import TPMLP, TPAttention
+from weft.layers import TPMLP, MoE, TPAttention
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
@@ -54,18 +54,13 @@ class DecoderLayer(nn.Module):
             dtype=dtype,
         )
         self.post_attention_layernorm = _norm(config, team, dtype)
-        self.mlp = TPMLP(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            team=team,
-            mode=mode,
-            dtype=dtype,
-        )
+        self.mlp = _feed_forward(config, index, team=team, mode=mode, dtype=dtype)
 
     def shards(self) -> dict[str, Shard]:
+        experts = isinstance(self.mlp, MoE)
         return (
             under(self.names.attention, self.self_attn.shards())
-            | under(self.names.mlp, self.mlp.shards())
+            | under(self.names.mlp, self.mlp.shards(self.names.projections) if experts else self.mlp.shards())
             | under(self.names.input_norm, _norm_shards(self.input_layernorm))
             | under(self.names.post_norm, _norm_shards(self.post_attention_layernorm))
         )
@@ -149,8 +144,9 @@ class Decoder(nn.Module):
         """Read this rank's slices and return warnings, a line each, of NaN and of unused tensors. Collective."""
         shards = self.shards()
         odd = {name for names in self.team.exchange(checkpoint.load(shards, progress)) for name in names}
-        # A tied head is in some checkpoints twice, with equal values.
-        unused = checkpoint.unused({*shards, f"{self.config.family.weights.head}.weight"})
+        # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts.
+        known = {name for names in self.team.exchange(tuple(shards)) for name in names}
+        unused = checkpoint.unused(known | {f"{self.config.family.weights.head}.weight"})
         where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
         lines = []
         if odd:
@@ -163,15 +159,15 @@ class Decoder(nn.Module):
     def fill_dummy(self, seed: int = 0) -> Decoder:
         """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.
 
-        A rank has the same weights on every run, and all ranks the same norms. Another world size is another model.
+        A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model.
         """
         for index, (name, shard) in enumerate(self.shards().items()):
             generator = torch.Generator(self.team.device)
+            start = seed * 7919 + index
+            generator.manual_seed(start if shard.replicated else start * 1024 + self.team.rank + 1)
             if "norm" in name:
-                generator.manual_seed(seed * 7919 + index)
                 shard.target.normal_(1.0, 0.05, generator=generator)
             else:
-                generator.manual_seed((seed * 7919 + index) * 1024 + self.team.rank + 1)
                 # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
                 shard.target.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
         return self
@@ -255,6 +251,21 @@ def _listed(names: list[str]) -> str:
 def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> nn.RMSNorm:
     norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=team.device, dtype=dtype)
     return norm.requires_grad_(False)
+
+
+def _feed_forward(config: DecoderConfig, index: int, *, team: Team, mode: Mode, dtype: torch.dtype) -> TPMLP | MoE:
+    """MLP of a layer, or its experts: whole ones where the ranks can share them equally, else slices of all."""
+    experts, shared = config.experts, {"hidden_size": config.hidden_size, "team": team, "mode": mode, "dtype": dtype}
+    if experts is None or not experts.in_layer(index):
+        return TPMLP(intermediate_size=config.intermediate_size, **shared)
+    return MoE(
+        intermediate_size=experts.intermediate_size,
+        num_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok,
+        norm_topk_prob=experts.norm_topk_prob,
+        layout="whole" if experts.num_experts % team.size == 0 else "slices",
+        **shared,
+    )
 
 
 def _norm_shards(norm: nn.RMSNorm) -> dict[str, Shard]:

@@ -29,11 +29,34 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOptions:
+    """Mixture of experts in place of a model's MLPs.
+
+    num_experts, num_experts_per_tok  in all, and of each token
+    intermediate_size  of each expert
+    norm_topk_prob     weights of a token's experts are divided by their sum
+    layers             by layer, and repeated for more layers: True where there are experts, else an MLP
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+    layers: tuple[bool, ...] = (True,)
+
+    def in_layer(self, layer: int) -> bool:
+        return self.layers[layer % len(self.layers)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightNames:
     """Prefixes of tensors' names in a checkpoint: the model's parts, and a layer's within it.
 
-    Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs.
+    Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs, a
+    mixture of experts gate and experts.E, with `projections` for gate, up and down below that.
     """
+
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -54,6 +77,11 @@ def plain_attention(content: Content) -> AttentionOptions:
     return AttentionOptions()
 
 
+def no_experts(content: Content) -> ExpertOptions | None:
+    """An MLP in every layer."""
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Models whose config.json has one `model_type`.
@@ -64,7 +92,8 @@ class Family:
                   None: one for each query head; head_dim None: hidden_size / num_attention_heads
     published     name of a model -> its config.json, as far as it counts
     attention     options in a config.json. CheckpointError for values that weft does not run
-    reads         keys that `attention` reads
+    experts       the mixture of experts in a config.json, likewise; None: MLPs
+    reads         keys that `attention` and `experts` read
     supported     keys that may have these values and no others, beside those of all families
     """
 
@@ -74,6 +103,7 @@ class Family:
     defaults: Mapping[str, Any]
     published: Mapping[str, Mapping[str, Any]]
     attention: Callable[[Content], AttentionOptions] = plain_attention
+    experts: Callable[[Content], ExpertOptions | None] = no_experts
     reads: tuple[str, ...] = ()
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     weights: WeightNames = WeightNames()
@@ -91,6 +121,15 @@ def window_of(content: Content) -> int | None:
     value = content["sliding_window"]
     if value is not None and (type(value) is not int or value < 1):
         raise CheckpointError(f"config.json: sliding_window={quoted(value)} is not a positive integer or null")
+    return value
+
+
+def count_of(content: Content, name: str, most: int | None = None) -> int:
+    """A positive integer under `name`, `most` at most."""
+    value = content.get(name)
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        limit = "a positive integer" if most is None else f"an integer in 1 .. {most}"
+        raise CheckpointError(f"config.json: {name}={quoted(value)} is not {limit}")
     return value
 
 

@@ -16,12 +16,14 @@ class Shard:
 
     target: a parameter of this rank or a view of some of its rows
     shape:  the whole tensor's
+    replicated: every rank holds all of it
     """
 
     target: torch.Tensor
     shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
+    replicated: bool = False
 
     def copy_from(self, whole: Any) -> None:
         """Fill from `whole`, a tensor or a safetensors slice. Of a slice only this shard's bytes are read."""
@@ -34,7 +36,7 @@ class Shard:
 
 def whole(parameter: torch.Tensor) -> Shard:
     """Shard of a parameter that every rank holds whole."""
-    return Shard(target=parameter.data, shape=tuple(parameter.shape))
+    return Shard(target=parameter.data, shape=tuple(parameter.shape), replicated=True)
 
 
 def under(prefix: str, shards: Mapping[str, Shard]) -> dict[str, Shard]:

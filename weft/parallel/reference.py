@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 AllReduce = Callable[[Tensor], Tensor]
+Experts = Callable[[Tensor, MoEWeights], Tensor]
 # (qkv [T, (heads + 2 kv_heads) * head_dim], weights, tokens of the step, keys and values of the layer) -> [T, heads * head_dim]
 Attend = Callable[[Tensor, AttentionWeights, Any, Any], Tensor]
 
@@ -31,11 +32,13 @@ class Reference(Recipe):
 
     attend      attention over some kind of cache; that over a paged one if not given
     all_reduce  sum over the ranks; None: torch.distributed's
+    experts     this rank's summand of a mixture of experts
     """
 
     team: Team
     attend: Attend = plain.attend
     all_reduce: AllReduce | None = None
+    experts: Experts = plain.experts
     local: ClassVar[ModuleType] = plain
     name: ClassVar[str] = "reference"
 
@@ -57,7 +60,7 @@ class Reference(Recipe):
         return self.sum(F.linear(gated, w.down))
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
-        return self.sum(plain.experts(x, w))
+        return self.sum(self.experts(x, w))
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         return self.sum(plain.embed(tokens, table))

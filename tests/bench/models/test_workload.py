@@ -30,7 +30,7 @@ from weft.bench.models.workload import ModelWorkload
 from weft.bench.render.sheets import sheets
 from weft.bench.workloads import read
 from weft.models.config import PUBLISHED
-from weft.models.family import AttentionOptions
+from weft.models.family import AttentionOptions, ExpertOptions
 from weft.parallel.reference import Reference
 from weft.parallel.rotary import Rotary, Yarn
 
@@ -159,6 +159,22 @@ def test_the_roofline_counts_windows_and_biases():
     assert with_bias - weights(TINY_CONFIG, 2)["qkv"] == (4 + 2 * 2) * 16
 
 
+def test_the_roofline_counts_the_experts_that_tokens_choose():
+    """Qwen3-30B-A3B, 128 experts of which a token chooses 8; of a few tokens nearly no two choose the same."""
+
+    def of(tokens):
+        return roofline("mlp", config_of("qwen3-30b-a3b"), 2, (tokens, 128, 1), "bf16", ASSUMED).gemms
+
+    active = 3 * 768 * 2048 * 64 * 2  # of one rank's 64, all of their bytes
+    router = 128 * 2048 * 2
+    assert of(1) == pytest.approx(8 / 128 * (active + router) / ASSUMED.memory * 1e6)
+    assert of(2) == pytest.approx((1 - (120 / 128) ** 2) * (active + router) / ASSUMED.memory * 1e6)
+    assert of(1000) == pytest.approx((active + router) / ASSUMED.memory * 1e6)
+    assert config_of("qwen3-30b-a3b").parameters == pytest.approx(30.5e9, rel=0.01)
+    assert config_of("qwen3-235b-a22b").parameters == pytest.approx(235e9, rel=0.01)
+    assert config_of("mixtral-8x7b").parameters == pytest.approx(46.7e9, rel=0.01)
+
+
 # --- the baseline --------------------------------------------------------------------------------------------------------
 
 
@@ -168,9 +184,12 @@ WITH_ALL_OPTIONS = replace(
     attention=AttentionOptions(bias=True, windows=(4, None)),
     rotary=Rotary(theta=1e4, scaling=Yarn(factor=4.0, original_max_position_embeddings=64)),
 )
+EXPERTS = ExpertOptions(num_experts=6, num_experts_per_tok=2, intermediate_size=32)
+WITH_EXPERTS = replace(TINY_CONFIG, model_type="qwen3_moe", experts=EXPERTS)
+CONFIGS = {"qwen3": TINY_CONFIG, "all options": WITH_ALL_OPTIONS, "experts": WITH_EXPERTS}
 
 
-@pytest.mark.parametrize("config", [TINY_CONFIG, WITH_ALL_OPTIONS], ids=["qwen3", "all options"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_baseline_is_the_model(world_size, config):
     """Logits of the model's own mode "torch", prefilled and decoded, in fp32."""
@@ -215,12 +234,14 @@ def test_the_sharded_baseline_is_the_model():
     assert weft.simulate(main, 2) == [(False, True)] * 2
 
 
-@pytest.mark.parametrize("config", [TINY_CONFIG, WITH_ALL_OPTIONS], ids=["qwen3", "all options"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_torch_compile_traces_a_layer_whole(config):
     """Without breaks of the graph, prefilled and decoded. Its backend does not compile here."""
 
     def main(team):
-        baseline = Baseline(build(config, team, "torch", torch.float32))
+        # torch traces a grouped GEMM of bf16 only.
+        dtype = torch.float32 if config.experts is None else torch.bfloat16
+        baseline = Baseline(build(config, team, "torch", dtype))
         layer = torch.compile(Reference.decoder_layer, fullgraph=True, dynamic=False, backend="eager")
         functions = Functions(recipe=baseline.eager.recipe, layer=layer)
         tokens = torch.randint(130, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -307,6 +328,11 @@ def test_a_model_is_checked_and_timed(tmp_path):
     assert picture.read_text().startswith("<svg")
 
 
+def neighbours_experts(model):
+    for layer in model.layers:
+        layer.mlp.down.data = layer.mlp.down.data.roll(1, 0)
+
+
 def drop_bias(model):
     for layer in model.layers:
         layer.self_attn.qkv_proj.bias.data = torch.zeros_like(layer.self_attn.qkv_proj.bias)
@@ -319,6 +345,9 @@ def drop_bias(model):
         ("qwen2.5-72b", None, None),
         ("qwen2.5-72b", drop_bias, "wrong answer: relative RMS"),
         ("mistral-7b", None, None),
+        ("qwen3-30b-a3b", None, None),
+        ("qwen3-30b-a3b", neighbours_experts, "wrong answer: relative RMS"),
+        ("mixtral-8x7b", None, None),
     ],
 )
 def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, complaint, monkeypatch):
@@ -327,6 +356,9 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
     }
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
     sizes |= {"sliding_window": 4} if name == "mistral-7b" else {}
+    sizes |= (
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if name == "qwen3-30b-a3b" else {}
+    )
     monkeypatch.setitem(PUBLISHED, name, PUBLISHED[name] | sizes)
 
     def spoiled(model, mode):

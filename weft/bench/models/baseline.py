@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from weft.parallel import plain
 from weft.parallel.plain import norm_of_heads
 from weft.parallel.reference import AllReduce, Reference
-from weft.parallel.tensors import AttentionWeights, LayerWeights, NormWeights
+from weft.parallel.tensors import AttentionWeights, LayerWeights, MoEWeights, NormWeights
 from weft.parallel.vocabulary import best_of, best_pairs
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Functions:
     recipe: Reference
     layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = Reference.decoder_layer
     attention: Callable[..., torch.Tensor] = Reference.attention
-    mlp: Callable[..., torch.Tensor] = Reference.mlp
+    mlp: Callable[..., torch.Tensor] = Reference.feed_forward
     head: Callable[..., torch.Tensor] = Reference.logits
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -94,7 +95,8 @@ class Baseline:
         self.table, self.norm, self.head = (mapped(torch.Tensor.detach, part) for part in parts)
         self.start, self.real = self.head.start, self.head.real
         self.dtype, self.device = self.head.weight.dtype, self.team.device
-        self.eager = Functions(recipe=Reference(team=self.team, attend=attend, all_reduce=all_reduce(self.team)))
+        recipe = Reference(team=self.team, attend=attend, all_reduce=all_reduce(self.team), experts=grouped)
+        self.eager = Functions(recipe=recipe)
         self.angles = rotary_table(self.config, self.dtype, self.device)
         # One mask serves all layers: config.json has one window.
         self.window = next((window for window in self.config.attention.windows if window is not None), None)
@@ -209,6 +211,25 @@ def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> 
         packed = q.reshape(at.batch, w.kv_heads, w.heads // w.kv_heads, w.head_dim)
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=at.mask if windowed is None else windowed)
     return out.reshape(at.batch * at.new, w.heads * w.head_dim)
+
+
+def grouped(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+    """This rank's summand of a mixture of experts, by torch's grouped GEMM over rows in the experts' order.
+
+    As transformers' experts_implementation="grouped_mm" does it; shapes do not depend on the routing.
+    """
+    (T, _), k, count = x.shape, w.gating.k, w.experts.count
+    ids, weights = plain.routing_of(F.linear(x, w.router), w.bias, w.gating)
+    local = ids.flatten() - w.experts.first
+    # Pairs of other ranks' experts come last.
+    local = torch.where((local < 0) | (local >= count), count, local)
+    local, order = local.sort(stable=True)
+    ends = torch.searchsorted(local, torch.arange(count, device=x.device), right=True).int()
+    rows = x[order // k]
+    gate_up = torch._grouped_mm(rows, w.gate_up.transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(plain.silu_mul(gate_up), w.down.transpose(1, 2), offs=ends)
+    weighted = torch.where((local < count)[:, None], y * weights.flatten()[order][:, None], 0)
+    return torch.empty_like(weighted).index_copy_(0, order, weighted).view(T, k, -1).sum(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

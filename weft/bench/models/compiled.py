@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from weft.bench.harness.provider import Unavailable
-from weft.bench.models.baseline import Functions, attend
+from weft.bench.models.baseline import Functions, attend, grouped
 from weft.parallel.reference import AllReduce, Reference
-from weft.parallel.tensors import AttentionWeights, MLPWeights
+from weft.parallel.tensors import AttentionWeights, MLPWeights, MoEWeights
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -45,6 +45,9 @@ class Sharded(Reference):
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         return Reference.mlp(self, self.gather(x), w)
 
+    def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
+        return Reference.moe(self, self.gather(x), w)
+
 
 def compiled(team: Team, rows: int) -> Functions:
     """Layers and head for steps of ``rows`` tokens, with NCCL.
@@ -52,7 +55,7 @@ def compiled(team: Team, rows: int) -> Functions:
     Layers of one token take coordinate_descent_tuning, as in gpt-fast: GEMMs become kernels of torch's own, which may stream
     weights faster than cuBLAS. It takes a minute.
     """
-    recipe = Reference(team=team, attend=attend, all_reduce=_nccl(team))
+    recipe = Reference(team=team, attend=attend, all_reduce=_nccl(team), experts=grouped)
     return _functions(recipe, {"coordinate_descent_tuning": rows == 1}, {})
 
 
@@ -64,7 +67,7 @@ def symmetric(team: Team, rows: int, nbytes: int) -> Functions:
         raise Unavailable(f"sums of {nbytes >> 20} MiB: NCCL takes less time than symmetric memory; see torch.compile")
     few = rows <= AUTOTUNED_ROWS
     options = {"max_autotune": few, "coordinate_descent_tuning": few}
-    recipe = Reference(team=team, attend=attend, all_reduce=_in_symmetric_memory(team, nbytes))
+    recipe = Reference(team=team, attend=attend, all_reduce=_in_symmetric_memory(team, nbytes), experts=grouped)
     return _functions(recipe, options, options)
 
 
@@ -83,6 +86,7 @@ def pipelined(team: Team, rows: int) -> Functions:
     recipe = Sharded(
         team=team,
         attend=attend,
+        experts=grouped,
         all_reduce=lambda x: ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", world, name)),
         gather=lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, world, name)),
     )
@@ -96,7 +100,9 @@ def _functions(recipe: Reference, options: dict[str, Any], of_head: dict[str, An
         return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
     kind = type(recipe)
-    layer, attention, mlp = (one(function, options) for function in (kind.decoder_layer, kind.attention, kind.mlp))
+    layer, attention, mlp = (
+        one(function, options) for function in (kind.decoder_layer, kind.attention, kind.feed_forward)
+    )
     gather = recipe.gather if isinstance(recipe, Sharded) else None
     head = one(kind.logits, of_head)
     return Functions(recipe=recipe, layer=layer, attention=attention, mlp=mlp, head=head, gather=gather)

@@ -40,14 +40,19 @@ class Roofline:
 
 
 def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
-    """Elements of one rank's weights by GEMM of a layer. A bias counts as a column more."""
+    """Elements of one rank's weights by GEMM of a layer. A bias counts as a column more.
+
+    Of a mixture of experts, all of this rank's experts; the router counts as columns of gate and up.
+    """
     hidden, heads = config.hidden_size, config.num_attention_heads // world_size
     kv_heads = max(config.num_key_value_heads // world_size, 1)
+    experts = config.experts
+    features = config.intermediate_size if experts is None else experts.num_experts * experts.intermediate_size
     return {
         "qkv": (heads + 2 * kv_heads) * config.head_dim * (hidden + config.attention.bias),
         "o": heads * config.head_dim * hidden,
-        "gate_up": 2 * config.intermediate_size // world_size * hidden,
-        "down": config.intermediate_size // world_size * hidden,
+        "gate_up": (2 * features // world_size + (0 if experts is None else experts.num_experts)) * hidden,
+        "down": features // world_size * hidden,
     }
 
 
@@ -65,10 +70,15 @@ def roofline(
     layers = config.num_hidden_layers if level == "model" else 1
     chosen = {"mlp": ("gate_up", "down"), "attn": ("qkv", "o"), "model": ("qkv", "o", "gate_up", "down")}[level]
 
-    def gemm(elements: int, rows: int) -> float:
-        return max(elements * itemsize / limits.memory, 2.0 * elements * rows / limits.flops) * 1e6
+    def gemm(elements: int, rows: float, read: float = 1.0) -> float:
+        return max(read * elements * itemsize / limits.memory, 2.0 * elements * rows / limits.flops) * 1e6
 
     times = {name: gemm(size, tokens) for name, size in weights(config, world_size).items() if name in chosen}
+    if config.experts is not None:
+        # A token meets its share of the experts, and an expert is read if any token chose it: all sets of experts alike.
+        share = config.experts.num_experts_per_tok / config.experts.num_experts
+        for name in times.keys() & {"gate_up", "down"}:
+            times[name] = gemm(weights(config, world_size)[name], tokens * share, 1 - (1 - share) ** tokens)
     attention = 0.0
     if level != "mlp":
         kv_heads, heads = max(config.num_key_value_heads // world_size, 1), config.num_attention_heads // world_size

@@ -65,7 +65,9 @@ def check_split(model: str, config: DecoderConfig, world_size: int) -> None:
         check_heads(config.num_attention_heads, config.num_key_value_heads, world_size)
     except ValueError as error:
         raise ValueError(f"--model {model}: {error}") from error
-    if config.intermediate_size % world_size:
+    # Experts are split whole, or their features are.
+    sizes = (config.experts.num_experts, config.experts.intermediate_size) if config.experts else ()
+    if config.intermediate_size % world_size and not any(size % world_size == 0 for size in sizes):
         raise ValueError(
             f"--world-size {world_size} does not divide the intermediate_size={config.intermediate_size} of {model}; take "
             f"{math.gcd(config.intermediate_size, world_size)}"

@@ -98,7 +98,10 @@ class MoE(nn.Module):
         return MoEWeights(self.router, None, self.gate_up, self.down, self.experts, self.gating)
 
     def shards(self, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Shard]:
-        """Shards of the router and of this rank's experts; projections: a checkpoint's names of gate, up and down."""
+        """Shards of the router and of this rank's experts.
+
+        projections: a checkpoint's names of gate, up and down
+        """
         found = {"gate.weight": whole(self.router)}
         of_gate, of_up, of_down = projections
         hidden, mine = self.down.shape[1:]

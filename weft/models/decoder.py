@@ -254,7 +254,7 @@ def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> nn.RMSNorm:
 
 
 def _feed_forward(config: DecoderConfig, index: int, *, team: Team, mode: Mode, dtype: torch.dtype) -> TPMLP | MoE:
-    """MLP of a layer, or its experts: whole ones where the ranks can share them equally, else slices of all."""
+    """MLP of a layer, or its experts: whole ones where the ranks share them equally, else slices."""
     experts, shared = config.experts, {"hidden_size": config.hidden_size, "team": team, "mode": mode, "dtype": dtype}
     if experts is None or not experts.in_layer(index):
         return TPMLP(intermediate_size=config.intermediate_size, **shared)

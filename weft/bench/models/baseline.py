@@ -214,7 +214,7 @@ def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> 
 
 
 def grouped(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
-    """This rank's summand of a mixture of experts, by torch's grouped GEMM over rows in the experts' order.
+    """This rank's summand of a mixture of experts, by torch's grouped GEMM over sorted rows.
 
     As transformers' experts_implementation="grouped_mm" does it; shapes do not depend on the routing.
     """

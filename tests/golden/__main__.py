@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 import weft
-from tests.golden import layers, local, model, ops
+from tests.golden import layers, local, model, moe, ops
 
 GROUPS: dict[str, Callable[[], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "ops": ops.cases,
     "local": local.cases,
+    "moe": moe.cases,
     "layers": layers.cases,
     "model": model.cases,
 }

@@ -4,16 +4,17 @@ import json
 
 import torch
 
-from tests.golden import local, model, ops
+from tests.golden import local, model, moe, ops
 from tests.golden.__main__ import compare, digest
 from weft import ops as weft_ops
 
 # Without a result of their own: a barrier, a printed choice, and types.
-WITHOUT_RESULT = {"barrier", "explain", "Explanation", "DeferredNorm", "SequenceRanges", "join_argmax", "warm_up"}
+TYPES = {"DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges"}
+WITHOUT_RESULT = TYPES | {"barrier", "explain", "join_argmax", "warm_up"}
 
 
 def test_names_are_unique_and_cover_every_op():
-    names = [name for group in (ops, local, model) for name, _ in group.cases()]
+    names = [name for group in (ops, local, moe, model) for name, _ in group.cases()]
     assert len(set(names)) == len(names) > 800
     called = {name.split("/")[1].split("-")[0].split("+")[0] for name in names}
     # Cases keep their names when an op is renamed, so that digests of older trees compare.

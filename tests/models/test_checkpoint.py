@@ -182,7 +182,10 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; weft runs 'qwen3', 'qwen2', 'llama', 'mistral'"),
+        (
+            {"model_type": "gpt2"},
+            "model_type='gpt2' is not supported; weft runs 'qwen3', 'qwen3_moe', 'qwen2', 'llama', 'mistral'",
+        ),
         (
             {"model_type": "llama"},
             r"architectures=\['Qwen3ForCausalLM'\] is not supported; weft runs 'LlamaForCausalLM'",

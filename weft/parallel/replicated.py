@@ -52,11 +52,11 @@ class FusedNorm(Recipe):
     def decoder_layer(
         self, x: PartialSum, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[PartialSum, Tensor]:
-        normed, residual = self.all_reduce_norm(x, residual, w.input_norm, self.deferred_scale)  # all_reduce_rms_norm
+        normed, residual = self.all_reduce_norm(x, residual, w.input_norm)  # all_reduce_rms_norm
         x = self.attention(normed, w.attention, step, cache)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
-        deferred = self.deferred_scale and not isinstance(w.mlp, MoEWeights)
-        normed, residual = self.all_reduce_norm(x, residual, w.post_norm, deferred)  # all_reduce_rms_norm
+        behind = replace(self, deferred_scale=False) if isinstance(w.mlp, MoEWeights) else self
+        normed, residual = behind.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
@@ -79,7 +79,7 @@ class FusedNorm(Recipe):
     ) -> Tensor:
         if rows is not None:
             x, residual = x.rows(rows), residual[rows]
-        normed, _ = self.all_reduce_norm(x, residual, norm, self.deferred_scale)  # all_reduce_rms_norm
+        normed, _ = self.all_reduce_norm(x, residual, norm)  # all_reduce_rms_norm
         return fused.logits(normed, head)  # matmul
 
     def of_single_layers(self) -> Replicated:
@@ -90,12 +90,14 @@ class FusedNorm(Recipe):
         return self if gemm_divides(rows) else replace(self, deferred_scale=False)
 
     def all_reduce_norm(
-        self, x: PartialSum, residual: Tensor | None, norm: NormWeights, deferred: bool
+        self, x: PartialSum, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """(normed, hidden): hidden = the sum of x over the ranks + residual."""
         summand = tensor_of(x)
         residual = torch.zeros_like(summand) if residual is None else residual
-        return ops.all_reduce_rms_norm(summand, residual, norm.weight, norm.eps, self.team, factored=deferred)
+        return ops.all_reduce_rms_norm(
+            summand, residual, norm.weight, norm.eps, self.team, factored=self.deferred_scale
+        )
 
     def __str__(self) -> str:
         scale = ", deferred RMS scale" if self.deferred_scale else ""

@@ -13,16 +13,20 @@ WORLD_SIZES = (1, 2, 3, 4, 8)
 
 
 def tables():
-    """Every case in two or three calls, of eight ranks' GEMMs every second one; under the marker ``sweep`` all in three."""
+    """Every case in two or three calls, of eight ranks' GEMMs every second one; under the marker ``sweep`` all in three.
+
+    Calls of one rank that keep nothing from one to the next are made once.
+    """
     for op in registered():
         for world_size in WORLD_SIZES:
             cases = [case for case in op.cases() if case.world_size == world_size]
             # Simulated GEMMs of eight ranks take longest.
             few = cases[::2] if world_size == 8 and isinstance(op, GemmOp) else cases
-            calls, name = 3 if world_size in (2, 3) else 2, f"{op.name}-W{world_size}"
+            alone = world_size == 1 and not op.mutates
+            calls, name = 3 if world_size in (2, 3) else 1 if alone else 2, f"{op.name}-W{world_size}"
             if cases:
                 yield pytest.param(few, world_size, calls, id=name)
-            if (few, calls) != (cases, 3) and world_size > 1:
+            if (few, calls) != (cases, 3):
                 yield pytest.param(cases, world_size, 3, id=f"{name}-sweep", marks=pytest.mark.sweep)
 
 

@@ -32,6 +32,9 @@ from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import check_scalar
 
+# Forms in which a case may have its projection.
+KINDS = ({"partials": 1}, {"partials": 3}, {"squares": 20}, {"strided": True})
+
 
 @triton.jit
 def prefetch(ptr, count):
@@ -245,10 +248,10 @@ class DecodeAttention(DecodingOp):
                 yield replace(case, fields=(*case.fields, ("positions", longest + 1)))
         # Partials of 16 tokens, any of which may hold the new token.
         design = SplitKV(block_n=16, least=16, splits=8, num_warps=1)
-        for heads in (cases.QWEN, cases.SMALL):
-            for kind in ({"partials": 1}, {"partials": 3}, {"squares": 20}, {"strided": True}):
-                for lengths in ((0, 15, 16, 17, 33), (300, 0, 1)):
-                    yield cases.case_of(self.name, heads, design, lengths=lengths, positions=301, **kind)
+        for kind in KINDS:
+            yield cases.case_of(self.name, cases.QWEN, design, lengths=(0, 15, 16, 17, 33), positions=301, **kind)
+            for lengths in ((0, 15, 16, 17, 33), (300, 0, 1)):
+                yield cases.case_of(self.name, cases.SMALL, design, lengths=lengths, positions=301, **kind)
         for heads, kind in (
             (cases.QWEN, {"norms": False}),
             (cases.QWEN, {"bias": True, "partials": 3}),
@@ -260,6 +263,9 @@ class DecodeAttention(DecodingOp):
             yield cases.case_of(self.name, heads, design, lengths=(33, 0, 70), positions=71, **kind)
 
     def large_cases(self) -> Iterator[Case]:
+        design = SplitKV(block_n=16, least=16, splits=8, num_warps=1)
+        for kind in KINDS:
+            yield cases.case_of(self.name, cases.QWEN, design, lengths=(300, 0, 1), positions=301, **kind)
         for batch, length in ((1, 128), (1, 20000), (32, 1024), (128, 129)):
             for kind in ({"partials": 3}, {"squares": 20}):
                 lengths = (length,) * (batch - 1) + (length - 1,)

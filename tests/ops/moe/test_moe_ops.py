@@ -36,6 +36,9 @@ MUTANTS = {
     "a tile too few": (moe_schedule, "(count + BLOCK - 1) // BLOCK", "tl.maximum(count // BLOCK, 1)"),
     "the neighbour's weight": (moe_sum, "weight = tl.load(weights + pair)", "weight = tl.load(weights + pair // K * K)"),
     "other ranks' rows": (moe_sum, "mine = (expert >= 0) & (expert < count)", "mine = expert >= -99"),
+    "the neighbour's gate": (moe_sum, "shared.gate + token.to(tl.int64) * shared.stride", "shared.gate + token"),
+    "a shared result without its gate": (moe_sum, "row *= 1.0 / (1.0 + tl.exp(-gate))", "row *= 1.0"),
+    "a gated result twice": (moe_sum, "total += row\n", "total += 2.0 * row\n"),
 }  # fmt: skip
 
 
@@ -175,6 +178,24 @@ def test_a_layer_s_gradients_are_torch_s(block, skew):
     weft.simulate(main, 1)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_of_a_shared_summand_are_torch_s(gated):
+    def main(team):
+        generator = torch.Generator().manual_seed(7)
+        y, shared, wide = (torch.randn(shape, generator=generator) for shape in ((10, 12), (5, 12), (5, 3)))
+        routing = Routing(torch.tensor([[0, 2]] * 5, dtype=torch.int32), torch.rand(5, 2, generator=generator))
+        shared.requires_grad_(), wide.requires_grad_()
+        gate = wide[:, 1] if gated else None
+        ops.moe_sum(y, routing, Experts.slices(3), shared=shared, gate=gate).square().sum().backward()
+        found = shared.grad.clone(), wide.grad
+        shared.grad = wide.grad = None
+        routed = (y.view(5, 2, 12) * routing.weights[..., None]).sum(1)
+        (routed + (shared * wide[:, 1:2].sigmoid() if gated else shared)).square().sum().backward()
+        torch.testing.assert_close(found, (shared.grad, wide.grad), rtol=1e-4, atol=1e-4)
+
+    weft.simulate(main, 1)
+
+
 def test_gradients_of_rows_that_begin_anywhere():
     def main(team):
         generator = torch.Generator().manual_seed(6)
@@ -239,6 +260,20 @@ WEIGHT = torch.zeros(4, 6, 16)
 def test_wrong_arguments_of_route_are_refused(message, fields):
     given = {"logits": LOGITS, "k": 2, **fields}
     check_refused(lambda: ops.route(given.pop("logits"), given.pop("k"), **given), (), message)
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("shared has shape (3, 5); it must be (3, 4)", {"shared": torch.zeros(3, 5)}),
+        ("shared.dtype=torch.float16 is not one of float32", {"shared": torch.zeros(3, 4).half()}),
+        ("gate has shape (3, 1); it must be (3,)", {"shared": torch.zeros(3, 4), "gate": torch.zeros(3, 1)}),
+        ("gate is that of shared, which is None; pass both", {"gate": torch.zeros(3)}),
+    ],
+)
+def test_wrong_shared_summands_are_refused(message, fields):
+    given = torch.zeros(6, 4), Routing(IDS, torch.zeros(3, 2)), Experts(8, 0, 4)
+    check_refused(lambda: ops.moe_sum(*given, **fields), (), f"moe_sum: {message}")
 
 
 @pytest.mark.parametrize(
@@ -342,3 +377,13 @@ def test_grouped_gemms_on_sm_90_use_its_hardware_and_no_stack(block, tmp_path):
         assert "ttg.local_load" not in kernel.asm["ttgir"]
         products = len(re.findall("ttng.warp_group_dot ", kernel.asm["ttgir"]))
         assert products == (2 if gated and block == 16 else 1)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", TARGETS)
+def test_a_sum_with_a_gated_summand_compiles(arch):
+    rows, logits = torch.zeros(16, 2048, dtype=torch.bfloat16), torch.zeros(2, 61, dtype=torch.bfloat16)
+    shared = moe_sum.Shared(rows[:2], logits[:, 60], 61)
+    arguments = rows, INTS.view(2, 8), logits[:, :8].contiguous(), shared, rows[:2], 2048, 0, 60
+    constants = {"K": 8, "BLOCK": moe_sum.BLOCK, **launch_options(caps_of(arch))}
+    check_compiles(compiled(moe_sum.moe_sum_kernel, *arguments, arch=arch, **constants), arch)

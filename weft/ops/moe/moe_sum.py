@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,11 +25,24 @@ from weft.runtime.launching import launch_on
 BLOCK = 1024
 
 
+class Shared(NamedTuple):
+    """Summand of all tokens beside their choices, also a kernel's argument.
+
+    rows    [T, N], dense; None: there is none
+    gate    [T], ``stride`` apart: rows[t] is multiplied by sigmoid(gate[t]); None: it is not
+    """
+
+    rows: torch.Tensor | None
+    gate: torch.Tensor | None
+    stride: int
+
+
 @triton.jit(do_not_specialize=["first", "count"])
-def moe_sum_kernel(y, ids, weights, out, N, first, count, K: tl.constexpr, BLOCK: tl.constexpr):
+def moe_sum_kernel(y, ids, weights, shared, out, N, first, count, K: tl.constexpr, BLOCK: tl.constexpr):
     """out[t, :] = sum of weights[t, j] * y[t * K + j, :] over j with first <= ids[t, j] < first + count
 
-    grid: (T, cdiv(N, BLOCK)). Added up in fp32 in the order of j, rounded once; other rows of y are not read.
+    grid: (T, cdiv(N, BLOCK)). Added up in fp32 in the order of j, then ``shared``, a Shared; rounded once. Other rows of y are
+    not read.
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
@@ -41,17 +54,33 @@ def moe_sum_kernel(y, ids, weights, out, N, first, count, K: tl.constexpr, BLOCK
         row = tl.load(y + pair * N + column, mask=(column < N) & mine, other=0.0).to(tl.float32)
         weight = tl.load(weights + pair).to(tl.float32)
         total += tl.where(mine, row * weight, 0.0)
+    if shared.rows is not None:
+        row = tl.load(shared.rows + token.to(tl.int64) * N + column, mask=column < N, other=0.0).to(tl.float32)
+        if shared.gate is not None:
+            gate = tl.load(shared.gate + token.to(tl.int64) * shared.stride).to(tl.float32)
+            row *= 1.0 / (1.0 + tl.exp(-gate))
+        total += row
     tl.store(out + token.to(tl.int64) * N + column, total.to(out.dtype.element_ty), mask=column < N)
 
 
-def moe_sum(y: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+def moe_sum(
+    y: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    *,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sum over j of routing.weights[t, j] * y[t * k + j] -> [T, N], of the choices among ``experts``.
 
     y        [T * k, N], fp16, bf16 or fp32, as ``grouped_matmul`` gives it; rows of other choices are not read
     routing  ids int32 [T, k]; weights [T, k] in any of these dtypes
+    shared   [T, N] of y's dtype, added to the sum: the result of an expert of all tokens
+    gate     [T] of y's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
 
-    Added up in fp32 in the order of the choices, rounded once to y's dtype; 0 for a token that chose none of ``experts``.
-    Gradients of y and the weights. ValueError for shapes, dtypes or devices that do not fit.
+    Added up in fp32 in the order of the choices, rounded once to y's dtype; 0 for a token that chose none of ``experts``,
+    unless there is ``shared``. Gradients of y, the weights, shared and gate. ValueError for shapes, dtypes or devices that do
+    not fit.
     """
     op = "moe_sum"
     if not isinstance(routing, Routing):
@@ -66,7 +95,15 @@ def moe_sum(y: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor
     check_shape(op, "ids", routing.ids, ("T", "k"))
     check_shape(op, "weights", routing.weights, routing.ids.shape)
     check_shape(op, "y", y, (routing.ids.numel(), "N"))
-    return MOE_SUM.dispatch(y, *routing, experts.first, experts.count)
+    if shared is not None:
+        check_like(op, "shared", shared, y.device, (y.dtype,))
+        check_shape(op, "shared", shared, (len(routing.ids), y.shape[1]))
+    if gate is not None:
+        if shared is None:
+            raise ValueError(f"{op}: gate is that of shared, which is None; pass both or shared alone")
+        check_like(op, "gate", gate, y.device, (y.dtype,))
+        check_shape(op, "gate", gate, (len(routing.ids),))
+    return MOE_SUM.dispatch(y, *routing, experts.first, experts.count, shared, gate)
 
 
 class MoeSum(Op):
@@ -76,26 +113,38 @@ class MoeSum(Op):
     collective = False
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """y with NaN in the rows of other ranks' choices, ids and weights."""
+        """y with NaN in the rows of other ranks' choices, ids and weights; shared and gate where the case has them."""
         T, k, total, N = case.sizes
         ids, (first, count) = draw_ids(draw, T, k, total), case.field("local") or (0, total)
         y, mine = draw.own("y", (T * k, N)), ((ids >= first) & (ids < first + count)).flatten()
-        return y.masked_fill(~mine[:, None], torch.nan), ids, draw.own("weights", (T, k)).abs()
+        found = y.masked_fill(~mine[:, None], torch.nan), ids, draw.own("weights", (T, k)).abs()
+        if case.field("shared"):
+            found += (draw.own("shared", (T, N)),)
+        if case.field("shared") == "gated":
+            # A column of a wider matrix, as a router has it.
+            found += (draw.own("gate", (T, 3), 2.0)[:, 2],)
+        return found
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        y, ids, weights = by_rank[rank]
+        y, ids, weights, *shared = by_rank[rank]
         T, k, total, N = case.sizes
         first, count = case.field("local") or (0, total)
         mine = ((ids >= first) & (ids < first + count))[..., None]
         rows = torch.where(mine, y.view(T, k, N).double(), 0.0)
-        return (rows * weights.double()[..., None]).sum(1)
+        total = (rows * weights.double()[..., None]).sum(1)
+        if not shared:
+            return total
+        row, gate = shared[0].double(), [x.double().sigmoid()[:, None] for x in shared[1:]]
+        return total + (row * gate[0] if gate else row)
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=case.sizes[1])
+        return Accuracy(terms=case.sizes[1] + (case.field("shared") is not None))
 
-    def call(self, case: Case, team: Any, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        total = case.sizes[2]
-        return moe_sum(y, Routing(ids, weights), Experts(total, *(case.field("local") or (0, total))))
+    def call(
+        self, case: Case, team: Any, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor
+    ) -> torch.Tensor:
+        total, named = case.sizes[2], dict(zip(("shared", "gate"), shared, strict=False))
+        return moe_sum(y, Routing(ids, weights), Experts(total, *(case.field("local") or (0, total))), **named)
 
     def cases(self) -> Iterator[Case]:
         def case(dtype: torch.dtype, *sizes: int, **fields: Any) -> Case:
@@ -108,37 +157,62 @@ class MoeSum(Op):
         for skew in ("some", "none", "last expert"):
             yield case(BF16, 6, 2, 8, 40, skew=skew, local=(0, 4))
         yield case(BF16, 0, 2, 8, 40)
+        for dtype, kind in ((BF16, "gated"), (FP32, "gated"), (FP16, "ungated")):
+            yield case(dtype, 7, 4, 8, 1030, shared=kind, local=(4, 4))
 
     def large_cases(self) -> Iterator[Case]:
         for sizes in ((128, 8, 128, 2048), (4096, 8, 128, 2048)):
             yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("local", (64, 64)),))
 
     def forward(
-        self, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int, count: int
+        self,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        first: int,
+        count: int,
+        shared: torch.Tensor | None,
+        gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        (T, k), N, out = ids.shape, y.shape[1], self.fake(y, ids, weights, first, count)
+        (T, k), N, out = ids.shape, y.shape[1], self.fake(y, ids, weights, first, count, shared, gate)
         if out.numel() > 0:
             options = launch_options(capabilities_of(y.device))
             launch = launch_on(y.device, moe_sum_kernel, k, lambda: {"K": k, "BLOCK": BLOCK, **options})
-            arguments = y.contiguous(), ids.contiguous(), weights.contiguous(), out, N, first, count
-            launch((T, cdiv(N, BLOCK)), *arguments)
+            rows = None if shared is None else shared.contiguous()
+            beside = Shared(rows, gate, 0 if gate is None else gate.stride(0))
+            launch(
+                (T, cdiv(N, BLOCK)),
+                y.contiguous(),
+                ids.contiguous(),
+                weights.contiguous(),
+                beside,
+                out,
+                N,
+                first,
+                count,
+            )
         return out
 
-    def fake(self, y, ids, weights, first, count):
+    def fake(self, y, ids, weights, first, count, shared, gate):
         return y.new_empty((ids.shape[0], y.shape[1]))
 
     def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        y, ids, weights, ctx.first, ctx.count = inputs
-        ctx.save_for_backward(y, ids, weights)
+        y, ids, weights, ctx.first, ctx.count, shared, gate = inputs
+        ctx.save_for_backward(y, ids, weights, shared, gate)
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        y, ids, weights = ctx.saved_tensors
+        y, ids, weights, shared, gate = ctx.saved_tensors
         mine = ((ids >= ctx.first) & (ids < ctx.first + ctx.count))[..., None]
-        grad, rows = grad.float()[:, None], y.view(*ids.shape, y.shape[1])
+        rows, whole = y.view(*ids.shape, y.shape[1]), grad.float()
         # Other rows of y have not been written: they are masked, not multiplied by 0.
-        of_y = torch.where(mine, grad * weights.float()[..., None], 0.0).to(y.dtype).view(y.shape)
-        of_weights = torch.where(mine, grad * rows.float(), 0.0).sum(-1).to(weights.dtype)
-        return of_y, None, of_weights, None, None
+        of_y = torch.where(mine, whole[:, None] * weights.float()[..., None], 0.0).to(y.dtype).view(y.shape)
+        of_weights = torch.where(mine, whole[:, None] * rows.float(), 0.0).sum(-1).to(weights.dtype)
+        of_shared, of_gate = None if shared is None else grad, None
+        if gate is not None:
+            factor = gate.float().sigmoid()
+            of_shared = (whole * factor[:, None]).to(grad.dtype)
+            of_gate = ((whole * shared.float()).sum(-1) * factor * (1 - factor)).to(gate.dtype)
+        return of_y, None, of_weights, None, None, of_shared, of_gate
 
 
 MOE_SUM = MoeSum()

@@ -1,14 +1,17 @@
-"""MoE against the whole modules of transformers, in both layouts, and modules that it refuses."""
+"""MoE against the whole modules of transformers, and against a loop, in both layouts, and modules that it refuses."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import weft
 from tests.layers.test_layers import joined, randomised, share
 from weft.layers import MoE, plan_layer
+from weft.parallel.sharding import fill
 
 transformers = pytest.importorskip("transformers")
+from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: E402
 from transformers.models.mixtral import modeling_mixtral  # noqa: E402
 from transformers.models.qwen2_moe import modeling_qwen2_moe  # noqa: E402
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: E402
@@ -21,6 +24,10 @@ def block(kind):
     if kind == "mixtral":
         config = transformers.MixtralConfig(**SIZES, intermediate_size=48, num_local_experts=8)
         return modeling_mixtral.MixtralSparseMoeBlock(config)
+    if kind.startswith("qwen2"):
+        sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 96, "num_experts": 8}
+        config = transformers.Qwen2MoeConfig(**SIZES, **sizes, norm_topk_prob=kind == "qwen2 renormalized")
+        return modeling_qwen2_moe.Qwen2MoeSparseMoeBlock(config)
     renormalized = kind == "qwen3"
     config = transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=48, num_experts=8, norm_topk_prob=renormalized)
     return modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
@@ -31,18 +38,13 @@ def whole(module, x):
     return (found[0] if isinstance(found, tuple) else found).view(x.shape)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3 not renormalized", "mixtral"])
-@pytest.mark.parametrize(
-    ("world_size", "layout"), [(1, "whole"), (2, "slices"), (4, "whole"), (8, "whole"), (3, "slices")]
-)
-def test_a_mixture_over_ranks_is_the_whole_one(kind, world_size, layout):
-    module, x = randomised(block(kind)), torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
-    expected = whole(module, x)
+def check(x, expected, make, world_size):
+    """MoEs of all modes and recipes; ``make(team, mode)`` makes one."""
 
     def main(team):
         found = {}
         for mode in MODES:
-            moe = MoE.from_module(module, team, mode, layout)
+            moe = make(team, mode)
             for fused in (False, True):
                 plan = plan_layer(len(x), mode=mode, team=team, fused=fused)
                 found[mode, fused] = moe(share(x, team, mode), plan)
@@ -53,6 +55,89 @@ def test_a_mixture_over_ranks_is_the_whole_one(kind, world_size, layout):
         found = joined([of_rank[mode, fused] for of_rank in by_rank], mode, len(x))
         error = ((found - expected).square().mean() / expected.square().mean()).sqrt()
         assert error < 1e-6, (mode, fused)
+
+
+SPLITS = [(1, "whole"), (2, "slices"), (4, "whole"), (8, "whole"), (3, "slices")]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 not renormalized", "mixtral"])
+@pytest.mark.parametrize(("world_size", "layout"), SPLITS)
+def test_a_mixture_over_ranks_is_the_whole_one(kind, world_size, layout):
+    module, x = randomised(block(kind)), torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
+    check(x, whole(module, x), lambda team, mode: MoE.from_module(module, team, mode, layout), world_size)
+
+
+SHARED_SPLITS = [("qwen2", *split) for split in SPLITS] + [("qwen2 renormalized", 2, "whole")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "layout"),
+    [pytest.param(*case, marks=[pytest.mark.sweep] if case[1] in (1, 4, 8) else []) for case in SHARED_SPLITS],
+)
+def test_a_shared_expert_over_ranks_is_the_whole_one(kind, world_size, layout):
+    module, x = randomised(block(kind)), torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
+    check(x, whole(module, x), lambda team, mode: MoE.from_module(module, team, mode, layout), world_size)
+
+
+ROUTINGS = {
+    "groups by their best": {"groups": 4, "group_limit": 2, "scale": 2.5},
+    "DeepSeek-V3": {"scoring": "sigmoid", "groups": 4, "group_limit": 2, "scale": 2.5, "router_bias": True},
+    "DeepSeek-V3 not renormalized": {"scoring": "sigmoid", "router_bias": True, "norm_topk_prob": False},
+    "DeepSeek-V3 with a shared expert": {
+        "scoring": "sigmoid", "router_bias": True, "groups": 2, "scale": 0.5, "shared_intermediate_size": 96,
+    },
+}  # fmt: skip
+
+
+def by_loop(x, tensors, *, scoring="softmax", router_bias=False, groups=1, group_limit=1, scale=1.0, **others):
+    """A mixture of 8 experts, token by token, from its whole weights; 3 experts a token."""
+
+    def mlp(row, name):
+        gate, up, down = (tensors[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return down @ (F.silu(gate @ row) * (up @ row))
+
+    y = torch.zeros_like(x)
+    for row, out in zip(x, y, strict=True):
+        logits = tensors["gate.weight"] @ row
+        scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(0)
+        choose_by = scores + tensors["gate.e_score_correction_bias"] if router_bias else scores
+        of_groups = [group.sort(descending=True).values for group in choose_by.chunk(groups)]
+        values = torch.stack([group[:2].sum() if router_bias else group[0] for group in of_groups])
+        inside = values.topk(group_limit).indices.repeat_interleave(8 // groups) * (8 // groups)
+        inside += torch.arange(8 // groups).repeat(group_limit)
+        chosen = inside[choose_by[inside].topk(3).indices]
+        total = scores[chosen].sum() if others.get("norm_topk_prob", True) else 1.0
+        for e in chosen.tolist():
+            out += scale * scores[e] / total * mlp(row, f"experts.{e}")
+        if "shared_intermediate_size" in others:
+            out += mlp(row, "shared_expert")
+    return y
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, "whole"), *(pytest.param(*split, marks=pytest.mark.sweep) for split in SPLITS)]
+)
+def test_routing_like_deepseek_s_is_that_of_a_loop(name, world_size, layout):
+    generator, options = torch.Generator().manual_seed(1), ROUTINGS[name]
+    experts = [f"experts.{e}" for e in range(8)] + ["shared_expert"] * ("shared_intermediate_size" in options)
+    shapes = {"gate.weight": (8, 32)}
+    if options.get("router_bias"):
+        shapes["gate.e_score_correction_bias"] = (8,)
+    for one in experts:
+        features = 96 if one == "shared_expert" else 48
+        shapes |= {f"{one}.{part}_proj.weight": (features, 32) for part in ("gate", "up")}
+        shapes[f"{one}.down_proj.weight"] = 32, features
+    tensors = {one: torch.randn(shape, generator=generator) * 0.3 for one, shape in shapes.items()}
+    x = torch.randn(24, 32, generator=generator)
+
+    def make(team, mode):
+        sizes = {**SIZES, "intermediate_size": 48, "num_experts": 8}
+        moe = MoE(**sizes, **options, layout=layout, team=team, mode=mode, dtype=torch.float32)
+        fill(moe.shards(), {one: tensors[one] for one in moe.shards()}, "loop")
+        return moe
+
+    check(x, by_loop(x, tensors, **options), make, world_size)
 
 
 MISTAKES = {
@@ -66,9 +151,32 @@ MISTAKES = {
 }
 
 
+class Ungated(MoE):
+    """The sigmoid gate of the shared expert forgotten."""
+
+    @property
+    def weights(self):
+        return super().weights._replace(router=self.router[: self.experts.total])
+
+
+class Undivided(MoE):
+    """A shared expert that each rank adds whole: as if its features were not split."""
+
+    @property
+    def weights(self):
+        weights = super().weights
+        return weights._replace(shared=weights.shared._replace(down=weights.shared.down * self.team.size))
+
+
+MISTAKES |= {
+    "the shared expert's gate forgotten": lambda moe: setattr(moe, "__class__", Ungated),
+    "the shared expert not split": lambda moe: setattr(moe, "__class__", Undivided),
+}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake):
-    module, x = randomised(block("qwen3")), torch.randn(24, 32)
+    module, x = randomised(block("qwen2" if "shared" in mistake else "qwen3")), torch.randn(24, 32)
     expected = whole(module, x)
 
     def main(team):
@@ -95,6 +203,18 @@ def test_sizes_that_cannot_be_split_are_refused():
     refused("intermediate_size=50 is not divisible by world_size=3", layout="slices", intermediate_size=50)
     refused("layout='rows' is not one of 'whole', 'slices'", layout="rows")
     refused("num_experts_per_tok=9 is not an integer in 1 .. 8", num_experts_per_tok=9)
+    refused("num_experts_per_tok=17 is not an integer in 1 .. 16", num_experts=24, num_experts_per_tok=17)
+    refused("shared_intermediate_size=50 is not divisible by world_size=3", num_experts=9, shared_intermediate_size=50)
+
+
+def test_options_that_do_not_fit_are_refused():
+    refused("num_experts=1026 is not an integer in 1 .. 1024", num_experts=1026)
+    refused("scoring='relu' is not one of 'softmax', 'sigmoid'", scoring="relu")
+    refused("MoE: groups=3 does not divide the 8 experts", groups=3)
+    refused("MoE: k=2 is more than 16, or than the 1 experts to choose from", groups=8)
+    refused("shared_intermediate_size=0 is not a positive integer", num_experts=9, shared_intermediate_size=0)
+    refused("shared_gate=True without shared_intermediate_size", num_experts=9, shared_gate=True)
+    refused("shared_gate=1 is not True or False", shared_gate=1, shared_intermediate_size=48)
 
 
 class Doubled(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock):
@@ -103,13 +223,13 @@ class Doubled(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock):
 
 
 def test_modules_that_compute_something_else_are_refused():
-    config = transformers.Qwen2MoeConfig(**SIZES, moe_intermediate_size=48, num_experts=8)
-    shared = modeling_qwen2_moe.Qwen2MoeSparseMoeBlock(config)
+    config = transformers.DeepseekV3Config(**SIZES, moe_intermediate_size=48, n_routed_experts=8)
+    shared = modeling_deepseek_v3.DeepseekV3MoE(config)
     doubled = Doubled(transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=48, num_experts=8))
 
     def main(team):
         for module, message in (
-            (shared, "module=Qwen2MoeSparseMoeBlock has shared_expert, shared_expert_gate beside its experts"),
+            (shared, "module=DeepseekV3MoE has shared_experts beside its experts"),
             (doubled, "module=Doubled gives another result than softmax routing to 8 experts, 3 a token"),
             (nn.Linear(2, 2), "module=Linear has no gate, experts"),
         ):

@@ -1,4 +1,4 @@
-"""A mixture of gated MLPs, its experts or their intermediate features split over the ranks."""
+"""A mixture of gated MLPs, its experts or their intermediate features split over the ranks, and a shared one beside them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from weft.arguments import check_int, quoted
+from weft.arguments import check_bool, check_int, positive, quoted
+from weft.layers.mlp import TPMLP
+from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS, check_routing
 from weft.ops.moe.routing import Experts
 from weft.parallel import plain
 from weft.parallel.linear import check_layer, empty_parameter, split_evenly
 from weft.parallel.recipe import StepPlan
-from weft.parallel.sharding import Shard, fill, whole
+from weft.parallel.sharding import Shard, fill, under, whole
 from weft.parallel.step_plan import Mode, mode_named, plan_layer
-from weft.parallel.tensors import Gating, MoEWeights, tensor_of
+from weft.parallel.tensors import Gating, MLPWeights, MoEWeights, tensor_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -24,15 +26,20 @@ LAYOUTS = ("whole", "slices")
 
 
 class MoE(nn.Module):
-    """y[t] = sum over t's k experts of weight[t, e] * down[e](silu(gate[e](x[t])) * up[e](x[t]))
+    """y[t] = sum over t's k experts of weight[t, e] * down[e](silu(gate[e](x[t])) * up[e](x[t])) + shared(x[t])
 
     x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
 
     layout  "whole": each rank holds num_experts / W experts (expert parallel); "slices": 1/W of the intermediate features of
             all experts (tensor parallel), so that ranks have equal work whatever tokens choose
 
-    Tokens choose by the softmax of the router's logits (``weft.ops.route``). No token is dropped. For inference: its weights
-    carry no gradients. ValueError where W does not divide what it is to split.
+    scoring, norm_topk_prob, router_bias, groups, group_limit, scale
+            how tokens choose by the router's logits: arguments of ``weft.ops.route``, norm_topk_prob its ``renormalize``
+    shared_intermediate_size
+            features of a gated MLP of all tokens, split over the ranks in both layouts; None: there is none. With
+            ``shared_gate`` its result is times sigmoid(x @ shared_expert_gate.T)
+
+    No token is dropped. For inference: its weights carry no gradients. ValueError where W does not divide what it is to split.
     """
 
     def __init__(
@@ -43,6 +50,13 @@ class MoE(nn.Module):
         num_experts: int,
         num_experts_per_tok: int,
         norm_topk_prob: bool = True,
+        scoring: str = "softmax",
+        router_bias: bool = False,
+        groups: int = 1,
+        group_limit: int = 1,
+        scale: float = 1.0,
+        shared_intermediate_size: int | None = None,
+        shared_gate: bool = False,
         layout: Layout = "whole",
         team: Team,
         mode: Mode,
@@ -52,33 +66,51 @@ class MoE(nn.Module):
         check_layer(
             team, mode, dtype, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts
         )
-        check_int("num_experts_per_tok", num_experts_per_tok, 1, num_experts)
+        check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+        check_int("num_experts_per_tok", num_experts_per_tok, 1, min(num_experts, MAX_CHOICES))
+        check_bool("router_bias", router_bias)
+        check_bool("shared_gate", shared_gate)
+        self.gating = Gating(num_experts_per_tok, scoring, norm_topk_prob, groups, group_limit, scale)
+        check_routing("MoE", num_experts, *self.gating)
+        if shared_gate and shared_intermediate_size is None:
+            raise ValueError("shared_gate=True without shared_intermediate_size; pass both, or neither")
         if layout not in LAYOUTS:
             raise ValueError(f"layout={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
         self.team, self.mode, self.layout, self.features = team, mode_named(mode), layout, intermediate_size
-        self.gating = Gating(num_experts_per_tok, renormalize=norm_topk_prob)
         if layout == "whole":
             self.experts, mine = Experts.whole(num_experts, team.rank, team.size), intermediate_size
         else:
             self.experts, mine = Experts.slices(num_experts), split_evenly("intermediate_size", intermediate_size, team)
-        self.router = empty_parameter(num_experts, hidden_size, team=team, dtype=dtype)
+        # One GEMM gives the experts' logits and the gate's.
+        self.router = empty_parameter(num_experts + shared_gate, hidden_size, team=team, dtype=dtype)
+        self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None
         self.gate_up = empty_parameter(self.experts.count, 2 * mine, hidden_size, team=team, dtype=dtype)
         self.down = empty_parameter(self.experts.count, hidden_size, mine, team=team, dtype=dtype)
+        self.shared_expert = None
+        if shared_intermediate_size is not None:
+            split_evenly(
+                "shared_intermediate_size", positive("shared_intermediate_size", shared_intermediate_size), team
+            )
+            sizes = {"hidden_size": hidden_size, "intermediate_size": shared_intermediate_size}
+            self.shared_expert = TPMLP(**sizes, team=team, mode=mode, dtype=dtype)
 
     @classmethod
     def from_module(cls, module: nn.Module, team: Team, mode: Mode, layout: Layout = "whole") -> MoE:
         """This rank's share of a whole mixture, as transformers' Qwen3MoeSparseMoeBlock.
 
-        Or MixtralSparseMoeBlock. ValueError, by what was found, for one that computes anything else.
+        Or Qwen2MoeSparseMoeBlock or MixtralSparseMoeBlock. ValueError, by what was found, for one that computes anything else.
         """
         tensors, gating = _checked(module)
         num_experts, hidden_size = tensors["gate.weight"].shape
+        shared = tensors.get("shared_expert.gate_proj.weight")
         moe = cls(
             hidden_size=hidden_size,
             intermediate_size=tensors["experts.0.gate_proj.weight"].shape[0],
             num_experts=num_experts,
             num_experts_per_tok=gating.k,
             norm_topk_prob=gating.renormalize,
+            shared_intermediate_size=None if shared is None else len(shared),
+            shared_gate="shared_expert_gate.weight" in tensors,
             layout=layout,
             team=team,
             mode=mode,
@@ -95,14 +127,22 @@ class MoE(nn.Module):
 
     @property
     def weights(self) -> MoEWeights:
-        return MoEWeights(self.router, None, self.gate_up, self.down, self.experts, self.gating)
+        shared = None if self.shared_expert is None else self.shared_expert.weights
+        return MoEWeights(self.router, self.router_bias, self.gate_up, self.down, self.experts, self.gating, shared)
 
     def shards(self, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Shard]:
-        """Shards of the router and of this rank's experts.
+        """Shards of the router, of this rank's experts and of the shared one.
 
-        projections: a checkpoint's names of gate, up and down
+        projections: a checkpoint's names of gate, up and down of the experts that tokens choose
         """
-        found = {"gate.weight": whole(self.router)}
+        router, gate = self.router.data.split([self.experts.total, len(self.router) - self.experts.total])
+        found = {"gate.weight": whole(router)}
+        if self.router_bias is not None:
+            found["gate.e_score_correction_bias"] = whole(self.router_bias)
+        if self.shared_expert is not None:
+            found |= under("shared_expert", self.shared_expert.shards())
+        if len(gate):
+            found["shared_expert_gate.weight"] = whole(gate)
         of_gate, of_up, of_down = projections
         hidden, mine = self.down.shape[1:]
         first = 0 if self.layout == "whole" else self.team.rank * mine
@@ -129,27 +169,32 @@ def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
 
     ValueError where it computes something else than MoE.
     """
-    name, computes = f"module={type(module).__name__}", "MoE routes by softmax to gated MLPs with silu"
+    name, computes = f"module={type(module).__name__}", "MoE.from_module takes softmax routing to gated MLPs with silu"
     children, state = dict(module.named_children()), module.state_dict()
     if missing := [one for one in ("gate", "experts") if one not in children]:
         raise ValueError(f"{name} has no {', '.join(missing)}; {computes}")
-    if others := sorted(children.keys() - {"gate", "experts"}):
+    if others := sorted(children.keys() - {"gate", "experts", "shared_expert", "shared_expert_gate"}):
         raise ValueError(f"{name} has {', '.join(others)} beside its experts; {computes}")
-    wanted = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
-    if state.keys() != wanted:
+    wanted = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
+    if "shared_expert" in children:
+        wanted += [f"shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")]
+    if "shared_expert_gate" in children:
+        wanted.append("shared_expert_gate.weight")
+    if state.keys() != set(wanted):
         raise ValueError(f"{name} has weights {sorted(state)}; MoE.from_module takes {sorted(wanted)}")
-    router, gate_up, down = (state[one] for one in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"))
+    router, gate_up, down, *beside = (state[one] for one in wanted)
     k = getattr(children["gate"], "top_k", None)
     if type(k) is not int:
         raise ValueError(f"{name} has a gate without top_k; {computes}")
+    shared = MLPWeights(torch.cat(beside[:2]), beside[2]) if "shared_expert" in children else None
+    rows, experts = torch.cat([router, *beside[3:]]), Experts.slices(len(router))
     x = torch.randn(5, router.shape[1], generator=torch.Generator().manual_seed(0)).to(router)
     with torch.no_grad():
         found = module(x[None])
     found = (found[0] if isinstance(found, tuple) else found).reshape(x.shape).float()
-    experts = Experts.slices(len(router))
     for renormalize in (True, False):
         gating = Gating(k, renormalize=renormalize)
-        expected = plain.experts(x, MoEWeights(router, None, gate_up, down, experts, gating)).float()
+        expected = plain.experts(x, MoEWeights(rows, None, gate_up, down, experts, gating, shared)).float()
         tolerance = 1e-3 if router.dtype in (torch.float32, torch.float64) else 5e-2
         if (found - expected).abs().max() <= tolerance * expected.abs().max():
             break
@@ -157,7 +202,7 @@ def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
         raise ValueError(
             f"{name} gives another result than softmax routing to {len(router)} experts, {k} a token; {computes}"
         )
-    tensors = {"gate.weight": router}
+    tensors = {"gate.weight": router, **dict(zip(wanted[3:], beside, strict=True))}
     for e in range(len(router)):
         gate, up = gate_up[e].chunk(2)
         parts = {"gate": gate, "up": up, "down": down[e]}

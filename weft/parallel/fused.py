@@ -80,10 +80,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
     """This rank's summand of a mixture of experts: what its experts, or slices of them, add to x's rows."""
-    routing = ops.route(ops.matmul(x, w.router), bias=w.bias, **w.gating._asdict())
+    logits, gate = w.logits(ops.matmul(x, w.router))
+    routing = ops.route(logits, bias=w.bias, **w.gating._asdict())
     schedule = ops.moe_schedule(routing.ids, w.experts)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)
-    return ops.moe_sum(ops.grouped_matmul(h, w.down, schedule), routing, w.experts)
+    y = ops.grouped_matmul(h, w.down, schedule)
+    shared = None if w.shared is None else ops.matmul(ops.matmul_silu_mul(x, w.shared.gate_up), w.shared.down)
+    return ops.moe_sum(y, routing, w.experts, shared=shared, gate=gate)
 
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:

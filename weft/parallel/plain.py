@@ -76,12 +76,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
     """This rank's summand of a mixture of experts: each computes all rows, and counts where it was chosen."""
-    ids, weights = routing_of(F.linear(x, w.router), w.bias, w.gating)
+    logits, gate = w.logits(F.linear(x, w.router))
+    ids, weights = routing_of(logits, w.bias, w.gating)
     total = torch.zeros_like(x)
     for local in range(w.experts.count):
         weight = weights.masked_fill(ids != w.experts.first + local, 0).sum(-1, keepdim=True)
         total = total + F.linear(silu_mul(F.linear(x, w.gate_up[local])), w.down[local]) * weight
-    return total
+    return total if w.shared is None else total + shared_expert(x, w.shared, gate)
+
+
+def shared_expert(x: Tensor, w: MLPWeights, gate: Tensor | None) -> Tensor:
+    """This rank's summand of an MLP of all tokens, times sigmoid(gate [T]) if there is one."""
+    y = F.linear(gated(x, w), w.down)
+    return y if gate is None else y * gate.sigmoid()[:, None]
 
 
 def routing_of(logits: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Tensor, Tensor]:

@@ -101,8 +101,11 @@ class Gating(NamedTuple):
 class MoEWeights(NamedTuple):
     """The router, and one rank's experts or slices of them, with N intermediate features each.
 
-    router   [E, H], of all experts; bias: fp32 [E], added to their scores for the choice, or None
+    router   [E, H], of all experts; a row more is that of the shared expert's gate. bias: fp32 [E], added to their scores for
+             the choice, or None
     gate_up  [experts.count, 2 N, H], the gate's rows first; down [experts.count, H, N]
+    shared   this rank's features of an MLP of all tokens, its result times the sigmoid of its gate if there is one; None: there
+             is no such MLP
     """
 
     router: Tensor
@@ -111,6 +114,12 @@ class MoEWeights(NamedTuple):
     down: Tensor
     experts: Experts
     gating: Gating
+    shared: MLPWeights | None = None
+
+    def logits(self, found: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(the experts' logits [T, E], those of the shared expert's gate [T] or None) of x @ router.T"""
+        E = self.experts.total
+        return found[:, :E], found[:, E] if found.shape[1] > E else None
 
 
 class LayerWeights(NamedTuple):

@@ -219,7 +219,8 @@ def grouped(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
     As transformers' experts_implementation="grouped_mm" does it; shapes do not depend on the routing.
     """
     (T, _), k, count = x.shape, w.gating.k, w.experts.count
-    ids, weights = plain.routing_of(F.linear(x, w.router), w.bias, w.gating)
+    logits, gate = w.logits(F.linear(x, w.router))
+    ids, weights = plain.routing_of(logits, w.bias, w.gating)
     local = ids.flatten() - w.experts.first
     # Pairs of other ranks' experts come last.
     local = torch.where((local < 0) | (local >= count), count, local)
@@ -229,7 +230,8 @@ def grouped(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
     gate_up = torch._grouped_mm(rows, w.gate_up.transpose(1, 2), offs=ends)
     y = torch._grouped_mm(plain.silu_mul(gate_up), w.down.transpose(1, 2), offs=ends)
     weighted = torch.where((local < count)[:, None], y * weights.flatten()[order][:, None], 0)
-    return torch.empty_like(weighted).index_copy_(0, order, weighted).view(T, k, -1).sum(1)
+    total = torch.empty_like(weighted).index_copy_(0, order, weighted).view(T, k, -1).sum(1)
+    return total if w.shared is None else total + plain.shared_expert(x, w.shared, gate)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

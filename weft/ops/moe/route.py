@@ -181,6 +181,18 @@ def route(
     E = logits.shape[1]
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; it must have 1 to {MAX_EXPERTS} experts")
+    check_routing(op, E, k, scoring, renormalize, groups, group_limit, scale)
+    if bias is not None:
+        check_like(op, "bias", bias, logits.device, (torch.float32,))
+        check_shape(op, "bias", bias, (E,))
+    found = ROUTE.dispatch(logits, bias, k, scoring, renormalize, groups, group_limit, float(scale))
+    return Routing(*found)
+
+
+def check_routing(
+    op: str, E: int, k: int, scoring: str, renormalize: bool, groups: int, group_limit: int, scale: float
+) -> None:
+    """ValueError unless ``route`` takes these arguments for E experts."""
     check_int(f"{op}: k", k, 1)
     check_int(f"{op}: groups", groups, 1)
     check_int(f"{op}: group_limit", group_limit, 1)
@@ -195,11 +207,6 @@ def route(
         raise ValueError(
             f"{op}: k={k} is more than {MAX_CHOICES}, or than the {E // groups * group_limit} experts to choose from"
         )
-    if bias is not None:
-        check_like(op, "bias", bias, logits.device, (torch.float32,))
-        check_shape(op, "bias", bias, (E,))
-    found = ROUTE.dispatch(logits, bias, k, scoring, renormalize, groups, group_limit, float(scale))
-    return Routing(*found)
 
 
 class Route(Op):

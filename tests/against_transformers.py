@@ -23,6 +23,12 @@ WINDOW_OF_TYPES = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+# Weights large enough that a model with a shared expert does not repeat itself, and no two experts are as good as equal.
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 48, "kv_heads": 4, "initializer_range": 0.2}
+SHARED_SPARSE = {
+    "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False,
+    "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
+}  # fmt: skip
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
     "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
@@ -37,6 +43,8 @@ FAMILIES = {
     "seed-oss": {"family": "SeedOss"},
     "qwen3-moe": {"family": "Qwen3Moe", **EXPERTS, "norm_topk_prob": True},
     "qwen3-moe-mixed": {"family": "Qwen3Moe", **EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]},
+    "qwen2-moe": {"family": "Qwen2Moe", **SHARED},
+    "qwen2-moe-mixed": {"family": "Qwen2Moe", **EXPERTS, **SHARED_SPARSE},
     "mixtral": {"family": "Mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
 }

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import shutil
 
 import pytest
@@ -403,6 +404,52 @@ def test_a_bias_of_another_shape_and_one_too_much_are_named(biased, caplog):
     rewrite(biased, lambda tensors: tensors.update({name: torch.ones(16)}))
     with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \(16,\), but config.json asks for \(32,\)"):
         load(biased)
+
+
+@pytest.fixture
+def routed(make_checkpoint, tmp_path):
+    """A copy of a checkpoint of Qwen2-MoE with 4 experts to damage."""
+    sizes = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+    }
+    directory, _ = make_checkpoint("Qwen2Moe", num_hidden_layers=1, **sizes)
+    return shutil.copytree(directory, tmp_path / "routed")
+
+
+MLP = "model.layers.0.mlp"
+
+
+@pytest.mark.parametrize(
+    "name", ["experts.0.up_proj", "experts.3.down_proj", "gate", "shared_expert.gate_proj", "shared_expert_gate"]
+)
+def test_an_expert_that_is_missing_is_named(routed, name):
+    rewrite(routed, lambda tensors: tensors.pop(f"{MLP}.{name}.weight"))
+    with pytest.raises(CheckpointError, match=f"tensor {MLP}.{name}.weight is missing; the checkpoint is not complete"):
+        load(routed)
+
+
+def test_an_expert_too_many_is_named(routed, caplog):
+    extra = {f"{MLP}.experts.4.{part}_proj.weight": torch.ones(16, 48) for part in ("gate", "up", "down")}
+    rewrite(routed, lambda tensors: tensors.update(extra))
+    load(routed)
+    [record] = caplog.records
+    assert record.getMessage().endswith(", ".join(sorted(extra)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [("gate", (5, 48), "(4, 48)"), ("gate", (4, 40), "(4, 48)"), ("shared_expert_gate", (2, 48), "(1, 48)"),
+     ("shared_expert.up_proj", (24, 48), "(32, 48)"), ("experts.2.down_proj", (48, 24), "(48, 16)")],
+)  # fmt: skip
+def test_a_router_or_an_expert_of_another_shape_is_refused(routed, name, shape, wanted):
+    rewrite(routed, lambda tensors: tensors.update({f"{MLP}.{name}.weight": torch.ones(shape)}))
+    expected = f"tensor {MLP}.{name}.weight has shape {shape}, but config.json asks for {wanted}"
+    with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
+        load(routed)
+    assert "\n" not in str(caught.value)
 
 
 def remove_directory(directory):

@@ -57,6 +57,7 @@ SAMPLE = [
     ("llama-3", 2, "gemm_ar"), ("llama-3-tied", 4, "ag_rs"), ("llama-2", 3, "ag_rs"), ("qwen2.5", 4, "gemm_ar"),
     ("qwen2.5-window", 2, "ag_rs"), ("mistral", 8, "torch"), ("qwen3-yarn", 2, "torch"), ("qwen3-window", 3, "gemm_ar"),
     ("seed-oss", 8, "gemm_ar"), ("qwen3-moe", 4, "gemm_ar"), ("qwen3-moe-mixed", 2, "ag_rs"), ("mixtral", 3, "ag_rs"),
+    ("qwen2-moe", 2, "ag_rs"), ("qwen2-moe-mixed", 4, "gemm_ar"),
 ]  # fmt: skip
 
 
@@ -81,7 +82,7 @@ ONE_LAYER = {
 KERNELS_SAMPLE = [
     ("llama-3", 2, "gemm_ar", True), ("qwen2.5", 4, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True),
     ("qwen3-window", 2, "gemm_ar", True), ("seed-oss", 2, "ag_rs", False),
-    ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True),
+    ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("qwen2-moe", 2, "gemm_ar", True),
 ]  # fmt: skip
 KERNELS = [
     (name, world_size, mode, fused)
@@ -176,6 +177,17 @@ def other_owner(model):
         layer.mlp.experts = type(layer.mlp.experts)(9, 1, 8)
 
 
+def shared_gate_forgotten(model):
+    for layer in model.layers:
+        layer.mlp.router = torch.nn.Parameter(layer.mlp.router.data[:8], requires_grad=False)
+
+
+def shared_expert_not_split(model):
+    """Each rank adds the whole result."""
+    for layer in model.layers:
+        layer.mlp.shared_expert.down_proj.weight.data *= model.team.size
+
+
 MUTANTS = [
     ("mistral", wider_window),
     ("qwen2.5-window", wider_window),
@@ -189,6 +201,7 @@ MUTANTS = [
     ("qwen3-yarn", with_rotary("no_attention_factor", attention_factor=1.0)),
     ("qwen3-yarn", with_rotary("other_ramp", beta_slow=4.0)),
     *(("qwen3-moe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)),
+    *(("qwen2-moe", mistake) for mistake in (shared_gate_forgotten, shared_expert_not_split)),
 ]  # fmt: skip
 
 
@@ -202,5 +215,5 @@ def test_of_the_test_a_mutant_is_far_beyond_the_tolerance(make_checkpoint, name,
         mutate(model)
         return all_logits(model, tokens)
 
-    [logits] = weft.simulate(main, 1)
+    logits, *_ = weft.simulate(main, 2 if mutate is shared_expert_not_split else 1)
     assert relative_rms(logits, reference_logits(reference, tokens)) > 0.05  # bf16 noise is 0.03: seen on GPUs too

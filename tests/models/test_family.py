@@ -53,7 +53,8 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
         ("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.54), ("qwen2.5-3b", 3.09), ("qwen2.5-7b", 7.62), ("qwen2.5-14b", 14.8),
         ("qwen2.5-32b", 32.8), ("qwen2.5-72b", 72.7), ("mistral-7b", 7.24), ("mistral-7b-v0.3", 7.25), ("seed-oss-36b", 36.2),
         ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8),
-        ("qwen3-32b", 32.8),
+        ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235), ("qwen1.5-moe-a2.7b", 14.3),
+        ("qwen2-57b-a14b", 57.4), ("mixtral-8x7b", 46.7), ("mixtral-8x22b", 141),
     ],
 )  # fmt: skip
 def test_published_models_have_the_parameters_of_their_cards(name, billions):
@@ -98,6 +99,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("Qwen2", WINDOW | {"layer_types": ["sliding_attention", "attention", "full_attention", "sliding_attention"]}),
         ("Mistral", {"sliding_window": None, "head_dim": None}),
         ("Mistral", {"sliding_window": 9}),
+        *((name, {"num_experts_per_tok": 3}) for name in ("Qwen2Moe", "Qwen3Moe", "Mixtral")),
+        *((name, {"decoder_sparse_step": 2, "mlp_only_layers": [1]}) for name in ("Qwen2Moe", "Qwen3Moe")),
+        ("Qwen2Moe", WINDOW | {"qkv_bias": False, "norm_topk_prob": True, "shared_expert_intermediate_size": 24}),
+        ("Qwen2Moe", {"mlp_only_layers": None, "sliding_window": 0}),
+        ("Qwen3Moe", WINDOW),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}),
         ("SeedOss", {"attention_bias": False, "attention_out_bias": False, "residual_dropout": 0.1}),
     ],
     ids=str,
@@ -119,8 +126,18 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
         assert found.head_dim == attention.head_dim
         assert found.attention.bias == (attention.v_proj.bias is not None)
         assert found.attention.qk_norm == hasattr(attention, "q_norm")
-        whole = theirs.sliding_window if name == "Mistral" else None
+        whole = theirs.sliding_window if name in ("Mistral", "Mixtral") else None
         assert found.attention.window(index) == getattr(attention, "sliding_window", whole)
+        block = layer.mlp
+        assert (found.experts is not None and found.experts.in_layer(index)) == hasattr(block, "experts")
+        if hasattr(block, "experts"):
+            assert found.experts.num_experts == block.gate.weight.shape[0]
+            assert found.experts.num_experts_per_tok == block.gate.top_k
+            assert found.experts.intermediate_size == block.experts.down_proj.shape[2]
+            assert found.experts.norm_topk_prob == getattr(block.gate, "norm_topk_prob", True)
+            shared = getattr(block, "shared_expert", None)
+            assert found.experts.shared_intermediate_size == (shared and shared.down_proj.weight.shape[1])
+            assert found.experts.shared_gate == hasattr(block, "shared_expert_gate")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +173,30 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
         ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("seed_oss", {"head_dim": None}, "head_dim=None is not a positive integer"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; weft runs Qwen3 with False"),
+        *((family, {key: value}, f"{key}={value!r} is not an integer in 1 .. 1024")
+          for family, key in (("qwen2_moe", "num_experts"), ("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts"))
+          for value in (0, -8, "8", True, 8.0, 1025)),
+        ("qwen3_moe", {"layer_types": ["sliding_attention"] * 4}, "is a key that weft does not know"),
+        ("qwen3_moe", {"num_local_experts": 0}, "num_local_experts=0 is not an integer in 1 .. 1024"),
+        *((family, {"num_experts_per_tok": value}, f"num_experts_per_tok={value!r} is not an integer in 1 .. {most}")
+          for family, most in (("qwen2_moe", 16), ("qwen3_moe", 16), ("mixtral", 8)) for value in (0, 17, "2", True, None)),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is not an integer in 1 .. 4"),
+        *((family, {"mlp_only_layers": value}, r"mlp_only_layers=.* is not a list of layers")
+          for family in ("qwen2_moe", "qwen3_moe") for value in (0, 1, "", "1", {"1": 1}, [True], ["1"], [1.0], [None])),
+        *((family, {"decoder_sparse_step": value}, f"decoder_sparse_step={value!r} is not a positive integer")
+          for family in ("qwen2_moe", "qwen3_moe") for value in (0, -1, "1", True, None)),
+        ("qwen2_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0 is not a positive integer"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 is not a positive"),
+        ("qwen2_moe", {"norm_topk_prob": "false"}, "norm_topk_prob='false' is not true or false"),
+        ("qwen2_moe", {"qkv_bias": 1}, "qkv_bias=1 is not true or false"),
+        ("qwen2_moe", {"attention_bias": False}, "attention_bias=False is not supported; weft runs Qwen2-MoE with True"),
+        ("qwen2_moe", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window=0 is not a positive integer or null"),
+        ("qwen2_moe", {"num_local_experts": 8}, "num_local_experts=8 is a key that weft does not know"),
+        ("qwen2_moe", {"n_shared_experts": 1}, "n_shared_experts=1 is a key that weft does not know"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64 is a key that weft"),
+        ("mixtral", {"num_experts": 8}, "num_experts=8 is a key that weft does not know"),
+        ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob=True is a key that weft does not know"),
+        ("qwen3", {"num_experts": 8}, "num_experts=8 is a key that weft does not know"),
         ("qwen3", {"rope_scaling": YARN | {"original_max_position_embeddings": None}}, "'yarn' needs original_max_position"),
         ("qwen3", {"rope_scaling": YARN | {"factor": 0.25}}, "rope_scaling: factor=0.25 is not a number from 1 to 1000000"),
     ],

@@ -18,6 +18,7 @@ from weft.models.llama import LLAMA
 from weft.models.mistral import MISTRAL
 from weft.models.mixtral import MIXTRAL
 from weft.models.qwen2 import QWEN2
+from weft.models.qwen2_moe import QWEN2_MOE
 from weft.models.qwen3 import QWEN3
 from weft.models.qwen3_moe import QWEN3_MOE
 from weft.models.seed_oss import SEED_OSS
@@ -25,7 +26,9 @@ from weft.parallel.rotary import Rotary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-FAMILIES = {family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, LLAMA, MISTRAL, MIXTRAL, SEED_OSS)}
+FAMILIES = {
+    family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS)
+}
 """model_type -> the tables of its family."""
 PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
 """Name of a published model -> its config.json, as far as it counts."""
@@ -141,6 +144,7 @@ class DecoderConfig:
         if self.experts is not None:
             mixtures = sum(self.experts.in_layer(layer) for layer in range(self.num_hidden_layers))
             of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
+            of_experts += 3 * (self.experts.shared_intermediate_size or 0) + self.experts.shared_gate
             columns += mixtures * (of_experts - 3 * self.intermediate_size)
         embeddings = self.vocab_size * (1 if self.tie_word_embeddings else 2)
         return self.hidden_size * (embeddings + columns)

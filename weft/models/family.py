@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
+from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class ExpertOptions:
 
     num_experts, num_experts_per_tok  in all, and of each token
     intermediate_size  of each expert
-    norm_topk_prob     weights of a token's experts are divided by their sum
+    norm_topk_prob, scoring, router_bias, groups, group_limit, scale  how tokens choose: arguments of ``weft.layers.MoE``
+    shared_intermediate_size, shared_gate  an expert of all tokens, likewise
     layers             by layer, and repeated for more layers: True where there are experts, else an MLP
     """
 
@@ -42,6 +45,13 @@ class ExpertOptions:
     num_experts_per_tok: int
     intermediate_size: int
     norm_topk_prob: bool = True
+    scoring: str = "softmax"
+    router_bias: bool = False
+    groups: int = 1
+    group_limit: int = 1
+    scale: float = 1.0
+    shared_intermediate_size: int | None = None
+    shared_gate: bool = False
     layers: tuple[bool, ...] = (True,)
 
     def in_layer(self, layer: int) -> bool:
@@ -133,11 +143,29 @@ def count_of(content: Content, name: str, most: int | None = None) -> int:
     return value
 
 
+def experts_of(content: Content, name: str) -> tuple[int, int]:
+    """(experts, of which there are `name`; experts of each token)"""
+    total = count_of(content, name, MAX_EXPERTS)
+    return total, count_of(content, "num_experts_per_tok", min(total, MAX_CHOICES))
+
+
+def layers_with_experts(content: Content) -> tuple[bool, ...]:
+    """By layer, as Qwen names them: every decoder_sparse_step-th, but for mlp_only_layers."""
+    step, dense = count_of(content, "decoder_sparse_step"), content["mlp_only_layers"]
+    if dense is not None and not (isinstance(dense, list) and all(type(layer) is int for layer in dense)):
+        raise CheckpointError(f"config.json: mlp_only_layers={quoted(dense)} is not a list of layers")
+    layers = range(content["num_hidden_layers"])
+    return tuple(layer not in (dense or []) and (layer + 1) % step == 0 for layer in layers)
+
+
 WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
-def windows_by_layer(content: Content) -> tuple[int | None, ...]:
-    """Windows as Qwen names them: of layers from max_window_layers on, unless layer_types says of which."""
+def windows_by_layer(content: Content, windowed: Callable[[int, int], bool] = operator.ge) -> tuple[int | None, ...]:
+    """Windows as Qwen names them: of layers from max_window_layers on, unless layer_types says of which.
+
+    windowed  (layer, max_window_layers) -> True for a layer with a window, in a family with another rule
+    """
     layers, first, window = content["num_hidden_layers"], content["max_window_layers"], window_of(content)
     if not flag(content, "use_sliding_window"):
         window = None
@@ -145,7 +173,7 @@ def windows_by_layer(content: Content) -> tuple[int | None, ...]:
         raise CheckpointError(f"config.json: max_window_layers={quoted(first)} is not an integer of at least 0")
     types = content.get("layer_types")
     if types is None:
-        return tuple(window if layer >= first else None for layer in range(layers))
+        return tuple(window if windowed(layer, first) else None for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers:
         raise CheckpointError(f"config.json: layer_types={quoted(types)} is not a list of num_hidden_layers={layers}")
     # Two names of one type.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.models.family import Content, ExpertOptions, Family, WeightNames, count_of
+from weft.models.family import Content, ExpertOptions, Family, WeightNames, experts_of
 from weft.models.mistral import MISTRAL
 
 # hidden, intermediate of an expert, layers, heads, vocabulary, positions: config.json of mistralai/Mixtral-*-v0.1.
@@ -13,10 +13,10 @@ SIZES = {
 
 
 def experts(content: Content) -> ExpertOptions:
-    total = count_of(content, "num_local_experts")
+    total, chosen = experts_of(content, "num_local_experts")
     return ExpertOptions(
         num_experts=total,
-        num_experts_per_tok=count_of(content, "num_experts_per_tok", min(total, 16)),
+        num_experts_per_tok=chosen,
         intermediate_size=content["intermediate_size"],
     )
 
@@ -28,6 +28,7 @@ MIXTRAL = Family(
     defaults={
         **MISTRAL.defaults,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
         "sliding_window": None,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

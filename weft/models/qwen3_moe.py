@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from weft.arguments import quoted
-from weft.errors import CheckpointError
-from weft.models.family import WINDOW_KEYS, Content, ExpertOptions, Family, count_of, flag
+from weft.models.family import (
+    AttentionOptions,
+    Content,
+    ExpertOptions,
+    Family,
+    count_of,
+    experts_of,
+    flag,
+    layers_with_experts,
+    window_of,
+)
 from weft.models.qwen3 import QWEN3
 
 # hidden, intermediate of dense layers, layers, heads, intermediate of an expert: config.json of Qwen/Qwen3-*.
@@ -14,22 +22,33 @@ SIZES = {
 }
 
 
-def experts(content: Content) -> ExpertOptions | None:
-    # transformers 5 writes num_local_experts, published files have num_experts.
-    total = count_of(content, "num_local_experts" if content.get("num_local_experts") is not None else "num_experts")
-    step, dense, layers = (
-        count_of(content, "decoder_sparse_step"),
-        content["mlp_only_layers"] or [],
-        content["num_hidden_layers"],
+READS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
+
+
+def attention(content: Content) -> AttentionOptions:
+    # transformers has the window in all layers, and does not read max_window_layers.
+    return AttentionOptions(
+        qk_norm=True, windows=(window_of(content) if flag(content, "use_sliding_window") else None,)
     )
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise CheckpointError(f"config.json: mlp_only_layers={quoted(dense)} is not a list of layers")
+
+
+def experts(content: Content) -> ExpertOptions:
+    # transformers 5 writes num_local_experts, published files have num_experts.
+    named = "num_local_experts" if content.get("num_local_experts") is not None else "num_experts"
+    total, chosen = experts_of(content, named)
     return ExpertOptions(
         num_experts=total,
-        num_experts_per_tok=count_of(content, "num_experts_per_tok", min(total, 16)),
+        num_experts_per_tok=chosen,
         intermediate_size=count_of(content, "moe_intermediate_size"),
         norm_topk_prob=flag(content, "norm_topk_prob"),
-        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers)),
+        layers=layers_with_experts(content),
     )
 
 
@@ -40,6 +59,7 @@ QWEN3_MOE = Family(
     defaults={
         **QWEN3.defaults,
         "num_key_value_heads": 4,
+        "head_dim": None,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
@@ -47,18 +67,9 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    attention=QWEN3.attention,
+    attention=attention,
     experts=experts,
-    reads=(
-        *WINDOW_KEYS,
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-    ),
+    reads=(*READS, "num_local_experts", "use_sliding_window", "sliding_window", "max_window_layers"),
     published={
         name: {
             "model_type": "qwen3_moe",
@@ -68,6 +79,7 @@ QWEN3_MOE = Family(
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": 4,
+            "head_dim": 128,
             "rope_theta": 1e6,
             "max_position_embeddings": 40960,
             "num_experts": 128,

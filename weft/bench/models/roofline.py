@@ -42,17 +42,21 @@ class Roofline:
 def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
     """Elements of one rank's weights by GEMM of a layer. A bias counts as a column more.
 
-    Of a mixture of experts, all of this rank's experts; the router counts as columns of gate and up.
+    Of a mixture of experts, all of this rank's experts; the router counts as columns of gate and up. A shared expert has
+    GEMMs of its own.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads // world_size
     kv_heads = max(config.num_key_value_heads // world_size, 1)
     experts = config.experts
     features = config.intermediate_size if experts is None else experts.num_experts * experts.intermediate_size
+    shared = 0 if experts is None else (experts.shared_intermediate_size or 0) // world_size
     return {
         "qkv": (heads + 2 * kv_heads) * config.head_dim * (hidden + config.attention.bias),
         "o": heads * config.head_dim * hidden,
         "gate_up": (2 * features // world_size + (0 if experts is None else experts.num_experts)) * hidden,
         "down": features // world_size * hidden,
+        "shared_gate_up": 2 * shared * hidden,
+        "shared_down": shared * hidden,
     }
 
 
@@ -68,7 +72,8 @@ def roofline(
     batch, length, new = shape
     itemsize, tokens = DTYPES[dtype].itemsize, batch * new
     layers = config.num_hidden_layers if level == "model" else 1
-    chosen = {"mlp": ("gate_up", "down"), "attn": ("qkv", "o"), "model": ("qkv", "o", "gate_up", "down")}[level]
+    mlp = ("gate_up", "down", "shared_gate_up", "shared_down")
+    chosen = {"mlp": mlp, "attn": ("qkv", "o"), "model": ("qkv", "o", *mlp)}[level]
 
     def gemm(elements: int, rows: float, read: float = 1.0) -> float:
         return max(read * elements * itemsize / limits.memory, 2.0 * elements * rows / limits.flops) * 1e6

@@ -1,4 +1,4 @@
-"""A mixture of gated MLPs, its experts or their intermediate features split over the ranks, and a shared one beside them."""
+"""Mixture of gated MLPs, its experts or their intermediate features split over the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ LAYOUTS = ("whole", "slices")
 
 
 class MoE(nn.Module):
-    """y[t] = sum over t's k experts of weight[t, e] * down[e](silu(gate[e](x[t])) * up[e](x[t])) + shared(x[t])
+    """y[t] = sum over t's k experts of weight[t, e] * mlp[e](x[t]) + shared(x[t])
+
+    with mlp[e](x) = down[e](silu(gate[e](x)) * up[e](x)); shared is such an MLP too, or 0
 
     x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
 

@@ -113,7 +113,7 @@ class MoeSum(Op):
     collective = False
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """y with NaN in the rows of other ranks' choices, ids and weights; shared and gate where the case has them."""
+        """y with NaN in the rows of other ranks' choices, ids and weights; then shared and gate, if any."""
         T, k, total, N = case.sizes
         ids, (first, count) = draw_ids(draw, T, k, total), case.field("local") or (0, total)
         y, mine = draw.own("y", (T * k, N)), ((ids >= first) & (ids < first + count)).flatten()

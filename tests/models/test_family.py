@@ -77,6 +77,7 @@ def test_options_of_published_models():
 SMALL = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 32,
 }  # fmt: skip
+FEW = {"moe_intermediate_size": 8}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -99,11 +100,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("Qwen2", WINDOW | {"layer_types": ["sliding_attention", "attention", "full_attention", "sliding_attention"]}),
         ("Mistral", {"sliding_window": None, "head_dim": None}),
         ("Mistral", {"sliding_window": 9}),
-        *((name, {"num_experts_per_tok": 3}) for name in ("Qwen2Moe", "Qwen3Moe", "Mixtral")),
-        *((name, {"decoder_sparse_step": 2, "mlp_only_layers": [1]}) for name in ("Qwen2Moe", "Qwen3Moe")),
-        ("Qwen2Moe", WINDOW | {"qkv_bias": False, "norm_topk_prob": True, "shared_expert_intermediate_size": 24}),
-        ("Qwen2Moe", {"mlp_only_layers": None, "sliding_window": 0}),
-        ("Qwen3Moe", WINDOW),
+        *((name, FEW | {"num_experts_per_tok": 3}) for name in ("Qwen2Moe", "Qwen3Moe")),
+        *((name, FEW | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}) for name in ("Qwen2Moe", "Qwen3Moe")),
+        ("Mixtral", {"num_experts_per_tok": 3}),
+        ("Qwen2Moe", FEW | WINDOW | {"qkv_bias": False, "norm_topk_prob": True, "shared_expert_intermediate_size": 24}),
+        ("Qwen2Moe", FEW | {"mlp_only_layers": None, "sliding_window": 0}),
+        ("Qwen3Moe", FEW | WINDOW),
         ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}),
         ("SeedOss", {"attention_bias": False, "attention_out_bias": False, "residual_dropout": 0.1}),
     ],
@@ -138,6 +140,14 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
             shared = getattr(block, "shared_expert", None)
             assert found.experts.shared_intermediate_size == (shared and shared.down_proj.weight.shape[1])
             assert found.experts.shared_gate == hasattr(block, "shared_expert_gate")
+
+
+@pytest.mark.parametrize("name", ["Qwen2Moe", "Qwen3Moe", "Mixtral"])
+def test_absent_sizes_of_experts_are_what_transformers_assumes(name):
+    theirs = getattr(pytest.importorskip("transformers"), f"{name}Config")(**SMALL)
+    found = DecoderConfig.from_dict({"model_type": theirs.model_type} | SMALL).experts
+    assert found.intermediate_size == getattr(theirs, "moe_intermediate_size", SMALL["intermediate_size"])
+    assert found.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", None)
 
 
 @pytest.mark.parametrize(

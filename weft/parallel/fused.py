@@ -79,7 +79,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
-    """This rank's summand of a mixture of experts: what its experts, or slices of them, add to x's rows."""
+    """This rank's summand of a mixture of experts: what its experts, or slices of them, add to x's rows.
+
+    Six launches, and two of a shared expert, three with many rows.
+    """
     logits, gate = w.logits(ops.matmul(x, w.router))
     routing = ops.route(logits, bias=w.bias, **w.gating._asdict())
     schedule = ops.moe_schedule(routing.ids, w.experts)

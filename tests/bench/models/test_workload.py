@@ -186,7 +186,10 @@ WITH_ALL_OPTIONS = replace(
 )
 EXPERTS = ExpertOptions(num_experts=6, num_experts_per_tok=2, intermediate_size=32)
 WITH_EXPERTS = replace(TINY_CONFIG, model_type="qwen3_moe", experts=EXPERTS)
-CONFIGS = {"qwen3": TINY_CONFIG, "all options": WITH_ALL_OPTIONS, "experts": WITH_EXPERTS}
+WITH_SHARED = replace(WITH_EXPERTS, experts=replace(EXPERTS, shared_intermediate_size=48, shared_gate=True))
+CONFIGS = {
+    "qwen3": TINY_CONFIG, "all options": WITH_ALL_OPTIONS, "experts": WITH_EXPERTS, "shared expert": WITH_SHARED,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -237,6 +240,7 @@ def test_the_sharded_baseline_is_the_model():
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_torch_compile_traces_a_layer_whole(config):
     """Without breaks of the graph, prefilled and decoded. Its backend does not compile here."""
+    torch._dynamo.reset()  # all configurations together would pass its limit of graphs of one function
 
     def main(team):
         # torch traces a grouped GEMM of bf16 only.

@@ -114,30 +114,59 @@ def by_loop(x, tensors, *, scoring="softmax", router_bias=False, groups=1, group
     return y
 
 
+def drawn(options):
+    """(x, whole weights by name) of a mixture with these options."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"gate.weight": (8, 32)}
+    if options.get("router_bias"):
+        shapes["gate.e_score_correction_bias"] = (8,)
+    features = {f"experts.{e}": 48 for e in range(8)}
+    if "shared_intermediate_size" in options:
+        features["shared_expert"] = options["shared_intermediate_size"]
+    for name, size in features.items():
+        shapes |= {f"{name}.{part}_proj.weight": (size, 32) for part in ("gate", "up")}
+        shapes[f"{name}.down_proj.weight"] = 32, size
+    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    return torch.randn(24, 32, generator=generator), tensors
+
+
+def filled(tensors, options, team, mode, layout):
+    sizes = {**SIZES, "intermediate_size": 48, "num_experts": 8}
+    moe = MoE(**sizes, **options, layout=layout, team=team, mode=mode, dtype=torch.float32)
+    fill(moe.shards(), {name: tensors[name] for name in moe.shards()}, "drawn")
+    return moe
+
+
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize(
     ("world_size", "layout"), [(2, "whole"), *(pytest.param(*split, marks=pytest.mark.sweep) for split in SPLITS)]
 )
 def test_routing_like_deepseek_s_is_that_of_a_loop(name, world_size, layout):
-    generator, options = torch.Generator().manual_seed(1), ROUTINGS[name]
-    experts = [f"experts.{e}" for e in range(8)] + ["shared_expert"] * ("shared_intermediate_size" in options)
-    shapes = {"gate.weight": (8, 32)}
-    if options.get("router_bias"):
-        shapes["gate.e_score_correction_bias"] = (8,)
-    for one in experts:
-        features = 96 if one == "shared_expert" else 48
-        shapes |= {f"{one}.{part}_proj.weight": (features, 32) for part in ("gate", "up")}
-        shapes[f"{one}.down_proj.weight"] = 32, features
-    tensors = {one: torch.randn(shape, generator=generator) * 0.3 for one, shape in shapes.items()}
-    x = torch.randn(24, 32, generator=generator)
+    options = ROUTINGS[name]
+    x, tensors = drawn(options)
+    expected = by_loop(x, tensors, **options)
+    check(x, expected, lambda team, mode: filled(tensors, options, team, mode, layout), world_size)
 
-    def make(team, mode):
-        sizes = {**SIZES, "intermediate_size": 48, "num_experts": 8}
-        moe = MoE(**sizes, **options, layout=layout, team=team, mode=mode, dtype=torch.float32)
-        fill(moe.shards(), {one: tensors[one] for one in moe.shards()}, "loop")
-        return moe
 
-    check(x, by_loop(x, tensors, **options), make, world_size)
+@pytest.mark.parametrize(
+    "mistake",
+    [{"scoring": "softmax"}, {"groups": 1, "group_limit": 1}, {"group_limit": 3}, {"scale": 1.0}, {"bias": None}],
+)
+def test_a_mistake_in_routing_is_seen(mistake):
+    options = ROUTINGS["DeepSeek-V3"]
+    x, tensors = drawn(options)
+    expected = by_loop(x, tensors, **options)
+
+    def main(team):
+        moe = filled(tensors, options, team, "replicated", "whole")
+        if "bias" in mistake:
+            moe.router_bias = None
+        else:
+            moe.gating = moe.gating._replace(**mistake)
+        return moe(x, plan_layer(len(x), mode="replicated", team=team, fused=True))
+
+    found = weft.simulate(main, 1)[0]
+    assert ((found - expected).square().mean() / expected.square().mean()).sqrt() > 0.05
 
 
 MISTAKES = {

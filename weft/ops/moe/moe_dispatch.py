@@ -17,11 +17,11 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.local import check_shape
 from weft.ops.moe.exchange import MAX_PROGRAMS, Arrivals, Halves, PushRows, Sizes, chosen_of
-from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.moe_cases import draw_ids, exchange_cases
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
@@ -297,27 +297,6 @@ class MoeDispatch(Op):
                     yield Case(
                         op=self.name, world_size=w, dtype=BF16, sizes=(T, 8, 64, H), design=design, fields=fields
                     )
-
-
-def exchange_cases(op: str) -> Iterator[dict[str, Any]]:
-    """Fields of cases of moe_dispatch and moe_combine."""
-
-    def case(
-        w: int, dtype: torch.dtype, sizes: tuple[int, ...], tokens: tuple[int, ...], **fields: Any
-    ) -> dict[str, Any]:
-        named = (("tokens", tokens), *fields.items())
-        return {"op": op, "world_size": w, "dtype": dtype, "sizes": sizes, "fields": named}
-
-    yield case(1, BF16, (9, 2, 8, 40), (9,))
-    for w in (2, 3, 4, 8):
-        yield case(w, BF16, (20, 3, 24, 136), (20, 0, 13, 1, 7, 20, 20, 3)[:w])
-    for w in (2, 3):
-        for dtype in (FP16, FP32):
-            yield case(w, dtype, (5, 8, 12, 48), (5, 3, 5)[:w])
-        for skew in ("one expert", "last expert", "some", "none"):
-            yield case(w, BF16, (17, 2, 12, 40), (17, 16, 2)[:w], skew=skew)
-        yield case(w, BF16, (3, 1, 6, 24), (0, 0, 0)[:w])
-        yield case(w, BF16, (3, 1, 6, 25), (0, 3, 0)[:w])
 
 
 def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:

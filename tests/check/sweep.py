@@ -112,12 +112,14 @@ def pipelined(op: Overlapped, team: Any, x: Callable[..., torch.Tensor]) -> torc
     return op.run(op.designs["pipelined"](chunks=2), team, x(team.size * 24, 32), x(48, 32))
 
 
-def routed(team: Any, x: Callable[..., torch.Tensor], algorithm: str) -> tuple[ops.Dispatched, int]:
+def routed(
+    team: Any, x: Callable[..., torch.Tensor], algorithm: str, width: int = 40, dtype: torch.dtype | None = None
+) -> tuple[ops.Dispatched, int]:
     """Tokens of a rank, another number in each call, at the ranks of their experts."""
     tokens = (team.rank + int(x(1).abs().item() * 8)) % 5
     routing = ops.route(x(tokens, 2 * team.size), 2)
     size = {"experts": 2 * team.size, "max_tokens": 5}
-    return ops.moe_dispatch(x(tokens, 40), routing, team, algorithm=algorithm, **size), tokens
+    return ops.moe_dispatch(x(tokens, width), routing, team, dtype=dtype, algorithm=algorithm, **size), tokens
 
 
 def dispatched(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push") -> torch.Tensor:
@@ -125,6 +127,13 @@ def dispatched(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push
     found, _ = routed(team, x, algorithm)
     schedule = ops.moe_schedule(found.routing.ids, found.experts)
     result = ops.grouped_matmul(found.rows, torch.ones(2, 16, 40).bfloat16(), schedule, gather=True)
+    return result[: int(schedule.counts.sum())].clone()
+
+
+def dispatched_fp8(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push") -> torch.Tensor:
+    found, _ = routed(team, x, algorithm, 144, torch.float8_e4m3fn)
+    schedule, weight = ops.moe_schedule(found.routing.ids, found.experts), torch.ones(2, 16, 144).bfloat16()
+    result = ops.grouped_matmul(found.rows, weight, schedule, gather=True, scales=found.scales)
     return result[: int(schedule.counts.sum())].clone()
 
 
@@ -163,6 +172,7 @@ OPS = [
     Call("mixed copy_engine", copied, 2),
     Call("moe_dispatch", dispatched, 4),
     Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
+    Call("moe_dispatch fp8", dispatched_fp8, 2),
     Call("moe_combine", combined, 4),
     Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),
     Call("barrier", lambda team, x: ops.barrier(team)),

@@ -14,6 +14,7 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
 from weft.ops.moe import grouped, moe_schedule, moe_sum, route
+from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.op import find_op
@@ -333,10 +334,10 @@ def test_experts_that_there_are_not_are_refused(message, sizes):
 INTS = torch.zeros(16, dtype=torch.int32)
 
 
-def built_grouped(arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=2048):
+def built_grouped(arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=2048, fp8=False):
     caps, experts = caps_of(arch), 8
     design = grouped_tiles_for(GroupedCall(block, 4096, N, K, dtype, gather), caps, gated=gated)
-    rows, weight = torch.zeros(64, K, dtype=dtype), torch.zeros(experts * N * (1 + gated), K, dtype=dtype)
+    out, weight = torch.zeros(64, K, dtype=dtype), torch.zeros(experts * N * (1 + gated), K, dtype=dtype)
     if gated:
         sizes = (
             [experts, 2, N, K],
@@ -345,12 +346,14 @@ def built_grouped(arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=204
         )
     else:
         sizes = [experts, N, K], [N * K, K, 1], [1, design.block_n, design.block_k]
+    rows = out.to(E4M3) if fp8 else out
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
     form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False)
     constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
     schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)
-    arguments = x, TensorDescriptor(weight, *sizes), rows, schedule, N, K, 4
+    scales = torch.zeros(64) if fp8 else None
+    arguments = x, scales, TensorDescriptor(weight, *sizes), out, schedule, N, K, 4
     return compiled(grouped_matmul_kernel, *arguments, arch=arch, **constants, **options)
 
 

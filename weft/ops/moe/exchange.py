@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.ops.moe.fp8_rows import COLUMNS, scales_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.codec import exchangeable
 
@@ -91,6 +92,7 @@ class Sizes(NamedTuple):
     choices  k; padded: k or the next power of two
     experts  of each rank
     chunk, block  of ``PushRows``
+    scales   of a row that is sent in fp8; 0: rows are sent as they are
     """
 
     tokens: int
@@ -100,11 +102,15 @@ class Sizes(NamedTuple):
     experts: int
     chunk: int
     block: int
+    scales: int = 0
 
     @classmethod
-    def of(cls, design: PushRows, tokens: int, width: int, choices: int, experts: int) -> Sizes:
-        block = min(design.block, max(16, next_power_of_2(width)))
-        return cls(tokens, width, choices, next_power_of_2(choices), experts, design.chunk, block)
+    def of(cls, design: PushRows, tokens: int, width: int, choices: int, experts: int, *, fp8: bool = False) -> Sizes:
+        block = min(design.block, max(COLUMNS.value if fp8 else 16, next_power_of_2(width)))
+        if fp8 and block < COLUMNS.value:
+            raise ValueError(f"block={design.block} is less than the {COLUMNS.value} columns of a scale of fp8 rows")
+        scales = scales_of(width) if fp8 else 0
+        return cls(tokens, width, choices, next_power_of_2(choices), experts, design.chunk, block, scales)
 
     @property
     def chunks(self) -> int:

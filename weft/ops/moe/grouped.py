@@ -2,7 +2,8 @@
 
 Tiles are ragged: at most ``Schedule.block`` pairs of one expert by a block of columns. Nothing is padded in memory. The weight
 is read through a tensor descriptor of experts and rows, so no coordinate grows with experts * N * K. Rows of x are gathered by
-token as they are loaded, or lie in the order of the pairs.
+token as they are loaded, or lie in the order of the pairs. Gathered rows may be fp8 with scales (``fp8_rows``): they are
+multiplied as they are loaded and rounded to the weight's dtype.
 
     grouped_matmul_silu_mul   h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T)      pair i of the schedule is pair p, of token t
     grouped_matmul            y[p] = h[i] @ weight.T
@@ -26,6 +27,7 @@ import weft.language as wl
 from weft.kernels.gemm_tile import halves
 from weft.kernels.operands import can_describe
 from weft.ops.local import capabilities_of
+from weft.ops.moe.fp8_rows import COLUMNS
 from weft.ops.moe.routing import Schedule
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -99,6 +101,7 @@ class Form(NamedTuple):
 @triton.jit(do_not_specialize=["slab"])
 def grouped_matmul_kernel(
     x,
+    scales,
     weight,
     out,
     schedule,
@@ -114,6 +117,7 @@ def grouped_matmul_kernel(
 
     x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else rows in that order, and row p of
               out is pair p's. A descriptor if FORM.described
+    scales    [T, ceil(K / 128)] of fp8 rows of x, gathered; or None
     weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.turned of [experts, K, N]; if FORM.gated of
               [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both, or if TRANSPOSED of one
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
@@ -142,6 +146,8 @@ def grouped_matmul_kernel(
         else:
             source = row + tl.minimum(local, count - 1)
         rows = x + source.to(tl.int64)[:, None] * K + deep[None, :] if not FORM.described else x
+        if scales is not None:
+            scale = scales + source.to(tl.int64) * tl.cdiv(K, COLUMNS)
         if TRANSPOSED:
             acc = tl.zeros((WIDTH, BLOCK_M), dtype=tl.float32)
         else:
@@ -154,6 +160,8 @@ def grouped_matmul_kernel(
                 a = tl.load(rows + k)
             else:
                 a = tl.load(rows + k, mask=(deep < K - k)[None, :], other=0.0)
+            if scales is not None:
+                a = (a.to(tl.float32) * tl.load(scale + k // COLUMNS)[:, None]).to(out.dtype.element_ty)
             if FORM.turned:
                 b = weight.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N).T
             elif FORM.gated:
@@ -265,6 +273,7 @@ def run(
     schedule: Schedule,
     *,
     gather: int,
+    scales: torch.Tensor | None = None,
     gated: bool = False,
     turned: bool = False,
     out: torch.Tensor | None = None,
@@ -273,16 +282,23 @@ def run(
 
     gather  k: x has a row for each token, 1: for each pair, and rows of the result are in the order of the schedule; 0: x is in
             that order, and the result's are those of pairs
+    scales  of fp8 rows of tokens
     """
     experts, rows, columns = weight.shape
     N, K = (columns, rows) if turned else (rows // (2 if gated else 1), columns)
     caps, pairs = capabilities_of(x.device), schedule.pairs.shape[1] * schedule.choices
-    out = x.new_empty((pairs, N)) if out is None else out
+    out = weight.new_empty((pairs, N)) if out is None else out
     if pairs == 0:
         return out
     x = x if x.is_contiguous() else x.contiguous()
     if not (weight.is_contiguous() and can_describe(weight.view(-1, columns))):
         weight = weight.clone(memory_format=torch.contiguous_format)
+    if scales is not None:
+        if design.block_k > COLUMNS.value:
+            raise ValueError(
+                f"block_k={design.block_k} is more than the {COLUMNS.value} columns of a scale of fp8 rows"
+            )
+        scales = scales.contiguous()
     block_n, block_k, width = design.block_n, design.block_k, design.block_n // (2 if gated else 1)
     shape, strides, block = [experts, rows, columns], [rows * columns, columns, 1], [1, block_n, block_k]
     if gated:
@@ -295,6 +311,7 @@ def run(
     across = cdiv(N, width)
     grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
         TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k]) if described else x,
+        scales,
         TensorDescriptor(weight, shape, strides, block),
         out,
         schedule,

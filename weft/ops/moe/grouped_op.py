@@ -9,8 +9,9 @@ import torch
 
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import check_like, check_shape, machine_on
+from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.moe import grouped
+from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, read_back, scales_of
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
 from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
@@ -21,17 +22,29 @@ from weft.plan.planned import AUTO, Machine, Planned
 
 
 def check_grouped(
-    op: str, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *, gather: bool, gated: bool
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    schedule: Schedule,
+    scales: torch.Tensor | None,
+    *,
+    gather: bool,
+    gated: bool,
 ) -> None:
-    """ValueError unless rows, weights and schedule fit each other."""
+    """ValueError unless rows, weights, schedule and scales fit each other."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{op}: schedule={quoted(schedule)} is not a Schedule; weft.ops.moe_schedule makes one")
     check_flag(op, "gather", gather)
-    check_like(op, "x", x, None, FLOATS)
-    check_like(op, "weight", weight, x.device, (x.dtype,))
+    check_like(op, "x", x, None, FLOATS if scales is None else (E4M3,))
+    check_like(op, "weight", weight, x.device, (x.dtype,) if scales is None else FLOATS)
     check_shape(op, "x", x, ("T" if gather else "pairs", "K"))
     check_shape(op, "weight", weight, (schedule.counts.shape[0], "2 N" if gated else "N", x.shape[1]))
     check_like(op, "schedule.pairs", schedule.pairs, x.device, (torch.int32,))
+    if scales is not None:
+        if not gather:
+            raise ValueError(f"{op}: scales with gather=False; only rows of tokens are multiplied as they are loaded")
+        check_like(op, "scales", scales, x.device, (torch.float32,))
+        check_shape(op, "scales", scales, (x.shape[0], scales_of(x.shape[1])))
     if 0 in weight.shape:
         raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; it must have at least one row and column")
     if gated and weight.shape[1] % 2:
@@ -75,12 +88,21 @@ class GroupedOp(Op):
         return Planned("tiles", grouped_tiles_for(call, machine.caps, gated=self.gated), reason)
 
     def run(
-        self, design: GroupedTiles, team: None, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: bool
+        self,
+        design: GroupedTiles,
+        team: None,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        schedule: Schedule,
+        gather: bool,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The op of checked arguments."""
         self.check_design(design)
+        if scales is not None:
+            check_e4m3(self.name, capabilities_of(x.device))
         gather = schedule.choices if gather else 0
-        return grouped.run(design, x, weight, schedule, gather=gather, gated=self.gated)
+        return grouped.run(design, x, weight, schedule, gather=gather, scales=scales, gated=self.gated)
 
     def forward(
         self,
@@ -93,20 +115,24 @@ class GroupedOp(Op):
         choices: int,
         block: int,
         gather: bool,
+        scales: torch.Tensor | None,
     ) -> torch.Tensor:
         schedule = Schedule(pairs, counts, tiles, tile_count, choices, block)
         N = weight.shape[1] // (2 if self.gated else 1)
-        call = GroupedCall(block, pairs.shape[1] * choices, N, x.shape[1], x.dtype, gather)
-        return self.run(self.plan(call, machine_on(x.device)).design, None, x, weight, schedule, gather)
+        call = GroupedCall(block, pairs.shape[1] * choices, N, x.shape[1], weight.dtype, gather)
+        return self.run(self.plan(call, machine_on(x.device)).design, None, x, weight, schedule, gather, scales)
 
-    def fake(self, x, weight, pairs, counts, tiles, tile_count, choices, block, gather):
-        return x.new_empty((pairs.shape[1] * choices, weight.shape[1] // (2 if self.gated else 1)))
+    def fake(self, x, weight, pairs, counts, tiles, tile_count, choices, block, gather, scales):
+        return weight.new_empty((pairs.shape[1] * choices, weight.shape[1] // (2 if self.gated else 1)))
 
     def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, weight, *schedule, ctx.choices, ctx.block, ctx.gather = inputs
+        x, weight, *schedule, ctx.choices, ctx.block, ctx.gather, scales = inputs
+        ctx.scaled = scales is not None
         ctx.save_for_backward(x, weight, *schedule)
 
     def backward(self, ctx: Any, dy: torch.Tensor) -> tuple:
+        if ctx.scaled:
+            raise RuntimeError(f"weft.ops.{self.name} has no backward for fp8 rows; pass rows of the weight's dtype")
         x, weight, *tensors = ctx.saved_tensors
         schedule, dy = Schedule(*tensors, ctx.choices, ctx.block), dy.to(x.dtype)
         if self.gated:
@@ -126,7 +152,7 @@ class GroupedOp(Op):
                 dx = self.product(dy, weight, schedule, 1, turned=True)
         if ctx.needs_input_grad[1]:
             dweight = grouped.weight_grad(dy, x, schedule, gather=ctx.gather)
-        return dx, dweight, *[None] * 7
+        return dx, dweight, *[None] * 8
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: int, **options: Any
@@ -141,16 +167,21 @@ class GroupedOp(Op):
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """ids, the rows, and this rank's experts' weights."""
+        """ids, the rows, this rank's experts' weights, and scales of fp8 rows."""
         T, k, total, N, K = case.sizes
         count = (case.field("local") or (0, total))[1]
         rows = T if case.field("gather") is not False else T * k
         shape = count, 2 * N if self.gated else N, K
-        return draw_ids(draw, T, k, total), draw.own("x", (rows, K)), draw.own("weight", shape, K**-0.5)
+        ids, x, weight = draw_ids(draw, T, k, total), draw.own("x", (rows, K)), draw.own("weight", shape, K**-0.5)
+        if not case.field("fp8"):
+            return ids, x, weight
+        x, scales = by_torch(x)
+        return ids, x, weight, scales
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """The computed rows: in the order of the pairs where they are gathered; else all, 0 for other pairs."""
-        ids, x, weight = by_rank[rank]
+        ids, x, weight, *scales = by_rank[rank]
+        x = read_back(x, *scales, weight.dtype) if scales else x
         T, k, total, N, _ = case.sizes
         first, count = case.field("local") or (0, total)
         flat, gather = ids.flatten().long() - first, case.field("gather") is not False
@@ -167,21 +198,36 @@ class GroupedOp(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[4])
 
-    def call(self, case: Case, team: Any, ids: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def call(
+        self,
+        case: Case,
+        team: Any,
+        ids: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The computed rows, as ``reference`` has them."""
         _, _, total, _, _ = case.sizes
         experts, gather = Experts(total, *(case.field("local") or (0, total))), case.field("gather") is not False
         schedule = moe_schedule(ids, experts, block=case.field("block"))
         if isinstance(case.design, str):
-            out = self.public(x, weight, schedule, gather)
+            out = self.public(x, weight, schedule, gather, scales)
         else:
-            out = self.run(case.design, None, x, weight, schedule, gather)
+            out = self.run(case.design, None, x, weight, schedule, gather, scales)
         if gather:
             return out[: int(schedule.counts.sum())].clone()
         mine = (ids >= experts.first) & (ids < experts.first + experts.count)
         return torch.where(mine.flatten()[:, None], out, 0)
 
-    def public(self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: bool) -> torch.Tensor:
+    def public(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        schedule: Schedule,
+        gather: bool,
+        scales: torch.Tensor | None,
+    ) -> torch.Tensor:
         """The function that users call."""
         raise NotImplementedError
 
@@ -205,6 +251,12 @@ class GroupedOp(Op):
                 GroupedTiles(block_n=64, block_k=16, transposed=True, per_sm=2, columns=64, num_warps=4),
             ):
                 yield case(BF16, 37, 3, 4, 80, 48, design=design, **kind)
+        for dtype in (FP16, BF16, FP32):
+            yield case(dtype, 20, 4, 6, 72, 144, local=(2, 3), fp8=True)
+        for block in (16, 128):
+            yield case(BF16, block + 1, 1, 2, 40, 272, block=block, skew="one expert", fp8=True)
+        design = GroupedTiles(block_n=32, block_k=32, columns=32, num_warps=4, num_stages=2)
+        yield case(BF16, 37, 3, 4, 80, 304, design=design, fp8=True)
 
     def large_cases(self) -> Iterator[Case]:
         for T, k, experts, N, K in (
@@ -214,13 +266,14 @@ class GroupedOp(Op):
             (600, 2, 8, 14336, 4096),
         ):
             for skew in (None, "one expert"):
-                yield Case(
-                    op=self.name,
-                    world_size=1,
-                    dtype=BF16,
-                    sizes=(T, k, experts, N, K),
-                    fields=(("local", (experts // 2, experts // 2)), ("skew", skew)),
-                )
+                for fp8 in (False, True):
+                    yield Case(
+                        op=self.name,
+                        world_size=1,
+                        dtype=BF16,
+                        sizes=(T, k, experts, N, K),
+                        fields=(("local", (experts // 2, experts // 2)), ("skew", skew), ("fp8", fp8)),
+                    )
 
     def flops(self, sizes: Sequence[int]) -> int:
         T, k, _, N, K = sizes

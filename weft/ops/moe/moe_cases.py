@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.ops.case import BF16, FP16, FP32, Draw
+from weft.ops.case import BF16, FP16, FP32, Case, Draw
 
 
 def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
@@ -31,6 +31,19 @@ def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
     if skew == "some":
         ids[::2] = -1
     return ids.contiguous()
+
+
+def fp8_case(
+    w: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    tokens: tuple[int, ...],
+    design: Any,
+    data: str = "random",
+) -> Case:
+    """Case of rows of ``dtype`` that are sent in fp8."""
+    fields = (("tokens", tokens), ("fp8", True))
+    return Case(op="moe_dispatch", world_size=w, dtype=dtype, sizes=sizes, design=design, data=data, fields=fields)
 
 
 def exchange_cases(op: str) -> Iterator[dict[str, Any]]:

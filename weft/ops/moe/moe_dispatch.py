@@ -17,11 +17,12 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.local import check_shape
 from weft.ops.moe.exchange import MAX_PROGRAMS, Arrivals, Halves, PushRows, Sizes, chosen_of
-from weft.ops.moe.moe_cases import draw_ids, exchange_cases
+from weft.ops.moe.fp8_rows import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, quantized, scales_of
+from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
@@ -41,11 +42,13 @@ class Dispatched(NamedTuple):
     rows     [W * max_tokens, H]: those of tokens that chose an expert of this rank; the others are undefined
     routing  of all tokens of all ranks; ids of -1 where there is no token
     experts  this rank's
+    scales   fp32 [W * max_tokens, ceil(H / 128)] of fp8 rows, undefined where they are; None for others
     """
 
     rows: torch.Tensor
     routing: Routing
     experts: Experts
+    scales: torch.Tensor | None = None
 
 
 @exchangeable
@@ -62,14 +65,19 @@ class DispatchCall(NamedTuple):
     width: int
     dtype: torch.dtype
     design: str = AUTO
+    fp8: bool = False
 
 
 class Mail(NamedTuple):
-    """One half of the receive buffers, symmetric: rows [W, tokens, H], ids and weights [W, tokens, k]."""
+    """One half of the receive buffers, symmetric.
+
+    rows [W, tokens, H], ids and weights [W, tokens, k], scales [W, tokens, SIZES.scales] of fp8 rows
+    """
 
     rows: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 @triton.jit
@@ -91,6 +99,11 @@ def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team)
         column = begin + tl.arange(0, SIZES.block)[None, :]
         mask = chosen & (column < SIZES.width)
         row = tl.load(x + local.to(tl.int64)[:, None] * SIZES.width + column, mask=mask, other=0.0)
+        if SIZES.scales > 0:
+            row, scale = quantized(row)
+            block = begin // COLUMNS + tl.arange(0, SIZES.block // COLUMNS)[None, :]
+            place = wl.symm_at(mail.scales, peer, team) + slot.to(tl.int64)[:, None] * SIZES.scales + block
+            tl.store(place, scale, mask=chosen & (block < SIZES.scales))
         tl.store(rows + slot.to(tl.int64)[:, None] * SIZES.width + column, row, mask=mask)
 
 
@@ -136,7 +149,14 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
 
 
 def moe_dispatch(
-    x: torch.Tensor, routing: Routing, team: Team, *, experts: int, max_tokens: int, algorithm: str = "auto"
+    x: torch.Tensor,
+    routing: Routing,
+    team: Team,
+    *,
+    experts: int,
+    max_tokens: int,
+    dtype: torch.dtype | None = None,
+    algorithm: str = "auto",
 ) -> Dispatched:
     """Send each row of ``x`` to the ranks that hold an expert it chose. Collective.
 
@@ -144,11 +164,13 @@ def moe_dispatch(
     routing     ids int32 [T, k] and weights [T, k] of x's dtype, as of ``route``
     experts     of all ranks together, divided by W: rank r holds experts r * experts / W and on
     max_tokens  of any rank; the same on all ranks, as H, k, dtype and ``experts`` must be
+    dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
+                ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded)
     algorithm   "auto", "push" (rows to the ranks that need them) or "gather" (all rows to all ranks)
 
     The tensors of the result may be the team's receive buffers: they hold until the next call but one with these sizes. Bits
-    arrive as they were sent, in every algorithm. The host reads nothing; captured in a CUDA graph it replays correctly, after
-    one call outside. No backward. ValueError for arguments that do not fit.
+    arrive as they were sent, or rounded to fp8, and are the same in every algorithm. The host reads nothing; captured in a CUDA
+    graph it replays correctly, after one call outside. No backward. ValueError for arguments that do not fit.
     """
     op = "moe_dispatch"
     check_team(op, team)
@@ -159,10 +181,15 @@ def moe_dispatch(
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     mine = Experts.whole(check_int(f"{op}: experts", experts, 1), team.rank, team.size)
     check_choice(op, "algorithm", algorithm, MOE_DISPATCH.algorithms)
+    if dtype not in (None, E4M3):
+        raise ValueError(
+            f"{op}: dtype={quoted(dtype)} is not None or {E4M3}; rows are sent in x's dtype or in that one"
+        )
     if x.shape[1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; rows have at least one element")
-    rows, ids, weights = MOE_DISPATCH.dispatch(x, *routing, experts, max_tokens, team.name, algorithm)
-    return Dispatched(rows, Routing(ids, weights), mine)
+    fp8 = dtype is not None
+    rows, ids, weights, scales = MOE_DISPATCH.dispatch(x, *routing, experts, max_tokens, fp8, team.name, algorithm)
+    return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
 
 
 def check_routing(op: str, routing: Routing, team: Team) -> None:
@@ -197,9 +224,9 @@ class MoeDispatch(Op):
         share = share_of_rows(call.choices, machine.world_size)
         name = call.design if call.design != AUTO else "gather" if machine.world_size > 1 and share > 0.75 else "push"
         reason = f"a rank needs {share:.2f} of the rows of another if all experts are chosen alike"
-        return Planned(
-            name, self.designs[name](), reason if call.design == AUTO else f"asked for design={call.design!r}"
-        )
+        # With 1024 columns a thread that converts them has a stack on sm_90.
+        design = PushRows(block=512) if name == "push" and call.fp8 else self.designs[name]()
+        return Planned(name, design, reason if call.design == AUTO else f"asked for design={call.design!r}")
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -212,21 +239,29 @@ class MoeDispatch(Op):
         weights: torch.Tensor,
         experts: int,
         most: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(rows, ids, weights) of all ranks. ``most``: max_tokens."""
+        fp8: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``. ``most``: max_tokens."""
         self.check_design(design)
+        if fp8:
+            check_e4m3(self.name, team.caps)
+        none = x.new_empty(0, dtype=torch.float32)
         if isinstance(design, GatherRows):
-            return tuple(
-                all_gather(padded(tensor, most, fill), team) for tensor, fill in ((x, 0), (ids, -1), (weights, 0))
-            )
+            rows, scales = quantize_rows(x, most, team.caps) if fp8 else (padded(x, most, 0), none)
+            gathered = [all_gather(tensor, team) for tensor in (rows, padded(ids, most, -1), padded(weights, most, 0))]
+            return *gathered, all_gather(scales, team) if fp8 else none
         (T, H), k, W = x.shape, ids.shape[1], team.size
-        sizes = Sizes.of(design, most, H, k, experts // W)
+        sizes = Sizes.of(design, most, H, k, experts // W, fp8=fp8)
         of_choices = (W, most, k)
-        shapes = {"rows": ((W, most, H), x.dtype), "ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}
+        shapes = {"rows": ((W, most, H), E4M3 if fp8 else x.dtype)}
+        shapes |= {"ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}
+        if fp8:
+            shapes["scales"] = ((W, most, sizes.scales), torch.float32)
         halves = team.workspace(("moe_dispatch", sizes, x.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
         buffers, flags = halves.next()
         launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), flags)
-        return tuple(buffer.flatten(0, 1) for buffer in buffers)
+        arrived = [buffer.flatten(0, 1) for buffer in buffers]
+        return tuple(arrived if fp8 else [*arrived, none])
 
     def forward(
         self,
@@ -235,17 +270,20 @@ class MoeDispatch(Op):
         weights: torch.Tensor,
         experts: int,
         max_tokens: int,
+        fp8: bool,
         team: str,
         algorithm: str,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        call = DispatchCall(max_tokens, ids.shape[1], x.shape[1], x.dtype, algorithm)
+        call = DispatchCall(max_tokens, ids.shape[1], x.shape[1], x.dtype, algorithm, fp8)
         design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, x, ids, weights, experts, max_tokens)
+        return self.run(design, members, x, ids, weights, experts, max_tokens, fp8)
 
-    def fake(self, x, ids, weights, experts, max_tokens, team, algorithm):
-        rows, k = find_team(team).size * max_tokens, ids.shape[1]
-        return x.new_empty((rows, x.shape[1])), ids.new_empty((rows, k)), weights.new_empty((rows, k))
+    def fake(self, x, ids, weights, experts, max_tokens, fp8, team, algorithm):
+        rows, k, H = find_team(team).size * max_tokens, ids.shape[1], x.shape[1]
+        scales = x.new_empty((rows, scales_of(H)) if fp8 else 0, dtype=torch.float32)
+        received = x.new_empty((rows, H), dtype=E4M3 if fp8 else x.dtype)
+        return received, ids.new_empty((rows, k)), weights.new_empty((rows, k)), scales
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -256,29 +294,37 @@ class MoeDispatch(Op):
         return draw.own("x", (T, H)), draw_ids(draw, T, k, experts), draw.own("weights", (T, k))
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
-        """(rows, 0 for those that this rank does not need, ids, weights)"""
+        """(rows, ids, weights), and (scales) of fp8 rows, which are bytes.
+
+        Rows and scales are 0 where this rank does not need them.
+        """
         most, _, experts, _ = case.sizes
         rows, ids, weights = (
             torch.cat([padded(tensors[at], most, fill) for tensors in by_rank])
             for at, fill in ((0, 0), (1, -1), (2, 0))
         )
         mine = ((ids >= 0) & (ids // (experts // case.world_size) == rank)).any(-1, keepdim=True)
-        return torch.where(mine, rows, 0), ids, weights
+        if not case.field("fp8"):
+            return torch.where(mine, rows, 0), ids, weights
+        rows, scales = by_torch(rows)
+        return torch.where(mine, rows.view(torch.uint8), 0), ids, weights, torch.where(mine, scales, 0)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple:
-        """Rows, ids and weights that arrived, as ``reference`` has them, in tensors of their own."""
-        most, _, experts, _ = case.sizes
+        """Tensors that arrived, as ``reference`` has them, but no receive buffers."""
+        (most, _, experts, _), fp8 = case.sizes, case.field("fp8") is True
         if isinstance(case.design, str):
-            routing = Routing(ids, weights)
-            found = moe_dispatch(x, routing, team, experts=experts, max_tokens=most, algorithm=case.design)
-            rows, (ids, weights) = found.rows, found.routing
+            named = {"experts": experts, "max_tokens": most, "dtype": E4M3 if fp8 else None}
+            found = moe_dispatch(x, Routing(ids, weights), team, **named, algorithm=case.design)
+            rows, (ids, weights), scales = found.rows, found.routing, found.scales
         else:
-            rows, ids, weights = self.run(case.design, team, x, ids, weights, experts, most)
+            rows, ids, weights, scales = self.run(case.design, team, x, ids, weights, experts, most, fp8)
         mine = ((ids >= 0) & (ids // (experts // team.size) == team.rank)).any(-1, keepdim=True)
-        return torch.where(mine, rows, 0), ids.clone(), weights.clone()
+        if not fp8:
+            return torch.where(mine, rows, 0), ids.clone(), weights.clone()
+        return torch.where(mine, rows.view(torch.uint8), 0), ids.clone(), weights.clone(), torch.where(mine, scales, 0)
 
     def cases(self) -> Iterator[Case]:
         for case in exchange_cases(self.name):
@@ -288,15 +334,29 @@ class MoeDispatch(Op):
             fields = (("tokens", (30, 7, 30)[:w]),)
             design = PushRows(chunk=4, block=32, num_warps=4)
             yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+        for design in ("push", "gather"):
+            for dtype in (BF16, FP16, FP32):
+                for data in ("random", "special", "subnormal"):
+                    yield fp8_case(2, dtype, (9, 2, 8, 200), (9, 4), design, data)
+            for w in (1, 3, 4):
+                yield fp8_case(w, BF16, (5, 3, 12, 16), (5, 0, 3, 5)[:w], design)
+            yield fp8_case(2, BF16, (3, 1, 6, 2200), (3, 2), design)
+        yield fp8_case(2, BF16, (30, 2, 12, 300), (30, 7), PushRows(chunk=4, block=128, num_warps=4))
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
                 for design in ("push", "gather"):
                     fields = (("tokens", (T, T - 1, 0, T)[:w]),)
-                    yield Case(
-                        op=self.name, world_size=w, dtype=BF16, sizes=(T, 8, 64, H), design=design, fields=fields
-                    )
+                    for more in ((), (("fp8", True),)):
+                        yield Case(
+                            op=self.name,
+                            world_size=w,
+                            dtype=BF16,
+                            sizes=(T, 8, 64, H),
+                            design=design,
+                            fields=(*fields, *more),
+                        )
 
 
 def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:

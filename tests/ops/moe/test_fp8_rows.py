@@ -1,0 +1,194 @@
+"""Rows in fp8: special values, a layer over ranks, its check, refused arguments, machine code."""
+
+import pytest
+import torch
+
+import weft
+import weft.check
+from tests.check.sweep import dispatched_fp8
+from tests.compiling import SHARED, a_view, compiled, stack_bytes
+from tests.ops.checking import assert_identical
+from tests.ops.layer_cases import check_refused
+from tests.ops.moe.test_moe_exchange import EXPERTS, MOST, K, calls_of, tokens_of, weights
+from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
+from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
+from weft import ops
+from weft.ops.moe.exchange import Arrivals, PushRows, Sizes
+from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, quantize_rows_kernel, read_back
+from weft.ops.moe.moe_dispatch import DispatchCall, Mail, moe_dispatch_kernel
+from weft.ops.moe.routing import Routing
+from weft.ops.op import find_op
+from weft.plan.planned import machine
+from weft.runtime.capabilities import launch_options
+
+# --- values -------------------------------------------------------------------------------------------------------------
+
+inf, nan, most, tiny = torch.inf, torch.nan, torch.finfo(torch.float32).max, 2.0**-126
+VALUES = {
+    "zeros": ([0.0, -0.0], 1.0, [0x00, 0x80]),
+    "the largest is 448": ([7.0, -3.5, 1.75], 1 / 64, [0x7E, 0xF6, 0x6E]),
+    "halfway to the even one": ([448.0, 17.0, 19.0, -17.0], 1.0, [0x7E, 0x58, 0x5A, 0xD8]),
+    "the largest number": ([most, -most], most / 448, [0x7E, 0xFE]),
+    "smallest scale": ([tiny * 448, tiny], tiny, [0x7E, 0x38]),
+    "subnormal numbers": ([tiny / 2, -tiny / 4, tiny / 2**10, tiny / 2**11], tiny, [0x30, 0xA8, 0x00, 0x00]),
+    "infinities and NaN": ([inf, -inf, nan, 448.0, -1.0], 1.0, [0x7F, 0x7F, 0x7F, 0x7E, 0xB8]),
+    "only NaN": ([nan, 0.0], 1.0, [0x7F, 0x00]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_special_values_have_these_bytes_and_scales(name):
+    values, scale, wanted = VALUES[name]
+
+    def main(team):
+        x = torch.zeros(1, 130)
+        x[0, 128 - len(values) : 128] = torch.tensor(values)  # the last block, of two columns, has only zeros
+        rows, scales = quantize_rows(x, 2, team.caps)
+        found = rows[0].view(torch.uint8).tolist()
+        assert found[128 - len(values) :] == [*wanted, 0, 0] and not any(found[: 128 - len(values)])
+        assert_identical(scales, torch.tensor([[scale, 1.0], [1.0, 1.0]]))
+        finite = torch.tensor(values).isfinite()
+        back = read_back(rows, scales, torch.float32)[0, 128 - len(values) : 128]
+        assert torch.equal(back.isfinite(), finite)
+        error = (back - torch.tensor(values))[finite].abs()
+        assert (error <= torch.tensor(values)[finite].abs() / 16 + scale / 2**10).all()
+
+    weft.simulate(main, 1)
+
+
+# --- a layer ------------------------------------------------------------------------------------------------------------
+
+
+def layer(team, x, algorithm, of_layer):
+    """(result, by hand from the rows that were sent) of a mixture of experts whose rows are sent in fp8."""
+    router, gate_up, down = of_layer
+    routing = ops.route(x @ router.T, K)
+    sizes = {"experts": EXPERTS, "max_tokens": MOST, "algorithm": algorithm}
+    found = ops.moe_dispatch(x, routing, team, dtype=E4M3, **sizes)
+    mine = slice(found.experts.first, found.experts.first + found.experts.count)
+    schedule = ops.moe_schedule(found.routing.ids, found.experts)
+    h = ops.grouped_matmul_silu_mul(found.rows, gate_up[mine], schedule, scales=found.scales)
+    raw = ops.grouped_matmul(found.rows, gate_up[mine], schedule, gather=True, scales=found.scales)
+    gate, up = raw.float().chunk(2, dim=-1)
+    pairs = int(schedule.counts.sum())
+    torch.testing.assert_close(h[:pairs].float(), (torch.nn.functional.silu(gate) * up)[:pairs], rtol=2e-2, atol=2e-2)
+    return ops.moe_combine(ops.grouped_matmul(h, down[mine], schedule), found, len(x), team)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_layer_in_fp8_is_the_whole_one_in_every_algorithm(world_size):
+    of_layer = weights(torch.float32)
+
+    def main(team):
+        x = tokens_of(team.rank, 1, torch.float32)
+        return [layer(team, x, algorithm, of_layer) for algorithm in ("push", "gather", "auto")]
+
+    for rank, (first, *others) in enumerate(weft.simulate(main, world_size)):
+        expected = by_torch(tokens_of(rank, 1, torch.float64), *(w.double() for w in of_layer), K)
+        if len(expected):
+            error = (first.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+            assert error < 0.06  # half a step of e4m3 is 1/32 of a number or less
+        for other in others:
+            assert_identical(other, first)
+
+
+def test_the_check_finds_nothing_in_fp8_rows():
+    report = weft.check.check(calls_of(dispatched_fp8), 2, schedules=4)
+    assert report.ok, report
+
+
+# --- refused arguments --------------------------------------------------------------------------------------------------
+
+
+def test_gpus_without_a_conversion_are_refused():
+    check_refused(check_e4m3, ("moe_dispatch", caps_of("sm_80")), "moe_dispatch: dtype=torch.float8_e4m3fn on sm_80")
+    for arch in ("sm_90", "sm_100", "gfx942"):
+        check_e4m3("moe_dispatch", caps_of(arch))
+
+
+@pytest.mark.parametrize(
+    ("message", "run"),
+    [
+        ("moe_dispatch: dtype=torch.float16 is not None or torch.float8_e4m3fn",
+         lambda team, x, routing: ops.moe_dispatch(x, routing, team, experts=8, max_tokens=4, dtype=torch.float16)),
+        ("block=64 is less than the 128 columns of a scale",
+         lambda team, x, routing: find_op("moe_dispatch").run(PushRows(block=64), team, x, *routing, 8, 4, True)),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_dispatch_are_refused(message, run):
+    def main(team):
+        routing = Routing(torch.zeros(3, 2).int(), torch.zeros(3, 2).bfloat16())
+        check_refused(run, (team, torch.zeros(3, 200).bfloat16(), routing), message)
+
+    weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "x", "scales", "fields"),
+    [
+        ("x.dtype=torch.float32 is not one of float8_e4m3fn", torch.zeros(3, 16), torch.zeros(3, 1), {}),
+        ("scales has shape (3, 2); it must be (3, 1)", torch.zeros(3, 16).to(E4M3), torch.zeros(3, 2), {}),
+        ("scales.dtype=torch.float16 is not one of float32", torch.zeros(3, 16).to(E4M3), torch.zeros(3, 1).half(), {}),
+        ("scales with gather=False", torch.zeros(6, 16).to(E4M3), torch.zeros(6, 1), {"gather": False}),
+        ("K=8 of torch.float8_e4m3fn is 8 bytes", torch.zeros(3, 8).to(E4M3), torch.zeros(3, 1), {}),
+    ],
+)
+def test_wrong_scales_are_refused(message, x, scales, fields):
+    def call(x, weight):
+        return ops.grouped_matmul(x, weight, SCHEDULE, **{"gather": True, **fields}, scales=scales)
+
+    check_refused(call, (x, WEIGHT[:, :, : x.shape[1]].contiguous()), f"grouped_matmul: {message}")
+
+
+def test_fp8_rows_have_no_gradients():
+    def main(team):
+        schedule = ops.moe_schedule(torch.zeros(3, 2).int() + torch.tensor([0, 1]).int(), ops.Experts.slices(4))
+        weight = WEIGHT.clone().requires_grad_()
+        out = ops.grouped_matmul_silu_mul(torch.zeros(3, 16).to(E4M3), weight, schedule, scales=torch.ones(3, 1))
+        with pytest.raises(RuntimeError, match="grouped_matmul_silu_mul has no backward for fp8 rows"):
+            out.sum().backward()
+
+    weft.simulate(main, 1)
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------------
+
+INTS = torch.zeros(16, dtype=torch.int32)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_kernels_that_send_fp8_compile(arch, tmp_path):
+    x, rows, scales, caps = (
+        torch.zeros(16, dtype=torch.bfloat16),
+        torch.zeros(16).to(E4M3),
+        torch.zeros(16),
+        caps_of(arch),
+    )
+    design = (
+        find_op("moe_dispatch")
+        .choose(DispatchCall(128, 8, 7168, torch.bfloat16, "push", True), machine(caps, 2))
+        .design
+    )
+    sizes = Sizes.of(design, 128, 7168, 8, 64, fp8=True)
+    mail, flags = Mail(rows, INTS, x, scales), Arrivals(INTS, INTS, INTS, INTS)
+    constants = {"SIZES": sizes, "CHUNKS": sizes.chunks, "num_warps": 8, **launch_options(caps)}
+    sending = compiled(moe_dispatch_kernel, x, INTS, x, 128, mail, flags, a_view(), arch=arch, **constants)
+    constants = {"WIDTH": 7168, "SCALES": 56, "BLOCK": 1024, **launch_options(caps)}
+    alone = compiled(quantize_rows_kernel, x, rows, scales, 128, arch=arch, **constants)
+    for kernel in (sending, alone):
+        check_compiles(kernel, arch)
+        if arch == "sm_90":
+            ptx = kernel.asm["ptx"]
+            assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx and ".ftz" not in ptx
+            assert "ld.global.v4.b32" in ptx and stack_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("block", [16, 128])
+def test_grouped_gemms_of_fp8_rows_compile_and_fit(arch, block, tmp_path):
+    kernel = built_grouped(arch, block, True, True, fp8=True)
+    assert kernel.metadata.shared <= SHARED[arch]
+    if arch == "sm_90":
+        assert "wgmma.mma_async" in kernel.asm["ptx"] and stack_bytes(kernel, tmp_path) == 0

@@ -5,13 +5,14 @@ import torch
 
 import weft
 import weft.check
-from tests.check.sweep import combined, dispatched
+from tests.check.sweep import combined, dispatched, routed
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
 from tests.ops.moe.test_moe_ops import by_torch
 from weft import ops
 from weft.ops.moe import exchange, moe_combine, moe_dispatch
 from weft.ops.moe.routing import Experts, Routing
+from weft.runtime.team.team import Team
 
 EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 48, 40, 20
 
@@ -120,6 +121,46 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, request):
 def test_one_half_is_enough(run, one_half):
     report = weft.check.check(calls_of(run), 2, schedules=6)
     assert report.ok, report
+
+
+def test_calls_of_different_designs_share_no_flags(one_half, monkeypatch):
+    """With fewer programs a call would leave behind flags that the next one of more programs trusts."""
+    monkeypatch.setattr(Team, "max_programs", lambda self, num_warps=4, registers=255: 8 // num_warps)
+    many, few = (exchange.PushRows(chunk=2, block=64, num_warps=warps) for warps in (2, 8))
+
+    def main(team):
+        results = []
+        for design in (many, few, few, many):
+            ids = torch.zeros(8, 1, dtype=torch.int32) + team.rank
+            x, op = torch.ones(8, 48).bfloat16(), moe_dispatch.MOE_DISPATCH
+            rows, ids, _, _ = op.run(design, team, x, ids, x[:, :1].contiguous(), 2, 8)
+            schedule = ops.moe_schedule(ids, Experts.whole(2, team.rank, 2))
+            results.append(
+                ops.grouped_matmul(rows, torch.ones(1, 16, 48).bfloat16(), schedule, gather=True)[:8].clone()
+            )
+        return results
+
+    report = weft.check.check(main, 2, schedules=8)
+    assert report.ok, report
+
+
+def test_rows_of_the_call_before_are_gone():
+    """They hold until this rank's next call, as the contract says, and the check finds a read behind it."""
+
+    def dispatch(team):
+        return routed(team, lambda *shape: torch.ones(shape).bfloat16(), "push")[0]
+
+    def main(team, late):
+        found = dispatch(team)
+        if late:
+            dispatch(team)
+        counts = ops.moe_schedule(found.routing.ids, found.experts).counts
+        dispatch(team), dispatch(team)
+        return counts
+
+    assert weft.check.check(main, 2, schedules=6, args=(False,)).ok
+    report = weft.check.check(main, 2, schedules=6, args=(True,))
+    assert {found.finding.kind for found in report.wrong} == {"race"}, report
 
 
 # --- refused arguments --------------------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ class Arrivals(NamedTuple):
 
     arrived  int32 [W * chunks], symmetric: arrived[s * chunks + c] = e, once chunk c of rank s has arrived in call e
     entered  int32 [W], symmetric: entered[s] = e, once rank s has begun call e, and so ended what it ran before
-    filled   int32 [MAX_PROGRAMS], this rank's: the last call that filled this half of the buffers, a copy for each program
+    filled   int32 [MAX_PROGRAMS], this rank's: the last call that filled this half of the buffers, a copy for each program; so
+             all calls have the same number of programs
     epoch    int32 [2], this rank's: ``wl.next_epoch``
     """
 

@@ -1,7 +1,7 @@
 """moe_combine: results of each token's experts come back to its rank, weighted and added up.
 
     partial[r][s, t] = sum over the choices j of token t of rank s whose expert rank r holds of weight[j] * y[j]     j ascending
-    out[t]           = sum over the ranks r, ascending, of partial[r]
+    out[t]           = sum over the ranks r of partial[r]
 
 Each sum is in fp32, rounded once. Ranks without an expert that the token chose send nothing and are left out.
 """
@@ -148,8 +148,9 @@ def moe_combine(
     algorithm   "auto", "push" (each rank sends what it has) or "sum_then_scatter" (moe_sum, then reduce_scatter)
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
-    the same bits from run to run, with every algorithm. The host reads nothing; captured in a CUDA graph it replays correctly,
-    after one call outside. No backward. ValueError for arguments that do not fit.
+    the same bits from run to run. "sum_then_scatter" adds up more than two ranks in the order of ``reduce_scatter``, which is
+    fixed as well but depends on the sizes; two ranks' bits are the same in both. The host reads nothing; captured in a CUDA
+    graph it replays correctly, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
     """
     op = "moe_combine"
     check_team(op, team)
@@ -209,7 +210,9 @@ class MoeCombine(Op):
         (rows, k), H = ids.shape, y.shape[1]
         out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, mine.count)
         shapes = {"rows": ((team.size, sizes.tokens, H), y.dtype)}
-        halves = team.workspace(("moe_combine", sizes, y.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
+        halves = team.workspace(
+            ("moe_combine", design, sizes, y.dtype), lambda: Halves.make(team, sizes.chunks, shapes)
+        )
         buffers, flags = halves.next()
         launch_rows(moe_combine_kernel, design, sizes, team, (y, ids, weights, out), tokens, Partials(*buffers), flags)
         return out

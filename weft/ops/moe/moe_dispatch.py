@@ -118,10 +118,12 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
 
     signals   program 0, to every peer: entered[me] = e, once all that this rank ran before has ended
               program p, to every peer: arrived[me, c] = e, once its part of chunk c lies there; for every chunk, rows or not
-    waits     entered[peer] > filled before any store: the peer has ended the call that read this half last, and what it ran
-              behind that call
+    waits     entered[peer] > filled before any store: the peer has begun a later call than the one that filled this half last,
+              so what it ran between the two has ended
               arrived[s, c] >= e for every peer s and this program's chunks, at the end: what runs next reads all rows
-    reuse     the half is written again in the next call that takes it, after the wait for ``entered``
+    reuse     halves alternate by call, and what a rank has received is read before its next call begins. A rank begins call
+              e once it has received all of call e - 1, which its peers had then begun: the wait for ``entered`` only takes
+              time where one half is taken twice in a row, in replays of a CUDA graph
     progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -163,14 +165,15 @@ def moe_dispatch(
     x           [T, H], fp16, bf16 or fp32, this rank's tokens; T may differ by rank and be 0
     routing     ids int32 [T, k] and weights [T, k] of x's dtype, as of ``route``
     experts     of all ranks together, divided by W: rank r holds experts r * experts / W and on
-    max_tokens  of any rank; the same on all ranks, as H, k, dtype and ``experts`` must be
+    max_tokens  of any rank; the same on all ranks, as H, k, dtypes, ``experts`` and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
                 ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded)
     algorithm   "auto", "push" (rows to the ranks that need them) or "gather" (all rows to all ranks)
 
-    The tensors of the result may be the team's receive buffers: they hold until the next call but one with these sizes. Bits
-    arrive as they were sent, or rounded to fp8, and are the same in every algorithm. The host reads nothing; captured in a CUDA
-    graph it replays correctly, after one call outside. No backward. ValueError for arguments that do not fit.
+    The tensors of the result may be the team's receive buffers: they hold until this rank's next call with these sizes. So
+    ranks compute and combine one layer's rows before they dispatch the next one's. Bits arrive as they were sent, or rounded to
+    fp8, and are the same in every algorithm. The host reads nothing; captured in a CUDA graph, with T as it is then, it replays
+    correctly, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
     """
     op = "moe_dispatch"
     check_team(op, team)
@@ -257,7 +260,9 @@ class MoeDispatch(Op):
         shapes |= {"ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}
         if fp8:
             shapes["scales"] = ((W, most, sizes.scales), torch.float32)
-        halves = team.workspace(("moe_dispatch", sizes, x.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
+        halves = team.workspace(
+            ("moe_dispatch", design, sizes, x.dtype), lambda: Halves.make(team, sizes.chunks, shapes)
+        )
         buffers, flags = halves.next()
         launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), flags)
         arrived = [buffer.flatten(0, 1) for buffer in buffers]

@@ -1,6 +1,18 @@
 """All exhibits."""
 
-from tests.zoo import answering, channels, copying, grids, misusing, overlapping, publishing, reusing, staging, sticking  # noqa: F401  (importing fills it)
+from tests.zoo import (  # noqa: F401  (importing fills it)
+    answering,
+    channels,
+    copying,
+    grids,
+    misusing,
+    overlapping,
+    publishing,
+    reusing,
+    routing,
+    staging,
+    sticking,
+)
 from tests.zoo.exhibit import EXHIBITS
 
 __all__ = ["EXHIBITS"]

@@ -104,7 +104,12 @@ def one_half(monkeypatch):
     monkeypatch.setattr(exchange.Halves, "next", lambda self: (tuple(b[0] for b in self.buffers), self.flags[0]))
 
 
-@pytest.mark.parametrize("name", BUGS)
+# Bugs that the zoo plants in kernels of its own.
+IN_ZOO = ("flag before rows", "a rank without tokens sends no flags", "a half written again too soon",
+          "combined before the last arrival")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.sweep) if n in IN_ZOO else n for n in BUGS])
 def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, request):
     if "again" in name:
         request.getfixturevalue("one_half")
@@ -140,7 +145,7 @@ def test_calls_of_different_designs_share_no_flags(one_half, monkeypatch):
             )
         return results
 
-    report = weft.check.check(main, 2, schedules=8)
+    report = weft.check.check(main, 2, schedules=4)
     assert report.ok, report
 
 
@@ -158,8 +163,8 @@ def test_rows_of_the_call_before_are_gone():
         dispatch(team), dispatch(team)
         return counts
 
-    assert weft.check.check(main, 2, schedules=6, args=(False,)).ok
-    report = weft.check.check(main, 2, schedules=6, args=(True,))
+    assert weft.check.check(main, 2, schedules=4, args=(False,)).ok
+    report = weft.check.check(main, 2, schedules=4, args=(True,))
     assert {found.finding.kind for found in report.wrong} == {"race"}, report
 
 

@@ -172,6 +172,7 @@ OPS = [
     Call("mixed copy_engine", copied, 2),
     Call("moe_dispatch", dispatched, 4),
     Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
+    Call("moe_dispatch lamport", functools.partial(dispatched, algorithm="lamport"), 2),
     Call("moe_dispatch fp8", dispatched_fp8, 2),
     Call("moe_combine", combined, 4),
     Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),

@@ -15,6 +15,7 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.ops.moe.exchange import Arrivals, PushRows, Sizes
 from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, quantize_rows_kernel, read_back
+from weft.ops.moe.gather_words import GatherWords, Lengths, Tokens, gather_words_kernel
 from weft.ops.moe.moe_dispatch import DispatchCall, Mail, moe_dispatch_kernel
 from weft.ops.moe.routing import Routing
 from weft.ops.op import find_op
@@ -81,7 +82,7 @@ def test_a_layer_in_fp8_is_the_whole_one_in_every_algorithm(world_size):
 
     def main(team):
         x = tokens_of(team.rank, 1, torch.float32)
-        return [layer(team, x, algorithm, of_layer) for algorithm in ("push", "gather", "auto")]
+        return [layer(team, x, algorithm, of_layer) for algorithm in ("push", "gather", "lamport")]
 
     for rank, (first, *others) in enumerate(weft.simulate(main, world_size)):
         expected = by_torch(tokens_of(rank, 1, torch.float64), *(w.double() for w in of_layer), K)
@@ -111,6 +112,9 @@ def test_gpus_without_a_conversion_are_refused():
     [
         ("moe_dispatch: dtype=torch.float16 is not None or torch.float8_e4m3fn",
          lambda team, x, routing: ops.moe_dispatch(x, routing, team, experts=8, max_tokens=4, dtype=torch.float16)),
+        ("algorithm='lamport' for rows of 201 torch.bfloat16, which are no whole 4-byte words; use 'push'",
+         lambda team, x, routing: ops.moe_dispatch(torch.zeros(3, 201).bfloat16(), routing, team, experts=8, max_tokens=4,
+                                                   algorithm="lamport")),
         ("block=64 is less than the 128 columns of a scale",
          lambda team, x, routing: find_op("moe_dispatch").run(PushRows(block=64), team, x, *routing, 8, 4, True)),
     ],
@@ -182,6 +186,20 @@ def test_kernels_that_send_fp8_compile(arch, tmp_path):
             ptx = kernel.asm["ptx"]
             assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx and ".ftz" not in ptx
             assert "ld.global.v4.b32" in ptx and stack_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_a_kernel_that_gathers_words_compiles(arch, tmp_path):
+    design, caps = GatherWords(), caps_of(arch)
+    lengths, shorts = Lengths(128 * 1792, 128 * 8, 128 * 56), INTS.to(torch.int16)
+    constants = {"LENGTHS": lengths, "TOKENS": 128, "BLOCK": design.row_bytes // 4, "ROWS": 4, "TRANSPORT": "keyed"}
+    options = {"num_warps": design.num_warps, **launch_options(caps)}
+    arguments = Tokens(INTS, INTS, shorts, INTS), INTS, 100, INTS, INTS, a_view(), INTS, shorts, INTS
+    kernel = compiled(gather_words_kernel, *arguments, arch=arch, **constants, **options)
+    check_compiles(kernel, arch)
+    if arch == "sm_90":
+        assert stack_bytes(kernel, tmp_path) == 0
 
 
 @pytest.mark.triton_internals

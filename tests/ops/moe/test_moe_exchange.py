@@ -60,8 +60,10 @@ def test_every_algorithm_gives_the_same_bits(world_size):
         x = tokens_of(team.rank, 1, torch.bfloat16)
         return [
             layer(team, x, dispatch, combine)
-            for dispatch in ("push", "gather", "auto")
-            for combine in ("push", "sum_then_scatter", "auto")
+            for dispatch, combine in [
+                *((dispatch, "push") for dispatch in ("push", "gather", "lamport", "auto")),
+                *(("push", combine) for combine in ("sum_then_scatter", "auto")),
+            ]
         ]
 
     for first, *others in weft.simulate(main, world_size):

@@ -22,6 +22,7 @@ from weft.ops.collectives.all_gather import all_gather
 from weft.ops.local import check_shape
 from weft.ops.moe.exchange import MAX_PROGRAMS, Arrivals, Halves, PushRows, Sizes, chosen_of
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, quantized, scales_of
+from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, register
@@ -168,7 +169,8 @@ def moe_dispatch(
     max_tokens  of any rank; the same on all ranks, as H, k, dtypes, ``experts`` and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
                 ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded)
-    algorithm   "auto", "push" (rows to the ranks that need them) or "gather" (all rows to all ranks)
+    algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks) or "lamport" (as "gather",
+                in one kernel and one hop, for few tokens)
 
     The tensors of the result may be the team's receive buffers: they hold until this rank's next call with these sizes. So
     ranks compute and combine one layer's rows before they dispatch the next one's. Bits arrive as they were sent, or rounded to
@@ -215,7 +217,7 @@ class MoeDispatch(Op):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
-    designs = {"push": PushRows, "gather": GatherRows}
+    designs = {"push": PushRows, "gather": GatherRows, "lamport": GatherWords}
     sizes = ("max_tokens", "k", "H")
     dtypes = FLOATS
 
@@ -224,9 +226,20 @@ class MoeDispatch(Op):
         return DispatchCall(*checked, dtype, design)
 
     def choose(self, call: DispatchCall, machine: Machine) -> Planned:
-        share = share_of_rows(call.choices, machine.world_size)
-        name = call.design if call.design != AUTO else "gather" if machine.world_size > 1 and share > 0.75 else "push"
-        reason = f"a rank needs {share:.2f} of the rows of another if all experts are chosen alike"
+        """By bytes in all, then by the share of rows that a rank needs; neither limit was measured here.
+
+        2 MiB is where all-gathers of two H200s change from tiles of 512 bytes to larger ones.
+        """
+        share, W = share_of_rows(call.choices, machine.world_size), machine.world_size
+        row = call.width + 4 * scales_of(call.width) if call.fp8 else call.width * call.dtype.itemsize
+        whole = W * call.tokens * (row + 8 * call.choices)
+        if call.design != AUTO:
+            name = call.design
+        elif W > 1 and whole <= 2 << 20 and row % 4 == 0:
+            name, reason = "lamport", f"{whole:,} bytes in all: one kernel and one hop"
+        else:
+            name = "gather" if W > 1 and share > 0.75 else "push"
+            reason = f"a rank needs {share:.2f} of the rows of another if all experts are chosen alike"
         # With 1024 columns a thread that converts them has a stack on sm_90.
         design = PushRows(block=512) if name == "push" and call.fp8 else self.designs[name]()
         return Planned(name, design, reason if call.design == AUTO else f"asked for design={call.design!r}")
@@ -249,6 +262,10 @@ class MoeDispatch(Op):
         if fp8:
             check_e4m3(self.name, team.caps)
         none = x.new_empty(0, dtype=torch.float32)
+        if isinstance(design, GatherWords):
+            rows, scales = quantize_rows(x, len(x), team.caps) if fp8 else (x, None)
+            *arrived, scales = gather_words(design, team, rows, ids, weights, scales, most)
+            return *arrived, scales if fp8 else none
         if isinstance(design, GatherRows):
             rows, scales = quantize_rows(x, most, team.caps) if fp8 else (padded(x, most, 0), none)
             gathered = [all_gather(tensor, team) for tensor in (rows, padded(ids, most, -1), padded(weights, most, 0))]
@@ -333,13 +350,26 @@ class MoeDispatch(Op):
 
     def cases(self) -> Iterator[Case]:
         for case in exchange_cases(self.name):
-            for design in ("push", "gather"):
+            whole_words = case["sizes"][3] * case["dtype"].itemsize % 4 == 0
+            for design in ("push", "gather", *(["lamport"] if whole_words else [])):
                 yield Case(**{**case, "design": design})
         for w in (2, 3):
             fields = (("tokens", (30, 7, 30)[:w]),)
             design = PushRows(chunk=4, block=32, num_warps=4)
             yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
-        for design in ("push", "gather"):
+            design = GatherWords(row_bytes=1024, num_warps=2)
+            yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+        fields = (("tokens", (5, 4)),)
+        yield Case(
+            op=self.name,
+            world_size=2,
+            dtype=BF16,
+            sizes=(5, 3, 4, 24),
+            design="lamport",
+            layout="offset",
+            fields=fields,
+        )
+        for design in ("push", "gather", "lamport"):
             for dtype in (BF16, FP16, FP32):
                 for data in ("random", "special", "subnormal"):
                     yield fp8_case(2, dtype, (9, 2, 8, 200), (9, 4), design, data)
@@ -351,7 +381,7 @@ class MoeDispatch(Op):
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
-                for design in ("push", "gather"):
+                for design in ("push", "gather", "lamport"):
                     fields = (("tokens", (T, T - 1, 0, T)[:w]),)
                     for more in ((), (("fp8", True),)):
                         yield Case(

@@ -1,0 +1,172 @@
+"""Tokens of all ranks to all ranks, in one kernel: words that are their own flag, for few tokens.
+
+    message   int words of max_tokens tokens: all rows, all ids, all weights (16 bits each are widened), all scales of fp8 rows
+
+Any bits arrive as they are: the words are keyed (weft.transport.push). Against three all-gathers this takes one launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.registration import as_words
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.codec import exchangeable
+from weft.transport.plans import PushPlan
+from weft.transport.push import clears_in_order, is_rank, keep_epoch, launch, my_slot, receive, send
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherWords:
+    """All rows to all ranks, by one kernel: for few tokens. row_bytes, num_warps: of ``PushPlan``."""
+
+    row_bytes: int = 512
+    num_warps: int = 1
+
+    @property
+    def push(self) -> PushPlan:
+        return PushPlan(transport="keyed", row_bytes=self.row_bytes, num_warps=self.num_warps)
+
+
+class Tokens(NamedTuple):
+    """Tokens of a rank, or of all, as int words: rows, ids, weights, and scales of fp8 rows or None."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class Lengths(NamedTuple):
+    """Words of each part of a message."""
+
+    rows: int
+    choices: int
+    scales: int
+
+    @property
+    def total(self) -> int:
+        return self.rows + 2 * self.choices + self.scales
+
+
+@triton.jit
+def load_part(part, at, first, T, LENGTH: tl.constexpr, TOKENS: tl.constexpr, other):
+    """Words of the part from word ``first`` of the message on; ``other`` elsewhere, and behind T tokens."""
+    local = at - first
+    return tl.load(part + local, mask=(local >= 0) & (local < T * (LENGTH // TOKENS)), other=other).to(tl.int32)
+
+
+@triton.jit
+def load_words(mine, T, at, LENGTHS: tl.constexpr, TOKENS: tl.constexpr):
+    """Words ``at`` [BLOCK] of this rank's message; ids of -1 behind its T tokens."""
+    ids: tl.constexpr = LENGTHS.rows
+    weights: tl.constexpr = ids + LENGTHS.choices
+    scales: tl.constexpr = weights + LENGTHS.choices
+    words = load_part(mine.rows, at, 0, T, LENGTHS.rows, TOKENS, 0)
+    words = tl.where(at < ids, words, load_part(mine.ids, at, ids, T, LENGTHS.choices, TOKENS, -1))
+    words = tl.where(at < weights, words, load_part(mine.weights, at, weights, T, LENGTHS.choices, TOKENS, 0))
+    if LENGTHS.scales > 0:
+        words = tl.where(at < scales, words, load_part(mine.scales, at, scales, T, LENGTHS.scales, TOKENS, 0))
+    return words
+
+
+@triton.jit
+def store_part(part, words, at, first, LENGTH: tl.constexpr, there):
+    """Store the words of ranks' messages [ROWS, BLOCK] that belong to a part."""
+    local, source = (at - first)[None, :], tl.arange(0, words.shape[0])[:, None]
+    mask = there & (local >= 0) & (local < LENGTH)
+    tl.store(part + source.to(tl.int64) * LENGTH + local, words.to(part.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gather_words_kernel(
+    mine,
+    rows,
+    T,
+    buffer,
+    epochs,
+    team,
+    ids,
+    weights,
+    scales,
+    LENGTHS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPORT: tl.constexpr,
+):
+    """rows, ids, weights, scales of all ranks [W, ...] = what each rank has in ``mine``
+
+    grid     (programs,), each over every programs-th tile of BLOCK words
+
+    mine: ``Tokens`` of this rank's T tokens; LENGTHS: ``Lengths`` of TOKENS tokens; buffer, epochs: ``Slots``
+
+    One send and receive a tile; signals, order, reuse: weft.transport.push.
+
+    every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
+    wl.follow_previous_kernel()
+    epoch = wl.next_epoch(epochs + program)
+    columns, there = tl.arange(0, BLOCK), is_rank(team, ROWS)
+    TILES: tl.constexpr = (LENGTHS.rows + 2 * LENGTHS.choices + LENGTHS.scales + BLOCK - 1) // BLOCK
+    ordered = clears_in_order(slot, tl.cdiv(TILES, programs), BLOCK)
+    own = load_words(mine, T, program * BLOCK + columns, LENGTHS, TOKENS)
+    send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
+    for tile in range(program, TILES, programs):
+        following = own
+        if tile + programs < TILES:
+            following = load_words(mine, T, (tile + programs) * BLOCK + columns, LENGTHS, TOKENS)
+            send(tl.broadcast_to(following[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, BLOCK)
+        words = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
+        at = tile * BLOCK + columns
+        store_part(rows, words, at, 0, LENGTHS.rows, there)
+        store_part(ids, words, at, LENGTHS.rows, LENGTHS.choices, there)
+        store_part(weights, words, at, LENGTHS.rows + LENGTHS.choices, LENGTHS.choices, there)
+        if LENGTHS.scales > 0:
+            store_part(scales, words, at, LENGTHS.rows + 2 * LENGTHS.choices, LENGTHS.scales, there)
+        own = following
+        epoch += 1
+    keep_epoch(epochs, epoch - 1)
+
+
+def gather_words(
+    design: GatherWords,
+    team: Team,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    scales: torch.Tensor | None,
+    most: int,
+) -> list[torch.Tensor]:
+    """[rows, ids, weights, scales or None] of all ranks, ``most`` tokens of each.
+
+    ValueError for rows that are no whole int words.
+    """
+    if x.shape[1] * x.itemsize % 4:
+        raise ValueError(
+            f"moe_dispatch: algorithm='lamport' for rows of {x.shape[1]} {x.dtype}, which are no whole 4-byte words; use 'push'"
+        )
+    given = Tokens(x, ids, weights, scales)
+    out = [None if one is None else one.new_empty((team.size * most, one.shape[1])) for one in given]
+    kinds = torch.int32, torch.int32, torch.int32 if weights.itemsize == 4 else torch.int16, torch.int32
+    mine, theirs = (
+        Tokens(*(None if one is None else as_words(one, kind) for one, kind in zip(tensors, kinds, strict=True)))
+        for tensors in (given, out)
+    )
+    row, count = x.shape[1] * x.itemsize // 4, 0 if scales is None else scales.shape[1]
+    lengths = Lengths(most * row, most * ids.shape[1], most * count)
+    tiles, constants = cdiv(4 * lengths.total, design.row_bytes), {"LENGTHS": lengths, "TOKENS": most}
+    launch(gather_words_kernel, mine, theirs.rows, len(x), tiles, team, design.push, *theirs[1:], **constants)
+    return out

@@ -7,7 +7,7 @@ row for it, so no rank needs to know how many rows will come.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,9 @@ import triton.language as tl
 
 from weft.ops.moe.fp8_rows import COLUMNS, scales_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -128,3 +130,35 @@ def chosen_of(ids, token, there, rank, SIZES: tl.constexpr):
     at = ids + token.to(tl.int64)[:, None] * SIZES.choices + choice
     id = tl.load(at, mask=there[:, None] & (choice < SIZES.choices), other=-1)
     return tl.max(((id >= 0) & (id // SIZES.experts == rank)).to(tl.int32), axis=1, keep_dims=True) > 0
+
+
+def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:
+    """``x`` [T, n] with rows of ``fill`` behind it, [tokens, n]."""
+    return torch.nn.functional.pad(x, (0, 0, 0, tokens - len(x)), value=fill)
+
+
+def launch_rows(
+    kernel: Any,
+    design: PushRows,
+    sizes: Sizes,
+    team: Team,
+    tensors: tuple[torch.Tensor, ...],
+    T: int,
+    buffers: Any,
+    flags: Arrivals,
+) -> None:
+    """Launch a kernel of ``PushRows`` with as many programs as chunks, or as can be resident."""
+    programs = min(sizes.chunks, MAX_PROGRAMS, team.max_programs(design.num_warps))
+    launch = launch_of(
+        team,
+        kernel,
+        (sizes, design),
+        lambda: {
+            "SIZES": sizes,
+            "CHUNKS": sizes.chunks,
+            "num_warps": design.num_warps,
+            "launch_cooperative_grid": True,
+            **launch_options(team.caps),
+        },
+    )
+    launch(programs, *(tensor.contiguous() for tensor in tensors), T, buffers, flags, team.view)

@@ -21,9 +21,9 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
-from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of
+from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of, launch_rows, padded
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases
-from weft.ops.moe.moe_dispatch import Dispatched, check_routing, launch_rows, padded, share_of_rows
+from weft.ops.moe.moe_dispatch import Dispatched, check_routing, share_of_rows
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, register

@@ -20,7 +20,7 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.local import check_shape
-from weft.ops.moe.exchange import MAX_PROGRAMS, Arrivals, Halves, PushRows, Sizes, chosen_of
+from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of, launch_rows, padded
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, quantized, scales_of
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case
@@ -28,9 +28,7 @@ from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
-from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
-from weft.runtime.launching import launch_of
 from weft.runtime.team.team import find_team
 
 if TYPE_CHECKING:
@@ -392,38 +390,6 @@ class MoeDispatch(Op):
                             design=design,
                             fields=(*fields, *more),
                         )
-
-
-def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:
-    """``x`` [T, n] with rows of ``fill`` behind it, [tokens, n]."""
-    return torch.nn.functional.pad(x, (0, 0, 0, tokens - len(x)), value=fill)
-
-
-def launch_rows(
-    kernel: Any,
-    design: PushRows,
-    sizes: Sizes,
-    team: Team,
-    tensors: tuple[torch.Tensor, ...],
-    T: int,
-    buffers: Any,
-    flags: Arrivals,
-) -> None:
-    """Launch a kernel of ``PushRows`` with as many programs as chunks, or as can be resident."""
-    programs = min(sizes.chunks, MAX_PROGRAMS, team.max_programs(design.num_warps))
-    launch = launch_of(
-        team,
-        kernel,
-        (sizes, design),
-        lambda: {
-            "SIZES": sizes,
-            "CHUNKS": sizes.chunks,
-            "num_warps": design.num_warps,
-            "launch_cooperative_grid": True,
-            **launch_options(team.caps),
-        },
-    )
-    launch(programs, *(tensor.contiguous() for tensor in tensors), T, buffers, flags, team.view)
 
 
 MOE_DISPATCH = MoeDispatch()

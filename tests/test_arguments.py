@@ -264,7 +264,7 @@ def operands_of_experts(team):
     wrong = {"block": (8, "16", LONG), "start": (*INT, -1, 3), "tickets": TENSOR[1:]}
     yield ops.moe_schedule, {"ids": ids, "experts": experts}, {"ids": TENSOR, "experts": (4, None, LONG), **wrong}
     schedule = ops.moe_schedule(ids, experts)
-    grouped = {"x": TENSOR, "weight": TENSOR, "schedule": (None, 5, (1, 2), LONG)}
+    grouped = {"x": TENSOR, "weight": TENSOR, "schedule": (None, 5, (1, 2), LONG), "scales": TENSOR[1:]}
     yield ops.grouped_matmul_silu_mul, {"x": x, "weight": torch.ones(4, 4, 8), "schedule": schedule}, grouped
     rows = {"x": torch.ones(6, 8), "weight": torch.ones(4, 4, 8), "schedule": schedule}
     yield ops.grouped_matmul, rows, {**grouped, "gather": FLAG}
@@ -272,7 +272,8 @@ def operands_of_experts(team):
     yield ops.moe_sum, {"y": torch.ones(6, 8), "routing": routing, "experts": experts}, summed
     sizes = {"experts": COUNT, "max_tokens": (*COUNT, 2), "team": TEAM, "algorithm": (*CHOICE, "pull")}
     tokens = {"x": x, "routing": routing, "team": team, "experts": 4, "max_tokens": 3}
-    yield ops.moe_dispatch, tokens, {"x": TENSOR, "routing": (None, ids, LONG), **sizes}
+    wrong = {"routing": (None, ids, LONG), "dtype": (torch.float16, "fp8", 8, LONG)}
+    yield ops.moe_dispatch, tokens, {"x": TENSOR, **wrong, **sizes}
     found = ops.moe_dispatch(**tokens)
     wrong = {"dispatched": (None, 5, LONG), "tokens": (*INT, -1, 4), "team": TEAM, "algorithm": (*CHOICE, "pull")}
     yield (

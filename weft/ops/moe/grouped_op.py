@@ -35,6 +35,8 @@ def check_grouped(
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{op}: schedule={quoted(schedule)} is not a Schedule; weft.ops.moe_schedule makes one")
     check_flag(op, "gather", gather)
+    if scales is not None:
+        check_like(op, "scales", scales, None, (torch.float32,))
     check_like(op, "x", x, None, FLOATS if scales is None else (E4M3,))
     check_like(op, "weight", weight, x.device, (x.dtype,) if scales is None else FLOATS)
     check_shape(op, "x", x, ("T" if gather else "pairs", "K"))

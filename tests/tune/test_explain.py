@@ -10,6 +10,8 @@ from weft.ops.attention.decoding import SplitKV
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.ops.collectives.collective import CollectiveCall, Push, TwoShot
 from weft.ops.gemm.tile import Tile
+from weft.ops.moe.exchange import PushRows
+from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.op import find_op
 from weft.ops.overlap import all_gather_matmul, fused_reduce
 from weft.plan import table as tuned
@@ -279,6 +281,31 @@ def test_a_norm_takes_a_row_whose_parts_are_resident(rows):
         rows(("all_reduce_rms_norm", (16, 5120), design))
         found = ops.explain("all_reduce_rms_norm", (16, 5120), world_size=4, caps=GPU)
         assert (found.plan == design) == (found.row is not None) == takes
+
+
+def test_tiles_of_experts_have_rows_by_the_rows_of_a_tile(rows):
+    """32,768 pairs of 128 experts make tiles of 128 rows; a row for other tiles is none."""
+    one, other = GroupedTiles(block_n=128, per_sm=2), GroupedTiles(block_n=64)
+    for op, N, K in (("grouped_matmul_silu_mul", 768, 2048), ("grouped_matmul", 2048, 768)):
+        for block, takes in ((128, True), (64, False)):
+            gathered = "grouped_matmul+gather", (32768, 128, N, K), other
+            rows((op, (32768, block, N, K), one), gathered, world_size=1)
+            found = ops.explain(op, T=4096, k=8, experts=128, N=N, K=K, world_size=2, caps=GPU)
+            assert (found.plan == one) == (found.row is not None) == takes, (op, block)
+            assert takes or "tiles of 128 pairs" in found.reason
+
+
+@pytest.mark.parametrize(("op", "everything"), [("moe_dispatch", "gather"), ("moe_combine", "sum_then_scatter")])
+def test_an_exchange_of_rows_has_rows_by_its_number_of_choices(op, everything, rows):
+    push = PushRows(chunk=2)
+    for k, takes in ((8, True), (6, False)):
+        rows((op, (128, k, 7168), push))
+        found = ops.explain(op, max_tokens=128, k=8, H=7168, world_size=4, caps=GPU)
+        assert (found.plan == push) == (found.row is not None) == takes
+        assert takes or (found.algorithm == everything and "0.90 of another's tokens" in found.reason)
+        asked = ops.explain(op, max_tokens=128, k=8, H=7168, world_size=4, caps=GPU, algorithm="push")
+        assert (asked.plan == push) == takes
+    assert ops.explain(op, max_tokens=128, k=2, H=7168, world_size=4, caps=GPU).algorithm == "push"
 
 
 def test_only_the_design_s_own_fields_are_shown(rows):

@@ -41,7 +41,7 @@ class Op:
     internal names of designs that no caller asks for
     rare     names of designs that not every call fits
     form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K),
-             "attention" (pairs, tokens, head_dim); "": none
+             "attention" (pairs, tokens, head_dim), "moe" (``MoeShape``); "": none
     collective  True if the ranks compute it together
     ranks_differ_in_k  True if ranks may hold different shares of K and must still agree on ``table.agreed_of`` a row
 
@@ -185,9 +185,21 @@ class Op:
         """Call the public function, or ``run`` if ``case.design`` is a design, with tensors of ``inputs``."""
         raise NotImplementedError
 
-    def results(self, case: Case, team: Any, *tensors: torch.Tensor) -> Any:
+    def arguments(self, case: Case, team: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Arguments of ``results``, made from tensors of ``inputs`` before a clock starts."""
+        return tensors
+
+    def results(self, case: Case, team: Any, *arguments: Any) -> Any:
         """Result of ``call``; several as a tuple, where ``call`` joins them in another kernel."""
-        return self.call(case, team, *tensors)
+        return self.call(case, team, *arguments)
+
+    def defined(self, case: Case, team: Any, out: Any, *tensors: torch.Tensor) -> Any:
+        """Part of ``results`` that the op defines, in the form of ``reference``. tensors: of ``inputs``."""
+        return out
+
+    def figures(self, *arguments: Any) -> dict[str, float]:
+        """Figures of ``arguments`` for reports, beside the time that they take."""
+        return {}
 
     def cases(self) -> Iterator[Case]:
         """Cases that simulated ranks and GPUs run."""
@@ -200,6 +212,10 @@ class Op:
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         """Least number of bytes that leave each rank."""
         return 0
+
+    def traffic_of(self, case: Case) -> int:
+        """``traffic`` of a case."""
+        return self.traffic(case.sizes, case.dtype, case.world_size)
 
     def flops(self, sizes: Sequence[int]) -> int:
         """Floating-point operations of each rank's GEMM; 0 without one."""

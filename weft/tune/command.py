@@ -78,7 +78,8 @@ def tune(
         typer.Argument(
             metavar="OP[@SHAPES]...",
             help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
-            "GEMMs of a decode step; several are searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+            "GEMMs of a decode step; grouped-gemm+gather: rows by token; several are "
+            "searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
         ),
     ],
     world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,

@@ -196,6 +196,7 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
         problem = together(team, lambda: bench.workload.problem(shape, team, **fields))
     except Failed as error:
         return Outcome(label=shape.label, row=None, reason=str(error))
+    _, key, _ = op.table_key(*spaces.call_of(problem))
     default = spaces.default(problem)
     candidates: list[Any] = team.exchange(spaces.first(problem, quick))[0]
     seen: set[Any] = set()
@@ -230,7 +231,7 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
         return Outcome(row=None, reason=f"no candidate ran: {dropped[0][1] if dropped else 'there is none'}", **found)
     name = op.name_of(best)
     row = tuned.Row(
-        op=plan.row_op, dtype=dtype, shape=tuned.row_shape(name, shape.size), design=name, config=op.config_of(best),
+        op=plan.row_op, dtype=dtype, shape=tuned.row_shape(name, key), design=name, config=op.config_of(best),
         us=round(us, 2), default_us=None if default_us is None else round(default_us, 2),
         candidates=len(seen) - len(dropped), date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         versions=versions,

@@ -20,9 +20,11 @@ RENAMED = {"own_first": "local_first"}
 
 
 def parse(word: str) -> tuple[str, tuple[str, ...]]:
-    """(op's alias, variants) of OP+VARIANT+…, as in ag-gemm+local_first. ValueError for what there is not."""
+    """(op's alias, variants) of OP+VARIANT+…, as in ag-gemm+local_first. ValueError for others."""
     name, *given = word.split("+")
     op = op_of(name)
+    if type(op).space is Op.space:
+        raise ValueError(f"op {word!r}: {op.alias} has one design, so there is nothing to search; leave it out")
     variants = [RENAMED.get(variant, variant) for variant in given]
     for variant in variants:
         if variant not in op.variants:

@@ -103,6 +103,6 @@ def enter(bench: Bench, problem: OpProblem, design: Any) -> Entrant:
     entrant = bench.enter(problem, provider)
     if entrant.row.reason is None:
         bench.set_up(problem, entrant)
-        if problem.rated_by_flops:
+        if problem.computes:
             entrant.chain = None  # calls in a row would double the time without affecting the choice
     return entrant

@@ -32,11 +32,13 @@ from weft.ops.moe.routing import Schedule
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 
+@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedTiles:
     """Persistent programs, each over every programs-th tile.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
+from weft.ops.case import Case
 from weft.ops.moe.grouped_op import GroupedOp, check_grouped
 from weft.ops.moe.routing import Schedule
 from weft.ops.op import register
@@ -37,6 +41,10 @@ def grouped_matmul(
 class GroupedMatmul(GroupedOp):
     name, alias = "grouped_matmul", "grouped-gemm"
     gated = False
+    variants = ("gather",)
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        return super().case_of(shape, dtype, world_size, **{"gather": False, **fields})
 
     def public(
         self,

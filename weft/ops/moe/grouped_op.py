@@ -13,10 +13,11 @@ from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.moe import grouped
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, read_back, scales_of
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
-from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.grouped_space import tiles, tiles_around
+from weft.ops.moe.moe_cases import common, draw_ids, experts_of
+from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
-from weft.ops.moe.routing import Experts, Schedule
-from weft.ops.op import Op
+from weft.ops.moe.routing import Schedule
 from weft.ops.registration import FLOATS, check_flag
 from weft.plan.planned import AUTO, Machine, Planned
 
@@ -64,8 +65,8 @@ def check_grouped(
         )
 
 
-class GroupedOp(Op):
-    """sizes of a case: T, k, experts in all, N, K.
+class GroupedOp(MoeOp):
+    """sizes of a case: T, k, experts in all, N, K. Without a field ``gather`` rows are gathered.
 
     gated  weight has gate's rows and up's, of which a result takes one each
     """
@@ -78,16 +79,40 @@ class GroupedOp(Op):
     gated: ClassVar[bool]
 
     def call_of(
-        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, gather: bool = True
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, gather: bool | None = None
     ) -> GroupedCall:
+        """``gather``: None: as the op does by default."""
         T, k, experts, N, K = (
             check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
         )
-        return GroupedCall(block_for(T * k, experts), T * k, N, K, dtype, gather, design)
+        return GroupedCall(
+            block_for(T * k, experts), T * k, N, K, dtype, self.gated if gather is None else gather, design
+        )
 
-    def choose(self, call: GroupedCall, machine: Machine) -> Planned:
-        reason = f"tiles of {call.block} pairs, rows {'gathered by token' if call.gather else 'in order'}"
-        return Planned("tiles", grouped_tiles_for(call, machine.caps, gated=self.gated), reason)
+    def call_of_case(self, case: Case, machine: Machine) -> GroupedCall:
+        return self.call_of(case.sizes, case.dtype, machine, case.design, gather=case.field("gather") is not False)
+
+    def rule(self, call: GroupedCall, machine: Machine) -> tuple[str, str]:
+        return "tiles", f"tiles of {call.block} pairs, rows {'gathered by token' if call.gather else 'in order'}"
+
+    def default(self, name: str, call: GroupedCall, machine: Machine) -> GroupedTiles:
+        return grouped_tiles_for(call, machine.caps, gated=self.gated)
+
+    def table_key(self, call: GroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        name = f"{self.name}+gather" if call.gather and "gather" in self.variants else self.name
+        return name, (call.pairs, call.block, call.N, call.K), 1
+
+    def tuned(self, call: GroupedCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # Tiles of other rows take another shape.
+        return found if found is None or found.row.shape[1] == call.block else None
+
+    def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
+        return tiles(self.by_rule(call, machine), call, machine.caps, quick)
+
+    def around(self, design: GroupedTiles, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
+        if not quick or machine.caps.is_simulated:
+            yield from tiles_around(design)
 
     def run(
         self,
@@ -171,10 +196,10 @@ class GroupedOp(Op):
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """ids, the rows, this rank's experts' weights, and scales of fp8 rows."""
         T, k, total, N, K = case.sizes
-        count = (case.field("local") or (0, total))[1]
         rows = T if case.field("gather") is not False else T * k
-        shape = count, 2 * N if self.gated else N, K
-        ids, x, weight = draw_ids(draw, T, k, total), draw.own("x", (rows, K)), draw.own("weight", shape, K**-0.5)
+        shape = experts_of(case, total, rank).count, 2 * N if self.gated else N, K
+        ids, x = draw_ids(common(draw), T, k, total), draw.own("x", (rows, K))
+        weight = draw.own("weight", shape, K**-0.5)
         if not case.field("fp8"):
             return ids, x, weight
         x, scales = by_torch(x)
@@ -185,42 +210,61 @@ class GroupedOp(Op):
         ids, x, weight, *scales = by_rank[rank]
         x = read_back(x, *scales, weight.dtype) if scales else x
         T, k, total, N, _ = case.sizes
-        first, count = case.field("local") or (0, total)
-        flat, gather = ids.flatten().long() - first, case.field("gather") is not False
-        order = [pair for e in range(count) for pair in (flat == e).nonzero().flatten().tolist()]
-        out = torch.zeros((len(order) if gather else T * k, N), dtype=torch.float64, device=x.device)
-        for place, pair in enumerate(order):
-            row = x[pair // k if gather else place].double() @ weight[flat[pair]].double().T
+        experts = experts_of(case, total, rank)
+        flat, gather = ids.flatten() - experts.first, case.field("gather") is not False
+        by_expert = [(flat == e).nonzero().flatten() for e in range(experts.count)]
+        count = sum(map(len, by_expert))
+        out = torch.zeros((count if gather else T * k, N), dtype=torch.float64, device=x.device)
+        place = 0
+        for e, pairs in enumerate(by_expert):
+            order = torch.arange(place, place + len(pairs), device=x.device)
+            rows = x[pairs // k if gather else order].double() @ weight[e].double().T
             if self.gated:
-                gate, up = row.chunk(2)
-                row = torch.nn.functional.silu(gate) * up
-            out[place if gather else pair] = row
+                gate, up = rows.chunk(2, dim=-1)
+                rows = torch.nn.functional.silu(gate) * up
+            out[order if gather else pairs] = rows
+            place += len(pairs)
         return out
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[4])
 
-    def call(
+    def arguments(self, case: Case, team: Any, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """x, the weights, the schedule, and scales of fp8 rows."""
+        experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
+        x, weight, *scales = tensors
+        return x, weight, moe_schedule(ids, experts, block=case.field("block")), *scales
+
+    def results(
         self,
         case: Case,
         team: Any,
-        ids: torch.Tensor,
         x: torch.Tensor,
         weight: torch.Tensor,
+        schedule: Schedule,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The computed rows, as ``reference`` has them."""
-        _, _, total, _, _ = case.sizes
-        experts, gather = Experts(total, *(case.field("local") or (0, total))), case.field("gather") is not False
-        schedule = moe_schedule(ids, experts, block=case.field("block"))
+        gather = case.field("gather") is not False
         if isinstance(case.design, str):
-            out = self.public(x, weight, schedule, gather, scales)
-        else:
-            out = self.run(case.design, None, x, weight, schedule, gather, scales)
-        if gather:
-            return out[: int(schedule.counts.sum())].clone()
-        mine = (ids >= experts.first) & (ids < experts.first + experts.count)
-        return torch.where(mine.flatten()[:, None], out, 0)
+            return self.public(x, weight, schedule, gather, scales)
+        return self.run(case.design, None, x, weight, schedule, gather, scales)
+
+    def defined(
+        self, case: Case, team: Any, out: torch.Tensor, ids: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """The computed rows, as ``reference`` has them."""
+        mine = experts_of(case, case.sizes[2], 0 if team is None else team.rank).chosen(ids).flatten()
+        if case.field("gather") is not False:
+            return out[: int(mine.sum())].clone()
+        return torch.where(mine[:, None], out, 0)
+
+    def figures(
+        self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *scales: torch.Tensor
+    ) -> dict[str, float]:
+        """Pairs, active experts, and the share of the rows of tiles that are pairs."""
+        pairs, tile_rows = int(schedule.counts.sum()), int(schedule.tile_count) * schedule.block
+        active = int((schedule.counts > 0).sum())
+        return {"pairs": pairs, "active experts": active, "tile fill": pairs / tile_rows if tile_rows else 0.0}
 
     def public(
         self,
@@ -277,6 +321,21 @@ class GroupedOp(Op):
                         fields=(("local", (experts // 2, experts // 2)), ("skew", skew), ("fp8", fp8)),
                     )
 
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts, *self.columns(shape)
+
+    def columns(self, shape: MoeShape) -> tuple[int, int]:
+        """(N, K) of each expert's GEMM in a layer of a shape."""
+        return (shape.features, shape.hidden) if self.gated else (shape.hidden, shape.features)
+
     def flops(self, sizes: Sequence[int]) -> int:
-        T, k, _, N, K = sizes
-        return 2 * T * k * N * K * (2 if self.gated else 1)
+        shape = MoeShape(*sizes)
+        N, K = self.columns(shape)
+        return int(2 * shape.pairs * N * K * (2 if self.gated else 1))
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Only experts that are chosen are read."""
+        shape = MoeShape(*sizes)
+        N, K = self.columns(shape)
+        rows = shape.tokens if self.gated else shape.pairs
+        return int((shape.active * N * K * (2 if self.gated else 1) + rows * K + shape.pairs * N) * dtype.itemsize)

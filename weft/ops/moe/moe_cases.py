@@ -8,6 +8,33 @@ from typing import Any
 import torch
 
 from weft.ops.case import BF16, FP16, FP32, Case, Draw
+from weft.ops.moe.routing import Experts
+
+
+def experts_of(case: Case, total: int, rank: int) -> Experts:
+    """Experts of ``rank``: as many as the case's field ``held`` says, or those of ``local``, else all.
+
+    local: (first, count)
+    """
+    if held := case.field("held"):
+        return Experts(total, rank * held % total, held)
+    return Experts(total, *(case.field("local") or (0, total)))
+
+
+def common(draw: Draw) -> Draw:
+    """``draw`` for what ranks with a field ``held`` share: the choices of all tokens."""
+    return Draw(draw.case, 0, draw.call, draw.device) if draw.case.field("held") else draw
+
+
+def popularity(experts: int, held: int | None) -> torch.Tensor:
+    """Weights [experts] by which tokens choose: 1, 1/2, 1/3, … dealt in turn to ranks of ``held``.
+
+    held: None: all weights are 1
+    """
+    if held is None:
+        return torch.ones(experts)
+    order = torch.arange(experts).view(held, experts // held).T.flatten()
+    return 1.0 / (1 + order)
 
 
 def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
@@ -18,9 +45,14 @@ def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
     "last expert"  all tokens choose the last expert and those before it
     "none"         all ids are -1
     "some"         half of the tokens have chosen none, as padding has
+    "zipf"         experts are chosen by ``popularity``
     """
     skew, device = draw.case.field("skew"), draw.device
     order = draw.own("order", (T, experts), dtype=torch.float32)
+    if skew == "zipf":
+        # The k largest of log(weight) + Gumbel noise are k draws without replacement.
+        noise = torch.special.ndtr(order).clamp(1e-7, 1 - 1e-7).log().neg().log().neg()
+        order = noise + popularity(experts, draw.case.field("held")).log().to(device)
     if skew == "one expert":
         order[:, 1] = torch.inf
     if skew == "last expert":

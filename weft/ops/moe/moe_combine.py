@@ -22,13 +22,14 @@ from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
 from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of, launch_rows, padded
+from weft.ops.moe.exchange_op import ExchangeOp
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases
-from weft.ops.moe.moe_dispatch import Dispatched, check_routing, share_of_rows
+from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.op import Op, register
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
-from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 
@@ -169,26 +170,17 @@ def moe_combine(
     return MOE_COMBINE.dispatch(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm)
 
 
-class MoeCombine(Op):
+class MoeCombine(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
     name, alias = "moe_combine", "moe-combine"
     designs = {"push": PushRows, "sum_then_scatter": SumThenScatter}
-    sizes = ("max_tokens", "k", "H")
+    everything = "sum_then_scatter"
     dtypes = FLOATS
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> CombineCall:
         checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
         return CombineCall(*checked, dtype, design)
-
-    def choose(self, call: CombineCall, machine: Machine) -> Planned:
-        share = share_of_rows(call.choices, machine.world_size)
-        scatters = machine.world_size > 1 and share > 0.75
-        name = call.design if call.design != AUTO else "sum_then_scatter" if scatters else "push"
-        reason = f"a rank has {share:.2f} of the rows of another if all experts are chosen alike"
-        return Planned(
-            name, self.designs[name](), reason if call.design == AUTO else f"asked for design={call.design!r}"
-        )
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +254,9 @@ class MoeCombine(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1], partials=case.world_size)
 
-    def call(self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def results(
+        self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         tokens, experts = case.field("tokens")[team.rank], case.sizes[2]
         if not isinstance(case.design, str):
             return self.run(case.design, team, y, ids, weights, experts, tokens)

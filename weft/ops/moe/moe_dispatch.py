@@ -21,13 +21,15 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.local import check_shape
 from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of, launch_rows, padded
+from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, quantized, scales_of
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.op import Op, register
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
-from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 
@@ -206,41 +208,63 @@ def check_routing(op: str, routing: Routing, team: Team) -> None:
         raise ValueError(f"{op}: ids has shape {tuple(routing.ids.shape)}; a token has 1 to 16 choices")
 
 
-def share_of_rows(choices: int, world_size: int) -> float:
-    """Share of a rank's tokens that another rank gets on average, where all experts are chosen alike."""
-    return 1 - (1 - 1 / world_size) ** choices
+def row_bytes(call: DispatchCall) -> int:
+    """Bytes of a row as it is sent, with its scales."""
+    return call.width + 4 * scales_of(call.width) if call.fp8 else call.width * call.dtype.itemsize
 
 
-class MoeDispatch(Op):
+class MoeDispatch(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
     designs = {"push": PushRows, "gather": GatherRows, "lamport": GatherWords}
-    sizes = ("max_tokens", "k", "H")
+    everything = "gather"
+    variants = ("fp8",)
     dtypes = FLOATS
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> DispatchCall:
         checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
         return DispatchCall(*checked, dtype, design)
 
-    def choose(self, call: DispatchCall, machine: Machine) -> Planned:
+    def call_of_case(self, case: Case, machine: Machine) -> DispatchCall:
+        return super().call_of_case(case, machine)._replace(fp8=case.field("fp8") is True)
+
+    def rule(self, call: DispatchCall, machine: Machine) -> tuple[str, str]:
         """By bytes in all, then by the share of rows that a rank needs; neither limit was measured here.
 
         2 MiB is where all-gathers of two H200s change from tiles of 512 bytes to larger ones.
         """
-        share, W = share_of_rows(call.choices, machine.world_size), machine.world_size
-        row = call.width + 4 * scales_of(call.width) if call.fp8 else call.width * call.dtype.itemsize
+        row, W = row_bytes(call), machine.world_size
         whole = W * call.tokens * (row + 8 * call.choices)
-        if call.design != AUTO:
-            name = call.design
-        elif W > 1 and whole <= 2 << 20 and row % 4 == 0:
-            name, reason = "lamport", f"{whole:,} bytes in all: one kernel and one hop"
-        else:
-            name = "gather" if W > 1 and share > 0.75 else "push"
-            reason = f"a rank needs {share:.2f} of the rows of another if all experts are chosen alike"
+        if W > 1 and whole <= 2 << 20 and row % 4 == 0:
+            return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
+        return super().rule(call, machine)
+
+    def default(self, name: str, call: DispatchCall, machine: Machine) -> Any:
         # With 1024 columns a thread that converts them has a stack on sm_90.
-        design = PushRows(block=512) if name == "push" and call.fp8 else self.designs[name]()
-        return Planned(name, design, reason if call.design == AUTO else f"asked for design={call.design!r}")
+        return PushRows(block=512) if name == "push" and call.fp8 else super().default(name, call, machine)
+
+    def table_key(self, call: DispatchCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        name, *key = super().table_key(call, machine)
+        return name + "+fp8" * call.fp8, *key
+
+    def space(self, call: DispatchCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from super().space(call, machine, quick)
+        if row_bytes(call) % 4 == 0:
+            sizes = ((512, 1), (4096, 8)) if quick else ((512, 1), (1024, 2), (2048, 4), (4096, 8))
+            yield from (GatherWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from super().around(design, machine, quick)
+        if isinstance(design, GatherWords):
+            yield from moved(design, row_bytes=scaled(design.row_bytes, 128), num_warps=scaled(design.num_warps, 1, 16))
+
+    def traffic_of(self, case: Case) -> int:
+        """Rows, with their scales in fp8, for those that need them; all ids and weights for all."""
+        tokens, k, _, H = case.sizes
+        row = H + 4 * scales_of(H) if case.field("fp8") else H * case.dtype.itemsize
+        routing = (case.world_size - 1) * tokens * k * (4 + case.dtype.itemsize)
+        return int(rows_sent(case.sizes, case.world_size) * row) + routing
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -332,8 +356,9 @@ class MoeDispatch(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Team, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple:
-        """Tensors that arrived, as ``reference`` has them, but no receive buffers."""
+    def results(
+        self, case: Case, team: Team, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         (most, _, experts, _), fp8 = case.sizes, case.field("fp8") is True
         if isinstance(case.design, str):
             named = {"experts": experts, "max_tokens": most, "dtype": E4M3 if fp8 else None}
@@ -341,10 +366,16 @@ class MoeDispatch(Op):
             rows, (ids, weights), scales = found.rows, found.routing, found.scales
         else:
             rows, ids, weights, scales = self.run(case.design, team, x, ids, weights, experts, most, fp8)
-        mine = ((ids >= 0) & (ids // (experts // team.size) == team.rank)).any(-1, keepdim=True)
-        if not fp8:
-            return torch.where(mine, rows, 0), ids.clone(), weights.clone()
-        return torch.where(mine, rows.view(torch.uint8), 0), ids.clone(), weights.clone(), torch.where(mine, scales, 0)
+        return (rows.view(torch.uint8), ids, weights, scales) if fp8 else (rows, ids, weights)
+
+    def defined(
+        self, case: Case, team: Team, out: tuple[torch.Tensor, ...], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Tensors that arrived, as ``reference`` has them, but no receive buffers."""
+        rows, ids, weights, *scales = out
+        mine = Experts.whole(case.sizes[2], team.rank, team.size).chosen(ids).any(-1, keepdim=True)
+        wanted = (torch.where(mine, x, 0) for x in scales)
+        return torch.where(mine, rows, 0), ids.clone(), weights.clone(), *wanted
 
     def cases(self) -> Iterator[Case]:
         for case in exchange_cases(self.name):

@@ -18,9 +18,10 @@ import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
-from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.moe_cases import common, draw_ids, experts_of
+from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Schedule
-from weft.ops.op import Op, register
+from weft.ops.op import register
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -171,7 +172,7 @@ def block_for(pairs: int, experts: int) -> int:
     return next((block for block in BLOCKS[:-1] if 2 * mean <= block), BLOCKS[-1])
 
 
-class MoeSchedule(Op):
+class MoeSchedule(MoeOp):
     """sizes of a case: T, k, experts in all."""
 
     name, alias = "moe_schedule", "moe-schedule"
@@ -190,14 +191,21 @@ class MoeSchedule(Op):
         reason = f"{call.pairs} pairs of {call.experts} experts: {call.pairs / call.experts:.3g} each"
         return Planned("lists", Lists(block=block_for(call.pairs, call.experts)), reason)
 
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts
+
+    def call_of_case(self, case: Case, machine: Machine) -> ScheduleCall:
+        return self.call_of(case.sizes, case.dtype, machine, case.design)
+
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        return (draw_ids(draw, *case.sizes),)
+        return (draw_ids(common(draw), *case.sizes),)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         """(pairs, counts, tiles, tile_count); -1 where they are undefined."""
         [ids] = by_rank[rank]
         T, k, total = case.sizes
-        first, count = case.field("local") or (0, total)
+        mine = experts_of(case, total, rank)
+        first, count = mine.first, mine.count
         start, block = case.field("start") or 0, case.field("block") or block_for(T * k, total)
         if not isinstance(case.design, str):
             block = case.design.block
@@ -220,23 +228,36 @@ class MoeSchedule(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        T, k, total = case.sizes
-        experts, start = Experts(total, *(case.field("local") or (0, total))), case.field("start") or 0
+    def arguments(self, case: Case, team: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # An arrival counter that calls share, as layers may: in benchmarks, whose cases name ``held``.
+        shared = case.field("tickets") or case.field("held")
+        return ids, torch.zeros(1, dtype=torch.int32, device=ids.device) if shared else None
+
+    def results(
+        self, case: Case, team: Any, ids: torch.Tensor, tickets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
+        start = case.field("start") or 0
         if isinstance(case.design, str):
-            tickets = torch.zeros(1, dtype=torch.int32, device=ids.device) if case.field("tickets") else None
-            schedule = moe_schedule(ids, experts, block=case.field("block"), start=start, tickets=tickets)
-        else:
-            found = self.run(case.design, None, ids, experts.first, experts.count, start, None)
-            schedule = Schedule(*found, choices=k, block=case.design.block)
-        pairs, counts, tiles, tile_count = schedule[:4]
-        of_expert, of_tile = (torch.arange(size, device=ids.device) for size in (T, len(tiles)))
+            return moe_schedule(ids, experts, block=case.field("block"), start=start, tickets=tickets)[:4]
+        return self.run(case.design, None, ids, experts.first, experts.count, start, tickets)
+
+    def defined(
+        self, case: Case, team: Any, out: tuple[torch.Tensor, ...], ids: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """(pairs, counts, tiles, tile_count); -1 where they are undefined."""
+        pairs, counts, tiles, tile_count = out
+        of_expert, of_tile = (torch.arange(size, device=ids.device) for size in (len(ids), len(tiles)))
         return (
             pairs.masked_fill(of_expert >= counts[:, None], -1),
             counts,
             tiles.masked_fill((of_tile >= tile_count)[:, None], -1),
             tile_count,
         )
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        shape = MoeShape(*sizes)
+        return 4 * int(shape.tokens * shape.k + shape.pairs)
 
     def cases(self) -> Iterator[Case]:
         def case(*sizes: int, design: Any = AUTO, **fields: Any) -> Case:

@@ -13,9 +13,10 @@ import weft.language as wl
 from weft.arguments import quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.moe_cases import common, draw_ids, experts_of
+from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.op import Op, register
+from weft.ops.op import register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -106,18 +107,21 @@ def moe_sum(
     return MOE_SUM.dispatch(y, *routing, experts.first, experts.count, shared, gate)
 
 
-class MoeSum(Op):
+class MoeSum(MoeOp):
     """sizes of a case: T, k, experts in all, N."""
 
     name, alias = "moe_sum", "moe-sum"
     collective = False
 
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts, shape.hidden
+
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """y with NaN in the rows of other ranks' choices, ids and weights; then shared and gate, if any."""
         T, k, total, N = case.sizes
-        ids, (first, count) = draw_ids(draw, T, k, total), case.field("local") or (0, total)
-        y, mine = draw.own("y", (T * k, N)), ((ids >= first) & (ids < first + count)).flatten()
-        found = y.masked_fill(~mine[:, None], torch.nan), ids, draw.own("weights", (T, k)).abs()
+        ids, weights = draw_ids(common(draw), T, k, total), common(draw).own("weights", (T, k)).abs()
+        mine = experts_of(case, total, rank).chosen(ids).flatten()
+        found = draw.own("y", (T * k, N)).masked_fill(~mine[:, None], torch.nan), ids, weights
         if case.field("shared"):
             found += (draw.own("shared", (T, N)),)
         if case.field("shared") == "gated":
@@ -128,8 +132,7 @@ class MoeSum(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         y, ids, weights, *shared = by_rank[rank]
         T, k, total, N = case.sizes
-        first, count = case.field("local") or (0, total)
-        mine = ((ids >= first) & (ids < first + count))[..., None]
+        mine = experts_of(case, total, rank).chosen(ids)[..., None]
         rows = torch.where(mine, y.view(T, k, N).double(), 0.0)
         total = (rows * weights.double()[..., None]).sum(1)
         if not shared:
@@ -140,11 +143,16 @@ class MoeSum(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1] + (case.field("shared") is not None))
 
-    def call(
+    def results(
         self, case: Case, team: Any, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor
     ) -> torch.Tensor:
-        total, named = case.sizes[2], dict(zip(("shared", "gate"), shared, strict=False))
-        return moe_sum(y, Routing(ids, weights), Experts(total, *(case.field("local") or (0, total))), **named)
+        experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
+        return moe_sum(y, Routing(ids, weights), experts, **dict(zip(("shared", "gate"), shared, strict=False)))
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        shape = MoeShape(*sizes)
+        rows = (shape.pairs + shape.tokens) * shape.hidden * dtype.itemsize
+        return int(rows) + shape.tokens * shape.k * (4 + dtype.itemsize)
 
     def cases(self) -> Iterator[Case]:
         def case(dtype: torch.dtype, *sizes: int, **fields: Any) -> Case:

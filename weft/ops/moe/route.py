@@ -18,8 +18,10 @@ from weft.arguments import check_int
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.moe.moe_cases import popularity
+from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Routing
-from weft.ops.op import Op, register
+from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -209,11 +211,14 @@ def check_routing(
         )
 
 
-class Route(Op):
+class Route(MoeOp):
     """sizes of a case: T, E, k."""
 
     name = alias = "route"
     collective = False
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.experts, shape.k
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Logits, and a bias where the case has one. Logits of few values have ties."""
@@ -221,6 +226,8 @@ class Route(Op):
         logits = draw.own("logits", (T, E), 2.0)
         if case.field("ties"):
             logits = logits.float().round().to(case.dtype)
+        if case.field("skew") == "zipf":
+            logits = logits + popularity(E, case.field("held")).log().to(logits)
         return (logits, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (logits,)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
@@ -247,14 +254,22 @@ class Route(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1])
 
-    def call(self, case: Case, team: Any, logits: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        """Weights by expert, as ``reference`` has them; of an expert chosen twice their sum."""
+    def results(self, case: Case, team: Any, logits: torch.Tensor, *bias: torch.Tensor) -> Routing:
         groups, group_limit = case.field("groups") or (1, 1)
         named = {name: case.field(name) for name in ("scoring", "renormalize", "scale") if case.field(name) is not None}
-        routing = route(
+        return route(
             logits, case.sizes[2], bias=bias[0] if bias else None, groups=groups, group_limit=group_limit, **named
         )
-        return torch.zeros_like(logits).scatter_add(1, routing.ids.long(), routing.weights)
+
+    def defined(self, case: Case, team: Any, out: Routing, logits: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        """Weights by expert, as ``reference`` has them; of an expert chosen twice their sum."""
+        T, E = logits.shape
+        ids = torch.where((out.ids >= 0) & (out.ids < E), out.ids, E).long()
+        return logits.new_zeros((T, E + 1)).scatter_add(1, ids, out.weights)[:, :E].contiguous()
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        shape = MoeShape(*sizes)
+        return shape.tokens * (shape.experts * dtype.itemsize + shape.k * (4 + dtype.itemsize))
 
     def cases(self) -> Iterator[Case]:
         def case(dtype: torch.dtype, *sizes: int, **fields: Any) -> Case:

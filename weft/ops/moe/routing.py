@@ -47,6 +47,10 @@ class Experts:
         """All experts, of each of which a rank holds some of its intermediate features."""
         return cls(total, 0, total)
 
+    def chosen(self, ids: torch.Tensor) -> torch.Tensor:
+        """True for ids of these experts."""
+        return (ids >= self.first) & (ids < self.first + self.count)
+
 
 class Routing(NamedTuple):
     """Experts that each token has chosen.

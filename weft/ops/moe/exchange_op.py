@@ -1,0 +1,93 @@
+"""Base of moe_dispatch and moe_combine: their plans, search and traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from weft.ops.case import Case
+from weft.ops.moe.exchange import PushRows
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.neighbours import moved, scaled
+from weft.plan.planned import Machine, Planned
+
+# chunk, block, num_warps, from many small programs to few large ones.
+PUSHES = (
+    (1, 1024, 4), (1, 2048, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 1024, 8), (8, 1024, 8), (8, 512, 8), (8, 2048, 16),
+    (16, 512, 8), (16, 1024, 16), (32, 512, 16),
+)  # fmt: skip
+QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
+SIMULATED_PUSHES = ((4, 128, 4),)
+
+
+class ExchangeOp(MoeOp):
+    """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
+
+    everything  name of the design for all rows
+
+    Calls have ``tokens``, ``choices``, ``width`` and ``dtype``; sizes of a case: max_tokens, k, experts, H.
+    """
+
+    everything: ClassVar[str]
+    sizes = ("max_tokens", "k", "H")
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        tokens = (shape[0],) * world_size
+        return super().case_of(shape, dtype, world_size, **{"tokens": tokens, **fields})
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts, shape.hidden
+
+    def call_of_case(self, case: Case, machine: Machine) -> Any:
+        tokens, k, _, H = case.sizes
+        return self.call_of((tokens, k, H), case.dtype, machine, case.design)
+
+    def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
+        share = share_of_rows(call.choices, machine.world_size)
+        name = self.everything if machine.world_size > 1 and share > 0.75 else "push"
+        return name, f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
+
+    def default(self, name: str, call: Any, machine: Machine) -> Any:
+        return self.designs[name]()
+
+    def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.tokens, call.choices, call.width), machine.world_size
+
+    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # Choices decide how many rows a rank needs, the width which designs can send them.
+        return found if found is None or found.row.shape[1:] == (call.choices, call.width) else None
+
+    def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield self.designs[self.everything]()
+        pushes = SIMULATED_PUSHES if machine.caps.is_simulated else QUICK_PUSHES if quick else PUSHES
+        for chunk, block, num_warps in pushes:
+            yield PushRows(chunk=chunk, block=block, num_warps=num_warps)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, PushRows):
+            block, num_warps = scaled(design.block, 16), scaled(design.num_warps, 1, 16)
+            yield from moved(design, chunk=scaled(design.chunk), block=block, num_warps=num_warps)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Rows of all ranks."""
+        shape = MoeShape(*sizes)
+        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
+
+
+def rows_sent(sizes: Sequence[int], world_size: int) -> float:
+    """Rows that leave a rank if all experts are chosen alike: to each peer those that need its experts."""
+    tokens, k, experts, _ = sizes
+    others = experts - experts // world_size
+    return (world_size - 1) * tokens * (1 - math.comb(others, k) / math.comb(experts, k))
+
+
+def share_of_rows(choices: int, world_size: int) -> float:
+    """Share of a rank's tokens that another rank gets on average, where all experts are chosen alike."""
+    return 1 - (1 - 1 / world_size) ** choices

@@ -1,0 +1,79 @@
+"""``MoeOp``: base of the ops of a mixture of experts, with their shapes in benchmarks and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.ops.case import Case
+from weft.ops.moe.moe_cases import popularity
+from weft.ops.op import Op
+
+
+class MoeShape(NamedTuple):
+    """Shape of form "moe". An op takes what it needs of it.
+
+    tokens    of each rank where the ranks compute together, else all whose choices this rank sees
+    k         choices of a token, among ``experts``
+    held      experts of a rank
+    hidden    elements of a token's row
+    features  of an expert between its two GEMMs, as a rank holds them
+    zipf      1: experts are chosen by weights 1, 1/2, 1/3, …, dealt to the ranks in turn; 0: all alike
+    """
+
+    tokens: int
+    k: int
+    experts: int
+    held: int
+    hidden: int
+    features: int
+    zipf: int = 0
+
+    @property
+    def chosen(self) -> list[float]:
+        """Share of the tokens that choose each expert of rank 0, which has the most, about.
+
+        A token draws its k experts without replacement. The number of experts drawn by a time is nearly k where its mean is, so
+        expert e is drawn with probability 1 - exp(-weight * time).
+        """
+        weights = popularity(self.experts, self.held if self.zipf else None).tolist()
+        if self.k == self.experts:
+            return [1.0] * self.held
+        low, high = 0.0, 1e9
+        for _ in range(100):
+            time = (low + high) / 2
+            low, high = (time, high) if sum(1 - math.exp(-w * time) for w in weights) < self.k else (low, time)
+        return [1 - math.exp(-w * high) for w in weights[: self.held]]
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a token and one of its choices that rank 0 computes, about."""
+        return self.tokens * sum(self.chosen)
+
+    @property
+    def active(self) -> float:
+        """Experts of rank 0 that some token has chosen, about."""
+        return sum(1 - (1 - share) ** self.tokens for share in self.chosen)
+
+
+class MoeOp(Op):
+    """An op whose ``call`` is ``results`` of ``arguments``, reduced to what is ``defined``."""
+
+    form = "moe"
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        whole = MoeShape(*shape)
+        given = {"held": whole.held, **({"skew": "zipf"} if whole.zipf else {}), **fields}
+        sizes = self.case_sizes(whole)
+        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        """``Case.sizes`` of a shape."""
+        raise NotImplementedError
+
+    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> Any:
+        out = self.results(case, team, *self.arguments(case, team, *tensors))
+        return self.defined(case, team, out, *tensors)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from weft.bench.command import bench
 from weft.bench.harness import bench as harness_bench
 from weft.bench.harness import report
-from weft.bench.ops.shapes import OPS, op_of
+from weft.bench.ops.shapes import OPS, VARIED, op_of
 from weft.bench.workloads import read
 from weft.errors import WeftError
 
@@ -19,7 +19,8 @@ SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype"), [*((op, "bf16") for op in OPS), *((op, "fp32") for op in OPS if op_of(op).form != "gemm")]
+    ("op", "dtype"),
+    [*((op, "bf16") for op in (*OPS, *VARIED)), *((op, "fp32") for op in OPS if op_of(op).form != "gemm")],
 )
 def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     pytest.importorskip("matplotlib")

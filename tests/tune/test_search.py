@@ -305,6 +305,32 @@ def test_everything_that_is_chosen_has_candidates():
         spaces.parse("gemm+own_first")
 
 
+def test_ops_of_experts_are_searched_by_what_their_plans_depend_on():
+    """The key of a row has the rows of a tile, not the shape of the whole layer."""
+    caps = dataclasses.replace(capabilities.simulated(4, 132), device_name="NVIDIA H200", arch="sm_90")
+    few, many = (8, 8, 128, 64, 2048, 768, 0), (4096, 8, 128, 64, 2048, 768, 1)
+    for word, size, expected in (
+        ("grouped-gemm-silu", few, ("grouped_matmul_silu_mul", (64, 16, 768, 2048), 1)),
+        ("grouped-gemm-silu", many, ("grouped_matmul_silu_mul", (32768, 128, 768, 2048), 1)),
+        ("grouped-gemm", many, ("grouped_matmul", (32768, 128, 2048, 768), 1)),
+        ("grouped-gemm+gather", few, ("grouped_matmul+gather", (64, 16, 2048, 768), 1)),
+        ("moe-dispatch", many, ("moe_dispatch", (4096, 8, 2048), 2)),
+        ("moe-combine", few, ("moe_combine", (8, 8, 2048), 2)),
+    ):
+        alias, variants = spaces.parse(word)
+        op, here = op_of(alias), machine(caps, 2)
+        case = op.case_of(size, torch.bfloat16, 2, **dict.fromkeys(variants, True))
+        call = op.call_of_case(case, here)
+        assert op.table_key(call, here) == expected
+        quick, found = list(op.space(call, here, True)), list(op.space(call, here))
+        assert 2 <= len(set(quick)) < len(set(found)), word
+        assert {op.name_of(design) for design in found} <= set(op.designs)
+        around = list(op.around(found[-1], here))
+        assert len(set(around)) == len(around) >= 4
+        for design in around:
+            assert sum(getattr(design, name) != getattr(found[-1], name) for name in op.config_of(design)) == 1
+
+
 def test_a_variant_has_its_own_inputs_and_answer():
     def main(team):
         for word in ("gemm+partials", "gemm+deferred_norm", "gemm-silu+deferred_norm", "ag-gemm+own_first"):

@@ -114,7 +114,8 @@ def bench(
         typer.Argument(
             metavar="OP[@SHAPES]...",
             help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
-            "gemm-ar, paged-attention, decode-attention, paged-prefill-attention; a layer: mlp, attn; a step of a model: "
+            "gemm-ar, paged-attention, decode-attention, paged-prefill-attention, route, moe-schedule, grouped-gemm-silu, "
+            "grouped-gemm, moe-sum, moe-dispatch, moe-dispatch+fp8, moe-combine; a layer: mlp, attn; a step of a model: "
             "model; complete generations: generate. Several are measured in one launch, as in all-reduce "
             "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
         ),
@@ -123,7 +124,8 @@ def bench(
     shapes: Annotated[
         list[str] | None,
         typer.Option(
-            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of layers "
+            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of experts "
+            "qwen3-30b-a3b, mixtral-8x7b and others, also SET/zipf and SET:128,4096; of layers "
             "and models decode:32x1024 or prefill:32x128, of generate 32x128+64. Several with commas, or repeated"
         ),
     ] = None,

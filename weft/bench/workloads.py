@@ -7,10 +7,10 @@ from pathlib import Path
 from weft.bench.harness.report import SCHEMA, Report, from_json
 from weft.bench.harness.workload import Workload
 from weft.bench.models.names import LEVELS, is_model
-from weft.bench.ops.shapes import FORMS, OPS, op_of
+from weft.bench.ops.shapes import FORMS, OPS, VARIED, op_of
 from weft.bench.ops.workload import OpWorkload
 
-NAMES = (*OPS, *LEVELS)
+NAMES = (*OPS, *VARIED, *LEVELS)
 
 
 def workload_of(report: Report) -> Workload:

@@ -21,7 +21,7 @@ from weft.bench.models import compiled, generate
 from weft.bench.models.baseline import Baseline, Functions, attend
 from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
 from weft.bench.models.flags import ModelFlags
-from weft.bench.models.problem import StepProblem
+from weft.bench.models.problem import StepProblem, cold_layers
 from weft.bench.models.providers import COMPILED
 from weft.bench.models.roofline import roofline, weights
 from weft.bench.models.sessions import TorchSession, build, in_mode, shard_of
@@ -173,6 +173,14 @@ def test_the_roofline_counts_the_experts_that_tokens_choose():
     assert config_of("qwen3-30b-a3b").parameters == pytest.approx(30.5e9, rel=0.01)
     assert config_of("qwen3-235b-a22b").parameters == pytest.approx(235e9, rel=0.01)
     assert config_of("mixtral-8x7b").parameters == pytest.approx(46.7e9, rel=0.01)
+
+
+def test_layers_are_cold_again_by_what_a_step_reads_of_them():
+    """A token of Qwen3-30B-A3B meets 4 of a rank's 64 experts, 38 MB of a layer's 604."""
+    config = config_of("qwen3-30b-a3b")
+    for level, tokens, layers in (("mlp", 1, 5), ("mlp", 4096, 2), ("attn", 1, 8)):
+        shape = parse_steps(level, [f"decode:{tokens}x1"], config)[0]
+        assert cold_layers(level, config, 2, torch.bfloat16, shape) == layers, (level, tokens)
 
 
 # --- the baseline --------------------------------------------------------------------------------------------------------

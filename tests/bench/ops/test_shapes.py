@@ -2,8 +2,11 @@
 
 import pytest
 
+from weft.bench.models.steps import config_of
+from weft.bench.ops.moe_shapes import MIXTURES, SEEN_TOKENS, SENT_TOKENS
 from weft.bench.ops.shapes import DECODE_ROWS, MODELS, OPS, ROWS, alias_of, op_of, parse_shapes
 from weft.models import Qwen3Config
+from weft.ops.moe.moe_op import MoeShape
 
 NORMED = "all-reduce-rms-norm"
 
@@ -91,6 +94,23 @@ def test_rows_have_16_bytes_or_a_multiple_up_to_64_kib():
             parse_shapes(NORMED, [word], 2, dtype=dtype)
 
 
+def test_a_rank_holds_its_share_of_the_experts_of_a_published_mixture():
+    for op, tokens in (("moe-dispatch", SENT_TOKENS), ("grouped-gemm", SEEN_TOKENS)):
+        found = [MoeShape(*size) for size in sizes(op, "qwen3-30b-a3b")]
+        assert found == [MoeShape(count, 8, 128, 32, 2048, 768, 0) for count in tokens]
+    assert sizes("moe-combine", "kraken-a2a,deepseek-v3/zipf:1,128", world_size=2) == [
+        (4096, 1, 8, 4, 4096, 4096, 0), (1, 8, 256, 128, 7168, 2048, 1), (128, 8, 256, 128, 7168, 2048, 1),
+    ]  # fmt: skip
+    assert sizes("moe-sum", "4,8,128,128,2048,384", "4,8,128,128,2048,384,1") == [
+        (4, 8, 128, 128, 2048, 384, 0), (4, 8, 128, 128, 2048, 384, 1),
+    ]  # fmt: skip
+    for name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b"):
+        mixture, config = MIXTURES[name], config_of(name)
+        experts = config.experts
+        assert (mixture.experts, mixture.k) == (experts.num_experts, experts.num_experts_per_tok)
+        assert (mixture.hidden, mixture.features) == (config.hidden_size, experts.intermediate_size)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_simulator_gets_tiny_ones(op):
     for world_size in (1, 2, 3, 8):
@@ -117,6 +137,15 @@ def test_the_simulator_gets_tiny_ones(op):
         ("gemm", "Qwen4", "--shapes 'Qwen4' is neither a set"),
         ("all-reduce", "10B", "--shapes 10B: 10 bytes do not"),
         ("all-reduce", "0", "neither a set"),
+        ("moe-dispatch", "qwen3-30b", "neither a set .qwen3-30b-a3b, qwen3-235b-a22b, "),
+        (
+            "moe-dispatch",
+            "128,8,256,128,7168,2048",
+            "held=128 is not the share of each of 4 ranks .*; take experts=512",
+        ),
+        ("grouped-gemm", "4,2,9,2,32,32", "held=2 does not divide experts=9"),
+        ("route", "4,8,4,1,32,32", "k=8 is more than experts=4 or 16"),
+        ("route", "4,2,4,1,36,32", "hidden=36 of bf16 is no multiple of 16 bytes; take 40"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(op, word, message):
@@ -135,6 +164,11 @@ def test_what_does_not_fit_is_refused_with_the_remedy(op, word, message):
         ),
         ("gemm", "1,4096,65", "take 1,512,65, or"),
         ("gemm-ar", "8,513,512", "take 8,512,512, or"),
+        (
+            "moe-sum",
+            "128,8,256,128,7168,2048",
+            "at most 64 tokens, 64 experts and 512 elements of a row; take 64,8,64,32,512,512,0, or",
+        ),
         (NORMED, "128,8192", "at most 64 rows and 65,536 elements; take 8,8192, or"),
         (NORMED, "8192,8", "take 64,8, or"),
         ("all-reduce", "1536KiB", "at most 128 KiB; take 131040, or"),

@@ -22,6 +22,14 @@ def test_the_wire_carries_the_fewest_bytes():
     assert of(NORMED).wire_bytes(4, (8, 512)) == of("all-reduce").wire_bytes(4, (8192,))
 
 
+def test_a_dispatch_sends_a_row_once_to_each_rank_that_has_an_expert_for_it():
+    """With 2 of 8 experts a token needs the other of two ranks in 22 of 28 cases; 6 bytes a choice come beside the rows."""
+    size = (28, 2, 8, 4, 256, 64, 0)
+    assert of("moe-dispatch").wire_bytes(2, size) == 22 * 256 * 2 + 28 * 2 * 6
+    assert of("moe-dispatch+fp8").wire_bytes(2, size) == 22 * (256 + 2 * 4) + 28 * 2 * 6
+    assert of("moe-combine").wire_bytes(2, size) == 22 * 256 * 2
+
+
 def test_the_floor_is_the_larger_of_both():
     h200 = GPUS["NVIDIA H200"]
     assert of("all-reduce").floor_us(2, (389_000,), h200) == pytest.approx(1.0 + 1.2)

@@ -39,6 +39,26 @@ def test_the_table_of_a_gemm_sets_the_ceiling_apart():
     assert made.notes[-1] == "cublas: the GEMM alone, not the whole op."
 
 
+def test_the_tile_fill_of_a_grouped_gemm_is_printed_and_its_ceilings_explained():
+    size, figures = (4096, 8, 128, 64, 2048, 768, 0), {"pairs": 16399.0, "active experts": 64.0, "tile fill": 0.8036}
+    times = (("weft.auto", "weft", 250.0), ("torch.grouped", "other", 300.0), ("cublas.dense", "ceiling", 160.0))
+    rows = [canned.row(size, name, role, us, label="qwen3-30b-a3b T=4096", figures=figures) for name, role, us in times]
+    made = sheet(canned.report("grouped-gemm-silu", 2, rows))
+    assert made.header[-4:] == ("p10–p90", "tile fill", "TFLOP/s", "of limit")
+    # 16,384 pairs are expected: 2 * 16384 * 2 * 768 * 2048 operations / 250 µs = 412 TFLOP/s of 790
+    assert made.rows[0] == (
+        "qwen3-30b-a3b T=4096", "250", "300", "160", "1.20x", "250–250", "0.80", "412", "52%",
+    )  # fmt: skip
+    assert (
+        made.notes[-1] == "cublas.dense: one GEMM of as many rows, with one expert's weight; not the same computation."
+    )
+    # 16,384 rows in and 4096 out, of 4 KiB, with 6 bytes a choice.
+    alone = [canned.row(size, "weft.auto", "weft", 25.0, label="qwen3-30b-a3b T=4096")]
+    made = sheet(canned.report("moe-sum", 2, alone))
+    assert made.header[-3:] == ("p10–p90", "GB/s", "of limit")
+    assert made.rows[0][-2:] == ("3363", "78%")
+
+
 def test_no_measured_call_of_a_collective_beats_its_limit():
     """In a row neither: each still crosses to its peers. Runs may be a few percent faster than the average rates."""
     shares = {

@@ -76,6 +76,7 @@ class Bench:
         try:
             problem = together(self.team, lambda: self.workload.problem(shape, self.team))
             problem.expect()
+            figures = problem.figures() or None
         except Failed as error:
             return self.without([shape], str(error))
         rows: list[Row] = []
@@ -84,6 +85,7 @@ class Bench:
             for provider in providers:
                 with self.told(f"{shape.label}: {provider.name} checked"):
                     entrants.append(self.enter(problem, provider))
+                    entrants[-1].row = replace(entrants[-1].row, figures=figures)
             if not self.options.check_only:
                 self.measure_together(problem, [entrant for entrant in entrants if entrant.row.reason is None])
             for entrant in entrants:
@@ -199,7 +201,7 @@ class Bench:
         """Row after a round of ``meter`` and a check of its last answer; with a reason if it is excluded."""
         what = f"{entrant.row.provider} at {problem.shape.label}"
         for tensor in () if meter.out is None else meter.out if isinstance(meter.out, tuple) else (meter.out,):
-            tensor.fill_(math.nan)
+            meters.spoil(tensor)
         try:
             together(self.team, meter.replay, launches=what)
         except Failed as error:

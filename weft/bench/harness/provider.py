@@ -36,6 +36,7 @@ class Prepared:
     run      (number of the set) -> the result; submits to the current stream, and is captured if the provider allows it
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
     local    the result is that of this rank's GEMM alone; for a layer, this rank's rows of it
+    compare  result -> (what is checked of it, what that is to be), where the result is not the op's
     in_place the result replaces the input: correct once after each ``prepare``
     close    frees resources that are not freed automatically
     chosen   for a model's step: memory to which ``run`` writes the chosen tokens
@@ -45,6 +46,7 @@ class Prepared:
     run: Callable[[int], Any]
     prepare: Callable[[int], None] | None = None
     local: bool = False
+    compare: Callable[[Any], tuple[Any, Any]] | None = None
     in_place: bool = False
     close: Callable[[], None] | None = None
     chosen: torch.Tensor | None = None

@@ -30,6 +30,7 @@ class Row:
     eager_us   without a graph, if requested
     parts_us   breakdown of a step by kind of kernel, of rank 0, if requested
     first_us, tokens_per_second: of generate, whose median_us is that of a token after the first
+    figures    of the inputs: pairs, active experts and tile fill of a grouped GEMM
     reason     why there is no time, or why it was not taken inside a graph
     """
 
@@ -49,6 +50,7 @@ class Row:
     parts_us: dict[str, float] | None = None
     first_us: float | None = None
     tokens_per_second: float | None = None
+    figures: dict[str, float] | None = None
     reason: str | None = None
 
     def __post_init__(self) -> None:

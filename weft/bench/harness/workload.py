@@ -63,6 +63,10 @@ class Problem:
     def expect(self) -> None:
         """Make what `check` compares with. Collective; Failed if it cannot be made on some rank."""
 
+    def figures(self) -> dict[str, float]:
+        """Figures of the inputs for the report, beside the times; {}: none. Collective."""
+        return {}
+
     def poison(self, prepared: Prepared) -> None:
         """Fill the memory that the result will probably get, so that unwritten elements show."""
 

@@ -12,7 +12,7 @@ import torch
 from weft.bench.harness.provider import Prepared, Verdict
 from weft.bench.harness.workload import DTYPES, Problem, Shape, together
 from weft.bench.models.baseline import Baseline, Cache
-from weft.bench.models.roofline import weights
+from weft.bench.models.roofline import active_share, weights
 from weft.bench.models.sessions import Session, TorchSession, build, in_mode, shard_of
 from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS, Step
 from weft.runtime.capabilities import COLD_BYTES
@@ -54,7 +54,11 @@ class StepProblem(Problem):
         self.dtype, self.dtype_name = DTYPES[dtype], dtype
         if level != "model":
             on_gpus = team.device.type == "cuda"
-            layers = _cold_layers(level, config, team.size, self.dtype) if on_gpus else min(2, config.num_hidden_layers)
+            layers = (
+                cold_layers(level, config, team.size, self.dtype, shape)
+                if on_gpus
+                else min(2, config.num_hidden_layers)
+            )
             config = replace(config, num_hidden_layers=layers)
         self.config = config
         self.share(build(config, team, "torch", self.dtype))
@@ -239,9 +243,14 @@ class StepProblem(Problem):
         return ""
 
 
-def _cold_layers(level: str, config: DecoderConfig, world_size: int, dtype: torch.dtype) -> int:
-    """Number of layers that puts COLD_BYTES between two uses of one."""
-    sizes = weights(config, world_size)
+def cold_layers(level: str, config: DecoderConfig, world_size: int, dtype: torch.dtype, shape: Shape) -> int:
+    """Number of layers that puts COLD_BYTES between two uses of one.
+
+    Of experts only those count that some token chooses.
+    """
+    sizes, (batch, _, new) = weights(config, world_size), shape.size
     names = ("gate_up", "down") if level == "mlp" else ("qkv", "o")
     nbytes = sum(sizes[name] for name in names) * dtype.itemsize
+    if level == "mlp" and config.experts is not None:
+        nbytes *= active_share(config, batch * new)
     return min(24, 1 + math.ceil(COLD_BYTES / nbytes))

@@ -60,6 +60,11 @@ def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
     }
 
 
+def active_share(config: DecoderConfig, tokens: int) -> float:
+    """Share of the experts that some of ``tokens`` tokens choose, if all sets of experts are chosen alike."""
+    return 1 - (1 - config.experts.num_experts_per_tok / config.experts.num_experts) ** tokens
+
+
 def roofline(
     level: str, config: DecoderConfig, world_size: int, shape: Sequence[int], dtype: str, limits: Limits | None
 ) -> Roofline | None:
@@ -83,7 +88,7 @@ def roofline(
         # A token meets its share of the experts, and an expert is read if any token chose it: all sets of experts alike.
         share = config.experts.num_experts_per_tok / config.experts.num_experts
         for name in times.keys() & {"gate_up", "down"}:
-            times[name] = gemm(weights(config, world_size)[name], tokens * share, 1 - (1 - share) ** tokens)
+            times[name] = gemm(weights(config, world_size)[name], tokens * share, active_share(config, tokens))
     attention = 0.0
     if level != "mlp":
         kv_heads, heads = max(config.num_key_value_heads // world_size, 1), config.num_attention_heads // world_size

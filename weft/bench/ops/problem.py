@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.bench.harness.meters import spoil
 from weft.bench.harness.provider import Prepared, Verdict
-from weft.bench.harness.workload import DTYPES, Problem, Shape
-from weft.bench.ops.shapes import RATED_BY_FLOPS
+from weft.bench.harness.workload import DTYPES, Problem, Shape, together
+from weft.bench.ops.shapes import computes, has_flops
 from weft.ops.case import Draw, Inputs, error_bound
 from weft.ops.gemm.gemm_op import product
+from weft.ops.moe.moe_op import MoeShape
 from weft.ops.op import Op
 from weft.plan.planned import AUTO
 from weft.runtime.capabilities import COLD_BYTES
@@ -28,7 +30,9 @@ MOST_SETS, FEW_SETS, RESULT_BYTES = 256, 24, 4e9
 class OpProblem(Problem):
     """Inputs and answer of one shape of ``op``. ``sets``: different inputs of this rank, used in rotation.
 
-    fields  of the call, as in ``Case.fields``
+    arguments  of the op's calls, one for each set
+    computes   of the op
+    fields     of the call, as in ``Case.fields``
 
     Inputs, answer and accuracy are the op's. Inputs are a function of case, rank and number of the set, so a rank can make
     its peers' where the answer needs them.
@@ -36,33 +40,47 @@ class OpProblem(Problem):
 
     def __init__(self, op: Op, shape: Shape, dtype: str, team: Team, **fields: bool) -> None:
         self.op, self.shape, self.team = op, shape, team
-        self.dtype, self.rated_by_flops = DTYPES[dtype], op.form in RATED_BY_FLOPS
+        self.dtype, self.computes = DTYPES[dtype], computes(op)
         self.case = op.case_of(shape.size, self.dtype, team.size, **fields)
         self.sets = [self.inputs(team.rank, 0)]
         self.sets += [self.inputs(team.rank, number) for number in range(1, self._count())]
+        self.arguments = [op.arguments(self.case, team, *tensors) for tensors in self.sets]
         self._answers: dict[bool, Any] = {}
+
+    def figures(self) -> dict[str, float]:
+        """The op's, the mean of this rank's sets; of the rank with the most pairs."""
+        every = together(self.team, lambda: [self.op.figures(*arguments) for arguments in self.arguments])
+        mine = {name: sum(one[name] for one in every) / len(every) for name in every[0]}
+        return max(self.team.exchange(mine), key=lambda one: one.get("pairs", 0.0))
 
     @property
     def result_bytes(self) -> int:
         """Bytes of a result, about."""
         if self.op.form == "attention":
             return self.sets[0][0].nbytes  # the queries, or a cache, which is larger
+        if self.op.form == "moe":
+            shape = MoeShape(*self.shape.size)
+            return shape.tokens * shape.k * shape.hidden * self.dtype.itemsize
         size, itemsize = self.shape.size, self.dtype.itemsize
         return size[0] if len(size) == 1 else size[0] * size[1] * itemsize
 
     @property
     def replicas(self) -> int:  # type: ignore[override]
         """Number of calls in one CUDA graph: enough that the first weights are cold again at its replay."""
-        if self.rated_by_flops:
+        if self.computes and has_flops(self.op):
             return max(2, len(self.sets))
         return 8 if self.result_bytes <= 1 << 20 else 4 if self.result_bytes <= 1 << 24 else 2
 
     def _count(self) -> int:
         if self.team.is_simulated:
             return 1
-        if not self.rated_by_flops:
+        if not (self.computes and has_flops(self.op)):
             return 4 if self.result_bytes <= 1 << 24 else 2
         nbytes = sum(x.nbytes for x in self.sets[0])
+        if self.op.form == "moe":
+            nbytes = self.op.memory_bytes(
+                self.shape.size, self.dtype
+            )  # weights of experts that are not chosen stay cold
         most = max(FEW_SETS, min(MOST_SETS, int(RESULT_BYTES / self.result_bytes)))
         return min(most, 1 + math.ceil(COLD_BYTES / nbytes))
 
@@ -83,20 +101,22 @@ class OpProblem(Problem):
     def answer(self, local: bool = False) -> Any:
         """Expected result of this rank in fp32, or bit for bit. ``local``: of its own GEMM alone."""
         if local not in self._answers:
-            answer = product(*self.sets[0]) if local else self._reference()
-            # In fp64 it would take the memory of two.
-            self._answers[local] = answer.float() if answer.dtype == torch.float64 else answer
+            self._answers[local] = _narrowed(product(*self.sets[0]) if local else self._reference())
         return self._answers[local]
 
-    def _reference(self) -> torch.Tensor:
-        me = self.team.rank
-        by_rank = [self.sets[0] if rank == me else self.inputs(rank, 0) for rank in range(self.team.size)]
-        found = self.op.reference(self.case, me, by_rank)
-        return found[0] if isinstance(found, tuple) else found  # behind it what the op writes into its arguments
+    def _reference(self) -> Any:
+        # An op that is not collective reads its own rank's inputs alone.
+        others = {rank for rank in range(self.team.size) if rank != self.team.rank and self.op.collective}
+        by_rank = [self.inputs(rank, 0) if rank in others else self.sets[0] for rank in range(self.team.size)]
+        found = self.op.reference(self.case, self.team.rank, by_rank)
+        if isinstance(found, tuple) and self.op.form != "moe":
+            return found[0]  # behind it what the op writes into its arguments
+        return found
 
     def poison(self, prepared: Prepared) -> None:
         expected = self.answer(prepared.local)
-        torch.empty(expected.shape, dtype=self.dtype, device=expected.device).fill_(math.nan)
+        for x in expected if isinstance(expected, tuple) else (expected,):
+            spoil(torch.empty(x.shape, dtype=self.dtype if x.is_floating_point() else x.dtype, device=x.device))
 
     def forget(self) -> None:
         self._answers.clear()
@@ -104,11 +124,16 @@ class OpProblem(Problem):
     # --- comparison --------------------------------------------------------------------------------------------------
 
     def verdict(self, prepared: Prepared, out: Any) -> Verdict:
+        if prepared.compare is not None:
+            actual, expected = prepared.compare(out)
+            return self._judged(actual, _narrowed(expected))
         return self.judge(out, prepared.local)
 
     def judge(self, actual: Any, local: bool = False) -> Verdict:
         """Verdict on a result, or on several as a tuple, of which the worst counts."""
-        expected = self.answer(local)
+        return self._judged(self.op.defined(self.case, self.team, actual, *self.sets[0]), self.answer(local), local)
+
+    def _judged(self, actual: Any, expected: Any, local: bool = False) -> Verdict:
         if not isinstance(actual, tuple):
             return self._compared(
                 actual.sum(0) if actual.dim() > expected.dim() else actual, expected, local
@@ -123,6 +148,8 @@ class OpProblem(Problem):
         if tuple(actual.shape) != tuple(expected.shape):
             wrong = f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
             return Verdict(max_abs_error=math.inf, rms_error=math.inf, wrong=wrong)
+        if actual.numel() == 0:
+            return Verdict()
         error = (actual.float() - expected.float()).abs_()
         worst, rms = float(error.max()), float(error.square().mean().sqrt())
         accuracy = self.op.accuracy(self.case)
@@ -134,3 +161,10 @@ class OpProblem(Problem):
         count = int(bad.sum())
         wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
+
+
+def _narrowed(answer: Any) -> Any:
+    """fp64 tensors in fp32, since they would take the memory of two."""
+    if isinstance(answer, tuple):
+        return tuple(map(_narrowed, answer))
+    return answer.float() if answer.dtype == torch.float64 else answer

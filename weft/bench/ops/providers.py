@@ -8,15 +8,16 @@ from typing import Any
 
 from weft.bench.harness.provider import Prepared, Provider, named_by
 from weft.bench.ops.baselines import BASELINES
+from weft.bench.ops.moe_baselines import MOE_BASELINES
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.shapes import OPS, RATED_BY_FLOPS, op_of
+from weft.bench.ops.shapes import OPS, computes, op_of
 from weft.ops.op import Op
 from weft.plan.planned import AUTO, Planned, machine_of
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
-    return (*_of_weft(op_of(op)), *(provider for provider in BASELINES if op in provider.ops))
+    return (*_of_weft(op_of(op)), *(provider for provider in (*BASELINES, *MOE_BASELINES) if op in provider.ops))
 
 
 def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:
@@ -48,9 +49,8 @@ def lacking(op: str, words: Sequence[str]) -> list[str]:
 def _of_weft(op: Op) -> list[Provider]:
     """Providers of weft's plan ("weft.auto") and of each design.
 
-    Designs of GEMMs and of attention run on request.
+    Designs of ops that compute run on request.
     """
-    computes = op.form in RATED_BY_FLOPS
     auto = Provider(name="weft.auto", ops=(op.alias,), role="weft", make=prepared)
     return [
         auto,
@@ -59,9 +59,9 @@ def _of_weft(op: Op) -> list[Provider]:
                 auto,
                 name=f"weft.{design}",
                 make=lambda problem, design=design: prepared(
-                    problem, plan_of(problem, design).design if computes else design
+                    problem, plan_of(problem, design).design if problem.computes else design
                 ),
-                on_request=computes,
+                on_request=computes(op),
                 rare=design in op.rare,
             )
             for design in op.algorithms
@@ -72,12 +72,12 @@ def _of_weft(op: Op) -> list[Provider]:
 
 def prepared(problem: OpProblem, design: Any = AUTO) -> Prepared:
     """weft's op at ``problem`` by ``design``: a design, or the name that a caller can ask for."""
-    if problem.rated_by_flops:
-        return Prepared(run=lambda number: problem.call(problem.sets[number], design))
+    if problem.computes:
+        return Prepared(run=lambda number: problem.call(problem.arguments[number], design))
     # As the kernel before a collective would, its first tensor is written to just before.
     buffers = [x.clone() for x, *_ in problem.sets]
     return Prepared(
-        run=lambda number: problem.call((buffers[number], *problem.sets[number][1:]), design),
+        run=lambda number: problem.call((buffers[number], *problem.arguments[number][1:]), design),
         prepare=lambda number: copy_into(buffers[number], problem.sets[number][0]),
     )
 

@@ -2,7 +2,7 @@
 
 A shape has the form that its op names (``Op.form``): "bytes", (bytes,) of the input of all-reduce, reduce-scatter and
 all-to-all, of the output of all-gather; "rows", (M, H): rows and columns; "gemm", (M, N, K): M rows of the whole GEMM, N and K
-of one rank's; "attention", (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each.
+of one rank's; "attention", (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each; "moe": ``MoeShape``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
 from weft.bench.harness.workload import DTYPES, Shape, words_apart
+from weft.bench.ops.moe_shapes import MIXTURES, check_choices, read_moe, simulable_moe
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.gemm.gemm_op import GemmOp
 from weft.ops.op import Op, find_op, registered
@@ -52,14 +53,12 @@ TINY_SIZES = (1 * KIB, 12 * KIB)
 # Limits for simulated ranks: at eight times as much `weft tune --quick` at W=2 takes minutes (x86).
 SIMULATED_BYTES, SIMULATED_ROWS, SIMULATED_SIDE = 128 * KIB, 64, 512
 SIMULATED_TOKENS = 256
-# Forms of ops that are rated by their operations; others are rated by their bytes on the wire.
-RATED_BY_FLOPS = ("gemm", "attention")
 
 
 def op_of(name: str) -> Op:
-    """The op of this name or alias. ValueError unless it has shapes."""
+    """The op of this name or alias, or of a variant (``VARIED``). ValueError unless it has shapes."""
     try:
-        op = find_op(name)
+        op = find_op(name.partition("+")[0])
     except ValueError:
         op = None
     if op is None or not op.form:
@@ -67,10 +66,20 @@ def op_of(name: str) -> Op:
     return op
 
 
+def computes(op: Op) -> bool:
+    """True for an op that is rated by what each rank computes, False by its bytes on the wire."""
+    return op.form == "gemm" or not op.collective
+
+
+def has_flops(op: Op) -> bool:
+    """True for an op with a GEMM."""
+    return type(op).flops is not Op.flops
+
+
 def alias_of(name: str) -> str:
     """The name of an op in commands and reports, by its name or alias; other names as they are."""
     try:
-        return op_of(name).alias
+        return "+".join([op_of(name).alias, *name.split("+")[1:]])
     except ValueError:
         return name
 
@@ -91,7 +100,8 @@ def parse_shapes(
     """Shapes that ``words`` name, in order, without duplicates; the op's first set without words.
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
-           BYTES,BYTES,… (64KiB, 1MiB) of a collective; or several of them separated by commas
+           BYTES,BYTES,… (64KiB, 1MiB) of a collective; SET, SET/zipf, SET:T,T,… or T,K,EXPERTS,HELD,HIDDEN,FEATURES of a
+           mixture of experts; or several of them separated by commas
     dtype  may bound a shape; the workload refuses an unknown one
     tiny   for simulated ranks: named sets become a few small shapes, and large shapes are refused
 
@@ -344,5 +354,8 @@ FORMS = {
     "attention": Form(
         dimensions=3, sets=tuple(MODELS), read=_read_attention, check=_check_heads, simulable=_simulable_attention
     ),
+    "moe": Form(dimensions=7, sets=tuple(MIXTURES), read=read_moe, check=check_choices, simulable=simulable_moe),
 }
 OPS = tuple(op.alias for form in FORMS for op in registered() if op.form == form)
+# Ops with fields of their calls (``Op.variants``) that are measured as ops of their own.
+VARIED = ("moe-dispatch+fp8",)

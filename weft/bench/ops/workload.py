@@ -11,7 +11,7 @@ from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Shape, Workload
 from weft.bench.ops.problem import MOST_SETS, OpProblem
 from weft.bench.ops.providers import choose
-from weft.bench.ops.shapes import RATED_BY_FLOPS, op_of
+from weft.bench.ops.shapes import computes, has_flops, op_of
 from weft.ops.op import Op
 
 if TYPE_CHECKING:
@@ -20,23 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWorkload(Workload):
-    """Workload of the op of this name or alias."""
+    """Workload of the op of this name or alias, or of a variant of it (``VARIED``)."""
 
     @property
     def op(self) -> Op:
         return op_of(self.name)
 
     @property
-    def rated_by_flops(self) -> bool:
-        """True for an op that is rated by its operations; others are rated by their bytes on the wire."""
-        return self.op.form in RATED_BY_FLOPS
+    def fields(self) -> dict[str, bool]:
+        """Fields of the calls, by the variants in the name."""
+        return dict.fromkeys(self.name.split("+")[1:], True)
+
+    @property
+    def unit(self) -> str:
+        """Unit of ``rate``."""
+        if not computes(self.op):
+            return "busbw GB/s"
+        return "TFLOP/s" if has_flops(self.op) else "GB/s"
 
     def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
         return choose(self.name, self.words, simulated)
 
     def problem(self, shape: Shape, team: Team, **fields: bool) -> OpProblem:
-        """``fields``: of the call."""
-        return OpProblem(self.op, shape, self.dtype, team, **fields)
+        """``fields``: of the call, beside those that the name has."""
+        return OpProblem(self.op, shape, self.dtype, team, **self.fields, **fields)
 
     @property
     def check_rule(self) -> str:
@@ -46,7 +53,7 @@ class OpWorkload(Workload):
 
     def protocol(self, common: dict[str, Any], quick: bool) -> dict[str, Any]:
         data = f"random; several sets in rotation, at most {MOST_SETS}: 120 MB of weights lie between two uses of one"
-        if self.rated_by_flops:
+        if computes(self.op):
             return common | {"data": data}
         in_a_row = "; baselines that reduce in place continue with their own sums, which grow and are not checked"
         return common | {
@@ -63,22 +70,23 @@ class OpWorkload(Workload):
 
     def wire_bytes(self, world_size: int, size: Sequence[int]) -> int:
         """Minimum number of bytes that each rank must send."""
-        kind = DTYPES[self.dtype]
-        return self.op.traffic(self.op.case_of(size, kind, world_size).sizes, kind, world_size)
+        return self.op.traffic_of(self.op.case_of(size, DTYPES[self.dtype], world_size, **self.fields))
 
     def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
-        """Wire time + one hop for a collective, max(T_gemm, T_comm) for a GEMM op."""
-        if limits is None or (self.rated_by_flops and self.dtype == "fp32"):
+        """Wire time + one hop for a collective; max(T_compute, T_memory, T_comm) for an op that computes."""
+        if limits is None or (computes(self.op) and self.dtype == "fp32"):
             return None
         wire = self.wire_bytes(world_size, size) / limits.link
-        if not self.rated_by_flops:
+        if not computes(self.op):
             return (wire + (limits.latency if world_size > 1 else 0.0)) * 1e6
         op, kind = self.op, DTYPES[self.dtype]
         gemm = max(op.flops(size) / limits.flops, op.memory_bytes(size, kind) / limits.memory)
         return max(gemm, wire) * 1e6
 
     def rate(self, world_size: int, size: Sequence[int], microseconds: float) -> float:
-        """GB/s of bus bandwidth (nccl-tests' busbw) for a collective, TFLOP/s of one rank for a GEMM op."""
-        if self.rated_by_flops:
+        """Bus bandwidth of a collective (nccl-tests' busbw), a GEMM's TFLOP/s, or GB/s of a rank's memory."""
+        if not computes(self.op):
+            return self.wire_bytes(world_size, size) / microseconds / 1e3
+        if has_flops(self.op):
             return self.op.flops(size) / microseconds / 1e6
-        return self.wire_bytes(world_size, size) / microseconds / 1e3
+        return self.op.memory_bytes(size, DTYPES[self.dtype]) / microseconds / 1e3

@@ -62,8 +62,8 @@ def _panels(report: Report) -> list[Callable[[Axes, Report, Sequence[str]], None
 
 
 def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    collective, shapes = not workload_of(report).rated_by_flops, shapes_of(report)
-    unit = "µs" if collective else "TFLOP/s"
+    timed, shapes = workload_of(report).unit != "TFLOP/s", shapes_of(report)
+    unit = "µs" if timed else "TFLOP/s"
     axes.set_title(f"{report.op}, {report.dtype}, world size {report.world_size}: {unit}", loc="left")
     lines = _lines(report, shapes)
     if not lines:
@@ -80,20 +80,20 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
             places, values = zip(*run, strict=True)
             axes.plot(places, values, label=None if part else provider, **style)
     axes.margins(y=0.08)
-    if collective:
+    if timed:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
     labels = [next(row.label for row in report.rows if row.shape == shape) for shape in shapes]
     axes.set_xticks(range(len(shapes)), labels, rotation=35, ha="right", fontsize=7)
-    axes.grid(axis="y", which="both" if collective else "major", color="#dddddd", linewidth=0.6)
+    axes.grid(axis="y", which="both" if timed else "major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
 
 
 def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, float]]]:
-    """Points by provider, for shapes with a time: (index of the shape, µs of a collective or TFLOP/s)."""
+    """Points by provider, for shapes with a time: (index of the shape, TFLOP/s of a GEMM, else µs)."""
     lines: dict[str, list[tuple[int, float]]] = {}
     workload = workload_of(report)
     for provider in providers_of(report):
@@ -101,6 +101,6 @@ def _lines(report: Report, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[
             row = row_of(report, shape, provider)
             if row is not None and row.median_us:
                 us = row.median_us
-                value = workload.rate(report.world_size, shape, us) if workload.rated_by_flops else us
+                value = workload.rate(report.world_size, shape, us) if workload.unit == "TFLOP/s" else us
                 lines.setdefault(provider, []).append((place, value))
     return lines

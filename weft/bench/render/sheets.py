@@ -16,9 +16,11 @@ from weft.bench.harness.report import (
     weft_row,
 )
 from weft.bench.models.breakdown import KINDS
+from weft.bench.ops.moe_baselines import CEILINGS
 from weft.bench.workloads import workload_of
 
 NONE = "–"
+FILL = "tile fill"
 MILLISECONDS = ("model", "generate")
 
 
@@ -62,15 +64,24 @@ def sheet(report: Report) -> Sheet:
                 *(cell(row_of(report, shape, provider), milli) for provider in providers),
                 *(plain(gain, "{:.2f}x") for gain in gains),
                 spread(ours, milli),
+                *fill_of(report, shape),
                 limit,
                 plain(share, "{:.0%}"),
             )
         )
-    last = "roofline" if report.subject else "TFLOP/s" if workload.rated_by_flops else "busbw GB/s"
+    last = "roofline" if report.subject else workload.unit
     unit = "ms per token after the first" if report.op == "generate" else "ms" if milli else "µs"
     return Sheet(
         title=f"{title_of(report)}, {unit}",
-        header=("step" if report.subject else "shape", *providers, *named, "p10–p90", last, "of limit"),
+        header=(
+            "step" if report.subject else "shape",
+            *providers,
+            *named,
+            "p10–p90",
+            *fill_header(report),
+            last,
+            "of limit",
+        ),
         rows=tuple(rows),
         slower=frozenset(slower),
         notes=tuple(_notes(report, providers)),
@@ -105,6 +116,17 @@ def limit_of(report: Report, shape: Sequence[int], row: Row | None) -> tuple[str
         return NONE if floor is None else _time(floor, report.op in MILLISECONDS), share
     rate = workload.rate(report.world_size, shape, us) if us and not report.is_simulated else None
     return plain(rate, "{:.0f}"), share
+
+
+def fill_header(report: Report) -> tuple[str, ...]:
+    """Header of a column for the tile fill; () if no row has one."""
+    return (FILL,) if any(FILL in (row.figures or {}) for row in report.rows) else ()
+
+
+def fill_of(report: Report, shape: Sequence[int]) -> tuple[str, ...]:
+    """Cells below ``fill_header``: the share of the rows of tiles that are pairs, in the timed routing."""
+    found = next((row.figures for row in report.rows if row.shape == tuple(shape) and row.figures), {})
+    return tuple(plain(found.get(name), "{:.2f}") for name in fill_header(report))
 
 
 def spread(row: Row | None, milli: bool) -> str:
@@ -188,9 +210,10 @@ def _notes(report: Report, providers: Sequence[str]) -> list[str]:
         )
     if any(row.mode == "eager" for row in rows):
         notes.append("*: could not be captured in a CUDA graph.")
-    if any(row.role == "ceiling" for row in rows):
-        ceilings = ", ".join(dict.fromkeys(row.provider for row in rows if row.role == "ceiling"))
-        notes.append(f"{ceilings}: the GEMM alone, not the whole op.")
+    ceilings = dict.fromkeys(row.provider for row in rows if row.role == "ceiling")
+    if alone := [name for name in ceilings if name not in CEILINGS]:
+        notes.append(f"{', '.join(alone)}: the GEMM alone, not the whole op.")
+    notes += [f"{name}: {CEILINGS[name]}; not the same computation." for name in ceilings if name in CEILINGS]
     if report.op == "generate":
         notes.append(
             "In brackets: time until the first tokens were on the host, and new tokens of all sequences per second."

@@ -1,0 +1,339 @@
+"""Baselines of the ops of a mixture of experts: torch, cuBLAS and NCCL, as frameworks use them.
+
+What a framework knows before the timed call is made beforehand here: the order of the pairs for a grouped GEMM, the counts of
+a dispatch for the combine behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.ops.buffers import group_of
+from weft.bench.ops.normed import copy_into
+from weft.bench.ops.problem import OpProblem
+from weft.ops.gemm.cublas import matmul
+from weft.ops.moe.fp8_rows import by_torch
+from weft.ops.moe.moe_cases import experts_of
+from weft.ops.moe.routing import Experts
+
+# torch's exchange of rows by expert refuses more experts of a rank.
+MOST_EXPERTS = 16
+# Ceilings that are not the op's computation: what they are instead.
+CEILINGS = {
+    "cublas.dense": "one GEMM of as many rows, with one expert's weight",
+    "cublas.weights": "one GEMM of the mean number of an expert's rows, with the weights of all active experts",
+    "nccl.counts_known": "the rows alone, without the sort and the counts by which frameworks learn how many there are",
+}
+
+
+class Order(NamedTuple):
+    """Pairs expert by expert, tokens ascending.
+
+    pairs  int64 [n]: of the rank's experts; ends: int32 [experts], where each expert's end
+    """
+
+    pairs: torch.Tensor
+    ends: torch.Tensor
+
+
+def sorted_pairs(ids: torch.Tensor, experts: Experts) -> Order:
+    """All pairs, those of other ranks' experts last, by torch's sort."""
+    local = torch.where(experts.chosen(ids), ids - experts.first, experts.count).flatten()
+    found, pairs = local.sort(stable=True)
+    ends = torch.searchsorted(found, torch.arange(experts.count, device=ids.device), right=True)
+    return Order(pairs, ends.int())
+
+
+def written(problem: OpProblem, buffers: list[torch.Tensor]) -> Callable[[int], None]:
+    """``Prepared.prepare`` for copies of the first tensors of the sets."""
+    return lambda number: copy_into(buffers[number], problem.sets[number][0])
+
+
+def mine(problem: OpProblem) -> Experts:
+    """Experts of this rank."""
+    return experts_of(problem.case, problem.case.sizes[2], problem.team.rank)
+
+
+# --- route, schedule, sum ------------------------------------------------------------------------------------------------
+
+
+def route(problem: OpProblem) -> Prepared:
+    """Softmax of the k largest logits: what softmax, topk and renormalising give, in two kernels."""
+    group_of(problem)
+    k = problem.case.sizes[2]
+
+    def run(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        [logits] = problem.sets[number]
+        best, ids = logits.topk(k, dim=-1)
+        return ids, best.softmax(-1)
+
+    def compare(out: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
+        # Of equal logits any may be chosen.
+        [logits] = problem.sets[0]
+        found, best = logits.gather(1, out[0]), logits.topk(k, dim=-1).values
+        return (found, out[1]), (best.float(), problem.answer().topk(k, dim=-1).values)
+
+    return Prepared(run=run, compare=compare)
+
+
+def schedule(problem: OpProblem) -> Prepared:
+    """Order and ends of the pairs, as torch's grouped GEMM needs them; no table of tiles."""
+    group_of(problem)
+    experts = mine(problem)
+
+    def compare(out: Order) -> tuple[Any, Any]:
+        pairs, counts, *_ = problem.answer()
+        return (out.pairs[: int(out.ends[-1])].int(), out.ends.diff(prepend=out.ends[:1] * 0)), (
+            pairs[pairs >= 0],
+            counts,
+        )
+
+    return Prepared(run=lambda number: sorted_pairs(problem.sets[number][0], experts), compare=compare)
+
+
+def weighted_sum(y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Weighted results of the rank's experts, added up by token."""
+    rows = torch.where(experts.chosen(ids)[..., None], y.view(*ids.shape, -1).float(), 0.0)
+    return (rows * weights.float()[..., None]).sum(1).to(y.dtype)
+
+
+def summed(problem: OpProblem) -> Prepared:
+    """One kernel of torch.compile."""
+    group_of(problem)
+    add, experts = torch.compile(weighted_sum, dynamic=False), mine(problem)
+    return Prepared(run=lambda number: add(*problem.sets[number], experts))
+
+
+# --- grouped GEMMs -------------------------------------------------------------------------------------------------------
+
+
+def orders(problem: OpProblem) -> list[Order]:
+    """Order of each set, cut to the rank's own pairs, whose number the host knows."""
+    found = [sorted_pairs(ids, mine(problem)) for ids, *_ in problem.sets]
+    return [Order(order.pairs[: int(order.ends[-1])], order.ends) for order in found]
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def grouped(problem: OpProblem, compiled: bool = False) -> Prepared:
+    """torch's grouped GEMM, index_select before it and silu and product behind it where the op has them.
+
+    Without gathering rows stay in the order of the schedule, where weft stores them by pair.
+    """
+    group_of(problem)
+    gather, gated, k = problem.case.field("gather") is not False, problem.op.gated, problem.case.sizes[1]
+    found = orders(problem)
+    tokens = [order.pairs // k for order in found]
+    finish = torch.compile(silu_mul, dynamic=False) if compiled else silu_mul
+
+    def run(number: int) -> torch.Tensor:
+        _, x, weight = problem.sets[number]
+        order = found[number]
+        rows = x.index_select(0, tokens[number]) if gather else x[: len(order.pairs)]
+        out = torch._grouped_mm(rows, weight.transpose(1, 2), offs=order.ends)
+        return finish(out) if gated else out
+
+    def compare(out: torch.Tensor) -> tuple[Any, Any]:
+        return out, problem.answer() if gather else problem.answer()[found[0].pairs]
+
+    return Prepared(run=run, compare=compare)
+
+
+def dense(problem: OpProblem, all_weights: bool) -> Prepared:
+    """One GEMM by cuBLAS with as many operations.
+
+    all_weights  of the mean number of rows with the weights of all active experts, so that it reads as many bytes too
+    """
+    group_of(problem)
+    operands = []
+    for (_, x, weight), order in zip(problem.sets, orders(problem), strict=True):
+        counts = order.ends.diff(prepend=order.ends[:1] * 0)
+        active = int((counts > 0).sum()) if all_weights else 1
+        rows = max(1, round(len(order.pairs) / max(1, active)))
+        a = x.repeat(-(-rows // len(x)), 1)[:rows]
+        operands.append((a, weight[:active].reshape(-1, weight.shape[2])))
+
+    def run(number: int) -> torch.Tensor:
+        a, b = operands[number]
+        return matmul(a, b, a.new_empty((len(a), len(b))))
+
+    def compare(out: torch.Tensor) -> tuple[Any, Any]:
+        a, b = operands[0]
+        return out, a.float() @ b.float().T
+
+    return Prepared(run=run, compare=compare)
+
+
+# --- dispatch and combine ------------------------------------------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """Pairs of one set by the rank of their expert, then by expert, tokens ascending.
+
+    sent      int64 [n]: this rank's; to: their number by rank
+    arriving  int64 [m]: pairs of all ranks that come here, numbered as in the whole ids, by rank; of: their number by rank
+    """
+
+    sent: torch.Tensor
+    to: list[int]
+    arriving: torch.Tensor
+    of: list[int]
+
+
+def exchange_of(ids: torch.Tensor, problem: OpProblem) -> Exchange:
+    """``ids`` [W * T, k] of all ranks."""
+    W, me, total = problem.team.size, problem.team.rank, problem.case.sizes[2]
+    by_rank = ids.view(W, -1, ids.shape[1])
+    choices = by_rank[0].numel()
+
+    def pairs(source: int, target: int) -> torch.Tensor:
+        order = sorted_pairs(by_rank[source], Experts.whole(total, target, W))
+        return order.pairs[: int(order.ends[-1])]
+
+    to, of = [pairs(me, rank) for rank in range(W)], [pairs(rank, me) for rank in range(W)]
+    arriving = torch.cat([order + rank * choices for rank, order in enumerate(of)])
+    return Exchange(torch.cat(to), list(map(len, to)), arriving, list(map(len, of)))
+
+
+def all_ids(problem: OpProblem, number: int) -> torch.Tensor:
+    """Ids of all ranks' tokens in a set of a dispatch."""
+    return torch.cat([problem.inputs(rank, number)[1] for rank in range(problem.team.size)])
+
+
+def nccl_dispatch(problem: OpProblem, counts_known: bool) -> Prepared:
+    """A row for each choice, expert by expert, by all_to_all_single.
+
+    counts_known  without the sort and the exchange of counts, for which the host waits
+    """
+    group, (_, k, total, H) = group_of(problem), problem.case.sizes
+    exchanges = [exchange_of(all_ids(problem, number), problem) for number in range(len(problem.sets))]
+    buffers, W = [x.clone() for x, *_ in problem.sets], problem.team.size
+    tokens = [one.sent // k for one in exchanges]
+
+    def known(number: int) -> torch.Tensor:
+        x, one = buffers[number], exchanges[number]
+        out = x.new_empty((len(one.arriving), H))
+        dist.all_to_all_single(out, x.index_select(0, tokens[number]), one.of, one.to, group=group)
+        return out
+
+    def run(number: int) -> torch.Tensor:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise Unavailable("the host waits for the counts")
+        x, ids = buffers[number], problem.sets[number][1]
+        order = sorted_pairs(ids, Experts.slices(total))
+        sent = order.ends.diff(prepend=order.ends[:1] * 0)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        both = torch.stack((sent, received)).view(2, W, -1).sum(-1).tolist()
+        out = x.new_empty((sum(both[1]), H))
+        dist.all_to_all_single(out, x.index_select(0, order.pairs // k), both[1], both[0], group=group)
+        return out
+
+    def compare(out: torch.Tensor) -> tuple[Any, Any]:
+        return out, problem.answer()[0][exchanges[0].arriving // k]
+
+    return Prepared(
+        run=known if counts_known else run,
+        prepare=written(problem, buffers),
+        compare=compare,
+    )
+
+
+def nccl_gather(problem: OpProblem) -> Prepared:
+    """All rows, ids and weights to all ranks; for rows in fp8, made by torch.compile, their scales too."""
+    group, W = group_of(problem), problem.team.size
+    buffers, fp8 = [x.clone() for x, *_ in problem.sets], problem.case.field("fp8")
+    quantize = torch.compile(by_torch, dynamic=False)
+
+    def run(number: int) -> tuple[torch.Tensor, ...]:
+        mine = buffers[number], *problem.sets[number][1:]
+        if fp8:
+            rows, scales = quantize(mine[0])
+            mine = rows.view(torch.uint8), *mine[1:], scales
+        out = tuple(x.new_empty((W * len(x), x.shape[1])) for x in mine)
+        for whole, x in zip(out, mine, strict=True):
+            dist.all_gather_into_tensor(whole, x, group=group)
+        return out
+
+    return Prepared(run=run, prepare=written(problem, buffers))
+
+
+def nccl_combine(problem: OpProblem) -> Prepared:
+    """A row for each choice back to its rank by all_to_all_single, with known counts; then the sum."""
+    group, (T, _, total, H) = group_of(problem), problem.case.sizes
+    buffers, me = [y.clone() for y, *_ in problem.sets], problem.team.rank
+    exchanges = [exchange_of(ids, problem) for _, ids, _ in problem.sets]
+    # Place of each of this rank's pairs among the rows that come back.
+    places = [one.sent.argsort() for one in exchanges]
+    add = torch.compile(weighted_sum, dynamic=False)
+    everything = Experts.slices(total)
+
+    def run(number: int) -> torch.Tensor:
+        y, one, own = buffers[number], exchanges[number], slice(me * T, (me + 1) * T)
+        _, ids, weights = problem.sets[number]
+        back = y.new_empty((len(one.sent), H))
+        dist.all_to_all_single(back, y.index_select(0, one.arriving), one.to, one.of, group=group)
+        return add(back.index_select(0, places[number]), ids[own], weights[own], everything)
+
+    return Prepared(run=run, prepare=written(problem, buffers))
+
+
+def nccl_reduce_scatter(problem: OpProblem) -> Prepared:
+    """Each rank's choices weighted and added up, then a reduce-scatter of all tokens."""
+    group, W = group_of(problem), problem.team.size
+    buffers, experts = [y.clone() for y, *_ in problem.sets], Experts.whole(problem.case.sizes[2], problem.team.rank, W)
+    add = torch.compile(weighted_sum, dynamic=False)
+
+    def run(number: int) -> torch.Tensor:
+        partial_sums = add(buffers[number], *problem.sets[number][1:], experts)
+        out = partial_sums.new_empty((len(partial_sums) // W, partial_sums.shape[1]))
+        dist.reduce_scatter_tensor(out, partial_sums, group=group)
+        return out
+
+    return Prepared(run=run, prepare=written(problem, buffers))
+
+
+def vdev_2d(problem: OpProblem) -> Prepared:
+    """torch.ops.symm_mem.all_to_all_vdev_2d, where it runs: nowhere that this harness does."""
+    group_of(problem)
+    held = problem.case.field("held")
+    if held > MOST_EXPERTS:
+        raise Unavailable(f"takes at most {MOST_EXPERTS} experts a rank, and there are {held}")
+    raise Unavailable("needs torch's NVSHMEM backend, which cannot be had beside the CUDA one that other baselines use")
+
+
+def _provider(op: str, name: str, make: Callable[[OpProblem], Prepared], role: str = "other") -> Provider:
+    return Provider(name=name, ops=(op,), role=role, make=make)
+
+
+GROUPED = ("grouped-gemm-silu", "grouped-gemm")
+# By the ops' names on the command line.
+MOE_BASELINES = (
+    _provider("route", "torch", route),
+    _provider("moe-schedule", "torch", schedule),
+    _provider("moe-sum", "torch.compile", summed),
+    *(_provider(op, "torch.grouped", grouped) for op in GROUPED),
+    _provider("grouped-gemm-silu", "torch.grouped+compile", partial(grouped, compiled=True)),
+    *(
+        _provider(op, name, partial(dense, all_weights=name == "cublas.weights"), role="ceiling")
+        for op in GROUPED
+        for name in ("cublas.dense", "cublas.weights")
+    ),
+    _provider("moe-dispatch", "nccl", partial(nccl_dispatch, counts_known=False)),
+    _provider("moe-dispatch", "nccl.counts_known", partial(nccl_dispatch, counts_known=True), role="ceiling"),
+    _provider("moe-dispatch", "nccl.all_gather", nccl_gather),
+    _provider("moe-dispatch+fp8", "nccl.all_gather", nccl_gather),
+    _provider("moe-combine", "nccl", nccl_combine),
+    _provider("moe-combine", "nccl.reduce_scatter", nccl_reduce_scatter),
+    *(_provider(op, "torch.all_to_all_vdev_2d", vdev_2d) for op in ("moe-dispatch", "moe-combine")),
+)

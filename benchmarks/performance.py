@@ -21,6 +21,8 @@ from weft.bench.render.sheets import (
     NONE,
     Sheet,
     cell,
+    fill_header,
+    fill_of,
     label_of,
     limit_of,
     plain,
@@ -57,6 +59,10 @@ How to read the tables:
 - Each table names the commit of weft that ran, whether that commit holds all its sources, the date and the machine. For tables
   "with changes" git's name of the sources follows: `git rev-parse COMMIT:weft` prints it for every commit with these sources.
 """
+MISSING = """## Not measured yet
+
+- `sh benchmarks/moe.sh h200-x2-moe`: the ops of a [mixture of experts](moe.md), its layer and Qwen3-30B-A3B, on two GPUs.
+"""
 KEYS = (
     ("gpu", "GPU"),
     ("driver", "driver"),
@@ -85,6 +91,7 @@ def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: s
             first = notes.get(name, "").removeprefix("**Notes.** ").split(". ")[0].replace("\n", " ").rstrip(".")
             parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
     parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.\n")
+    parts.append(MISSING)
     return "\n".join(parts)
 
 
@@ -132,6 +139,7 @@ def compact(report: Report) -> Sheet:
                 NONE if other is None else other.provider,
                 *timed(other, milli),
                 plain(ratio(ours, other), "{:.2f}x"),
+                *fill_of(report, shape),
                 limit,
                 plain(share, "{:.0%}"),
             )
@@ -146,6 +154,7 @@ def compact(report: Report) -> Sheet:
         unit,
         "p10–p90",
         "speed-up",
+        *fill_header(report),
         *full.header[-2:],
     )
     notes = [note for note in full.notes if note.startswith(("weft", "*"))]

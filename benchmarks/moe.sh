@@ -1,0 +1,51 @@
+#!/bin/sh
+# Tables of the mixture of experts on two GPUs, from a clean tree: sh benchmarks/moe.sh FOLDER [STEP…]
+#
+# FOLDER is one of benchmarks/results, such as h200-x2-moe. Steps, all of them by default but tune:
+#   exchange   moe_dispatch and moe_combine beside NCCL
+#   local      route, moe_schedule, the grouped GEMMs and moe_sum beside torch, with cuBLAS's dense GEMMs as ceilings
+#   layer      the whole layer of Qwen3-30B-A3B, in all modes, beside torch's grouped GEMM and NCCL
+#   model      steps of the whole model
+#   tune       rows of weft's tables for the ops above; commit them before the other steps
+# Then python -m benchmarks.performance writes the pages.
+set -eu
+cd "$(dirname "$0")/.."
+out=benchmarks/results/${1:?FOLDER is missing, such as h200-x2-moe}
+shift
+[ $# -gt 0 ] || set -- exchange local layer model
+
+qwen=qwen3-30b-a3b
+sent=$qwen:1,8,32,128,1024,4096,$qwen/zipf:128,4096,deepseek-v3:8,128,4096,deepseek-v3/zipf:128,mixtral-8x7b:128,4096,kraken-a2a
+seen=$qwen:1,4,8,32,128,1024,4096,8192,$qwen/zipf:32,4096,qwen3-235b-a22b:4096,mixtral-8x7b:32,4096,deepseek-v3:128,4096
+few=$qwen:1,32,128,4096,8192
+
+for step in "$@"; do
+    case $step in
+    exchange)
+        python -m weft bench "moe-dispatch+fp8@$sent" "moe-dispatch@$sent" "moe-combine@$sent" --world-size 2 --out "$out"
+        ;;
+    local)
+        # The last three are slices of all experts, half of the features each, as decoding may hold them.
+        python -m weft bench "route@$few" "moe-schedule@$few,$qwen/zipf:4096" "moe-sum@$few" \
+            "grouped-gemm-silu@$seen" "grouped-gemm@$seen" \
+            grouped-gemm-silu@1,8,128,128,2048,384 grouped-gemm-silu@8,8,128,128,2048,384 \
+            grouped-gemm-silu@32,8,128,128,2048,384 --world-size 2 --out "$out"
+        ;;
+    layer)
+        python -m weft bench mlp@decode:1x1024,8x1024,32x1024,128x1024 mlp@prefill:32x128 --model $qwen --check \
+            --world-size 2 --out "$out"
+        ;;
+    model)
+        python -m weft bench model@decode:1x1024,8x1024,32x1024,128x1024,256x1024 model@prefill:32x128,1x128 \
+            --model $qwen --breakdown --world-size 2 --out "$out"
+        ;;
+    tune)
+        python -m weft tune "grouped-gemm-silu@$seen" "grouped-gemm@$seen" "moe-dispatch@$sent" "moe-combine@$sent" \
+            "moe-dispatch+fp8@$sent" --world-size 2
+        ;;
+    *)
+        echo "$0: step $step is not one of exchange, local, layer, model, tune" >&2
+        exit 2
+        ;;
+    esac
+done

@@ -1,0 +1,46 @@
+"""The commands of benchmarks/moe.sh: each is one that weft takes on two GPUs."""
+
+import subprocess
+from pathlib import Path
+
+from weft.bench.command import BenchOptions
+from weft.bench.models.flags import ModelFlags
+from weft.tune.command import TuneOptions
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "moe.sh"
+
+
+def commands(tmp_path, *steps):
+    """Arguments of the commands that the script runs."""
+    (tmp_path / "python").write_text('#!/bin/sh\nshift 2\nprintf "%s\\n" "$@" -- >> "$0.txt"\n')
+    (tmp_path / "python").chmod(0o755)
+    found = subprocess.run(["sh", SCRIPT, "h200-x2-moe", *steps], env={"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    lines = (tmp_path / "python.txt").read_text().split("\n--\n")[:-1] if found.returncode == 0 else []
+    return [line.split("\n") for line in lines]
+
+
+def test_every_command_of_the_script_is_valid(tmp_path):
+    found = commands(tmp_path, "exchange", "local", "layer", "model", "tune")
+    assert [command for command, *_ in found] == ["bench"] * 4 + ["tune"]
+    shapes = {}
+    for command, *words in found:
+        assert words[words.index("--world-size") + 1] == "2"
+        ops = tuple(words[: next(at for at, word in enumerate(words) if word.startswith("--"))])
+        if command == "tune":
+            assert set(TuneOptions(words=ops).shapes_by_op()) == {*GROUPED, *EXCHANGES}
+            continue
+        model = words[words.index("--model") + 1] if "--model" in words else None
+        for workload in BenchOptions(ops=ops, model=ModelFlags(model=model)).workloads(2, simulated=False):
+            shapes[workload.name] = [shape.label for shape in workload.shapes]
+            assert len(set(shapes[workload.name])) == len(workload.shapes)
+    assert set(shapes) == {*GROUPED, *EXCHANGES, "route", "moe-schedule", "moe-sum", "mlp", "model"}
+    assert {"deepseek-v3 T=128", "qwen3-30b-a3b T=4096 zipf", "kraken-a2a T=4096"} <= set(shapes["moe-dispatch"])
+
+
+def test_an_unknown_step_and_a_missing_folder_are_refused(tmp_path):
+    assert commands(tmp_path, "all") == []
+    assert subprocess.run(["sh", SCRIPT], capture_output=True).returncode != 0
+
+
+EXCHANGES = ("moe-dispatch", "moe-dispatch+fp8", "moe-combine")
+GROUPED = ("grouped-gemm-silu", "grouped-gemm")

@@ -133,8 +133,8 @@ def chosen_of(ids, token, there, rank, SIZES: tl.constexpr):
 
 
 def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:
-    """``x`` [T, n] with rows of ``fill`` behind it, [tokens, n]."""
-    return torch.nn.functional.pad(x, (0, 0, 0, tokens - len(x)), value=fill)
+    """``x`` [T, n] with rows of ``fill`` behind it, [tokens, n]; ``x`` itself if T = tokens."""
+    return x if len(x) == tokens else torch.nn.functional.pad(x, (0, 0, 0, tokens - len(x)), value=fill)
 
 
 def launch_rows(

@@ -7,15 +7,18 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
-from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical, check, inputs_of
 from tests.ops.layer_cases import DEVICES, changed, check_refused, everywhere, mutated
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
 from weft.ops.moe import grouped, moe_schedule, moe_sum, route
+from weft.ops.moe.exchange import Arrivals, PushRows, Sizes
 from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
+from weft.ops.moe.moe_combine import Partials, moe_combine_kernel
+from weft.ops.moe.moe_dispatch import Mail, moe_dispatch_kernel
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.op import find_op
 from weft.runtime.capabilities import launch_options
@@ -390,3 +393,20 @@ def test_a_sum_with_a_gated_summand_compiles(arch):
     arguments = rows, INTS.view(2, 8), logits[:, :8].contiguous(), shared, rows[:2], 2048, 0, 60
     constants = {"K": 8, "BLOCK": moe_sum.BLOCK, **launch_options(caps_of(arch))}
     check_compiles(compiled(moe_sum.moe_sum_kernel, *arguments, arch=arch, **constants), arch)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize(
+    "arch", ["sm_90", "gfx942", *(pytest.param(a, marks=pytest.mark.sweep) for a in ("sm_80", "sm_100"))]
+)
+def test_kernels_that_push_rows_compile(arch, tmp_path):
+    sizes, caps, rows = Sizes.of(PushRows(), 128, 7168, 8, 64), caps_of(arch), torch.zeros(16, dtype=torch.bfloat16)
+    constants = {"SIZES": sizes, "CHUNKS": sizes.chunks, "num_warps": 8, **launch_options(caps)}
+    end = Arrivals(INTS, INTS, INTS, INTS), a_view()
+    for kernel, arguments in (
+        (moe_dispatch_kernel, (rows, INTS, rows, 128, Mail(rows, INTS, rows))),
+        (moe_combine_kernel, (rows, INTS, rows, rows, 128, Partials(rows))),
+    ):
+        made = compiled(kernel, *arguments, *end, arch=arch, **constants)
+        check_compiles(made, arch)
+        assert arch != "sm_90" or stack_bytes(made, tmp_path) == 0

@@ -65,8 +65,12 @@ def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team
 
     token  [chunk], numbers among all ranks' tokens
     """
-    total = tl.zeros((SIZES.chunk, SIZES.block), tl.float32)
-    for j in tl.static_range(SIZES.choices):
+    # Triton takes fields of a tuple neither as a shape nor as a bound of static_range.
+    CHUNK: tl.constexpr = SIZES.chunk
+    BLOCK: tl.constexpr = SIZES.block
+    CHOICES: tl.constexpr = SIZES.choices
+    total = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for j in tl.static_range(CHOICES):
         pair = token.to(tl.int64)[:, None] * SIZES.choices + j
         id = tl.load(ids + pair, mask=chosen, other=-1)
         mine = (id >= 0) & (id // SIZES.experts == wl.rank(team))
@@ -94,6 +98,8 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     world: tl.constexpr = wl.num_ranks(team)
+    CHUNK: tl.constexpr = SIZES.chunk
+    BLOCK: tl.constexpr = SIZES.block
     me = wl.rank(team)
     wl.follow_previous_kernel()
     now = wl.next_epoch(flags.epoch)
@@ -126,7 +132,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
         for begin in range(0, SIZES.width, SIZES.block):
             column = begin + tl.arange(0, SIZES.block)[None, :]
-            total = tl.zeros((SIZES.chunk, SIZES.block), tl.float32)
+            total = tl.zeros((CHUNK, BLOCK), tl.float32)
             for source in range(world):
                 chosen = chosen_of(ids, me * SIZES.tokens + local, local < T, source, SIZES)
                 row = partials.rows + (source * SIZES.tokens + local).to(tl.int64)[:, None] * SIZES.width + column

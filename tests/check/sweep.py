@@ -175,6 +175,7 @@ OPS = [
     Call("moe_dispatch lamport", functools.partial(dispatched, algorithm="lamport"), 2),
     Call("moe_dispatch fp8", dispatched_fp8, 2),
     Call("moe_combine", combined, 4),
+    Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),
     Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),

@@ -15,7 +15,6 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.ops.moe.exchange import Arrivals, PushRows, Sizes
 from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, quantize_rows_kernel, read_back
-from weft.ops.moe.gather_words import GatherWords, Lengths, Tokens, gather_words_kernel
 from weft.ops.moe.moe_dispatch import DispatchCall, Mail, moe_dispatch_kernel
 from weft.ops.moe.routing import Routing
 from weft.ops.op import find_op
@@ -186,20 +185,6 @@ def test_kernels_that_send_fp8_compile(arch, tmp_path):
             ptx = kernel.asm["ptx"]
             assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.full" not in ptx and ".ftz" not in ptx
             assert "ld.global.v4.b32" in ptx and stack_bytes(kernel, tmp_path) == 0
-
-
-@pytest.mark.triton_internals
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_a_kernel_that_gathers_words_compiles(arch, tmp_path):
-    design, caps = GatherWords(), caps_of(arch)
-    lengths, shorts = Lengths(128 * 1792, 128 * 8, 128 * 56), INTS.to(torch.int16)
-    constants = {"LENGTHS": lengths, "TOKENS": 128, "BLOCK": design.row_bytes // 4, "ROWS": 4, "TRANSPORT": "keyed"}
-    options = {"num_warps": design.num_warps, **launch_options(caps)}
-    arguments = Tokens(INTS, INTS, shorts, INTS), INTS, 100, INTS, INTS, a_view(), INTS, shorts, INTS
-    kernel = compiled(gather_words_kernel, *arguments, arch=arch, **constants, **options)
-    check_compiles(kernel, arch)
-    if arch == "sm_90":
-        assert stack_bytes(kernel, tmp_path) == 0
 
 
 @pytest.mark.triton_internals

@@ -6,12 +6,15 @@ import torch
 import weft
 import weft.check
 from tests.check.sweep import combined, dispatched, routed
+from tests.compiling import a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
 from tests.ops.moe.test_moe_ops import by_torch
+from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
-from weft.ops.moe import exchange, moe_combine, moe_dispatch
+from weft.ops.moe import combine_words, exchange, gather_words, moe_combine, moe_dispatch
 from weft.ops.moe.routing import Experts, Routing
+from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
 
 EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 48, 40, 20
@@ -62,7 +65,7 @@ def test_every_algorithm_gives_the_same_bits(world_size):
             layer(team, x, dispatch, combine)
             for dispatch, combine in [
                 *((dispatch, "push") for dispatch in ("push", "gather", "lamport", "auto")),
-                *(("push", combine) for combine in ("sum_then_scatter", "auto")),
+                *(("push", combine) for combine in ("sum_then_scatter", "lamport", "auto")),
             ]
         ]
 
@@ -221,3 +224,26 @@ def test_wrong_arguments_of_combine_are_refused(message, fields):
         assert message in str(refused.value) and "\n" not in str(refused.value)
 
     weft.simulate(main, 2)
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------------
+
+INTS, SHORTS, FLOATS = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int16, torch.bfloat16))
+TILE = {"ROWS": 4, "num_warps": 1}
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_kernels_of_words_compile(arch, tmp_path):
+    options = {**TILE, **launch_options(caps_of(arch))}
+    lengths = gather_words.Lengths(128 * 1792, 128 * 8, 128 * 56)
+    arguments = gather_words.Tokens(INTS, INTS, SHORTS, INTS), INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
+    constants = {"LENGTHS": lengths, "TOKENS": 128, "BLOCK": 128, "TRANSPORT": "keyed"}
+    gathering = compiled(gather_words.gather_words_kernel, *arguments, arch=arch, **constants, **options)
+    arguments = combine_words.Pairs(FLOATS, INTS, FLOATS), FLOATS, 100, FLOATS, INTS, a_view()
+    constants = {"LENGTHS": combine_words.Lengths(128, 7168, 8, 64), "BLOCK": 128, "TRANSPORT": "lamport"}
+    combining = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)
+    for kernel in (gathering, combining):
+        check_compiles(kernel, arch)
+        if arch == "sm_90":
+            assert stack_bytes(kernel, tmp_path) == 0

@@ -21,12 +21,14 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
+from weft.ops.moe.combine_words import CombineWords, combine_words
 from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of, launch_rows, padded
 from weft.ops.moe.exchange_op import ExchangeOp
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
+from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -152,12 +154,13 @@ def moe_combine(
                 gives it; rows of other ranks' experts are not read
     dispatched  of ``moe_dispatch``
     tokens      T of this rank, as it was dispatched
-    algorithm   "auto", "push" (each rank sends what it has) or "sum_then_scatter" (moe_sum, then reduce_scatter)
+    algorithm   "auto", "push" (each rank sends what it has), "sum_then_scatter" (moe_sum, then reduce_scatter) or "lamport" (as
+                that, in one kernel and one hop, for few tokens)
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
-    the same bits from run to run. "sum_then_scatter" adds up more than two ranks in the order of ``reduce_scatter``, which is
-    fixed as well but depends on the sizes; two ranks' bits are the same in both. The host reads nothing; captured in a CUDA
-    graph it replays correctly, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
+    the same bits from run to run. "push" and "lamport" add up the ranks in their order; "sum_then_scatter" has the order of
+    ``reduce_scatter``, which for more than two ranks depends on the sizes. The host reads nothing; captured in a CUDA graph it
+    replays correctly, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
     """
     op = "moe_combine"
     check_team(op, team)
@@ -180,13 +183,30 @@ class MoeCombine(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
     name, alias = "moe_combine", "moe-combine"
-    designs = {"push": PushRows, "sum_then_scatter": SumThenScatter}
+    designs = {"push": PushRows, "sum_then_scatter": SumThenScatter, "lamport": CombineWords}
     everything = "sum_then_scatter"
     dtypes = FLOATS
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> CombineCall:
         checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
         return CombineCall(*checked, dtype, design)
+
+    def rule(self, call: CombineCall, machine: Machine) -> tuple[str, str]:
+        """By the limits of ``MoeDispatch.rule``."""
+        whole = machine.world_size * call.tokens * call.width * call.dtype.itemsize
+        if machine.world_size > 1 and whole <= 2 << 20:
+            return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
+        return super().rule(call, machine)
+
+    def space(self, call: CombineCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from super().space(call, machine, quick)
+        sizes = ((256, 1), (4096, 8)) if quick else ((256, 1), (512, 1), (1024, 2), (4096, 8))
+        yield from (CombineWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from super().around(design, machine, quick)
+        if isinstance(design, CombineWords):
+            yield from moved(design, row_bytes=scaled(design.row_bytes, 128), num_warps=scaled(design.num_warps, 1, 16))
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -203,6 +223,8 @@ class MoeCombine(ExchangeOp):
         """``moe_combine`` of checked arguments. ids, weights: of all ranks' tokens."""
         self.check_design(design)
         mine = Experts.whole(experts, team.rank, team.size)
+        if isinstance(design, CombineWords):
+            return combine_words(design, team, y, ids, weights, mine.count, tokens)
         if isinstance(design, SumThenScatter):
             return reduce_scatter(moe_sum(y, Routing(ids, weights), mine), team)[:tokens].contiguous()
         (rows, k), H = ids.shape, y.shape[1]
@@ -271,17 +293,17 @@ class MoeCombine(ExchangeOp):
 
     def cases(self) -> Iterator[Case]:
         for case in exchange_cases(self.name):
-            for design in ("push", "sum_then_scatter"):
+            for design in ("push", "sum_then_scatter", "lamport"):
                 yield Case(**{**case, "design": design})
         for w in (2, 3):
-            design = PushRows(chunk=4, block=32, num_warps=4)
-            fields = (("tokens", (30, 7, 30)[:w]),)
-            yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+            for design in (PushRows(chunk=4, block=32, num_warps=4), CombineWords(row_bytes=1024, num_warps=2)):
+                fields = (("tokens", (30, 7, 30)[:w]),)
+                yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
-                for design in ("push", "sum_then_scatter"):
+                for design in ("push", "sum_then_scatter", "lamport"):
                     fields = (("tokens", (T, T - 1, 0, T)[:w]),)
                     yield Case(
                         op=self.name, world_size=w, dtype=BF16, sizes=(T, 8, 64, H), design=design, fields=fields

@@ -410,3 +410,31 @@ def test_kernels_that_push_rows_compile(arch, tmp_path):
         made = compiled(kernel, *arguments, *end, arch=arch, **constants)
         check_compiles(made, arch)
         assert arch != "sm_90" or stack_bytes(made, tmp_path) == 0
+
+
+ROWS = torch.zeros(16, dtype=torch.bfloat16)
+GROUPED_SCORING = route.Scoring(softmax=False, biased=True, renormalize=True, groups=8, group_limit=4)
+LOCAL = {
+    "route": (route.route_kernel, (ROWS, 128, ROWS, INTS, ROWS, 64, 128, 1.0),
+              {"SCORING": route.Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 16, "BLOCK": 128}),
+    "route in groups": (route.route_kernel, (ROWS, 256, ROWS, INTS, ROWS, 64, 256, 2.5),
+                        {"SCORING": GROUPED_SCORING, "K": 8, "ROWS": 8, "BLOCK": 256}),
+    "moe_schedule": (moe_schedule.moe_schedule_kernel, (INTS, INTS, INTS, INTS, INTS, INTS, 4096, 0, 64),
+                     {"K": 8, "EXPERTS": 64, "CHOICES": 8, "TOKENS": 256, "BLOCK": 128}),
+    "moe_sum": (moe_sum.moe_sum_kernel, (ROWS, INTS, ROWS, moe_sum.Shared(None, None, 0), ROWS, 2048, 0, 64),
+                {"K": 8, "BLOCK": 1024}),
+    "gradients of weights": (grouped.grouped_weight_grad_kernel,
+                             (ROWS, ROWS, ROWS, Schedule(INTS, INTS, INTS, INTS, 8, 128), 4096, 768, 2048),
+                             {"CHOICES": 8, "EXPERTS": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STEP": 32}),
+}  # fmt: skip
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", LOCAL)
+def test_kernels_of_one_rank_compile(name, tmp_path):
+    kernel, arguments, constants = LOCAL[name]
+    for arch in ("sm_90", "gfx942"):
+        made = compiled(kernel, *arguments, arch=arch, **constants, **launch_options(caps_of(arch)))
+        check_compiles(made, arch)
+        assert made.metadata.shared <= SHARED[arch]
+        assert arch != "sm_90" or stack_bytes(made, tmp_path) == 0

@@ -73,9 +73,12 @@ def in_chosen_groups(score, key, expert, E, SCORING: tl.constexpr):
 
     A group is as good as the sum of its two best scores with a bias, as its best one without.
     """
-    group = expert // (E // SCORING.groups)
+    # Triton takes no field of a tuple as the bound of static_range.
+    GROUPS: tl.constexpr = SCORING.groups
+    LIMIT: tl.constexpr = SCORING.group_limit
+    group = expert // (E // GROUPS)
     of_group = tl.full(score.shape, float("-inf"), tl.float32)
-    for g in tl.static_range(SCORING.groups):
+    for g in tl.static_range(GROUPS):
         mine = tl.where(group == g, key, OUTSIDE_KEY)
         best = first_greatest(mine, expert)
         value = tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True)
@@ -85,7 +88,7 @@ def in_chosen_groups(score, key, expert, E, SCORING: tl.constexpr):
         of_group = tl.where(group == g, value, of_group)
     group_key = tl.where(expert < E, key_of(of_group), TAKEN_KEY)
     inside = tl.zeros(score.shape, tl.int1)
-    for _ in tl.static_range(SCORING.group_limit):
+    for _ in tl.static_range(LIMIT):
         chosen = first_greatest(group_key, group)
         inside = inside | (group == chosen)
         group_key = tl.where(group == chosen, TAKEN_KEY, group_key)

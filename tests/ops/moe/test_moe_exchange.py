@@ -81,17 +81,19 @@ SEND = "            send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, tea
 ENTERED = "        wl.wait(flags.entered + (me + step) % world, last + 1, team)\n"
 SUMS = "            for begin in range(0, SIZES.width, SIZES.block):\n                column"
 SENT = "            wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)\n"
-ARRIVED = "for step in range(1, world):\n            wl.wait(flags.arrived"
+ARRIVED = "        await_chunk(flags, chunk, CHUNKS, now, team)\n"
+SENDERS = {dispatched: moe_dispatch, combined: moe_combine}
+# Source that changes, what to, the calls that show it, the finding.
 BUGS = {
     "flag before rows": (moe_dispatch, SEND + "            if step < world:\n" + FLAG,
                          "            if step < world:\n" + FLAG + SEND, dispatched, "race"),
     "a rank without tokens sends no flags": (moe_dispatch, "            if step < world:\n" + FLAG,
                                              "            if (step < world) & (T > 0):\n" + FLAG, dispatched, "deadlock"),
-    "rows not awaited": (moe_dispatch, ARRIVED, ARRIVED.replace("world", "1"), dispatched, "race"),
-    "a half written again too soon": (moe_dispatch, ENTERED, ENTERED.replace("last + 1", "1"), dispatched, "race"),
-    "combined before the last arrival": (moe_combine, ARRIVED, ARRIVED.replace("1,", "2,"), combined, "race"),
+    "rows not awaited": (moe_dispatch, ARRIVED, "        pass\n", dispatched, "race"),
+    "a half written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), dispatched, "race"),
+    "combined before the last arrival": (moe_combine, ARRIVED, "        pass\n", combined, "race"),
     "flag before the sums": (moe_combine, SUMS, SENT + SUMS, combined, "race"),
-    "sums written again too soon": (moe_combine, ENTERED, ENTERED.replace("last + 1", "1"), combined, "race"),
+    "sums written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), combined, "race"),
 }  # fmt: skip
 
 
@@ -120,8 +122,9 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, request):
         request.getfixturevalue("one_half")
     module, old, new, run, kind = BUGS[name]
     mutant = mutated(module, old, new, f"exchange_mutant_{len(name)}", tmp_path)
-    kernel = f"{module.__name__.rsplit('.', 1)[1]}_kernel"
-    monkeypatch.setattr(module, kernel, getattr(mutant, kernel))
+    sender = SENDERS[run]
+    changed = "begin_call" if module is exchange else f"{sender.__name__.rsplit('.', 1)[1]}_kernel"
+    monkeypatch.setattr(sender, changed, getattr(mutant, changed))
     report = weft.check.check(calls_of(run), 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+import weft.language as wl
 from weft.ops.moe.fp8_rows import COLUMNS, scales_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -118,6 +119,46 @@ class Sizes(NamedTuple):
     @property
     def chunks(self) -> int:
         return cdiv(self.tokens, self.chunk)
+
+
+@triton.jit
+def begin_call(flags, team):
+    """Number of this call, once this half of every peer's buffers may be written.
+
+    All programs call it first.
+
+    signals  program 0, to every peer: entered[me] = this call, once all that this rank ran before has ended
+    waits    entered[peer] > filled: the peer has begun a later call than the one that filled this half last, so what it ran
+             between the two has ended
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    program, me = tl.program_id(0), wl.rank(team)
+    now = wl.next_epoch(flags.epoch)
+    last = tl.load(flags.filled + program)
+    if program == 0:
+        for step in range(1, world):
+            wl.notify(flags.entered + me, (me + step) % world, now, team)
+    for step in range(1, world):
+        wl.wait(flags.entered + (me + step) % world, last + 1, team)
+    return now
+
+
+@triton.jit
+def await_chunk(flags, chunk, CHUNKS: tl.constexpr, now, team):
+    """Acquire: returns once every peer has announced ``chunk`` in call ``now``.
+
+    It pairs with their notifies of ``arrived``: what they stored before is visible.
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    for step in range(1, world):
+        wl.wait(flags.arrived + (wl.rank(team) + step) % world * CHUNKS + chunk, now, team)
+
+
+@triton.jit
+def end_call(flags, now):
+    """End this program's part of call ``now``. All programs call it last."""
+    tl.store(flags.filled + tl.program_id(0), now)
+    wl.advance_epoch(flags.epoch, now)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from weft.ops.moe.moe_cases import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
 from weft.ops.moe.routing import Schedule
+from weft.ops.op import registered
 from weft.ops.registration import FLOATS, check_flag
 from weft.plan.planned import AUTO, Machine, Planned
 
@@ -184,12 +186,13 @@ class GroupedOp(MoeOp):
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: int, **options: Any
     ) -> torch.Tensor:
-        """``grouped.run`` without a gate, by the default design."""
+        """``grouped.run`` without a gate, by the plan of the op that has none."""
         rows, columns = weight.shape[1:]
         N, K = (columns, rows) if options.get("turned") else (rows, columns)
         pairs = schedule.pairs.shape[1] * schedule.choices
-        call, caps = GroupedCall(schedule.block, pairs, N, K, x.dtype, gather > 0), machine_on(x.device).caps
-        return grouped.run(grouped_tiles_for(call, caps, gated=False), x, weight, schedule, gather=gather, **options)
+        call = GroupedCall(schedule.block, pairs, N, K, x.dtype, gather > 0)
+        design = ungated().plan(call, machine_on(x.device)).design
+        return grouped.run(design, x, weight, schedule, gather=gather, **options)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -339,3 +342,9 @@ class GroupedOp(MoeOp):
         N, K = self.columns(shape)
         rows = shape.tokens if self.gated else shape.pairs
         return int((shape.active * N * K * (2 if self.gated else 1) + rows * K + shape.pairs * N) * dtype.itemsize)
+
+
+@functools.cache
+def ungated() -> GroupedOp:
+    """The op without a gate."""
+    return next(op for op in registered() if isinstance(op, GroupedOp) and not op.gated)

@@ -22,7 +22,17 @@ from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
 from weft.ops.moe.combine_words import CombineWords, combine_words
-from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of, launch_rows, padded
+from weft.ops.moe.exchange import (
+    Halves,
+    PushRows,
+    Sizes,
+    await_chunk,
+    begin_call,
+    chosen_of,
+    end_call,
+    launch_rows,
+    padded,
+)
 from weft.ops.moe.exchange_op import ExchangeOp
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
@@ -91,11 +101,13 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
     y [W * tokens * k, H]; ids, weights [W * tokens, k] of all ranks; out [T, H]; partials: ``Partials``; SIZES: ``Sizes``
     An epoch is one call.
 
-    signals   program p, to every peer s: arrived[me, c] = e, once its partial rows of chunk c of rank s lie there, also if none
-    waits     arrived[r, c] >= e for every peer r, before the rows of this program's chunk c are read
+    signals   those of ``begin_call``
+              program p, to every peer s: arrived[me, c] = e, once its partial rows of chunk c of rank s lie there, also if none
+    waits     that of ``begin_call``, before any store: the peer has ended the call that read this half last
+              arrived[r, c] >= e for every peer r, before the rows of this program's chunk c are read
     reuse     halves alternate by call. This call was begun by a peer only after it had received this rank's flags of the call
-              before, so after this rank had ended the call that read this half last. Replays of a CUDA graph may use one half
-              twice in a row: entered[peer] > filled before any store says that the peer has ended it
+              before, so after this rank had ended the call that read this half last. The wait of ``begin_call`` only takes
+              time where one half is taken twice in a row, in replays of a CUDA graph
     progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -104,13 +116,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
     BLOCK: tl.constexpr = SIZES.block
     me = wl.rank(team)
     wl.follow_previous_kernel()
-    now = wl.next_epoch(flags.epoch)
-    last = tl.load(flags.filled + program)
-    if program == 0:
-        for step in range(1, world):
-            wl.notify(flags.entered + me, (me + step) % world, now, team)
-    for step in range(1, world):
-        wl.wait(flags.entered + (me + step) % world, last + 1, team)
+    now = begin_call(flags, team)
     for chunk in range(program, CHUNKS, programs):
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
         for step in range(1, world + 1):
@@ -129,8 +135,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
     # This rank's own rows were stored by the threads that hold them, and are read by others.
     tl.debug_barrier()
     for chunk in range(program, CHUNKS, programs):
-        for step in range(1, world):
-            wl.wait(flags.arrived + (me + step) % world * CHUNKS + chunk, now, team)
+        await_chunk(flags, chunk, CHUNKS, now, team)
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
         for begin in range(0, SIZES.width, SIZES.block):
             column = begin + tl.arange(0, SIZES.block)[None, :]
@@ -141,8 +146,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
                 total += tl.load(row, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
             target = out + local.to(tl.int64)[:, None] * SIZES.width + column
             tl.store(target, total.to(out.dtype.element_ty), mask=(local < T)[:, None] & (column < SIZES.width))
-    tl.store(flags.filled + program, now)
-    wl.advance_epoch(flags.epoch, now)
+    end_call(flags, now)
 
 
 def moe_combine(

@@ -20,7 +20,17 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.local import check_shape
-from weft.ops.moe.exchange import Halves, PushRows, Sizes, chosen_of, launch_rows, padded
+from weft.ops.moe.exchange import (
+    Halves,
+    PushRows,
+    Sizes,
+    await_chunk,
+    begin_call,
+    chosen_of,
+    end_call,
+    launch_rows,
+    padded,
+)
 from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, quantized, scales_of
 from weft.ops.moe.gather_words import GatherWords, gather_words
@@ -117,10 +127,9 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
     x [T, H], ids int32 and weights [T, k]; mail: ``Mail``; flags: ``Arrivals``; SIZES: ``Sizes``
     An epoch is one call.
 
-    signals   program 0, to every peer: entered[me] = e, once all that this rank ran before has ended
+    signals   those of ``begin_call``
               program p, to every peer: arrived[me, c] = e, once its part of chunk c lies there; for every chunk, rows or not
-    waits     entered[peer] > filled before any store: the peer has begun a later call than the one that filled this half last,
-              so what it ran between the two has ended
+    waits     that of ``begin_call``, before any store: the peer has ended what read this half last
               arrived[s, c] >= e for every peer s and this program's chunks, at the end: what runs next reads all rows
     reuse     halves alternate by call, and what a rank has received is read before its next call begins. A rank begins call
               e once it has received all of call e - 1, which its peers had then begun: the wait for ``entered`` only takes
@@ -131,13 +140,7 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
     wl.follow_previous_kernel()
-    now = wl.next_epoch(flags.epoch)
-    last = tl.load(flags.filled + program)
-    if program == 0:
-        for step in range(1, world):
-            wl.notify(flags.entered + me, (me + step) % world, now, team)
-    for step in range(1, world):
-        wl.wait(flags.entered + (me + step) % world, last + 1, team)
+    now = begin_call(flags, team)
     for chunk in range(program, CHUNKS, programs):
         for step in range(1, world + 1):
             peer = (me + step) % world
@@ -145,10 +148,8 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
             if step < world:
                 wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)
     for chunk in range(program, CHUNKS, programs):
-        for step in range(1, world):
-            wl.wait(flags.arrived + (me + step) % world * CHUNKS + chunk, now, team)
-    tl.store(flags.filled + program, now)
-    wl.advance_epoch(flags.epoch, now)
+        await_chunk(flags, chunk, CHUNKS, now, team)
+    end_call(flags, now)
 
 
 def moe_dispatch(

@@ -94,7 +94,8 @@ def by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = torch.nn.functional.pad(x.float(), (0, -H % COLUMNS.value)).unflatten(1, (-1, COLUMNS.value))
     finite = blocks.isfinite()
     largest = torch.where(finite, blocks.abs(), 0).amax(-1, keepdim=True)
-    scale = torch.where(largest > 0, (largest / LARGEST.value).clamp(min=SMALLEST.value), 1)
+    # A tensor below: on GPUs torch multiplies by the inverse of a number, which rounds otherwise.
+    scale = torch.where(largest > 0, (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST.value), 1)
     # torch makes NaN of what is too large.
     rows = torch.where(finite, blocks * (1 / scale), torch.nan).clamp(-LARGEST.value, LARGEST.value)
     return rows.flatten(1)[:, :H].to(E4M3), scale.squeeze(-1)

@@ -100,18 +100,21 @@ def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float,
 
 
 def error_bound(
-    expected: torch.Tensor, dtype: torch.dtype, terms: int, partials: int = 0, by_row: bool = False
+    expected: torch.Tensor, dtype: torch.dtype, terms: int, partials: int = 0, by_row: bool = False, roundings: int = 1
 ) -> torch.Tensor:
     """Largest error of each element of a result in ``dtype``, by ``tolerance``.
 
     expected  the reference, in fp32 or wider; where it is NaN the bound is NaN, and its RMS is that of the others
     by_row    the RMS is that of the element's row, not of the whole
+    roundings  to ``dtype``, one behind the other, the result's included; ``tolerance`` allows two
     """
     squares = expected.square()
     rms = (squares.nanmean(-1, keepdim=True) if by_row else squares.nanmean()).sqrt().nan_to_num(0.0)
     relative, absolute = tolerance(dtype, terms, partials)
     # The type's smallest step, where rounding is no longer relative.
-    return relative * expected.abs() + (absolute * rms + relative * torch.finfo(dtype).smallest_normal)
+    return max(1, roundings / 2) * relative * expected.abs() + (
+        absolute * rms + relative * torch.finfo(dtype).smallest_normal
+    )
 
 
 @dataclass(frozen=True, slots=True)

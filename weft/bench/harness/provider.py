@@ -37,6 +37,8 @@ class Prepared:
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
     local    the result is that of this rank's GEMM alone; for a layer, this rank's rows of it
     compare  result -> (what is checked of it, what that is to be), where the result is not the op's
+    roundings  roundings to the dtype that each element goes through, one behind the other: more than the last where a library
+             stores intermediate results
     in_place the result replaces the input: correct once after each ``prepare``
     close    frees resources that are not freed automatically
     chosen   for a model's step: memory to which ``run`` writes the chosen tokens
@@ -47,6 +49,7 @@ class Prepared:
     prepare: Callable[[int], None] | None = None
     local: bool = False
     compare: Callable[[Any], tuple[Any, Any]] | None = None
+    roundings: int = 1
     in_place: bool = False
     close: Callable[[], None] | None = None
     chosen: torch.Tensor | None = None

@@ -126,24 +126,24 @@ class OpProblem(Problem):
     def verdict(self, prepared: Prepared, out: Any) -> Verdict:
         if prepared.compare is not None:
             actual, expected = prepared.compare(out)
-            return self._judged(actual, _narrowed(expected))
+            return self._judged(actual, _narrowed(expected), roundings=prepared.roundings)
         return self.judge(out, prepared.local)
 
     def judge(self, actual: Any, local: bool = False) -> Verdict:
         """Verdict on a result, or on several as a tuple, of which the worst counts."""
         return self._judged(self.op.defined(self.case, self.team, actual, *self.sets[0]), self.answer(local), local)
 
-    def _judged(self, actual: Any, expected: Any, local: bool = False) -> Verdict:
+    def _judged(self, actual: Any, expected: Any, local: bool = False, roundings: int = 1) -> Verdict:
         if not isinstance(actual, tuple):
             return self._compared(
-                actual.sum(0) if actual.dim() > expected.dim() else actual, expected, local
+                actual.sum(0) if actual.dim() > expected.dim() else actual, expected, local, roundings
             )  # partials
-        found = [self._compared(x, wanted, local) for x, wanted in zip(actual, expected, strict=True)]
+        found = [self._compared(x, wanted, local, roundings) for x, wanted in zip(actual, expected, strict=True)]
         wrong = [f"result {number}: {verdict.wrong}" for number, verdict in enumerate(found) if verdict.wrong]
         worst = max(found, key=lambda verdict: verdict.max_abs_error)
         return replace(worst, rms_error=max(verdict.rms_error for verdict in found), wrong="; ".join(wrong))
 
-    def _compared(self, actual: torch.Tensor, expected: torch.Tensor, local: bool) -> Verdict:
+    def _compared(self, actual: torch.Tensor, expected: torch.Tensor, local: bool, roundings: int) -> Verdict:
         """Elementwise comparison within the one tolerance: a library may round partial sums."""
         if tuple(actual.shape) != tuple(expected.shape):
             wrong = f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
@@ -157,7 +157,7 @@ class OpProblem(Problem):
             bad = actual != expected
         else:
             terms = self.shape.size[2] if local else accuracy.terms
-            bad = ~(error <= error_bound(expected, self.dtype, terms, partials=1))
+            bad = ~(error <= error_bound(expected, self.dtype, terms, partials=1, roundings=roundings))
         count = int(bad.sum())
         wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)

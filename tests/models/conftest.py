@@ -81,6 +81,7 @@ def plain_ops(monkeypatch):
         all_gather_matmul=all_gather_matmul,
         matmul_reduce_scatter=matmul_reduce_scatter,
         matmul_all_reduce=matmul_all_reduce,
+        all_to_all=lambda x, team: torch.cat([parts[team.rank, None] for parts in team.exchange(x)]),
     )
-    for module in ("replicated", "sequence_parallel", "vocabulary"):
+    for module in ("replicated", "sequence_parallel", "vocabulary", "context"):
         monkeypatch.setattr(f"weft.parallel.{module}.ops", plain)

@@ -31,7 +31,7 @@ class Batch:
 
     def __init__(self, runner: Runner, chunk_tokens: int) -> None:
         self.runner, self.team = runner, runner.team
-        pool = PagePool(runner.cache.pages, runner.page_size)
+        pool = PagePool(runner.cache.pages, runner.entry_tokens)
         self.scheduler = Scheduler(pool, runner.max_batch, chunk_tokens)
         self._steps_behind = 1 if self.team.device.type == "cuda" else 0
         self._pending: deque[list[PendingTokens]] = deque()

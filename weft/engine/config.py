@@ -39,6 +39,8 @@ class EngineConfig:
                      but no more than a full batch can use
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
+    context_parallel  the KV cache is spread over the ranks by pages and not by heads: a sequence may fill the caches of all
+                     ranks also where there are fewer KV heads than ranks. Prompts then run without CUDA graphs
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
@@ -53,6 +55,7 @@ class EngineConfig:
     pages: int | None = None
     memory_fraction: float = 0.8
     chunk_tokens: int = 4096
+    context_parallel: bool = False
     cuda_graph: bool = True
     algorithm_cache: str | PathLike[str] | None = None
 
@@ -68,6 +71,7 @@ class EngineConfig:
         check_optional(check_bool, "fused", self.fused)
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
         check_bool("cuda_graph", self.cuda_graph)
+        check_bool("context_parallel", self.context_parallel)
         for name in ("chunk_tokens", "max_batch"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         for name in ("max_seq_len", "pages"):

@@ -89,7 +89,14 @@ class Engine:
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
         if config.pages is not None:
-            check_cache(sizes, team, config.dtype or sizes.dtype, config.pages, config.page_size)
+            check_cache(
+                sizes,
+                team,
+                config.dtype or sizes.dtype,
+                config.pages,
+                config.page_size,
+                context_parallel=config.context_parallel,
+            )
         self.team, self.config, self.tokenizer, self.eos_token_ids = team, config, None, frozenset()
         self.defaults, warnings = SamplingParams(), []
         self._no_text = "this model has no tokenizer"  # said where there is none
@@ -102,7 +109,8 @@ class Engine:
             self._no_text = f"{checkpoint.directory} has no tokenizer.json"
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
-        self.model: Decoder = Decoder(sizes, team, mode=config.mode, dtype=config.dtype, fused=config.fused)
+        options = {name: getattr(config, name) for name in ("mode", "dtype", "fused", "context_parallel")}
+        self.model: Decoder = Decoder(sizes, team, **options)
         if checkpoint is None:
             self.model.fill_dummy()
         else:

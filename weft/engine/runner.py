@@ -53,11 +53,15 @@ class Runner:
         self.model, self.team, self.max_batch, self.page_size = model, model.team, config.max_batch, config.page_size
         self.max_seq_len = config.max_seq_len or model.config.max_position_embeddings
         self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
-        max_batch, max_pages, pages = self.max_batch, -(-self.max_seq_len // self.page_size), config.pages
+        # Tokens of an entry of the page table: of a page, or of a page of each rank.
+        self.entry_tokens = self.page_size * (self.team.size if model.context_parallel else 1)
+        max_batch, max_pages, pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens), config.pages
         if pages is None:
             pages = min(1 + max_batch * max_pages, self._affordable_pages(config.memory_fraction))
         else:
-            check_cache(model.config, self.team, model.dtype, pages, self.page_size)
+            check_cache(
+                model.config, self.team, model.dtype, pages, self.page_size, context_parallel=model.context_parallel
+            )
         self.cache = model.new_cache(pages, self.page_size)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -100,6 +104,8 @@ class Runner:
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
+        if self.model.context_parallel:
+            return None  # how many pages are exchanged depends on their lengths
         shape = shape_of(chunks)
         # Unfused attention takes its sequence lengths from the host.
         ragged = shape is None and self.model.plan(1).fused

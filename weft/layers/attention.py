@@ -25,6 +25,7 @@ class TPAttention(nn.Module):
     qk_norm  False: no norms of q and k
     bias     False: no bias
     window   tokens that a token attends to, itself the last of them; None: all before it
+    context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
     x, y: [T, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of these rows, padded to W's multiple.
     Rank r has query heads r * heads / W and on; with fewer KV heads than ranks, W / kv_heads neighbours share one.
@@ -45,6 +46,7 @@ class TPAttention(nn.Module):
         qk_norm: bool = True,
         bias: bool = False,
         window: int | None = None,
+        context_parallel: bool = False,
     ) -> None:
         super().__init__()
         check_optional(positive, "window", window)
@@ -57,6 +59,15 @@ class TPAttention(nn.Module):
         self.num_heads = split_evenly("num_attention_heads", num_attention_heads, team)
         self.num_kv_heads = max(num_key_value_heads // team.size, 1)
         first_kv_head = team.rank * num_key_value_heads // team.size
+        if context_parallel:
+            if window is not None:
+                raise ValueError(
+                    f"context_parallel=True: this layer attends to a window of {window} tokens, which few pages hold; pass "
+                    f"context_parallel=False"
+                )
+            self.num_kv_heads, first_kv_head = num_key_value_heads, 0
+        # Query heads that attend to the same KV head here.
+        self.group = min(self.num_heads, num_attention_heads // num_key_value_heads)
         q_rows = Rows.even("num_attention_heads", num_attention_heads * head_dim, team)
         kv_rows = Rows(num_key_value_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
         parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}

@@ -36,7 +36,9 @@ logger = logging.getLogger("weft")
 class DecoderLayer(nn.Module):
     """One rank's share of a layer: norm, attention, norm, MLP."""
 
-    def __init__(self, config: DecoderConfig, index: int, *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, index: int, *, team: Team, mode: Mode, dtype: torch.dtype, context_parallel: bool
+    ) -> None:
         super().__init__()
         self.names = config.family.weights
         self.input_layernorm = _norm(config, team, dtype)
@@ -52,6 +54,7 @@ class DecoderLayer(nn.Module):
             team=team,
             mode=mode,
             dtype=dtype,
+            context_parallel=context_parallel,
         )
         self.post_attention_layernorm = _norm(config, team, dtype)
         self.mlp = _feed_forward(config, index, team=team, mode=mode, dtype=dtype)
@@ -83,6 +86,8 @@ class Decoder(nn.Module):
     mode   "reference", "sequence_parallel", "replicated", or "auto", which chooses between the last two by the number of
            tokens
     fused  local work between the GEMMs in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
+    context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
+           "reference". Page tables of such a model have an entry for a page of each rank
 
     Logits are this rank's [n, V'/W], in fp32, or in a fused pass in the model's dtype; `lm_head.argmax` and `lm_head.gather`
     bring them together.
@@ -98,17 +103,24 @@ class Decoder(nn.Module):
         mode: Mode = "auto",
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
+        context_parallel: bool = False,
     ) -> None:
         super().__init__()
         dtype = dtype or config.dtype
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
+        self.context_parallel = context_parallel and team.size > 1
+        if self.context_parallel and self.mode == "reference":
+            raise ValueError(
+                f"context_parallel=True: mode={mode!r} keeps the cache split by heads; choose another mode"
+            )
         if self.plan(1).fused:
             check_head_dim(config.head_dim, "; pass fused=False")
         check_memory(config, team, dtype)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, team=team, mode=mode, dtype=dtype) for index in range(config.num_hidden_layers)
+            DecoderLayer(config, index, team=team, mode=mode, dtype=dtype, context_parallel=self.context_parallel)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = _norm(config, team, dtype)
         sharded = {"team": team, "mode": mode, "dtype": dtype}
@@ -128,13 +140,15 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
         progress: Progress | None = None,
+        context_parallel: bool = False,
     ) -> Decoder:
         """Model of a checkpoint directory, this rank's slices cast to `dtype` (None: the checkpoint's own).
 
         Its family is that of the checkpoint's model_type. Warnings as of `load`.
         """
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
-        model = cls(DecoderConfig.of(checkpoint), team, mode=mode, dtype=dtype, fused=fused)
+        options = {"mode": mode, "dtype": dtype, "fused": fused, "context_parallel": context_parallel}
+        model = cls(DecoderConfig.of(checkpoint), team, **options)
         for line in model.load(checkpoint, progress):
             if team.rank == 0:
                 logger.warning(line)
@@ -202,8 +216,11 @@ class Decoder(nn.Module):
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
-        attention = self.layers[0].self_attn
-        return attention.num_heads // attention.num_kv_heads
+        return self.layers[0].self_attn.group
+
+    @property
+    def _spread_over(self) -> Team | None:
+        return self.team if self.context_parallel else None
 
     def decode_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
         """One new token of each sequence at positions[B] int64, -1: padding. pages: [B, max_pages] int32.
@@ -211,14 +228,16 @@ class Decoder(nn.Module):
         Made on the device from values there, so it may be captured in a CUDA graph.
         """
         kv_heads = self.layers[0].self_attn.num_kv_heads
-        return Step.decode(positions, pages, page_size, self.angles, self.plan(len(positions)), kv_heads)
+        plan = self.plan(len(positions))
+        return Step.decode(positions, pages, page_size, self.angles, plan, kv_heads, self._spread_over)
 
     def prefill_step(
         self, spans: Sequence[tuple[int, int]], pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE
     ) -> Step:
         """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
         tokens = sum(length for _, length in spans)
-        return Step.prefill(spans, pages, page_size, self.angles, self.plan(tokens), self.group, self.dtype)
+        plan = self.plan(tokens)
+        return Step.prefill(spans, pages, page_size, self.angles, plan, self.group, self.dtype, self._spread_over)
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None

@@ -30,9 +30,11 @@ def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype) -> None:
         raise ModelTooLarge(team.rank, share, memory, where, team.size, str(dtype).removeprefix("torch."), virtual)
 
 
-def check_cache(config: DecoderConfig, team: Team, dtype: torch.dtype, pages: int, page_size: int) -> None:
+def check_cache(
+    config: DecoderConfig, team: Team, dtype: torch.dtype, pages: int, page_size: int, *, context_parallel: bool = False
+) -> None:
     """ValueError if a KV cache of `pages` pages alone exceeds the memory compared by `check_memory`."""
-    kv_heads = max(config.num_key_value_heads // team.size, 1)
+    kv_heads = config.num_key_value_heads if context_parallel else max(config.num_key_value_heads // team.size, 1)
     page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * dtype.itemsize
     virtual = team.device.type != "cuda"
     memory = memory_of_this_machine() if virtual else free_bytes(team.device)

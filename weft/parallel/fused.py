@@ -49,11 +49,13 @@ def attend(
 ) -> Tensor:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim].
 
-    A prefill is two launches.
+    A prefill is two launches. Where the cache is spread over the ranks, a prefill without cuDNN exchanges the pages in an
+    all_to_all between the two, and a decode step gathers the queries of all heads.
     """
+    spread = step.spread
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     head = w.q_norm, w.k_norm, w.eps, step.angles
-    if not step.is_prefill:
+    if not step.is_prefill and spread is None:
         places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window}
         attended = ops.decode_attention(projected, *head, *places, tickets=step.tickets, **options)
     elif step.by_cudnn(w):
@@ -61,9 +63,16 @@ def attend(
         q, keys, values = heads.tensor_split((w.heads, w.heads + w.kv_heads), dim=1)
         if w.bias is None:
             values = projected[:, -w.kv_heads * w.head_dim :]
+        if spread is not None:
+            keys, values = keys[:, spread.heads(w)], values.unflatten(1, keys.shape[1:])[:, spread.heads(w)].flatten(1)
         attended = attend_to_prompts(q, keys, values, step, cache)
     else:
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias)
+        if spread is not None and not step.is_prefill:
+            places = *cache, step.pages, step.lengths, spread.team
+            return ops.sharded_decode_attention(spread.all_queries(q), *places).flatten(1)
+        if spread is not None:
+            cache, step = spread.exchange(w, step, cache)
         attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 

@@ -42,19 +42,23 @@ def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
 def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
     """Bias, norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim]."""
     keys, values = cache
+    spread = step.spread
     qkv = qkv if w.bias is None else qkv + w.bias
     heads = qkv.view(step.tokens, -1, w.head_dim)
     q, k, v = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
     angles = step.angles[step.positions]
     page, offset = step.cells
-    keys[page, :, offset] = apply_rotary(norm_of_heads(k, w.k_norm, w.eps), angles)
+    k = apply_rotary(norm_of_heads(k, w.k_norm, w.eps), angles)
+    keys[page, :, offset] = k
     values[page, :, offset] = v
     q = apply_rotary(norm_of_heads(q, w.q_norm, w.eps), angles)
+    if spread is not None:
+        cache, step = spread.exchange(w, step, cache)
+        k, v = (x[:, spread.heads(w)] for x in (k, v))
     if step.is_prefill:
-        new = keys[page, :, offset], qkv[:, -w.kv_heads * w.head_dim :]
-        attended = attend_to_prompts(q, *new, step, cache, w.window)
+        attended = attend_to_prompts(q, k, v.flatten(1), step, cache, w.window)
     else:
-        attended = attend_to_pages(q, keys, values, step.pages, step.lengths, w.window)
+        attended = attend_to_pages(q, *cache, step.pages, step.lengths, w.window)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 

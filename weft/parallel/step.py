@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 
 from weft import ops
+from weft.parallel.context import SpreadPages
 from weft.parallel.recipe import StepPlan
 from weft.parallel.tensors import AttentionWeights
 from weft.parallel.thresholds import cudnn_attends
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -69,6 +74,7 @@ class Step:
     tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of ops.decode_attention, shared by all layers
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
+    spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
     plan       the recipe, and why
     """
 
@@ -82,6 +88,7 @@ class Step:
     tickets: torch.Tensor | None = None
     chunks: tuple[Chunk, ...] = ()
     spans: ops.PrefillSpans | None = None
+    spread: SpreadPages | None = None
 
     @property
     def tokens(self) -> int:
@@ -105,12 +112,22 @@ class Step:
         angles: torch.Tensor,
         plan: StepPlan,
         kv_heads: int,
+        team: Team | None = None,
     ) -> Step:
         """One new token of each of B sequences at positions[B] int64; -1: padding. `kv_heads`: of this rank.
 
+        team  the one over whose ranks the cache is spread, or None
+
         The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
-        if plan.fused:
+        spread = None if team is None else SpreadPages(team=team, table=pages)
+        if spread is not None:
+            at = positions.clamp(min=0)
+            entries = pages.gather(1, (at // (page_size * team.size))[:, None])[:, 0]
+            slots = torch.where(positions >= 0, spread.slots(team, entries, at, page_size), -1)
+            lengths, tickets = (positions + 1).to(torch.int32), None
+            cells = None if plan.fused else cells_of(slots, page_size)
+        elif plan.fused:
             at, slots, lengths, tickets = ops.decode_metadata(positions, pages, page_size, len(positions) * kv_heads)
             cells = None
         else:
@@ -127,6 +144,7 @@ class Step:
             angles=angles,
             lengths=lengths,
             tickets=tickets,
+            spread=spread,
             plan=plan,
         )
 
@@ -140,12 +158,14 @@ class Step:
         plan: StepPlan,
         group: int,
         dtype: torch.dtype,
+        team: Team | None = None,
     ) -> Step:
         """`length` new tokens of sequence b after `before` cached ones, (before, length) = spans[b].
 
         pages  [B, max_pages]
         group  query heads of a KV head
         dtype  the model's
+        team   the one over whose ranks the cache is spread, or None
 
         The number of copies to the device does not depend on the number of sequences.
         """
@@ -156,7 +176,13 @@ class Step:
         on_host = numpy.arange(len(spans)).repeat(lengths)
         at = numpy.arange(len(on_host)) - starts[on_host] + befores[on_host]
         sequence, positions = (upload(torch.from_numpy(x), device) for x in (on_host, at))
-        slots = pages[sequence, positions // page_size].long() * page_size + positions % page_size
+        spread = None
+        if team is None:
+            slots = pages[sequence, positions // page_size].long() * page_size + positions % page_size
+        else:
+            entry = page_size * team.size  # tokens
+            spread = SpreadPages(team=team, table=pages[:, : cdiv(int((befores + lengths).max()), entry)])
+            slots = spread.slots(team, pages[sequence, positions // entry], positions, page_size)
         return cls(
             positions=positions,
             slots=slots,
@@ -165,6 +191,7 @@ class Step:
             angles=angles,
             plan=plan,
             chunks=runs(spans),
+            spread=spread,
             spans=ops.PrefillSpans.make(spans, group, dtype).to(device) if plan.fused else None,
         )
 

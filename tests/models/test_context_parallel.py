@@ -1,0 +1,92 @@
+"""Models whose KV cache is spread over the ranks compute what transformers computes, and their engine answers as one rank's."""
+
+import pytest
+
+import weft
+from tests.against_transformers import TOLERANCE, prompt, reference_logits, relative_rms
+from tests.teacher_forced import in_three_ways
+from weft.engine import Engine
+from weft.models import Decoder
+
+# 16 tokens a page: rank 0 holds all of the first 16, and chunks begin and end within pages of several ranks.
+LENGTH, CUTS = 53, (15, 34)
+
+
+def logits(team, directory, mode, tokens, fused):
+    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, context_parallel=True)
+    assert model.new_cache(4, 16).data.shape[3] == model.config.num_key_value_heads
+    return in_three_ways(model, tokens, CUTS)
+
+
+def check(made, mode, world_size, fused=False, length=LENGTH):
+    directory, reference = made
+    tokens = prompt(2, length)
+    expected = reference_logits(reference, tokens)
+    for found in weft.simulate(logits, world_size, args=(directory, mode, tokens, fused)):
+        for way, one in zip(("at once", "in chunks", "by decoding"), found, strict=True):
+            assert relative_rms(one, expected) <= TOLERANCE, way
+
+
+CASES = [
+    (world_size, kv_heads, mode)
+    for world_size in (2, 3, 4, 8)
+    for kv_heads in ((1, 3, 6) if world_size == 3 else (1, 2, 8))
+    for mode in ("replicated", "sequence_parallel")
+]
+SAMPLE = [(2, 8, "replicated"), (3, 3, "sequence_parallel"), (4, 2, "sequence_parallel"), (8, 1, "replicated")]
+
+
+def made_for(make_checkpoint, world_size, kv_heads):
+    if world_size == 3:
+        return make_checkpoint(num_attention_heads=6, kv_heads=kv_heads)
+    return make_checkpoint(kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize(("world_size", "kv_heads", "mode"), SAMPLE)
+def test_logits_are_those_of_transformers(make_checkpoint, plain_ops, world_size, kv_heads, mode):
+    check(made_for(make_checkpoint, world_size, kv_heads), mode, world_size)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("world_size", "kv_heads", "mode"), CASES)
+def test_all_logits_are_those_of_transformers(make_checkpoint, plain_ops, world_size, kv_heads, mode):
+    check(made_for(make_checkpoint, world_size, kv_heads), mode, world_size)
+
+
+PAGES = 5  # of 16 tokens, one of them for padding
+
+
+def answers(team, directory, prompts, options):
+    engine = Engine(directory, team, **{"page_size": 16, "context_parallel": True} | options)
+    found = [completion.token_ids for completion in engine.generate(prompts, max_tokens=12, ignore_eos=True)]
+    pool = engine.batch.scheduler.pool
+    assert pool.free == pool.capacity
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "mode"), [(2, "auto"), (4, "sequence_parallel")])
+def test_an_engine_answers_as_one_rank_does(make_checkpoint, plain_ops, world_size, mode):
+    """Prompts that need more pages than there are, and so wait for each other; one needs more than a rank has."""
+    directory, _ = make_checkpoint(kv_heads=2)
+    prompts = [prompt(1, length, seed=length)[0].tolist() for length in (3, 32 * world_size + 5, 40, 17 * world_size)]
+    options = {"mode": "replicated", "context_parallel": False}
+    [alone] = weft.simulate(answers, 1, args=(directory, prompts, options))
+    few = {"pages": PAGES, "chunk_tokens": 24}
+    for found in weft.simulate(answers, world_size, args=(directory, prompts, {"mode": mode, **few})):
+        assert found == alone
+    with pytest.raises(ValueError, match="KV pages"):
+        weft.simulate(answers, 1, args=(directory, prompts, options | few))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {"mode": "torch"}, "context_parallel=True: mode='torch' keeps the cache split by heads"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, {}, "a window of 8 tokens"),
+        ({}, {"context_parallel": 1}, "context_parallel=1"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(make_checkpoint, changes, options, message):
+    directory, _ = make_checkpoint(**changes)
+    with pytest.raises(ValueError, match=message):
+        weft.simulate(answers, 2, args=(directory, [[1, 2]], options))

@@ -77,6 +77,9 @@ class GenerateFlags:
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = DEFAULTS[
         "page_size"
     ]
+    context_parallel: Annotated[
+        bool, typer.Option("--context-parallel", help="Spread the KV cache over the ranks by pages, not by heads")
+    ] = DEFAULTS["context_parallel"]
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
     ] = None
@@ -121,7 +124,7 @@ class GenerateOptions:
             dtype=None if flags.dtype == "auto" else getattr(torch, DTYPES[flags.dtype]),
             **{
                 name: getattr(flags, name)
-                for name in ("mode", "max_batch", "max_seq_len", "page_size", "algorithm_cache")
+                for name in ("mode", "max_batch", "max_seq_len", "page_size", "context_parallel", "algorithm_cache")
             },
         )
         names = ("max_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")

@@ -70,7 +70,7 @@ def attend(
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias)
         if spread is not None and not step.is_prefill:
             places = *cache, step.pages, step.lengths, spread.team
-            return ops.sharded_decode_attention(spread.all_queries(q), *places).flatten(1)
+            return ops.sharded_decode_attention(spread.all_queries(q), *places, tickets=step.tickets).flatten(1)
         if spread is not None:
             cache, step = spread.exchange(w, step, cache)
         attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window)

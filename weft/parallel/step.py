@@ -71,7 +71,7 @@ class Step:
     pages      [B, max_pages] int32: the page table; any existing page may stand for one not in use yet
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
-    tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of ops.decode_attention, shared by all layers
+    tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of attention, shared by all layers
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
@@ -125,8 +125,10 @@ class Step:
             at = positions.clamp(min=0)
             entries = pages.gather(1, (at // (page_size * team.size))[:, None])[:, 0]
             slots = torch.where(positions >= 0, spread.slots(team, entries, at, page_size), -1)
-            lengths, tickets = (positions + 1).to(torch.int32), None
-            cells = None if plan.fused else cells_of(slots, page_size)
+            lengths = (positions + 1).to(torch.int32)
+            cells, tickets = cells_of(slots, page_size), None
+            if plan.fused:
+                cells, tickets = None, lengths.new_zeros(len(positions) * kv_heads)
         elif plan.fused:
             at, slots, lengths, tickets = ops.decode_metadata(positions, pages, page_size, len(positions) * kv_heads)
             cells = None

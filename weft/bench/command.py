@@ -161,6 +161,10 @@ def bench(
         bool, typer.Option("--check", help="First compare logits over given tokens, or all layers [generate: always]")
     ] = False,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Break down the time of a step")] = False,
+    random_cache: Annotated[
+        bool,
+        typer.Option("--random-cache", help="Decode after a random cache, of any length; answers are not compared"),
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
     """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
@@ -192,6 +196,7 @@ def bench(
                 modes=words("mode", mode),
                 check=check,
                 breakdown=breakdown,
+                random_cache=random_cache,
             ),
         )
         # Everything that can be refused is refused here, before the first rank starts.

@@ -24,7 +24,7 @@ from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem, cold_layers
 from weft.bench.models.providers import COMPILED
 from weft.bench.models.roofline import roofline, weights
-from weft.bench.models.sessions import TorchSession, build, in_mode, shard_of
+from weft.bench.models.sessions import TorchSession, WeftSession, build, in_mode, of_all_ranks, shard_of
 from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
 from weft.bench.models.workload import ModelWorkload
 from weft.bench.render.sheets import sheets
@@ -482,6 +482,30 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
     assert sheets(found)[0].rows[0][1] == "WRONG"
 
 
+CONTEXT = ("weft.context_parallel",)
+
+
+@pytest.mark.parametrize(
+    ("level", "step"), [("model", "decode:2x70"), ("model", "prefill:1x5"), ("attn", "decode:1x66")]
+)
+def test_a_cache_over_the_ranks_is_checked_against_the_baseline(level, step, monkeypatch):
+    """70 tokens: a page of 64 at rank 0, 6 tokens at rank 1."""
+    made = workload(level, step, providers=CONTEXT, dtype="fp32")
+    [row] = run(made, check_only=True).rows
+    assert (row.provider, row.reason) == ("weft.context_parallel", None)
+    monkeypatch.setattr("weft.bench.models.sessions.of_all_ranks", lambda *given: of_all_ranks(*given).roll(1, 0))
+    [row] = run(made, check_only=True).rows
+    assert "relative RMS" in row.reason
+
+
+def test_a_random_cache_may_be_longer_than_the_model_s_positions(monkeypatch):
+    shapes = parse_steps("model", ["decode:1x300"], TINY_CONFIG, random_cache=True)
+    made = ModelWorkload(name="model", model="tiny", shapes=shapes, words=("weft.auto", *CONTEXT), random_cache=True)
+    assert [row.reason for row in run(made, check_only=True).rows] == [None, None]
+    monkeypatch.setattr(WeftSession, "fill_at_random", lambda session: session.cache.data.fill_(torch.nan))
+    assert all("NaN or infinite numbers" in row.reason for row in run(made, check_only=True).rows)
+
+
 def test_a_check_that_fails_on_one_rank_is_a_row_with_its_reason(monkeypatch):
     judge = StepProblem.judge
 
@@ -687,6 +711,9 @@ def test_generate_checks_every_token_with_check_or_without():
         (["gemm", "--check"], "--check belongs to mlp, attn, model, generate"),
         (["gemm", "--breakdown"], "--breakdown belongs to mlp, attn, model; gemm takes --shapes"),
         (["gemm", "--layers", "0"], "--layers belongs to mlp"),
+        (["model", "--random-cache", "--check"], "--check compares answers, which --random-cache makes meaningless"),
+        (["model", "--random-cache"], "--shapes prefill:2x5: a prompt has nothing cached before it"),
+        (["generate", "--random-cache"], "--random-cache belongs to single steps"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, message):

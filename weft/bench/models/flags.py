@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weft.bench.models.workload import ModelWorkload
 
 # Flags without effect on generate, which times complete generations and always checks every token.
-OF_STEPS = ("--run-type", "--breakdown", "--eager")
+OF_STEPS = ("--run-type", "--breakdown", "--eager", "--random-cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,14 @@ class ModelFlags:
     modes: tuple[str, ...] = ()
     check: bool = False
     breakdown: bool = False
+    random_cache: bool = False
 
     def given(self) -> list[str]:
         """Command-line names of the given flags."""
         names = {
             "--model": self.model, "--layers": self.layers, "--run-type": self.run_type, "--bsz": self.batches,
             "--ctx": self.contexts, "--mode": self.modes, "--check": self.check, "--breakdown": self.breakdown,
+            "--random-cache": self.random_cache,
         }  # fmt: skip
         return [name for name, value in names.items() if value not in (None, ()) and value is not False]
 
@@ -57,6 +59,8 @@ class ModelFlags:
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
         if self.run_type is not None and self.run_type not in RUN_TYPES:
             raise ValueError(f"--run-type {self.run_type} is unknown; choose one of {', '.join(RUN_TYPES)}")
+        if self.random_cache and self.check:
+            raise ValueError("--check compares answers, which --random-cache makes meaningless; leave one of them out")
         for mode in self.modes:
             if OLD_NAMES.get(mode, mode) not in WEFT_MODES:
                 raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}")
@@ -86,12 +90,13 @@ class ModelFlags:
             name=level,
             model=model,
             layers=self.layers,
-            shapes=parse_steps(level, shapes, config, tiny=simulated),
+            shapes=parse_steps(level, shapes, config, tiny=simulated, random_cache=self.random_cache),
             dtype=dtype,
             words=words,
             modes=self.modes,
             teacher_forced=self.check and level != "generate",
             breakdown=self.breakdown,
+            random_cache=self.random_cache,
         )
 
 

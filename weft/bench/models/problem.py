@@ -45,12 +45,21 @@ class StepProblem(Problem):
     """Problem of one step of ``level``: weft's models and the baseline share their weights.
 
     teacher_forced  compare answers before timing: logits over given tokens; of layers, all that are timed
+    random_cache    what comes before a decoding step is random, for each provider anew; answers need only be finite
     """
 
     def __init__(
-        self, level: str, shape: Shape, config: DecoderConfig, dtype: str, team: Team, *, teacher_forced: bool = False
+        self,
+        level: str,
+        shape: Shape,
+        config: DecoderConfig,
+        dtype: str,
+        team: Team,
+        *,
+        teacher_forced: bool = False,
+        random_cache: bool = False,
     ) -> None:
-        self.shape, self.team, self.teacher_forced = shape, team, teacher_forced
+        self.shape, self.team, self.teacher_forced, self.random_cache = shape, team, teacher_forced, random_cache
         self.dtype, self.dtype_name = DTYPES[dtype], dtype
         if level != "model":
             on_gpus = team.device.type == "cuda"
@@ -74,7 +83,7 @@ class StepProblem(Problem):
         return TorchSession(model or self.baseline, batch or self.step.batch, self.step.length)
 
     def prepared(self, session: Session) -> Prepared:
-        return self.step.prepared(session, self.history)
+        return self.step.prepared(session, None if self.random_cache else self.history)
 
     def history(self) -> Cache:
         """Keys and values before a decoding step, by eager torch; all providers start from them."""
@@ -106,6 +115,9 @@ class StepProblem(Problem):
     # --- the baseline's answer --------------------------------------------------------------------------------------
 
     def expect(self) -> None:
+        if self.random_cache:
+            return
+
         def found() -> float:
             self.answer()
             return self.distance_to_fp32()
@@ -143,6 +155,8 @@ class StepProblem(Problem):
         return self._answers[local]
 
     def poison(self, prepared: Prepared) -> None:
+        if self.random_cache:
+            return
         expected = self.answer(prepared.local)
         torch.empty(expected.shape, dtype=self.dtype, device=expected.device).fill_(math.nan)
 
@@ -198,6 +212,9 @@ class StepProblem(Problem):
         return self.judge(out, prepared.local)
 
     def judge(self, actual: torch.Tensor, local: bool = False) -> Verdict:
+        if self.random_cache:
+            real = actual[:, : self.baseline.real] if self.step.is_model else actual
+            return Verdict(wrong="" if bool(real.isfinite().all()) else "NaN or infinite numbers")
         expected = self.answer(local)
         if tuple(actual.shape) != tuple(expected.shape):
             wrong = f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"

@@ -11,16 +11,18 @@ from weft.bench.models.baseline import Functions
 from weft.bench.models.compiled import compiled, pipelined, symmetric
 from weft.bench.models.names import LEVELS
 from weft.bench.models.problem import StepProblem
-from weft.bench.models.sessions import TorchSession, WeftSession
+from weft.bench.models.sessions import TorchSession, WeftSession, over_context
 from weft.parallel.step_plan import OLD_MODES
 
 # Providers have the old names of modes, as in the results that are committed.
 WEFT_MODES = ("auto", "ag_rs", "gemm_ar")
+# In mode "auto", with a KV cache spread over the ranks by pages. Only where it is named.
+CONTEXT = "context_parallel"
 OLD_NAMES = {new: old for old, new in OLD_MODES.items()}
 
 
 def weft(problem: StepProblem, mode: str) -> Prepared:
-    model = problem.model(mode)
+    model = over_context(problem.model("auto")) if mode == CONTEXT else problem.model(mode)
     prepared = problem.prepared(WeftSession(model, problem.step.batch, problem.step.length))
     if problem.teacher_forced:
         prepared.first = partial(problem.compare_first, partial(WeftSession, model))
@@ -70,6 +72,8 @@ def choose(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Prov
     if level == "generate":
         ours, others = generate.weft, {"torch.eager": generate.eager, "torch.compile": generate.compile_decoding}
     made = {f"weft.{mode}": partial(ours, mode=mode) for mode in WEFT_MODES if mode in named} | others
+    if level in ("attn", "model") and f"weft.{CONTEXT}" in words:
+        made |= {f"weft.{CONTEXT}": partial(weft, mode=CONTEXT)}
     for word in words:
         if not any(named_by(word, name) for name in made):
             raise ValueError(f"provider {word!r} is unknown here; {level} has {', '.join(made)}")

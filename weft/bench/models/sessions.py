@@ -46,6 +46,9 @@ class Session(Protocol):
     def recall(self, history: Cache, length: int) -> None:
         """Fill the caches with the first `length` tokens of the baseline's `history`."""
 
+    def fill_at_random(self) -> None:
+        """Fill the caches with random numbers."""
+
     def is_sharded(self, tokens: int) -> bool:
         """True if a layer's x and y are sharded in a step of this many tokens."""
 
@@ -81,6 +84,10 @@ class TorchSession:
     def recall(self, history: Cache, length: int) -> None:
         self.cache = history
 
+    def fill_at_random(self) -> None:
+        for part in self.cache:
+            part.normal_()
+
     def is_sharded(self, tokens: int) -> bool:
         return self.run.gather is not None
 
@@ -97,7 +104,7 @@ class WeftSession:
 
     def __init__(self, model: Decoder, batch: int, max_len: int) -> None:
         self.model, self.batch = model, batch
-        each = -(-max_len // DEFAULT_PAGE_SIZE)
+        each = -(-max_len // (DEFAULT_PAGE_SIZE * (model.team.size if model.context_parallel else 1)))
         self.cache = model.new_cache(1 + batch * each)
         shuffled = torch.randperm(batch * each, generator=torch.Generator().manual_seed(5))
         self.pages = (1 + shuffled).view(batch, each).to(model.team.device, torch.int32)
@@ -119,12 +126,22 @@ class WeftSession:
         return self.model.decode_step(positions, self.pages)
 
     def recall(self, history: Cache, length: int) -> None:
-        at = torch.arange(length, device=self.pages.device)
-        page, offset = self.pages[:, at // DEFAULT_PAGE_SIZE].long(), at % DEFAULT_PAGE_SIZE
+        at, team = torch.arange(length, device=self.pages.device), self.model.team
+        if self.model.context_parallel:  # this rank's tokens, of all heads
+            entry = DEFAULT_PAGE_SIZE * team.size
+            at = at[at // DEFAULT_PAGE_SIZE % team.size == team.rank]
+            page = self.pages[:, at // entry].long()
+        else:
+            page = self.pages[:, at // DEFAULT_PAGE_SIZE].long()
         for index, layer in enumerate(zip(*history, strict=True)):
             for paged, part in zip(self.cache.layer(index), layer, strict=True):
-                # [batch, length, Hkv, D] on both sides.
-                paged[page, :, offset] = part[:, :, :length].transpose(1, 2)
+                if self.model.context_parallel:
+                    part = of_all_ranks(part.transpose(0, 1), paged.shape[1], team).transpose(0, 1)
+                # [batch, tokens, Hkv, D] on both sides.
+                paged[page, :, at % DEFAULT_PAGE_SIZE] = part[:, :, at].transpose(1, 2)
+
+    def fill_at_random(self) -> None:
+        self.cache.data.normal_()
 
     def is_sharded(self, tokens: int) -> bool:
         return self.model.plan(tokens).mode == "sequence_parallel"
@@ -151,6 +168,28 @@ def in_mode(model: Decoder, mode: str) -> Decoder:
         if hasattr(module, "mode"):
             module.mode = mode_named(mode)
     return made
+
+
+def over_context(model: Decoder) -> Decoder:
+    """The model with a KV cache spread over the ranks, its other weights by reference. Collective."""
+    made = in_mode(model, model.mode)
+    made.context_parallel = model.team.size > 1
+    for layer in made.layers if made.context_parallel else ():
+        attention, kv_heads = layer.self_attn, model.config.num_key_value_heads
+        sizes = [n * attention.head_dim for n in (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)]
+        for name, parameter in list(attention.qkv_proj.named_parameters()):
+            queries, *rest = parameter.data.split(sizes)
+            rest = [of_all_ranks(x.unflatten(0, (-1, attention.head_dim)), kv_heads, model.team) for x in rest]
+            whole = torch.cat([queries, *(x.flatten(0, 1) for x in rest)])
+            setattr(attention.qkv_proj, name, nn.Parameter(whole, requires_grad=False))
+        attention.num_kv_heads = kv_heads
+    return made
+
+
+def of_all_ranks(x: torch.Tensor, heads: int, team: Team) -> torch.Tensor:
+    """KV heads of all ranks [heads, ...] of this rank's; neighbours that share one hold the same."""
+    found = team.library.all_gather(x.contiguous())
+    return found[:: len(found) // heads]
 
 
 def shard_of(x: torch.Tensor, team: Team) -> torch.Tensor:

@@ -47,21 +47,25 @@ class Step:
                 for n in (self.new, self.length - self.new)
             )
 
-    def prepared(self, session: Session, history: Callable[[], Cache]) -> Prepared:
-        """The session's timed step. Its caches get ``history``, the tokens before a decoding step."""
+    def prepared(self, session: Session, history: Callable[[], Cache] | None) -> Prepared:
+        """The session's timed step. Its caches get ``history``, the tokens before a decoding step; None: random numbers."""
         if self.is_model:
-            if self.decodes:
-                session.recall(history(), self.length - 1)
+            self._remind(session, history)
             return self._of_model(session)
         tokens = self.batch * self.new
         sharded = session.is_sharded(tokens)
         x = shard_of(self.x, self.team) if sharded else self.x
         if self.level == "mlp":
             return Prepared(run=lambda number: session.mlp(number, x, tokens), local=sharded)
-        if self.decodes:
-            session.recall(history(), self.length - 1)
+        self._remind(session, history)
         at = session.one_each(self.positions) if self.decodes else session.prompts(self.length)
         return Prepared(run=lambda number: session.attend(number, x, at), local=sharded)
+
+    def _remind(self, session: Session, history: Callable[[], Cache] | None) -> None:
+        if self.decodes and history is None:
+            session.fill_at_random()
+        elif self.decodes:
+            session.recall(history(), self.length - 1)
 
     def _of_model(self, session: Session) -> Prepared:
         """Step of a model after the history in the session's caches, which may be of the first sequences only."""

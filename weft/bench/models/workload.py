@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.harness.limits import Limits
@@ -45,6 +45,7 @@ class ModelWorkload(Workload):
     teacher_forced  before timing, compare logits over several given tokens, besides those of the step itself; for layers, the
                     outputs of all timed ones
     breakdown       break down the time of a step
+    random_cache    what comes before a decoding step is random
     """
 
     model: str
@@ -52,10 +53,15 @@ class ModelWorkload(Workload):
     modes: tuple[str, ...] = ()
     teacher_forced: bool = False
     breakdown: bool = False
+    random_cache: bool = False
 
     @property
     def config(self) -> DecoderConfig:
-        return config_of(self.model, self.layers)
+        config = config_of(self.model, self.layers)
+        if self.random_cache:  # as many positions as the longest step has
+            longest = max((shape.size[1] for shape in self.shapes), default=1)
+            config = replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
+        return config
 
     @property
     def subject(self) -> str:
@@ -71,7 +77,8 @@ class ModelWorkload(Workload):
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:
             return generate.AnswersProblem(shape, self.config, self.dtype, team)
-        return StepProblem(self.name, shape, self.config, self.dtype, team, teacher_forced=self.teacher_forced)
+        how = {"teacher_forced": self.teacher_forced, "random_cache": self.random_cache}
+        return StepProblem(self.name, shape, self.config, self.dtype, team, **how)
 
     def parts(self, team: Team, meter: Meter) -> dict[str, float] | None:
         return profile(team, meter) if self.breakdown else None
@@ -85,6 +92,8 @@ class ModelWorkload(Workload):
     def check_rule(self) -> str:
         if self.generates:
             return generate.CHECK
+        if self.random_cache:
+            return "finite logits, and that the chosen tokens are the likeliest"
         if not self.teacher_forced:
             return CHECK
         before = f"logits after a prompt and {FORCED_STEPS} given tokens" if self.name == "model" else EVERY_LAYER
@@ -93,7 +102,8 @@ class ModelWorkload(Workload):
     def protocol(self, common: dict[str, Any], quick: bool) -> dict[str, Any]:
         if self.generates:
             return generate.protocol(quick)
-        return common | {"data": DATA if self.name == "model" else LAYERS_DATA}
+        data = DATA if self.name == "model" else LAYERS_DATA
+        return common | {"data": f"{data}; caches random, for each provider its own" if self.random_cache else data}
 
     def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
         """The roofline of a step; of a generation, of the step of a token in the middle of the answers."""

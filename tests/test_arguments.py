@@ -153,7 +153,8 @@ def test_engines_and_runners():
         engine = weft.Engine(None, team)
         sampling = {
             "max_tokens": OPTIONAL_COUNT, "temperature": (*OPTIONAL_NUMBER, -1.0), "top_p": (*OPTIONAL_NUMBER, 0.0, 2.0),
-            "seed": ("1", 1.5, None, True, -1, 2**70), "stop": (5, [""], [5]), "ignore_eos": FLAG,
+            "top_k": ("1", 1.5, True, -2, 2**70), "min_p": (*OPTIONAL_NUMBER, -0.1, 2.0),
+            "seed": ("1", 1.5, True, -1, 2**70), "stop": (5, [""], [5]), "ignore_eos": FLAG,
             "prompts": (5, None, 2.5, [], [None], [2.5], [[True]], [["x"]], b"x", [NESTED], {"a": 1}),
         }  # fmt: skip
         check_table(engine.generate, {"prompts": "1+1="}, sampling)
@@ -183,8 +184,10 @@ def test_an_llm():
 
 def test_sampling_parameters():
     table = {
-        "temperature": (*NUMBER, -1.0, float("inf")), "top_p": (*NUMBER, 0.0, 1.5), "max_tokens": COUNT,
-        "seed": ("1", 1.5, None, True, -1, 2**70), "stop": (5, [""], [5], NESTED), "ignore_eos": FLAG,
+        "temperature": (*NUMBER, -1.0, float("inf")), "top_p": (*NUMBER, 0.0, 1.5), "max_tokens": OPTIONAL_COUNT,
+        "top_k": ("1", 1.5, None, True, -2, 2**70), "min_p": (*NUMBER, -0.1, 1.5),
+        "seed": ("1", 1.5, True, -1, 2**70), "stop": (5, [""], [5], NESTED), "ignore_eos": FLAG,
+        "include_stop_str_in_output": FLAG, "skip_special_tokens": FLAG,
         "stop_token_ids": (5, "x", ["1"], [True], [-1], NESTED),
     }  # fmt: skip
     check_table(SamplingParams, {}, table)

@@ -413,6 +413,30 @@ def test_the_seed_decides_what_is_drawn(byte_model):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_without_a_seed_every_answer_is_another_one_and_the_same_on_all_ranks(byte_model):
+    drawn = {"temperature": 2.0, "seed": None, "max_tokens": 12}
+    first, second = generate(byte_model, ["a", "a"], 2, **drawn)
+    assert first == second
+    [again] = generate(byte_model, ["a", "a"], **drawn)
+    assert len({tuple(found.token_ids) for found in first + again}) == 4
+
+
+def test_without_max_tokens_an_answer_goes_on_to_the_model_s_limit(byte_model):
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", max_seq_len=40)
+        return engine.answer(["abc"], [SamplingParams(max_tokens=None, ignore_eos=True)])
+
+    [[answer]] = weft.simulate(lambda team: join_pieces(main(team), 1), 1)
+    assert (len(answer.token_ids), answer.finish_reason) == (37, "length")
+
+
+def test_truncation_holds_for_a_prompt_s_first_token_too(byte_model):
+    """One likely token is left: the greedy one."""
+    [greedy] = generate(byte_model, PROMPTS, max_tokens=8)
+    for truncated in ({"top_k": 1}, {"min_p": 1.0}):
+        assert generate(byte_model, PROMPTS, 2, max_tokens=8, temperature=3.0, **truncated)[1] == greedy
+
+
 def test_the_end_of_sequence_token_ends_one_answer_and_not_the_others(byte_model):
     [[free, other]] = generate(byte_model, PROMPTS[:2], max_tokens=20)
     eos = next(token for token in free.token_ids[3:] if token not in other.token_ids)

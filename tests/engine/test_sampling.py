@@ -12,7 +12,9 @@ from weft.parallel.vocabulary import VocabParallelHead
 DRAWS = 100_000
 
 
-def choose(logits, temperature, top_p=1.0, seed=0, position=0, kind=None, world_size=1, fused=False):
+def choose(
+    logits, temperature, top_p=1.0, seed=0, position=0, kind=None, world_size=1, fused=False, top_k=0, min_p=0.0
+):
     """The tokens of logits[B, V], split over the ranks; all ranks must choose alike."""
     batch, vocab_size = logits.shape
 
@@ -22,11 +24,15 @@ def choose(logits, temperature, top_p=1.0, seed=0, position=0, kind=None, world_
     choice = Choice(
         temperature=column(temperature, torch.float32),
         top_p=column(top_p, torch.float32),
+        top_k=column(top_k, torch.int64),
+        min_p=column(min_p, torch.float32),
         seed=column(seed, torch.int64),
         position=column(position, torch.int64),
     )
     if kind is None:
         kind = Kind.NUCLEUS if (choice.top_p < 1).any() else Kind.SAMPLED
+        if (choice.top_k > 0).any() or (choice.min_p > 0).any():
+            kind = Kind.TRUNCATED
 
     def main(team):
         head = VocabParallelHead(vocab_size, 8, team=team, mode="torch", dtype=torch.float32)
@@ -39,8 +45,8 @@ def choose(logits, temperature, top_p=1.0, seed=0, position=0, kind=None, world_
     return results[0]
 
 
-def frequencies(logits, temperature=1.0, top_p=1.0):
-    tokens = choose(logits.expand(DRAWS, -1), temperature, top_p, seed=torch.arange(DRAWS))
+def frequencies(logits, temperature=1.0, top_p=1.0, **options):
+    tokens = choose(logits.expand(DRAWS, -1), temperature, top_p, seed=torch.arange(DRAWS), **options)
     return torch.bincount(tokens, minlength=len(logits)) / DRAWS
 
 
@@ -98,6 +104,61 @@ def test_the_kept_tokens_are_those_of_sorting(temperature, top_p, world_size):
     # What is likelier than one in 1,000 is drawn once in 20,000 draws, or should be.
     probabilities = torch.softmax(logits / temperature, -1)
     assert {word for word in kept if probabilities[word] > 1e-3} <= found <= kept
+
+
+TRUNCATED = [
+    {"top_k": 3},
+    {"top_k": 20},
+    {"min_p": 0.2},
+    {"top_k": 6, "min_p": 0.1, "top_p": 0.8},
+    {"top_k": 99, "top_p": 0.6},
+]
+
+
+@pytest.mark.parametrize("options", TRUNCATED)
+@pytest.mark.parametrize("temperature", [1.5])
+def test_truncated_draws_are_as_frequent_as_after_transformers_processors(options, temperature):
+    """In vLLM's order: temperature, min_p, top_k, top_p. Pearson's chi-squared, five standard deviations allowed."""
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
+    kept = logits[None] / temperature
+    if "min_p" in options:
+        kept = transformers.MinPLogitsWarper(options["min_p"])(None, kept)
+    if "top_k" in options:
+        kept = transformers.TopKLogitsWarper(min(options["top_k"], 40))(None, kept)
+    kept = transformers.TopPLogitsWarper(options.get("top_p", 1.0))(None, kept)
+    expected = DRAWS * kept[0].double().softmax(-1)
+    found = DRAWS * frequencies(logits, temperature, **options)
+    assert (found[expected == 0] == 0).all()
+    often = expected > 5
+    statistic, freedom = ((found - expected)[often].square() / expected[often]).sum(), int(often.sum()) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5 + 1
+
+
+def test_equally_likely_tokens_at_the_end_of_top_k_are_all_kept():
+    found = frequencies(torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0]), top_k=2)
+    shares = torch.tensor([1.0, 2.0, 1.0, 1.0, -torch.inf]).softmax(-1)
+    torch.testing.assert_close(found, shares, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_truncated_draws_are_alike_over_the_ranks_and_in_a_mixed_batch(world_size, fused):
+    """Rows of which some ask for nothing, one is greedy, one has -inf everywhere but at one rank."""
+    logits = torch.randn(8, 101, generator=torch.Generator().manual_seed(6)) * 3
+    logits[6, :90] = -torch.inf
+    words = {
+        "temperature": torch.tensor([0.0, 1.0, 1.0, 2.0, 0.7, 1.0, 1.0, 0.0]),
+        "top_p": torch.tensor([1.0, 1.0, 0.9, 0.5, 1.0, 1.0, 0.9, 0.5]),
+        "top_k": torch.tensor([0, 5, 0, 50, 200, 0, 3, 2]),
+        "min_p": torch.tensor([0.0, 0.0, 0.3, 0.05, 0.0, 0.0, 0.1, 0.5]),
+        "seed": torch.arange(8),
+    }
+    for position in range(5):
+        together = choose(logits, **words, position=position, world_size=world_size, fused=fused)
+        for row in range(8):
+            one = {name: value[row : row + 1] for name, value in words.items()}
+            assert together[row] == choose(logits[row : row + 1], **one, position=position)[0]
 
 
 @pytest.mark.parametrize("kind", [Kind.SAMPLED, Kind.NUCLEUS])
@@ -167,6 +228,13 @@ def test_fused_kernels_choose_what_torch_does(kind, world_size):
         ({"temperature": None}, "temperature=None is not a number"),
         ({"top_p": "0.9"}, "top_p='0.9' is not a number"),
         ({"stop": 5}, "stop=5 is not a string or a list of strings"),
+        ({"top_k": -2}, "top_k=-2 is not a number of tokens, or 0 or -1 for all"),
+        ({"top_k": 1.5}, "top_k=1.5 is not"),
+        ({"top_k": 1 << 31}, "top_k=2147483648 is not"),
+        ({"min_p": 1.5}, r"min_p=1.5 is not in \[0, 1\]"),
+        ({"min_p": "0.1"}, "min_p='0.1' is not a number"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens=1 is not True or False"),
+        ({"include_stop_str_in_output": None}, "include_stop_str_in_output=None"),
         ({"top_p": 0.0}, r"top_p=0.0 is not in \(0, 1\]"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"max_tokens": True}, "max_tokens=True is not a positive integer"),

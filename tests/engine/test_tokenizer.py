@@ -34,6 +34,24 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer):
     assert pieces(tokenizer, "aé€b") == (["a", "", "é", "", "", "€", "b"], "", False)
 
 
+def test_a_stop_string_and_special_tokens_are_kept_where_asked_for(tokenizer):
+    ids = [*tokenizer.encode("ab").ids, 256, *tokenizer.encode("cSTOPd").ids]
+
+    def text(**options):
+        stream = TextStream(tokenizer, ["STOP"], **options)
+        found = ""
+        for token in ids:
+            piece, stopped = stream.push(token)
+            found += piece
+            if stopped:
+                return found
+        raise AssertionError(found)
+
+    assert text() == "abc"
+    assert text(keep_stop=True) == "abcSTOP"
+    assert text(keep_special=True, keep_stop=True) == "ab<eos>cSTOP"
+
+
 def test_an_unfinished_character_comes_at_the_end(tokenizer):
     stream = TextStream(tokenizer)
     ids = tokenizer.encode("a€").ids

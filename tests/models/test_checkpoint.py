@@ -560,23 +560,25 @@ QWEN3 |= {"top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}
 
 
 @pytest.mark.parametrize(
-    ("content", "temperature", "top_p", "unused"),
+    ("content", "drawn", "unused"),
     [
-        ({}, 0.0, 1.0, []),
-        (QWEN3, 0.6, 0.95, ["top_k=20"]),
-        (QWEN3 | {"top_k": 0}, 0.6, 0.95, []),
-        (QWEN3 | {"do_sample": False}, 0.0, 1.0, []),
-        ({"temperature": 0.5, "top_p": 0.5, "min_p": 0.1}, 0.0, 1.0, []),  # not drawn
-        ({"do_sample": True}, 1.0, 1.0, ["top_k=50 (transformers' default)"]),
-        ({"repetition_penalty": 1.05, "max_length": 20}, 0.0, 1.0, ["repetition_penalty=1.05", "max_length=20"]),
-        ({"repetition_penalty": 1.0, "min_length": 0, "num_beams": 1, "use_cache": False}, 0.0, 1.0, []),
-        ({"num_beams": 4, "a_key_of_tomorrow": 7}, 0.0, 1.0, ["num_beams=4", "a_key_of_tomorrow=7"]),
+        ({}, (0.0, 1.0, 0, 0.0), []),
+        (QWEN3, (0.6, 0.95, 20, 0.0), []),
+        (QWEN3 | {"top_k": 0, "min_p": 0.1}, (0.6, 0.95, 0, 0.1), []),
+        (QWEN3 | {"do_sample": False}, (0.0, 1.0, 0, 0.0), []),
+        ({"temperature": 0.5, "top_p": 0.5, "min_p": 0.1}, (0.0, 1.0, 0, 0.0), []),  # not drawn
+        ({"do_sample": True}, (1.0, 1.0, 50, 0.0), []),  # transformers' default
+        ({"do_sample": True, "typical_p": 0.5}, (1.0, 1.0, 50, 0.0), ["typical_p=0.5"]),
+        ({"repetition_penalty": 1.05, "max_length": 20}, (0.0, 1.0, 0, 0.0), ["repetition_penalty=1.05", "max_length=20"]),
+        ({"repetition_penalty": 1.0, "min_length": 0, "num_beams": 1, "use_cache": False}, (0.0, 1.0, 0, 0.0), []),
+        ({"num_beams": 4, "a_key_of_tomorrow": 7}, (0.0, 1.0, 0, 0.0), ["num_beams=4", "a_key_of_tomorrow=7"]),
     ],
     ids=str,
 )  # fmt: skip
-def test_defaults_of_a_generation_config_are_read_or_named(content, temperature, top_p, unused):
+def test_defaults_of_a_generation_config_are_read_or_named(content, drawn, unused):
     found = GenerationDefaults.from_dict(content)
-    assert (found.temperature, found.top_p, list(found.unused)) == (temperature, top_p, unused)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == drawn
+    assert list(found.unused) == unused
 
 
 def test_a_config_of_old_holds_the_defaults_where_nothing_else_does(copy):

@@ -58,6 +58,8 @@ class GenerateFlags:
         float | None, typer.Option(help="0: always the likeliest token [default: the checkpoint's, else 0]")
     ] = None
     top_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None
+    top_k: Annotated[int | None, typer.Option(help="0: all tokens [default: the checkpoint's, else 0]")] = None
+    min_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 0]")] = None
     seed: Annotated[int, typer.Option()] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False
@@ -127,7 +129,7 @@ class GenerateOptions:
                 for name in ("mode", "max_batch", "max_seq_len", "page_size", "context_parallel", "algorithm_cache")
             },
         )
-        names = ("max_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")
+        names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
         sampling = {name: getattr(flags, name) for name in names}
         return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Generator, Sequence, Set
 from contextlib import closing
@@ -143,21 +144,24 @@ class Engine:
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
-        seed: int = 0,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | None = 0,
         stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> Generator[Piece, None, None]:
         """Yield a Piece for each new token, as soon as the host has it.
 
         prompts  text or lists of token ids
-        seed     of prompt 0; the other prompts draw with seeds derived from it
+        seed     of prompt 0; the other prompts draw with seeds derived from it. None: random ones
         others   as in SamplingParams; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint sets them
 
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
         prompts from the batch. Raised here, not at the first piece: ValueError for invalid arguments, for a prompt that is
         empty or leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": stop}
+        asked = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
+        asked |= {"top_p": top_p, "top_k": top_k, "min_p": min_p}
         given = {name: value for name, value in asked.items() if value is not None}
         params = replace(self.defaults, **given, seed=seed, ignore_eos=ignore_eos)
         prompts = as_prompts(prompts)
@@ -186,6 +190,7 @@ class Engine:
             raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts; pass one each")
         if not prompts:
             raise ValueError("prompts is empty; pass at least one")
+        params = self._seeded(params)
         encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
         sequences = [self._sequence(ids, one) for ids, one in zip(encoded, params, strict=True)]
         for index, sequence in enumerate(sequences):
@@ -197,6 +202,7 @@ class Engine:
 
         Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`.
         """
+        [params] = self._seeded([params])
         sequence = self._sequence(self._encode("prompt", prompt), params)
         self.batch.scheduler.check("prompt", sequence)
         self._enter(sequence)
@@ -300,13 +306,24 @@ class Engine:
         vocab_size = self.model.config.vocab_size
         if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
             raise ValueError(f"stop_token_ids holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
-        budget = min(params.max_tokens, self.config.max_seq_len - len(prompt))
+        room = self.config.max_seq_len - len(prompt)
+        budget = room if params.max_tokens is None else min(params.max_tokens, room)
         return Running(prompt=prompt, params=params, budget=budget)
+
+    def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """The parameters, those without a seed with one that rank 0 has drawn."""
+        if not any(isinstance(one, SamplingParams) and one.seed is None for one in params):
+            return list(params)
+        seeds = self.team.exchange([secrets.randbits(63) for _ in params])[0]
+        return [replace(one, seed=seed) if one.seed is None else one for one, seed in zip(params, seeds, strict=True)]
 
     def _enter(self, sequence: Running) -> None:
         sequence.number, self._entered = self._entered, self._entered + 1
         self.batch.scheduler.submit(sequence)
-        text = None if self.tokenizer is None else TextStream(self.tokenizer, sequence.params.stop)
+        params, text = sequence.params, None
+        if self.tokenizer is not None:
+            options = {"keep_stop": params.include_stop_str_in_output, "keep_special": not params.skip_special_tokens}
+            text = TextStream(self.tokenizer, params.stop, **options)
         self._texts[sequence.number] = text
 
     def _leave(self, sequence: Running) -> None:

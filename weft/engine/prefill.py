@@ -52,7 +52,8 @@ class Inputs:
     table                                 [S, max_pages] int32
     spans, tiles                          of SequenceRanges
     rows                                  [S] int64: index of each sequence's last token
-    lengths, seed, temperature, top_p     [S]: tokens including cached ones, and sampling parameters
+    lengths                               [S] int64: tokens including cached ones
+    seed, temperature, top_p, top_k, min_p  [S]: sampling parameters
     """
 
     tokens: torch.Tensor
@@ -66,6 +67,8 @@ class Inputs:
     seed: torch.Tensor
     temperature: torch.Tensor
     top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +127,14 @@ class StaticPrefill(ABC):
             spans=replace(self._ranges, spans=now.spans, tiles=now.tiles) if fused else None,
         )
         logits = self.model(now.tokens, step, self.cache, now.rows)
-        choice = Choice(temperature=now.temperature, top_p=now.top_p, seed=now.seed, position=now.lengths)
+        choice = Choice(
+            temperature=now.temperature,
+            top_p=now.top_p,
+            top_k=now.top_k,
+            min_p=now.min_p,
+            seed=now.seed,
+            position=now.lengths,
+        )
         self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
 
     @abstractmethod
@@ -164,6 +174,8 @@ class StaticPrefill(ABC):
             seed=padded([p.seed for p in params], 0),
             temperature=padded([p.temperature for p in params], 0.0, torch.float32),
             top_p=padded([p.top_p for p in params], 1.0, torch.float32),
+            top_k=padded([p.top_k for p in params], 0),
+            min_p=padded([p.min_p for p in params], 0.0, torch.float32),
         )
 
 

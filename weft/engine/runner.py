@@ -25,6 +25,10 @@ VIRTUAL_CACHE_BYTES = 256 << 20
 # Eager passes of a shape before it is captured, since a capture takes as long as several passes. There are few shapes of new
 # prompts; ragged shapes are many, and some never recur.
 LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
+# Sampling parameters that the device needs.
+SAMPLING_DTYPES = {
+    "temperature": torch.float32, "top_p": torch.float32, "top_k": torch.int64, "min_p": torch.float32, "seed": torch.int64
+}  # fmt: skip
 # Most recently used prompt shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
 MOST_SHAPES = 64
 
@@ -69,6 +73,8 @@ class Runner:
         self.table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
         self.temperature = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self.top_p = torch.ones(max_batch, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.min_p = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.buckets = [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
         self.capture_seconds = 0.0
@@ -272,6 +278,8 @@ class Runner:
         choice = Choice(
             temperature=self.temperature[:batch],
             top_p=self.top_p[:batch],
+            top_k=self.top_k[:batch],
+            min_p=self.min_p[:batch],
             seed=self.seed[:batch],
             position=positions + 1,
         )
@@ -299,7 +307,6 @@ def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
 
 def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
     return {
-        "temperature": upload(torch.tensor([p.temperature for p in params], dtype=torch.float32), device),
-        "top_p": upload(torch.tensor([p.top_p for p in params], dtype=torch.float32), device),
-        "seed": upload(torch.tensor([p.seed for p in params], dtype=torch.int64), device),
+        name: upload(torch.tensor([getattr(p, name) for p in params], dtype=dtype), device)
+        for name, dtype in SAMPLING_DTYPES.items()
     }

@@ -3,8 +3,11 @@
     greedy       argmax over token ids of logit
     temperature  argmax over token ids of logit + temperature * g(token id)    g: Gumbel noise; so distributed as softmax
     top_p        the same, among the most likely token ids that together reach top_p
+    top_k        the same, among the top_k most likely ones
+    min_p        the same, among those at least min_p times as likely as the most likely one
 
-Ranks exchange one (value, token id) per sequence, and for top_p sums of probabilities, never logits. The noise is a function of
+top_p counts what top_k and min_p leave. Ranks exchange one (value, token id) per sequence, for top_p sums of probabilities and
+for top_k numbers of tokens, never logits. The noise is a function of
 (seed of the request, position of the token, token id), so equal logits give the same choice for every world size and batch. All
 ranks choose alike: they compare exchanged values, and sums are of integers, so their order does not matter.
 """
@@ -18,7 +21,7 @@ import torch
 from weft import ops
 from weft.engine.params import Kind
 from weft.ops.vocab.sample_argmax import gumbel_noise
-from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow
+from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow, ordered_keys
 from weft.parallel.vocabulary import VocabParallelHead, all_gather
 
 _UNIT = 2.0**40  # mass of the most likely token; the masses of 2**18 tokens sum up below 2**63
@@ -29,13 +32,16 @@ _KEY_BITS = 32
 class Choice:
     """Sampling parameters of B sequences, on the device.
 
-    temperature, top_p  [B] fp32
-    seed                [B] int64
-    position            [B] int64: index that the token will have in its sequence
+    temperature, top_p, min_p  [B] fp32
+    top_k                      [B] int64; 0: all
+    seed                       [B] int64
+    position                   [B] int64: index that the token will have in its sequence
     """
 
     temperature: torch.Tensor
     top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
     seed: torch.Tensor
     position: torch.Tensor
 
@@ -55,53 +61,91 @@ def choose_tokens(
     ids = torch.arange(head.start, head.start + head.local_size, device=logits.device)
     # The noise is multiplied by the temperature, not the logits divided by it: 0 is then greedy, and nothing overflows.
     scores = logits + choice.temperature[:, None] * gumbel_noise(choice.seed, choice.position, ids)
-    if kind == Kind.NUCLEUS:
-        scores = scores.masked_fill(~nucleus(head, logits, choice.temperature, choice.top_p), float("-inf"))
+    if kind >= Kind.NUCLEUS:
+        best = _over_ranks(head, logits.amax(dim=-1)).amax(dim=0)
+        if kind == Kind.TRUNCATED:
+            least = torch.maximum(least_of_top_k(head, logits, choice), least_of_min_p(best, choice))
+            logits = keep(logits, least)
+        scores = scores.masked_fill(logits == float("-inf"), float("-inf"))
+        least = least_of_top_p(head, logits, best, choice)
+        scores = scores.masked_fill(ordered_keys(logits) < least[:, None], float("-inf"))
     return head.argmax(scores, fused=False)
 
 
 def _draw_fused(head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: Kind) -> torch.Tensor:
     floor = None
-    if kind == Kind.NUCLEUS:
+    if kind >= Kind.NUCLEUS:
         best = _over_ranks(head, ops.sample_argmax(logits, head.start))[..., 0].flatten(0, 1).amax(dim=0)
-        floor = torch.full_like(choice.seed, LOWEST, dtype=torch.int32)
-        wanted = torch.empty_like(choice.seed)
-        for shift in SHIFTS:
-            above = ops.top_p_mass(logits, best, choice.temperature, floor, shift)
-            narrow(_over_ranks(head, above), choice.top_p, floor, wanted, shift)
+        if kind == Kind.TRUNCATED:
+            all_kept = (choice.top_k == 0).float()
+            least = _narrowed(head, logits, best, choice, all_kept, choice.top_k.clone(), count=True)
+            logits = keep(logits, torch.maximum(least, least_of_min_p(best, choice)))
+        floor = _narrowed(head, logits, best, choice, choice.top_p, torch.empty_like(choice.seed), count=False)
     pairs = ops.sample_argmax(logits, head.start, choice.temperature, choice.seed, choice.position, floor)
     return ops.join_argmax(_over_ranks(head, pairs))
 
 
-def nucleus(
-    head: VocabParallelHead, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
+def _narrowed(
+    head: VocabParallelHead,
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    choice: Choice,
+    share: torch.Tensor,
+    wanted: torch.Tensor,
+    count: bool,
 ) -> torch.Tensor:
-    """Mask [B, V'/W] of this rank's most likely token ids that together reach top_p; all where top_p is 1.
+    """Key [B] int32 of the least logit to keep by top_p, or if ``count`` by top_k."""
+    least = torch.full_like(choice.seed, LOWEST, dtype=torch.int32)
+    for shift in SHIFTS:
+        above = ops.top_p_mass(logits, best, choice.temperature, least, shift, count)
+        narrow(_over_ranks(head, above), share, least, wanted, shift, count)
+    return least
 
-    Equally likely ids are kept together or not at all. Probabilities are integers, in units of 2**-40 of the greatest one. The
-    least kept logit is found by bisection over its 2**32 possible values, with one sum over all ranks per step.
+
+def keep(logits: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """The logits whose keys are at least ``least`` [B]; -inf in place of the others."""
+    return logits.masked_fill(ordered_keys(logits) < least[:, None], float("-inf"))
+
+
+def least_of_min_p(best: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """Key [B] of the least logit that min_p keeps; ``best``: the greatest logits of all ranks."""
+    kept = choice.min_p > 0
+    return ordered_keys(torch.where(kept, best + choice.temperature * choice.min_p.clamp(min=1e-30).log(), -torch.inf))
+
+
+def least_of_top_k(head: VocabParallelHead, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """Key [B] of the top_k-th greatest logit of all ranks; equal ones are kept too. Where top_k is 0 the lowest key."""
+    least = _bisected(head, logits, (logits > float("-inf")).long(), choice.top_k)
+    return torch.where(choice.top_k == 0, LOWEST, least)
+
+
+def least_of_top_p(head: VocabParallelHead, logits: torch.Tensor, best: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """Key [B] of the least logit of those that together reach top_p; where top_p is 1 the lowest key.
+
+    Equally likely ids are kept together or not at all. Probabilities are integers, in units of 2**-40 of the greatest one.
     """
-    best = _over_ranks(head, logits.amax(dim=-1)).amax(dim=0)
-    likelihood = torch.exp((logits - best[:, None]) / temperature.clamp(min=1e-20)[:, None])
+    likelihood = torch.exp((logits - best[:, None]) / choice.temperature.clamp(min=1e-20)[:, None])
     mass = (likelihood.double() * _UNIT).long()
-    keys = _ordered(logits)
     total = _over_ranks(head, mass.sum(dim=-1)).sum(dim=0)
-    wanted = (top_p.double() * total).ceil().long().clamp(min=1)
+    wanted = (choice.top_p.double() * total).ceil().long().clamp(min=1)
+    return torch.where(choice.top_p == 1, LOWEST, _bisected(head, logits, mass, wanted))
+
+
+def _bisected(head: VocabParallelHead, logits: torch.Tensor, mass: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Greatest key [B] from which on the ``mass`` of all ranks is at least ``wanted``; the lowest one if none is.
+
+    By bisection over the 2**32 possible keys, with one sum over all ranks per step.
+    """
+    keys = ordered_keys(logits)
     # mass of keys >= low is at least `wanted`, that of keys >= high is less.
-    low = torch.full_like(total, -(1 << 31))
-    high = torch.full_like(total, 1 << 31)
+    low = torch.full_like(wanted, LOWEST)
+    high = torch.full_like(wanted, 1 << 31)
     for _ in range(_KEY_BITS):
         middle = (low + high) >> 1
         above = _over_ranks(head, (mass * (keys >= middle[:, None])).sum(dim=-1)).sum(dim=0)
         enough = above >= wanted
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return (keys >= low[:, None]) | (top_p == 1)[:, None]
-
-
-def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """Keys, int32, in the order of the fp32 values x."""
-    bits = (x + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return low
 
 
 def _over_ranks(head: VocabParallelHead, x: torch.Tensor) -> torch.Tensor:

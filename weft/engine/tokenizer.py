@@ -99,12 +99,18 @@ def _special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 class TextStream:
     """Text of a growing sequence of tokens: pieces that, joined, are the text before a stop string.
 
+    keep_stop     the text ends behind the stop string
+    keep_special  special tokens have text too
+
     The first stop string that is complete counts. Bytes of an unfinished character, and an ending that may begin a stop string,
     are held back until they are decided.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep_stop: bool = False, keep_special: bool = False
+    ) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.keep_stop, self.keep_special = keep_stop, keep_special
         self.token_ids: list[int] = []
         self.held = ""
         # Tokens before `read` are text already; from `first` on they are decoded again with each new one, because some
@@ -129,13 +135,17 @@ class TextStream:
         return (text, True) if stopped else (text + rest, False)
 
     def _new_text(self) -> str:
-        before = self.tokenizer.decode(self.token_ids[self.first : self.read])
-        return self.tokenizer.decode(self.token_ids[self.first :])[len(before) :]
+        before = self._decoded(self.token_ids[self.first : self.read])
+        return self._decoded(self.token_ids[self.first :])[len(before) :]
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=not self.keep_special)
 
     def _release(self) -> tuple[str, bool]:
         found = [(at + len(stop), at) for stop in self.stop if (at := self.held.find(stop)) >= 0]
         if found:
-            text, self.held = self.held[: min(found)[1]], ""
+            end, begin = min(found)
+            text, self.held = self.held[: end if self.keep_stop else begin], ""
             return text, True
         keep = max((_overlap(self.held, stop) for stop in self.stop), default=0)
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]

@@ -36,14 +36,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # The same for keys that count only where tokens are sampled (do_sample).
 NEUTRAL_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "top_k": (0,),
-    "min_p": (0.0,),
     "top_h": (),
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
 }
-READ = ("do_sample", "temperature", "top_p", "max_new_tokens", "stop_strings", "eos_token_id")
+READ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop_strings", "eos_token_id")
 # Keys without effect on any token, by the reason.
 WITHOUT_EFFECT = {
     "naming": ("transformers_version",),
@@ -91,6 +89,8 @@ class GenerationDefaults:
 
     temperature: Any = 0.0
     top_p: Any = 1.0
+    top_k: Any = 0
+    min_p: Any = 0.0
     max_new_tokens: Any = None
     stop: Any = ()
     unused: tuple[str, ...] = ()
@@ -116,11 +116,11 @@ class GenerationDefaults:
             for name, value in given.items()
             if name not in READ and name not in without_effect and value not in neutral.get(name, ())
         ]
-        if draws and "top_k" not in given:
-            unused.append(f"top_k={TRANSFORMERS_TOP_K} (transformers' default)")
         return cls(
             temperature=given.get("temperature", 1.0) if draws else 0.0,
             top_p=given.get("top_p", 1.0) if draws else 1.0,
+            top_k=given.get("top_k", TRANSFORMERS_TOP_K) if draws else 0,
+            min_p=given.get("min_p", 0.0) if draws else 0.0,
             max_new_tokens=given.get("max_new_tokens"),
             stop=given.get("stop_strings", ()),
             unused=tuple(unused),

@@ -5,6 +5,7 @@ above[c, i, b] = sum of mass[b, n] over chunk c's n with key(logits[b, n]) >= lo
 
 key is the logit as an int32 that compares as the fp32 does. `narrow` raises `low` to the greatest of the 16 thresholds above
 which all chunks and ranks together still have the wanted mass. After shift = 28, 24, .. 0 it is exactly the least key to keep.
+For top-k the mass of each logit is 1, and the wanted mass is k.
 """
 
 from __future__ import annotations
@@ -34,9 +35,23 @@ SHIFTS = tuple(range(28, -1, -4))
 
 @triton.jit(do_not_specialize=["N", "chunk", "shift"])
 def top_p_mass_kernel(
-    logits, stride, best, temperature, low, above, N, chunk, shift, THRESHOLDS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    stride,
+    best,
+    temperature,
+    low,
+    above,
+    N,
+    chunk,
+    shift,
+    COUNT: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """above[c, i, b] as in the module's formula, of logits c * chunk .. of row b.        grid: (B, chunks)"""
+    """above[c, i, b] as in the module's formula, of logits c * chunk .. of row b.        grid: (B, chunks)
+
+    COUNT  the mass of each logit but -inf is 1
+    """
     row = tl.program_id(0)
     begin = tl.program_id(1) * chunk
     end = tl.minimum(begin + chunk, N)
@@ -50,7 +65,10 @@ def top_p_mass_kernel(
     for at in range(begin, end, BLOCK):
         here = at + columns
         logit = tl.load(source + here, mask=here < end, other=float("-inf")).to(tl.float32)
-        mass = (tl.exp((logit - greatest) / heat) * 1099511627776.0).to(tl.int64)
+        if COUNT:
+            mass = (logit > float("-inf")).to(tl.int64)
+        else:
+            mass = (tl.exp((logit - greatest) / heat) * 1099511627776.0).to(tl.int64)
         step = (ordered(logit).to(tl.int64) - least) >> shift
         sums += tl.sum(tl.where(step[:, None] >= index[None, :], mass[:, None], 0), axis=0)
     tl.store(above + (tl.program_id(1) * THRESHOLDS + index) * tl.num_programs(0) + row, sums)
@@ -83,7 +101,12 @@ def narrow_kernel(above, top_p, low, wanted, chunks, shift, FIRST: tl.constexpr,
 
 
 def top_p_mass(
-    logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    temperature: torch.Tensor,
+    low: torch.Tensor,
+    shift: int,
+    count: bool = False,
 ) -> torch.Tensor:
     """`above` [chunks, 16, B] int64 of this rank's logits [B, N].
 
@@ -91,6 +114,7 @@ def top_p_mass(
     best, temperature  [B] fp32: the row's greatest logit over all ranks; temperature 0 counts as 1e-20
     low                [B] int32, LOWEST at first
     shift              one of SHIFTS, in this order
+    count              the mass of each logit but -inf is 1, for top-k; best and temperature do not count
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
@@ -105,23 +129,37 @@ def top_p_mass(
         check_shape("top_p_mass", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
         raise ValueError(f"top_p_mass: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
-    return TOP_P_MASS.dispatch(logits, best, temperature, low, shift)
+    return TOP_P_MASS.dispatch(logits, best, temperature, low, shift, count)
 
 
-def narrow(above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int) -> None:
+def narrow(
+    above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int, count: bool = False
+) -> None:
     """Raise `low` [B] int32 in place, by `above` [.., 16, B] of all chunks and ranks.
 
+    top_p   [B] fp32; where it is 1 `low` stays
     wanted  [B] int64, set by the first shift for those that follow
+    count   `wanted` is given, for all shifts
     """
-    NARROW.dispatch(above, top_p, low, wanted, shift)
+    NARROW.dispatch(above, top_p, low, wanted, shift, count)
+
+
+def ordered_keys(x: torch.Tensor) -> torch.Tensor:
+    """Keys, int32, in the order of x as fp32."""
+    bits = (x.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 class TopPMass(LogitsOp):
     name, alias = "top_p_mass", "top-p-mass"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """Logits, temperatures and top_p."""
+        """Logits, temperatures and top_p; numbers of tokens to keep in place of top_p, 0 for all."""
         logits = draw.own("logits", case.sizes, 4.0)
+        if case.field("count"):
+            logits[:, ::7] = logits[:, 3:4]  # equal ones
+            k = torch.arange(case.sizes[0], device=logits.device) * 5 % (case.sizes[1] + 10)
+            return logits, k.float(), k
         temperature, top_p = (
             torch.linspace(*ends, case.sizes[0], device=logits.device) for ends in ((0.5, 2), (0.3, 1))
         )
@@ -130,10 +168,13 @@ class TopPMass(LogitsOp):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """Key of each row's least logit to keep."""
         logits, temperature, top_p = by_rank[rank]
+        if case.field("count"):
+            last = (top_p.clamp(1, logits.shape[1]) - 1)[:, None]
+            least = ordered_keys(logits.sort(descending=True).values.gather(1, last)[:, 0])
+            return torch.where((top_p == 0) | (top_p > logits.shape[1]), LOWEST, least)
         shares, ids = (logits.double() / temperature.double()[:, None]).softmax(-1).sort(descending=True)
         last = (shares.cumsum(-1) - shares < top_p[:, None]).sum(-1, keepdim=True) - 1
-        bits = (logits.float().gather(1, ids.gather(1, last))[:, 0] + 0.0).view(torch.int32)
-        return torch.where(top_p == 1, LOWEST, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+        return torch.where(top_p == 1, LOWEST, ordered_keys(logits.gather(1, ids.gather(1, last))[:, 0]))
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
@@ -144,18 +185,21 @@ class TopPMass(LogitsOp):
         """``low`` after all shifts."""
         best = logits.float().amax(dim=1)
         low = torch.full(best.shape, LOWEST, dtype=torch.int32, device=logits.device)
-        wanted = torch.zeros(best.shape, dtype=torch.int64, device=logits.device)
+        count = bool(case.field("count"))
+        wanted = top_p.clone() if count else torch.zeros(best.shape, dtype=torch.int64, device=logits.device)
+        share = (top_p == 0).float() if count else top_p
         for shift in SHIFTS:
-            arguments = logits, best, temperature, low, shift
+            arguments = logits, best, temperature, low, shift, count
             planned = isinstance(case.design, str)
             above = top_p_mass(*arguments) if planned else self.run(case.design, None, *arguments)
-            narrow(above, top_p, low, wanted, shift)
+            narrow(above, share, low, wanted, shift, count)
         return low
 
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 5000), (3, 300), (17, 70)):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
+            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(5, 300), fields=(("count", True),))
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 600), design=Chunks(chunks=4, chunk=190))
 
     def run(
@@ -167,6 +211,7 @@ class TopPMass(LogitsOp):
         temperature: torch.Tensor,
         low: torch.Tensor,
         shift: int,
+        count: bool = False,
     ) -> torch.Tensor:
         """``top_p_mass`` of checked arguments."""
         self.check_design(design)
@@ -183,6 +228,7 @@ class TopPMass(LogitsOp):
                 vocab,
                 design.chunk,
                 shift,
+                COUNT=count,
                 THRESHOLDS=THRESHOLDS,
                 BLOCK=BLOCK,
                 **launch_options(capabilities_of(logits.device)),
@@ -190,11 +236,17 @@ class TopPMass(LogitsOp):
         return above
 
     def forward(
-        self, logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, low: torch.Tensor, shift: int
+        self,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        temperature: torch.Tensor,
+        low: torch.Tensor,
+        shift: int,
+        count: bool,
     ) -> torch.Tensor:
-        return self.run(self.plan_of(logits), None, logits, best, temperature, low, shift)
+        return self.run(self.plan_of(logits), None, logits, best, temperature, low, shift, count)
 
-    def fake(self, logits, best, temperature, low, shift):
+    def fake(self, logits, best, temperature, low, shift, count):
         return logits.new_empty((self.plan_of(logits).chunks, THRESHOLDS, logits.shape[0]), dtype=torch.int64)
 
 
@@ -236,15 +288,17 @@ class Narrow(Op):
             yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=sizes, fields=(("shift", shift),))
 
     def forward(
-        self, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int
+        self, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor, shift: int, count: bool
     ) -> None:
         batch = low.shape[0]
         if batch > 0:
             above, options = above.contiguous(), launch_options(capabilities_of(low.device))
             arguments = above, top_p.contiguous(), low, wanted, above.numel() // (THRESHOLDS * batch), shift
-            narrow_kernel[(batch,)](*arguments, FIRST=shift == SHIFTS[0], THRESHOLDS=THRESHOLDS, num_warps=1, **options)
+            narrow_kernel[(batch,)](
+                *arguments, FIRST=shift == SHIFTS[0] and not count, THRESHOLDS=THRESHOLDS, num_warps=1, **options
+            )
 
-    def fake(self, above, top_p, low, wanted, shift):
+    def fake(self, above, top_p, low, wanted, shift, count):
         return None
 
 

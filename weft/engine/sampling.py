@@ -114,13 +114,16 @@ def least_of_min_p(best: torch.Tensor, choice: Choice) -> torch.Tensor:
 
 
 def least_of_top_k(head: VocabParallelHead, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """Key [B] of the top_k-th greatest logit of all ranks; equal ones are kept too. Where top_k is 0 the lowest key."""
+    """Key [B] of the top_k-th greatest logit of all ranks; where top_k is 0 the lowest key.
+
+    Equal logits are kept too.
+    """
     least = _bisected(head, logits, (logits > float("-inf")).long(), choice.top_k)
     return torch.where(choice.top_k == 0, LOWEST, least)
 
 
 def least_of_top_p(head: VocabParallelHead, logits: torch.Tensor, best: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """Key [B] of the least logit of those that together reach top_p; where top_p is 1 the lowest key.
+    """Key [B] of the least logit that top_p keeps; where top_p is 1 the lowest key.
 
     Equally likely ids are kept together or not at all. Probabilities are integers, in units of 2**-40 of the greatest one.
     """
@@ -132,9 +135,9 @@ def least_of_top_p(head: VocabParallelHead, logits: torch.Tensor, best: torch.Te
 
 
 def _bisected(head: VocabParallelHead, logits: torch.Tensor, mass: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Greatest key [B] from which on the ``mass`` of all ranks is at least ``wanted``; the lowest one if none is.
+    """Greatest key [B] from which on the ``mass`` of all ranks is at least ``wanted``.
 
-    By bisection over the 2**32 possible keys, with one sum over all ranks per step.
+    The lowest key if there is none. By bisection over the 2**32 possible keys, with one sum over all ranks per step.
     """
     keys = ordered_keys(logits)
     # mass of keys >= low is at least `wanted`, that of keys >= high is less.

@@ -34,7 +34,10 @@ class SpreadPages:
 
     @staticmethod
     def slots(team: Team, entries: Tensor, positions: Tensor, page_size: int) -> Tensor:
-        """Slots [T] int64 of tokens at ``positions`` [T], whose table entries are ``entries`` [T]; -1: another rank's."""
+        """Slots [T] int64 of tokens; -1: another rank's.
+
+        entries, positions  [T]: entry of the page table, and index in the sequence, of each token
+        """
         mine = positions // page_size % team.size == team.rank
         return torch.where(mine, entries.long() * page_size + positions % page_size, -1)
 

@@ -48,7 +48,10 @@ class Step:
             )
 
     def prepared(self, session: Session, history: Callable[[], Cache] | None) -> Prepared:
-        """The session's timed step. Its caches get ``history``, the tokens before a decoding step; None: random numbers."""
+        """The session's timed step.
+
+        history  for its caches, the tokens before a decoding step; None: random numbers
+        """
         if self.is_model:
             self._remind(session, history)
             return self._of_model(session)

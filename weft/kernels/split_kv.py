@@ -51,23 +51,19 @@ def store_or_join(mean, log_sum, count, out, partials, TILE: tl.constexpr):
 
     mean   [kept, D], log_sum [rows]
     out    [pairs, group, D]: a pair's only partial, or all of them, joined by the program that arrives last
-    order  all threads store a partial (CTA barrier) before its program arrives (release); the last program acquires
+    order  that of ``store_partial``
     TILE   ``DecodeTile``; where it is not split, ``partials`` is not touched
     """
     D: tl.constexpr = mean.shape[1]
     GROUP: tl.constexpr = TILE.group
-    pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    kept, row, column = tl.arange(0, mean.shape[0])[:, None], tl.arange(0, log_sum.shape[0]), tl.arange(0, D)[None, :]
+    pair, splits = tl.program_id(0), tl.num_programs(1)
+    kept, column = tl.arange(0, mean.shape[0])[:, None], tl.arange(0, D)[None, :]
     out += pair.to(tl.int64) * (GROUP * D)
     alone = True
     if TILE.split:
         alone = count == 1
         if count > 1:
-            at = (pair.to(tl.int64) * splits + split) * GROUP
-            tl.store(partials.means + at * D + kept * D + column, mean, mask=kept < GROUP)
-            tl.store(partials.log_sums + at + row, log_sum, mask=row < GROUP)
-            wl.gather_stores()
-            if tl.atomic_add(partials.arrivals + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
+            if store_partial(mean, log_sum, count, partials, TILE):
                 tl.store(partials.arrivals + pair, 0)
                 first = pair.to(tl.int64) * splits * GROUP
                 join(partials.means + first * D, partials.log_sums + first, out, count, GROUP, D, TILE.joined)
@@ -76,10 +72,46 @@ def store_or_join(mean, log_sum, count, out, partials, TILE: tl.constexpr):
 
 
 @triton.jit
+def store_partial(mean, log_sum, count, partials, TILE: tl.constexpr):
+    """Store partial program_id(1) of ``count`` of pair program_id(0); True in the last program to arrive.
+
+    mean, log_sum  as of ``store_or_join``
+    order          all threads store a partial (CTA barrier) before its program arrives (release); the last program acquires. It
+                   sets the arrival counter back
+    """
+    D: tl.constexpr = mean.shape[1]
+    GROUP: tl.constexpr = TILE.group
+    pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    kept, row, column = tl.arange(0, mean.shape[0])[:, None], tl.arange(0, log_sum.shape[0]), tl.arange(0, D)[None, :]
+    at = (pair.to(tl.int64) * splits + split) * GROUP
+    tl.store(partials.means + at * D + kept * D + column, mean, mask=kept < GROUP)
+    tl.store(partials.log_sums + at + row, log_sum, mask=row < GROUP)
+    wl.gather_stores()
+    return tl.atomic_add(partials.arrivals + pair, 1, sem="acq_rel", scope="gpu") == count - 1
+
+
+@triton.jit
 def join(means, log_sums, out, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED: tl.constexpr):
     """out[GROUP, D] = the ``count`` partials of one sequence and KV head together, in order.
 
-    means [count, GROUP, D], log_sums [count, GROUP] as of ``Partials``. JOINED of them are in flight at a time.
+    Arguments as of ``joined``.
+    """
+    _, total, acc = joined(means, log_sums, count, GROUP, D, JOINED)
+    row = tl.arange(0, acc.shape[0])
+    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    exists = row < GROUP
+    mean = acc / tl.where(exists, total, 1.0)[:, None]
+    tl.store(out + at, mean.to(out.dtype.element_ty), mask=exists[:, None])
+
+
+@triton.jit
+def joined(means, log_sums, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED: tl.constexpr):
+    """The ``count`` partials of one sequence and KV head joined in order, before the division.
+
+    Returns (largest exponent [ROWS], sum of weights [ROWS], weighted sum of values [ROWS, D]).
+
+    means [count, GROUP, D], log_sums [count, GROUP] as of ``Partials``. JOINED of them are in flight at a time. ROWS is GROUP
+    or the next power of two; rows beyond GROUP have no weight. The sums are relative to the exponent, of two.
     """
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     row = tl.arange(0, ROWS)
@@ -100,5 +132,4 @@ def join(means, log_sums, out, count, GROUP: tl.constexpr, D: tl.constexpr, JOIN
             total = total * rescale + weight
             acc = acc * rescale[:, None] + mean * weight[:, None]
             largest = new
-    joined = acc / tl.where(exists, total, 1.0)[:, None]
-    tl.store(out + at, joined.to(out.dtype.element_ty), mask=exists[:, None])
+    return largest, total, acc

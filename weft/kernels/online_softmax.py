@@ -118,6 +118,8 @@ def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.
         page = pages_at(table, start + stride, length, local, SIZES.page)
         k = tl.load(cache.key_pages + at, mask=there[:, :, None], other=0.0)
         v = tl.load(cache.value_pages + at, mask=there[:, :, None], other=0.0)
+        if cache.k_scale is not None:
+            k, v = k.to(x.dtype), v.to(x.dtype)
         score = tl.dot(x, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
         score = tl.where(there[:, None, :], score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, axis=2))
@@ -178,6 +180,8 @@ def over_keys(
             v = tl.load(cache.value_pages + cells, mask=there[:, None], other=0.0)
         else:
             v = tl.load(cache.value_pages + cells)
+        if cache.k_scale is not None:
+            k, v = k.to(x.dtype), v.to(x.dtype)
         score = tl.dot(x, k.T, input_precision="ieee")
         if MASKED:
             seen = (at + local)[None, :] <= position[:, None]

@@ -11,10 +11,16 @@ import triton.language as tl
 
 
 class PagedCache(NamedTuple):
-    """Keys and values of one layer, each contiguous, [pages, heads, page, dim] by ``CacheSizes``."""
+    """Keys and values of one layer, each contiguous, [pages, heads, page, dim] by ``CacheSizes``.
+
+    k_scale, v_scale  of an fp8 cache, fp32 [1] each: a key is its byte times k_scale, a value its byte times v_scale; None: the
+                      cache has 16 or 32 bits an element, and no scales
+    """
 
     key_pages: torch.Tensor
     value_pages: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 class CacheSizes(NamedTuple):
@@ -63,6 +69,24 @@ def cells_at(page, head, start, local, SIZES: tl.constexpr):
         return cell_of(page, head, start % SIZES.page, SIZES) + local * SIZES.dim
     else:
         return cell_of(page, head, 0, SIZES) + (start + local) % SIZES.page * SIZES.dim
+
+
+@triton.jit
+def scale_of_scores(scale, cache):
+    """``scale`` of the scores with the bytes of ``cache``: times its k_scale, if it has one."""
+    if cache.k_scale is None:
+        return scale
+    else:
+        return scale * tl.load(cache.k_scale)
+
+
+@triton.jit
+def as_values(mean, cache):
+    """``mean`` of the bytes of ``cache`` as a mean of values: times its v_scale, if it has one."""
+    if cache.v_scale is None:
+        return mean
+    else:
+        return mean * tl.load(cache.v_scale)
 
 
 @triton.jit

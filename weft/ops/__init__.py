@@ -3,6 +3,7 @@
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decode_attention import decode_attention
 from weft.ops.attention.decode_metadata import decode_metadata
+from weft.ops.attention.merge_attention import merge_attention
 from weft.ops.attention.paged_attention import paged_attention
 from weft.ops.attention.paged_prefill_attention import paged_prefill_attention
 from weft.ops.attention.qk_norm_rope import qk_norm_rope
@@ -39,9 +40,9 @@ __all__ = [
     "DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "add_rms_norm",
     "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier",
     "decode_attention", "decode_metadata", "explain", "grouped_matmul", "grouped_matmul_silu_mul", "join_argmax",
-    "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "moe_combine",
-    "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
-    "reduce_scatter", "route", "sample_argmax", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
+    "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul",
+    "merge_attention", "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention",
+    "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

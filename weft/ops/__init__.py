@@ -8,6 +8,7 @@ from weft.ops.attention.paged_attention import paged_attention
 from weft.ops.attention.paged_prefill_attention import paged_prefill_attention
 from weft.ops.attention.qk_norm_rope import qk_norm_rope
 from weft.ops.attention.sequence_ranges import SequenceRanges
+from weft.ops.attention.sharded_decode_attention import sharded_decode_attention
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm
@@ -42,7 +43,8 @@ __all__ = [
     "decode_attention", "decode_metadata", "explain", "grouped_matmul", "grouped_matmul_silu_mul", "join_argmax",
     "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul",
     "merge_attention", "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention",
-    "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
+    "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sharded_decode_attention",
+    "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

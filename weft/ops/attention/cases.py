@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,16 @@ def tokens_of(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Ten
     """The first ``count`` tokens [count, heads, D] of a sequence, in fp64."""
     mine = pages[: cdiv(count, cache.shape[2])].long()
     return cache[mine].transpose(1, 2).flatten(0, 1)[:count].double()
+
+
+def tokens_of_ranks(caches: Sequence[torch.Tensor], pages: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """The first ``count`` tokens [count, heads, D] of a sequence spread over ranks, in fp64.
+
+    caches, pages  keys, or values, and the sequence's row of the page table at each rank
+    """
+    world_size, size = len(caches), caches[0].shape[2]
+    whole = [caches[p % world_size][pages[p % world_size][p // world_size].long()] for p in range(cdiv(count, size))]
+    return torch.cat([page.transpose(0, 1) for page in whole])[:count].double()
 
 
 def attended(
@@ -200,3 +211,43 @@ def large_decoding_cases(op: str) -> Iterator[Case]:
             yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,))
         for batch, length in ((1, 20000), (32, 5000)):
             yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,), window=4096)
+
+
+def sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> Iterator[Case]:
+    """Cases of new tokens over a cache at several ranks. The types of the two designs, and of their split."""
+    # 8 programs are resident in a simulation.
+    wide = split_kv(block_n=32, least=32, splits=3, num_warps=2, num_stages=2)
+    for w in (1, 2, 3, 4, 8):
+        # A round of pages and one more token, no token; one token, a token less than a round.
+        yield sharded_case(op, w, ((2 * w, 1, 16, 16), BF16), "one_kernel", (16 * w + 1, 0))
+        yield sharded_case(op, w, ((2 * w, 1, 16, 16), BF16), "two_kernels", (1, 16 * w - 1), spare=1)
+    yield sharded_case(op, 2, ((16, 1, 32, 16), BF16), one_kernel(split=wide), (150,))
+    yield sharded_case(op, 2, ((4, 2, 16, 16), FP16), two_kernels(split=wide), (90,), huge=20)
+    yield sharded_case(op, 2, ((4, 1, 64, 32), FP32), "auto", (65,))
+
+
+def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> Iterator[Case]:
+    """Groups of 1, 4, 8 and 16 query heads, ragged lengths, one huge score, at each number of ranks."""
+    split = split_kv(block_n=16, least=16, splits=4, num_warps=1)
+    for w in (1, 2, 3, 4, 8):
+        for q_heads, heads in ((24, 24), (24, 6), (24, 3), (48, 3)):
+            for design in ("two_kernels", two_kernels(split=split)):
+                lengths = (0, 1, 16 * w - 1, 16 * w, 16 * w + 1, 100)
+                yield sharded_case(op, w, ((q_heads, heads, 32, 16), BF16), design, lengths, spare=2, huge=16 * w)
+        for heads in (((48, 1, 64, 16), FP16), ((24, 2, 16, 64), FP32), ((24, 2, 256, 16), BF16)):
+            for design in ("one_kernel", one_kernel(split=split)):
+                lengths = (0,) if heads[0][1] == 2 else (40 * w + 3, 17)
+                yield sharded_case(op, w, heads, design, lengths, huge=1)
+                yield sharded_case(op, w, heads, design, (50 * w,), spare=1)
+
+
+def sharded_case(
+    op: str,
+    world_size: int,
+    heads: tuple[tuple[int, ...], torch.dtype],
+    design: Any,
+    lengths: tuple[int, ...],
+    **fields: Any,
+) -> Case:
+    """A case whose sizes are (query heads, KV heads, head dim, page size)."""
+    return replace(case_of(op, heads, design, lengths=lengths, **fields), world_size=world_size)

@@ -1,0 +1,178 @@
+"""Ranks' parts of an attention as Lamport words: pushed to each head's owner, merged there.
+
+One hop, and the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.kernels.merged_parts import EMPTY, fold, merged, no_parts
+from weft.runtime.arithmetic import next_power_of_2
+from weft.transport.push import UNWRITTEN
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+# Elements of the words that a program of 4 warps holds at a time: 32 registers a thread. Not measured.
+HELD: tl.constexpr = tl.constexpr(4096)
+# Heads of a program that only merges.
+MERGED_HEADS: tl.constexpr = tl.constexpr(4)
+
+
+class HeadWords(NamedTuple):
+    """Receive buffers of calls with the same heads. Place b * own + j: own head j of sequence b.
+
+    means     fp32 [2, W, places, D], symmetric: [half, s] written by rank s; unwritten at first
+    log_sums  fp32 [2, W, places], symmetric: likewise
+    halves    int32 [pairs], this rank's: half of the next call, for each sequence and KV head
+    """
+
+    means: torch.Tensor
+    log_sums: torch.Tensor
+    halves: torch.Tensor
+
+
+class HeadSizes(NamedTuple):
+    """Sizes of ``HeadWords``, a compile-time constant.
+
+    group     query heads of a KV head; kv_heads: of all
+    own       heads of a rank; places: sequences of the buffers times own
+    """
+
+    group: int
+    kv_heads: int
+    own: int
+    places: int
+
+    @classmethod
+    def of(cls, q_heads: int, kv_heads: int, batch: int, world_size: int) -> HeadSizes:
+        own = q_heads // world_size
+        return cls(q_heads // kv_heads, kv_heads, own, next_power_of_2(batch) * own)
+
+
+@triton.constexpr_function
+def at_once(elements, world_size):
+    """Number of ranks whose words, ``elements`` of each, a program holds at a time; a power of two."""
+    return max(1, min(triton.next_power_of_2(world_size), HELD.value // elements))
+
+
+@triton.jit
+def send_heads(mean, log_sum, half, words, team, HEADS: tl.constexpr, TO_SELF: tl.constexpr):
+    """Push this rank's part of pair program_id(0) to the owner of each head.
+
+    mean [ROWS, D], log_sum [ROWS] to the base 2, -inf without a token; the first HEADS.group rows exist.
+    """
+    ROWS: tl.constexpr = mean.shape[0]
+    D: tl.constexpr = mean.shape[1]
+    world: tl.constexpr = wl.num_ranks(team)
+    row = tl.arange(0, ROWS)
+    owner, place = owner_of(row, world, HEADS)
+    there = row < HEADS.group
+    if not TO_SELF:
+        there &= owner != wl.rank(team)
+    at = ((half * world + wl.rank(team)) * HEADS.places + place).to(tl.int64)
+    columns = tl.arange(0, D)[None, :]
+    target = wl.symm_at(words.means, owner, team)[:, None] + (at * D)[:, None] + columns
+    wl.lamport_store(target, mean, there[:, None] & (columns >= 0))
+    finite = tl.where(log_sum == float("-inf"), EMPTY, log_sum)
+    wl.lamport_store(wl.symm_at(words.log_sums, owner, team) + at, finite, there)
+
+
+@triton.jit
+def owner_of(row, world, HEADS: tl.constexpr):
+    """(owner, place at the owner) of the query heads ``row`` of pair program_id(0)."""
+    pair = tl.program_id(0)
+    head = pair % HEADS.kv_heads * HEADS.group + row
+    # Rows that fill up a tile may lie behind the last head.
+    return tl.minimum(head // HEADS.own, world - 1), pair // HEADS.kv_heads * HEADS.own + head % HEADS.own
+
+
+@triton.jit
+def receive_heads(mean, log_sum, place, mine, half, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr):
+    """Mean [ROWS, D] of the parts of all ranks, in rank order, of the rows ``mine``.
+
+    Words are cleared behind the read.
+
+    place      [ROWS], of the rows; mine: mask [ROWS]
+    LOCAL      this rank's part is (mean, log_sum), and no words; else all parts are words, and these two are not used
+    """
+    ROWS: tl.constexpr = mean.shape[0]
+    D: tl.constexpr = mean.shape[1]
+    world: tl.constexpr = wl.num_ranks(team)
+    HELD_RANKS: tl.constexpr = at_once(ROWS * D, world)
+    me, index = wl.rank(team), tl.arange(0, HELD_RANKS)
+    state = no_parts(ROWS, D)
+    for first in tl.static_range(0, world, HELD_RANKS):
+        source = first + index
+        sent = source < world
+        if LOCAL:
+            sent &= source != me
+        there = sent[:, None] & mine[None, :]
+        at = ((half * world + source)[:, None] * HEADS.places + place[None, :]).to(tl.int64)
+        columns = tl.arange(0, D)[None, None, :]
+        cells, of_cells = words.means + (at * D)[:, :, None] + columns, there[:, :, None] & (columns >= 0)
+        sums = words.log_sums + at
+        means, log_sums = wl.lamport_load_keyed(cells, of_cells, sums, there, team)
+        # All threads have loaded them: the load ends with a CTA barrier.
+        wl.lamport_clear(cells, of_cells)
+        wl.lamport_clear(sums, there)
+        for i in tl.static_range(HELD_RANKS):
+            if first + i < world:
+                # Each rank's part alone: a sum over all of them would have an order of the compiler's choice.
+                part = tl.sum(tl.where((index == i)[:, None, None], means, 0.0), axis=0)
+                of_part = tl.sum(tl.where((index == i)[:, None], log_sums, 0.0), axis=0)
+                if LOCAL:
+                    part = tl.where(me == first + i, mean, part)
+                    of_part = tl.where(me == first + i, log_sum, of_part)
+                state = fold(state, part, of_part, 1.0)
+    return merged(state)
+
+
+@triton.jit
+def merge_heads_kernel(out, words, team, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """out[b, j, :] = parts of all ranks for own head j of sequence b, merged in rank order
+
+    grid: (B, cdiv(own, ROWS))
+
+    out [B, own, D]; words, HEADS: ``HeadWords``, ``HeadSizes``
+
+    waits     words of every rank, this one included, which the attention kernels of this call push. Those wait for no program,
+              so no program here has to be resident together with another
+    reuse     words are cleared as they are read (``sharded_attention_kernel``)
+    """
+    sequence, first = tl.program_id(0), tl.program_id(1) * ROWS
+    head, columns = first + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
+    wl.follow_previous_kernel()
+    # The attention kernel before this one has moved on to the next call's half.
+    half = 1 - tl.load(words.halves + sequence * HEADS.kv_heads)
+    place, mine = sequence * HEADS.own + head, head < HEADS.own
+    none, nothing = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
+    mean = receive_heads(none, nothing, place, mine, half, words, team, HEADS, False)
+    target = out + (place.to(tl.int64) * D)[:, None] + columns
+    tl.store(target, mean.to(out.dtype.element_ty), mask=mine[:, None])
+
+
+def words_of(team: Team, sizes: HeadSizes, D: int, *, fused: bool) -> HeadWords:
+    """The team's ``HeadWords`` for these sizes. Collective at the first call, which makes them.
+
+    fused  of the design of one kernel; the designs count their calls apart
+    """
+
+    def make() -> HeadWords:
+        shape = 2, team.size, sizes.places
+        means = team.empty((*shape, D), torch.float32, name="means of ranks")
+        log_sums = team.empty(shape, torch.float32, name="log sums of ranks")
+        word, bits = UNWRITTEN[4]
+        for x in (means, log_sums):
+            x.view(word).fill_(bits)
+        halves = team.local(sizes.places // sizes.own * sizes.kv_heads, torch.int32)
+        team.barrier()  # no rank writes into a peer's buffer before the peer has cleared it
+        return HeadWords(means, log_sums, halves)
+
+    return team.workspace(("head words", sizes, D, fused), make)

@@ -1,0 +1,486 @@
+"""sharded_decode_attention: attention of new tokens to a KV cache that is spread over ranks.
+
+    out[b, j] = softmax(q[b, h] . keys of b at all ranks * scale) @ their values        h = rank * Hq / W + j: own heads
+
+Every rank has the queries of all heads and some pages of every sequence (weft.kernels.block_cyclic). It attends to its pages by
+split-KV partials, as ``paged_attention`` does, and pushes the mean and the log of the sum of weights of each head to the head's
+owner, which merges the parts of all ranks in their order.
+
+one_kernel   | attend | join partials | push heads | receive own heads, merge |       the program that joins a pair receives it
+two_kernels  | attend | join partials | push heads |    then    | receive, merge |    where not all programs are resident
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.kernels.block_cyclic import local_length, local_lengths
+from weft.kernels.merged_parts import kept_of
+from weft.kernels.online_softmax import attend, ways
+from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
+from weft.kernels.split_kv import joined, split_count, store_partial
+from weft.ops.attention import cases
+from weft.ops.attention.attention_op import LOG2_E, AttentionOp, check_heads
+from weft.ops.attention.decoding import (
+    DecodingCall,
+    SplitKV,
+    check_tickets,
+    scratch_of,
+    split_kv_for,
+    splits_of,
+    tile_of,
+)
+from weft.ops.attention.head_words import (
+    MERGED_HEADS,
+    HeadSizes,
+    HeadWords,
+    merge_heads_kernel,
+    owner_of,
+    receive_heads,
+    send_heads,
+    words_of,
+)
+from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
+from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
+from weft.ops.local import check_like, check_shape, check_sizes
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import register
+from weft.ops.registration import FLOATS, check_choice, check_scalar, check_team, check_tensor
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
+from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_of
+from weft.runtime.team.team import find_team
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+    from weft.runtime.team.team import Team
+
+# Shared memory of an SM of sm_90, for programs that wait for each other. Others have as much or less, and hold one an SM.
+SHARED_BYTES = 227 << 10
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneKernel:
+    """Attention, push and merge in one kernel, all of whose programs are resident."""
+
+    split: SplitKV = field(default_factory=SplitKV)
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoKernels:
+    """Attention and push in one kernel, merge in another: any number of programs."""
+
+    split: SplitKV = field(default_factory=SplitKV)
+
+
+class ShardedCall(NamedTuple):
+    """Sizes that the plan depends on, equal on all ranks.
+
+    pairs   of a sequence and a KV head
+    tokens  of a sequence that a row of a rank's page table has room for
+    dtype   of the cache
+    """
+
+    pairs: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+@triton.jit(do_not_specialize=["max_pages"])
+def sharded_attention_kernel(
+    q,
+    cache,
+    sequences,
+    out,
+    partials,
+    max_pages,
+    scale,
+    words,
+    team,
+    SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """out[b, j, :] = own head j's attention to sequence b at all ranks    grid: (B * kv_heads, splits)
+
+    ``paged_attention_kernel`` over this rank's tokens, up to the join of a pair's partials. The program that joins pushes the
+    pair's heads to their owners; if FUSED, it then receives the pair's own heads from all ranks and stores them. Else
+    ``merge_heads_kernel`` does so, and ``out`` is not touched.
+
+    sequences    ``Sequences``: this rank's pages, and lengths of the whole sequences
+    words, HEADS ``HeadWords`` and ``HeadSizes``; one rank alone: not used
+
+    signals   to the owner of each head: its words of this rank (Lamport), an empty part too
+    waits     FUSED: words of every other rank for the pair's own heads, pushed by the program that joins this pair there. That
+              one waits for nothing before its push but for the end of the programs of its pair
+    reuse     two halves, in turn for each pair. A receiver clears words as it reads them. Let c0, c1, c2 be calls that push a
+              pair, one after the other. In c1 this rank received words from every rank, since each rank owns heads of each
+              sequence. That rank had pushed them after its call c0, so after it had read and cleared the words of c0, which
+              those of c2 write over. Smaller batches leave pairs out on all ranks alike, since all make the same calls
+    progress  FUSED: all programs of the grid are resident (``OneKernel``); else programs wait for none of this kernel
+    """
+    pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    sequence, head = pair // SIZES.heads, pair % SIZES.heads
+    row, column = tl.arange(0, TILE.rows), tl.arange(0, SIZES.dim)[None, :]
+    queries = q + pair.to(tl.int64) * (TILE.group * SIZES.dim)
+    table = sequences.pages + sequence.to(tl.int64) * max_pages
+    first = split * TILE.block_n
+    wl.follow_previous_kernel()
+    length = tl.load(sequences.lengths + sequence)
+    page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
+    x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
+    scale = scale_of_scores(scale, cache)
+    length = local_length(length, wl.rank(team), wl.num_ranks(team), SIZES.page)
+    length = tl.minimum(length, max_pages * SIZES.page)
+    count = split_count(length, splits, TILE)
+    if split < count:
+        mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
+        if TILE.split:
+            if store_partial(mean, log_sum, count, partials, TILE):
+                tl.store(partials.arrivals + pair, 0)
+                begin = pair.to(tl.int64) * splits * TILE.group
+                means, log_sums = partials.means + begin * SIZES.dim, partials.log_sums + begin
+                largest, total, acc = joined(means, log_sums, count, TILE.group, SIZES.dim, TILE.joined)
+                whole = acc / tl.where(total == 0, 1.0, total)[:, None]
+                of_whole = tl.where(total == 0, float("-inf"), largest + tl.log2(total))
+                exchange_heads(as_values(whole, cache), of_whole, out, words, team, HEADS, FUSED)
+        else:
+            exchange_heads(as_values(mean, cache), kept_of(log_sum, TILE.kept), out, words, team, HEADS, FUSED)
+
+
+@triton.jit
+def exchange_heads(mean, log_sum, out, words, team, HEADS: tl.constexpr, FUSED: tl.constexpr):
+    """Push pair program_id(0), mean [ROWS, D] and log_sum [ROWS], to its heads' owners.
+
+    FUSED: then receive and store its own heads.
+    """
+    D: tl.constexpr = mean.shape[1]
+    world: tl.constexpr = wl.num_ranks(team)
+    pair, row = tl.program_id(0), tl.arange(0, mean.shape[0])
+    owner, place = owner_of(row, world, HEADS)
+    first, me = pair % HEADS.kv_heads * HEADS.group, wl.rank(team)
+    alone: tl.constexpr = FUSED and world == 1
+    half = 0
+    if not alone:
+        half = tl.load(words.halves + pair)
+        send_heads(mean, log_sum, half, words, team, HEADS, not FUSED)
+        tl.debug_barrier()  # all threads have read the half before it changes
+        tl.store(words.halves + pair, 1 - half)
+    if FUSED:
+        mine = (row < HEADS.group) & (owner == me)
+        if (first // HEADS.own <= me) & (me <= (first + HEADS.group - 1) // HEADS.own):
+            whole = mean
+            if not alone:
+                whole = receive_heads(mean, log_sum, place, mine, half, words, team, HEADS, True)
+            target = out + (place.to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
+            tl.store(target, whole.to(out.dtype.element_ty), mask=mine[:, None])
+
+
+def sharded_decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    team: Team,
+    scale: float | None = None,
+    tickets: torch.Tensor | None = None,
+    window: int | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """Attention [B, Hq / W, D] of new tokens to all ranks' tokens, for this rank's heads. Collective.
+
+    q             [B, Hq, D], fp16, bf16 or fp32: the queries of all heads, equal on all ranks
+    keys, values  [P, Hkv, S, D], contiguous, of q's dtype: this rank's pages, with all KV heads; query head h attends to KV
+                  head h * Hkv // Hq
+    pages         [B, local_pages] int32, of one shape on all ranks: page p of sequence b is pages[b, p // W] of rank p % W
+    lengths       [B] int32: tokens of the whole sequences, the new one included; equal on all ranks, at most local_pages * S on
+                  any. 0, a padding row: zeros
+    scale         D ** -0.5 where None
+    tickets       arrival counters as for ``paged_attention``: int32 zeros, B * Hkv or more, left as zeros
+    window        None: windows are not supported
+    algorithm     "auto", "one_kernel" (all programs resident) or "two_kernels"
+
+    Rank r gets heads r * Hq / W and on: those whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
+    groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged
+    in rank order: the same bits from run to run. They are not those of another W. A row whose scores are all -inf gets zeros.
+    ``pages`` and the cache behind a length do not change a result. The host reads no lengths or pages: those out of range, and
+    lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows growing lengths, after one call
+    outside with these sizes. No backward. ValueError for arguments that do not fit.
+    """
+    op = "sharded_decode_attention"
+    check_team(op, team)
+    check_tensor(op, "q", q, team, FLOATS)
+    check_cache(op, keys, values, q)
+    heads, D = keys.shape[1], keys.shape[3]
+    check_shape(op, "q", q, ("B", "Hq", D))
+    check_heads(op, q.shape[1], keys)
+    check_own_heads(op, q.shape[1], team.size)
+    for name, x, shape in (("pages", pages, (len(q), "local_pages")), ("lengths", lengths, (len(q),))):
+        check_like(op, name, x, q.device, (torch.int32,))
+        check_shape(op, name, x, shape)
+    check_tickets(op, tickets, len(q) * heads, q.device)
+    if window is not None:
+        raise ValueError(f"{op}: window={window} is not supported; a window's tokens fit one rank: use paged_attention")
+    if scale is not None:
+        check_scalar(op, "scale", scale)
+    check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
+    scale = D**-0.5 if scale is None else scale
+    return SHARDED_DECODE_ATTENTION.dispatch(q, keys, values, pages, lengths, scale, tickets, team.name, algorithm)
+
+
+def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
+    """ValueError unless each rank can own the same number of query heads."""
+    if q_heads % world_size:
+        raise ValueError(
+            f"{op}: q has {q_heads} heads, which world_size={world_size} ranks cannot share evenly; use a W that divides them"
+        )
+
+
+def resident_programs(split: SplitKV, head_dim: int, itemsize: int, caps: Capabilities) -> int:
+    """Programs of the fused kernel that the GPU holds at a time, at 255 registers a thread."""
+    if caps.is_simulated or not caps.arch.startswith("sm_"):
+        return caps.sms
+    stages = 2 * split.num_stages * split.block_n * head_dim * itemsize
+    return caps.sms * max(1, min(8 // split.num_warps, SHARED_BYTES // (stages + 4096)))
+
+
+class ShardedDecodeAttention(AttentionOp):
+    """sizes of a call: sequences, tokens that a row of a rank's page table has room for, KV heads, D."""
+
+    name, alias = "sharded_decode_attention", "sharded-decode-attention"
+    designs = {"one_kernel": OneKernel, "two_kernels": TwoKernels}
+    sizes = ("batch", "context", "kv_heads", "head_dim")
+    mutates = ("tickets",)
+    form = ""
+    collective = True
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> ShardedCall:
+        check_sizes(self.name, self.sizes, sizes)
+        batch, context, kv_heads, head_dim = sizes
+        check_head_dim(head_dim)
+        return ShardedCall(batch * kv_heads, context, head_dim, dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> ShardedCall:
+        _, heads, head_dim, page = case.sizes
+        tokens = room_of(case) * page
+        return ShardedCall(len(case.field("lengths")) * heads, tokens, head_dim, case.dtype, case.design)
+
+    def table_key(self, call: ShardedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.pairs, call.tokens, call.head_dim), machine.world_size
+
+    def tuned(self, call: ShardedCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # A row of another batch may have more programs than fit.
+        fits = found is None or not isinstance(found.design, OneKernel) or self.fits(found.design.split, call, machine)
+        return found if fits else None
+
+    def rule(self, call: ShardedCall, machine: Machine) -> tuple[str, str]:
+        split = self.split_of(call, machine)
+        programs = call.pairs * split.splits
+        reason = f"{call.pairs} pairs of a sequence and a KV head, {programs} programs"
+        if machine.world_size == 1 or self.fits(split, call, machine):
+            return "one_kernel", f"{reason}, all resident"
+        return "two_kernels", f"{reason}, more than are resident at a time"
+
+    def default(self, name: str, call: ShardedCall, machine: Machine) -> OneKernel | TwoKernels:
+        split = self.split_of(call, machine)
+        if name == "one_kernel" and machine.world_size > 1:
+            most = resident_programs(split, call.head_dim, call.dtype.itemsize, machine.caps)
+            split = replace(split, splits=max(1, min(split.splits, most // max(1, call.pairs))))
+        return self.designs[name](split=split)
+
+    def split_of(self, call: ShardedCall, machine: Machine) -> SplitKV:
+        """Local attention by ``paged_attention``'s rule: it is the same work."""
+        return split_kv_for(DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype), machine.caps)
+
+    def fits(self, split: SplitKV, call: ShardedCall, machine: Machine) -> bool:
+        """True if all programs of a call are resident at once."""
+        most = resident_programs(split, call.head_dim, call.dtype.itemsize, machine.caps)
+        return call.pairs * split.splits <= most
+
+    def space(self, call: ShardedCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        rule, local = self.split_of(call, machine), DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype)
+        for kind in self.designs.values():
+            for block_n in (rule.block_n,) if quick else (32, 64, 128):
+                for per_sm in (1, 2) if quick else (1, 2, 4):
+                    least = max(rule.least, block_n)
+                    # More than MAX_SPLITS too: contexts are long here.
+                    wanted = per_sm * machine.caps.sms // max(1, call.pairs)
+                    most = cdiv(call.tokens, least)
+                    for splits in {splits_of(local, per_sm * machine.caps.sms, least), max(1, min(wanted, most))}:
+                        split = replace(
+                            rule, block_n=block_n, least=least, splits=splits, num_warps=min(4, block_n // 16)
+                        )
+                        if kind is TwoKernels or self.fits(split, call, machine):
+                            yield kind(split=split)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        split = design.split
+        for other in (
+            moved(
+                split,
+                block_n=scaled(split.block_n),
+                least=scaled(split.least),
+                splits=scaled(split.splits, high=128),
+                num_warps=scaled(split.num_warps, high=8),
+                num_stages=(max(1, split.num_stages - 1), split.num_stages + 1),
+            )
+            if not quick
+            else ()
+        ):
+            yield type(design)(split=other)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        design: OneKernel | TwoKernels,
+        team: Team,
+        q: torch.Tensor,
+        cache: PagedCache,
+        sequences: Sequences,
+        scale: float,
+        tickets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``sharded_decode_attention`` of checked arguments.
+
+        ValueError for one_kernel if not all programs are resident.
+        """
+        self.check_design(design)
+        (B, q_heads, D), sizes, fused = q.shape, CacheSizes.of(cache.key_pages), isinstance(design, OneKernel)
+        out = q.new_empty((B, q_heads // team.size, D))
+        if B == 0:
+            return out
+        split, pairs = design.split, B * sizes.heads
+        if fused and team.size > 1:
+            most = min(
+                resident_programs(split, D, cache.key_pages.itemsize, team.caps),
+                team.max_programs(split.num_warps),
+            )
+            if pairs * split.splits > most:
+                raise ValueError(
+                    f"{self.name}: algorithm='one_kernel' has {pairs * split.splits} programs that wait for peers, and {most} "
+                    f"are resident; use 'two_kernels'"
+                )
+        heads = HeadSizes.of(q_heads, sizes.heads, B, team.size)
+        alone = fused and team.size == 1
+        words = HeadWords(out, out, out) if alone else words_of(team, heads, D, fused=fused)
+        tile = tile_of(split, group=heads.group, D=D)
+        options = launch_options(team.caps)
+        attention = launch_of(
+            team,
+            sharded_attention_kernel,
+            (split.block_n, split.least, split.splits > 1, split.num_warps, split.num_stages, sizes, heads, fused),
+            lambda: {
+                "SIZES": sizes, "TILE": tile, "HEADS": heads, "FUSED": fused, "num_warps": split.num_warps,
+                "num_stages": split.num_stages, **options,
+            },
+        )  # fmt: skip
+        sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
+        partials = scratch_of(q, pairs, split.splits, tickets)
+        arguments = cache, sequences, out, partials, sequences.pages.shape[1], scale * LOG2_E, words, team.view
+        attention((pairs, split.splits), q.contiguous(), *arguments)
+        if not fused:
+            rows = min(MERGED_HEADS.value, next_power_of_2(heads.own))
+            merge = launch_of(
+                team, merge_heads_kernel, (heads, D), lambda: {"HEADS": heads, "ROWS": rows, "D": D, **options}
+            )
+            merge((B, cdiv(heads.own, rows)), out, words, team.view)
+        return out
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+        tickets: torch.Tensor | None,
+        team: str,
+        algorithm: str,
+    ) -> torch.Tensor:
+        members, (_, heads, page, D) = find_team(team), keys.shape
+        call = ShardedCall(len(q) * heads, pages.shape[1] * page, D, keys.dtype, algorithm)
+        design = self.plan(call, machine_of(members)).design
+        return self.run(design, members, q, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets)
+
+    def fake(self, q, keys, values, pages, lengths, scale, tickets, team, algorithm):
+        return q.new_empty((q.shape[0], q.shape[1] // find_team(team).size, q.shape[2]))
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """q, this rank's cache and pages, lengths.
+
+        Field huge: number of a token whose key is 64 times as large.
+        """
+        whole = torch.tensor(case.field("lengths"), dtype=torch.int32)
+        page, room = case.sizes[3], room_of(case)
+        mine = local_lengths(whole, rank, case.world_size, page).tolist()
+        spare = room - max(1, max(cdiv(length, page) for length in mine))
+        keys, values, pages = cases.draw_cache(draw, mine, [(0, length) for length in mine], spare=spare)
+        if (huge := case.field("huge")) is not None and huge // page % case.world_size == rank:
+            for table, length in zip(pages.tolist(), case.field("lengths"), strict=True):
+                if huge < length:
+                    keys[table[huge // page // case.world_size], :, huge % page] *= 64
+        q = draw.shared("q", (len(whole), case.sizes[0], case.sizes[2]))
+        return q, keys, values, pages, whole.to(q.device)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        q, *_ = by_rank[rank]
+        own = q.shape[1] // case.world_size
+        out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+        for b, length in enumerate(case.field("lengths")):
+            if length > 0:
+                tables = [inputs[3][b] for inputs in by_rank]
+                whole = (cases.tokens_of_ranks([inputs[i] for inputs in by_rank], tables, length) for i in (1, 2))
+                out[b] = cases.attended(q[b : b + 1], *whole, length - 1)[0]
+        return out[:, rank * own : (rank + 1) * own].contiguous()
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=max(case.field("lengths")) + case.sizes[2], partials=1, by_row=True)
+
+    def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+        if isinstance(case.design, str):
+            return sharded_decode_attention(q, *cache, team, algorithm=case.design)
+        keys, values, pages, lengths = cache
+        places = PagedCache(keys, values), Sequences(pages, lengths)
+        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5, None)
+
+    def cases(self) -> Iterator[Case]:
+        return cases.sharded_cases(self.name, OneKernel, TwoKernels, SplitKV)
+
+    def large_cases(self) -> Iterator[Case]:
+        yield from cases.more_sharded_cases(self.name, OneKernel, TwoKernels, SplitKV)
+        for w in (1, 2, 4):
+            for heads in (((32, 4, 128, 64), BF16), ((24, 12, 128, 64), FP16)):
+                for lengths in ((1,), (32769,), (40000, 0, 63, 65, 131, 7000), (3000,) * 64):
+                    yield cases.sharded_case(self.name, w, heads, AUTO, lengths)
+
+
+def room_of(case: Case) -> int:
+    """Columns of each rank's page table: pages of the longest sequence, and the case's ``spare``."""
+    pages = cdiv(cdiv(max(case.field("lengths")), case.sizes[3]), case.world_size)
+    return max(1, pages) + (case.field("spare") or 0)
+
+
+SHARDED_DECODE_ATTENTION = ShardedDecodeAttention()
+register(SHARDED_DECODE_ATTENTION)

@@ -19,7 +19,7 @@ def test_wrong_arguments_are_refused():
 
 
 def built(arch):
-    arguments, constants = (LONGS, INTS, LONGS, LONGS, INTS, INTS, 2, 40, 4), {"PAGE": 64, "BLOCK": 128}
+    arguments, constants = (LONGS, INTS, LONGS, LONGS, INTS, INTS, 2, 40, 4, 0), {"PAGE": 64, "RANKS": 1, "BLOCK": 128}
     return compiled(decode_metadata_kernel, *arguments, arch=arch, **constants, **launch_options(caps_of(arch)))
 
 

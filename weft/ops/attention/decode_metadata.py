@@ -1,6 +1,8 @@
 """decode_metadata: slots, lengths and positions of one new token a sequence, in one kernel.
 
 at = max(position, 0);  slot = page * S + at % S, page = pages[b, at // S];  length = position + 1        position -1: slot -1
+
+Of a cache spread over W ranks (weft.kernels.block_cyclic) page = pages[b, at // S // W] at rank at // S % W; slot -1 at others.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.arguments import check_int
+from weft.kernels.block_cyclic import local_slots
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.op import Op, register
@@ -23,9 +27,21 @@ from weft.runtime.capabilities import launch_options
 BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["batch", "width", "counters"])
+@triton.jit(do_not_specialize=["batch", "width", "counters", "rank"])
 def decode_metadata_kernel(
-    positions, pages, at, slots, lengths, arrivals, batch, width, counters, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    positions,
+    pages,
+    at,
+    slots,
+    lengths,
+    arrivals,
+    batch,
+    width,
+    counters,
+    rank,
+    PAGE: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write at, slots and lengths by the module's formula, and set all arrival counters to 0.
 
@@ -36,8 +52,11 @@ def decode_metadata_kernel(
     wl.follow_previous_kernel()
     position = tl.load(positions + row, mask=exists, other=-1)
     here = tl.maximum(position, 0)
-    page = tl.load(pages + row.to(tl.int64) * width + here // PAGE, mask=exists, other=0).to(tl.int64)
-    slot = tl.where(position >= 0, page * PAGE + here % PAGE, -1)
+    mine, index = exists, here // PAGE
+    if RANKS > 1:
+        mine, index = exists & (index % RANKS == rank), index // RANKS
+    page = tl.load(pages + row.to(tl.int64) * width + index, mask=mine, other=0).to(tl.int64)
+    slot = tl.where((position >= 0) & mine, page * PAGE + here % PAGE, -1)
     tl.store(at + row, here, mask=exists)
     tl.store(slots + row, slot, mask=exists)
     tl.store(lengths + row, (position + 1).to(tl.int32), mask=exists)
@@ -45,13 +64,15 @@ def decode_metadata_kernel(
 
 
 def decode_metadata(
-    positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
+    positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int, rank: int = 0, ranks: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(at, slots, lengths, arrival counters)`` of one new token a sequence.
 
     positions  [B] int64, of the new tokens, each below max_pages * page_size; -1: padding
     pages      [B, max_pages] int32, contiguous
     tickets    number of arrival counters that decode_attention needs: B * kv_heads int32 zeros
+    rank       of ``ranks`` that a cache is spread over, block-cyclic: ``pages`` has this rank's pages, tokens at
+               others get slot -1, and lengths are those of the whole sequences
 
     lengths [B] int32 are for decode_attention; at and slots [B] int64 for qk_norm_rope before paged_attention. Padding has
     at 0, slot -1 and length 0.
@@ -63,7 +84,9 @@ def decode_metadata(
     check_shape("decode_metadata", "pages", pages, (len(positions), "max_pages"))
     check_count("decode_metadata", "page_size", page_size)
     check_count("decode_metadata", "tickets", tickets)
-    return DECODE_METADATA.dispatch(positions, pages, page_size, tickets)
+    check_int("decode_metadata: ranks", ranks, 1)
+    check_int("decode_metadata: rank", rank, 0, ranks - 1)
+    return DECODE_METADATA.dispatch(positions, pages, page_size, tickets, rank, ranks)
 
 
 class DecodeMetadata(Op):
@@ -80,8 +103,7 @@ class DecodeMetadata(Op):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         positions, pages = by_rank[rank]
         (_, kv_heads, page_size), at = case.sizes, positions.clamp(min=0)
-        page = pages.long().gather(1, at[:, None] // page_size)[:, 0]
-        slots = torch.where(positions >= 0, page * page_size + at % page_size, -1)
+        slots = local_slots(positions, pages, page_size, *(case.field("of_ranks") or (0, 1)))
         arrivals = torch.zeros(len(positions) * kv_heads, dtype=torch.int32, device=at.device)
         return at, slots, (positions + 1).int(), arrivals
 
@@ -90,25 +112,29 @@ class DecodeMetadata(Op):
 
     def call(self, case: Case, team: Any, positions: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, kv_heads, page_size = case.sizes
-        return decode_metadata(positions, pages, page_size, batch * kv_heads)
+        return decode_metadata(positions, pages, page_size, batch * kv_heads, *(case.field("of_ranks") or ()))
 
     def cases(self) -> Iterator[Case]:
         for page_size in (16, 64):
             for sizes in ((1, 1), (5, 2), (200, 1), (3, 100)):
                 yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(*sizes, page_size))
+        for rank in range(3):
+            fields = (("of_ranks", (rank, 3)),)
+            yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(40, 1, 16), fields=fields)
 
     def forward(
-        self, positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int
+        self, positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int, rank: int = 0, ranks: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        outputs = self.fake(positions, pages, page_size, tickets)
+        outputs = self.fake(positions, pages, page_size, tickets, rank, ranks)
         grid = cdiv(max(len(positions), tickets), BLOCK)
         if grid > 0:
-            arguments = positions.contiguous(), pages.contiguous(), *outputs, len(positions), pages.shape[1], tickets
+            sizes = len(positions), pages.shape[1], tickets, rank
             options = launch_options(capabilities_of(positions.device))
-            decode_metadata_kernel[(grid,)](*arguments, PAGE=page_size, BLOCK=BLOCK, **options)
+            constants = {"PAGE": page_size, "RANKS": ranks, "BLOCK": BLOCK, **options}
+            decode_metadata_kernel[(grid,)](positions.contiguous(), pages.contiguous(), *outputs, *sizes, **constants)
         return outputs
 
-    def fake(self, positions, pages, page_size, tickets):
+    def fake(self, positions, pages, page_size, tickets, rank=0, ranks=1):
         batch = positions.shape[0]
         at, slots = (positions.new_empty((batch,)) for _ in range(2))
         lengths = positions.new_empty((batch,), dtype=torch.int32)

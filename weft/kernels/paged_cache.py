@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+# Largest number of e4m3.
+LARGEST: tl.constexpr = tl.constexpr(448.0)
+
 
 class PagedCache(NamedTuple):
     """Keys and values of one layer, each contiguous, [pages, heads, page, dim] by ``CacheSizes``.
@@ -90,9 +93,25 @@ def as_values(mean, cache):
 
 
 @triton.jit
-def write_token(cache, cell, key, value, D: tl.constexpr):
-    """Write the key and value [1, D] of one token; all threads of this program see them from here on."""
+def as_bytes(x, scale, DTYPE: tl.constexpr):
+    """e4m3 bytes of ``x`` rounded to DTYPE: x / scale, saturated, rounded to the nearest even.
+
+    NaN stays NaN. scale  pointer to fp32 [1]
+    """
+    x = tl.div_rn(x.to(DTYPE).to(tl.float32), tl.load(scale))
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def write_token(cache, cell, key, value, D: tl.constexpr, DTYPE: tl.constexpr):
+    """Write the key and value [1, D] of one token; all threads of this program see them from here on.
+
+    DTYPE  in which the token's key and value are rounded before they become bytes of an fp8 cache
+    """
     cells = cell + tl.arange(0, D)[None, :]
+    if cache.k_scale is not None:
+        key, value = as_bytes(key, cache.k_scale, DTYPE), as_bytes(value, cache.v_scale, DTYPE)
     tl.store(cache.key_pages + cells, key.to(cache.key_pages.dtype.element_ty))
     tl.store(cache.value_pages + cells, value.to(cache.value_pages.dtype.element_ty))
     tl.debug_barrier()

@@ -44,22 +44,22 @@ def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor
     return ops.matmul(x, w.qkv) if step.by_cudnn(w) else matmul_split(x, w.qkv)
 
 
-def attend(
-    qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]
-) -> Tensor:
+def attend(qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim].
 
     A prefill is two launches. Where the cache is spread over the ranks, a prefill without cuDNN exchanges the pages in an
-    all_to_all between the two, and a decode step gathers the queries of all heads.
+    all_to_all between the two, and a decode step gathers the queries of all heads. cache: as for weft.parallel.plain
     """
     spread = step.spread
+    cache, scales = cache[:2], dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     head = w.q_norm, w.k_norm, w.eps, step.angles
     if not step.is_prefill and spread is None:
-        places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window}
+        places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window, **scales}
         attended = ops.decode_attention(projected, *head, *places, tickets=step.tickets, **options)
     elif step.by_cudnn(w):
-        heads = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, with_keys=True, bias=w.bias)
+        places = step.positions, step.slots, *cache
+        heads = ops.qk_norm_rope(projected, *head, *places, with_keys=True, bias=w.bias, **scales)
         q, keys, values = heads.tensor_split((w.heads, w.heads + w.kv_heads), dim=1)
         if w.bias is None:
             values = projected[:, -w.kv_heads * w.head_dim :]
@@ -67,13 +67,13 @@ def attend(
             keys, values = keys[:, spread.heads(w)], values.unflatten(1, keys.shape[1:])[:, spread.heads(w)].flatten(1)
         attended = attend_to_prompts(q, keys, values, step, cache)
     else:
-        q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias)
+        q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)
         if spread is not None and not step.is_prefill:
-            places = *cache, step.pages, step.lengths, spread.team
-            return ops.sharded_decode_attention(spread.all_queries(q), *places, tickets=step.tickets).flatten(1)
+            places, options = (*cache, step.pages, step.lengths), {"tickets": step.tickets, **scales}
+            return ops.sharded_decode_attention(spread.all_queries(q), *places, spread.team, **options).flatten(1)
         if spread is not None:
             cache, step = spread.exchange(w, step, cache)
-        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window)
+        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 

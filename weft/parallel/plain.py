@@ -39,9 +39,13 @@ def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
     return F.linear(x, w.qkv)
 
 
-def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """Bias, norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim]."""
-    keys, values = cache
+def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
+    """Bias, norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim].
+
+    cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale)
+    """
+    keys, values, *scales = cache
+    k_scale, v_scale = scales or (None, None)
     spread = step.spread
     qkv = qkv if w.bias is None else qkv + w.bias
     heads = qkv.view(step.tokens, -1, w.head_dim)
@@ -49,17 +53,21 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, Te
     angles = step.angles[step.positions]
     page, offset = step.cells
     k = apply_rotary(norm_of_heads(k, w.k_norm, w.eps), angles)
-    keys[page, :, offset] = k
-    values[page, :, offset] = v
+    keys[page, :, offset], values[page, :, offset] = as_cached(k, k_scale), as_cached(v, v_scale)
     q = apply_rotary(norm_of_heads(q, w.q_norm, w.eps), angles)
     if spread is not None:
-        cache, step = spread.exchange(w, step, cache)
+        (keys, values), step = spread.exchange(w, step, (keys, values))
         k, v = (x[:, spread.heads(w)] for x in (k, v))
     if step.is_prefill:
-        attended = attend_to_prompts(q, k, v.flatten(1), step, cache, w.window)
+        attended = attend_to_prompts(q, k, v.flatten(1), step, (keys, values, *scales), w.window)
     else:
-        attended = attend_to_pages(q, *cache, step.pages, step.lengths, w.window)
+        attended = attend_to_pages(q, keys, values, step.pages, step.lengths, w.window, k_scale, v_scale)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def as_cached(x: Tensor, scale: Tensor | None) -> Tensor:
+    """``x`` as a cache holds it: as it is, or with a scale as e4m3 bytes of x / scale, saturated."""
+    return x if scale is None else (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def norm_of_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -119,19 +127,30 @@ def logits(x: Tensor, head: VocabWeights) -> Tensor:
     return found
 
 
-def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
-    """[pages, heads, page_size, head_dim] and a table [B, n] → [B, heads, n * page_size, head_dim]: a copy"""
+def gather_pages(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """[pages, heads, page_size, head_dim] and a table [B, n] → [B, heads, n * page_size, head_dim]: a copy
+
+    scale  of an fp8 cache, whose bytes times it become ``dtype``
+    """
     _, heads, page_size, head_dim = cache.shape
     found = cache[pages.long()].transpose(1, 2)
+    found = found if scale is None else (found.float() * scale).to(dtype)
     return found.reshape(len(pages), heads, pages.shape[1] * page_size, head_dim)
 
 
 def attend_to_pages(
-    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, window: int | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Reference of ``ops.paged_attention``, [B, heads, head_dim]; rows with length 0 are undefined."""
     batch, heads, head_dim = q.shape
-    keys, values = (gather_pages(cache, pages) for cache in (keys, values))
+    keys, values = (gather_pages(cache, pages, q.dtype, scale) for cache, scale in ((keys, k_scale), (values, v_scale)))
     at, lengths = torch.arange(keys.shape[2], device=q.device), lengths.clamp(min=1)[:, None]
     seen = at < lengths
     if window is not None:
@@ -144,7 +163,7 @@ def attend_to_pages(
 
 
 def attend_to_prompts(
-    q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, Tensor], window: int | None = None
+    q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, ...], window: int | None = None
 ) -> Tensor:
     """Causal attention of a prefill by torch, [T, heads, head_dim]: a launch for each chunk.
 
@@ -157,7 +176,7 @@ def attend_to_prompts(
 def attend_to_chunk(
     q: Tensor,
     new: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     pages: Tensor,
     chunk: Chunk,
     window: int | None,
@@ -176,7 +195,8 @@ def attend_to_chunk(
         attended = F.scaled_dot_product_attention(q, *map(of_chunk, new), is_causal=True, enable_gqa=True)
     else:
         table = pages[sequence : sequence + batch, : -(-whole_length // cache[0].shape[2])]
-        keys, values = (gather_pages(part, table)[:, :, :whole_length] for part in cache)
+        parts = zip(cache[:2], cache[2:] or (None, None), strict=True)
+        keys, values = (gather_pages(part, table, q.dtype, scale)[:, :, :whole_length] for part, scale in parts)
         # torch's lower-right mask does not support grouped heads.
         keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
         mask = causal_lower_right(length, whole_length)

@@ -201,6 +201,9 @@ def decoding_cases(op: str, split_kv: Any) -> Iterator[Case]:
     ):
         yield case_of(op, heads, design, lengths=(300, 0, 513), window=window, spare=1)
     yield case_of(op, QWEN, lengths=(200, 3), window=150)
+    if op == "paged_attention":
+        yield case_of(op, ((4, 1, 64, 16), FP16), split, lengths=(0, 70), fp8=True)
+        yield case_of(op, QWEN, lengths=(130, 1), window=90, fp8=True)
     yield case_of(op, SMALL, lengths=(20, 16), window=32)
 
 
@@ -209,6 +212,9 @@ def large_decoding_cases(op: str) -> Iterator[Case]:
     for heads in (QWEN, ((32, 4, 128, 64), BF16)):
         for batch, length in ((1, 128), (1, 40000), (32, 1024), (128, 128), (300, 50)):
             yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,))
+        if op == "paged_attention":
+            for batch, length in ((1, 40000), (32, 1024), (128, 129)):
+                yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,), fp8=True)
         for batch, length in ((1, 20000), (32, 5000)):
             yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,), window=4096)
 
@@ -224,6 +230,7 @@ def sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> 
     yield sharded_case(op, 2, ((16, 1, 32, 16), BF16), one_kernel(split=wide), (150,))
     yield sharded_case(op, 2, ((4, 2, 16, 16), FP16), two_kernels(split=wide), (90,), huge=20)
     yield sharded_case(op, 2, ((4, 1, 64, 32), FP32), "auto", (65,))
+    yield sharded_case(op, 2, ((4, 1, 32, 16), BF16), "auto", (40,), fp8=True)
 
 
 def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> Iterator[Case]:
@@ -239,6 +246,8 @@ def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any
                 lengths = (0,) if heads[0][1] == 2 else (40 * w + 3, 17)
                 yield sharded_case(op, w, heads, design, lengths, huge=1)
                 yield sharded_case(op, w, heads, design, (50 * w,), spare=1)
+                if heads[1] != FP32:
+                    yield sharded_case(op, w, heads, design, (70, 16 * w + 1), fp8=True)
 
 
 def sharded_case(

@@ -18,7 +18,15 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.online_softmax import attend, ways
-from weft.kernels.paged_cache import PagedCache, Sequences, cell_of, pages_at, write_token
+from weft.kernels.paged_cache import (
+    PagedCache,
+    Sequences,
+    as_values,
+    cell_of,
+    pages_at,
+    scale_of_scores,
+    write_token,
+)
 from weft.kernels.partial_sums import sum_of_partials
 from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads
@@ -26,7 +34,8 @@ from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
-from weft.ops.attention.qk_norm_rope import check_projected
+from weft.ops.attention.fp8_cache import cache_of
+from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype
 from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
@@ -112,9 +121,10 @@ def decode_attention_kernel(
             new_cell, new_value = cell_of(page_of_last, head, last % PAGE, SIZES), value * by
             if projected.bias is not None:
                 new_value += load_bias(projected, k_at + SIZES.heads * D + column, column >= 0)
-            write_token(cache, new_cell, key, new_value, D)
+            write_token(cache, new_cell, key, new_value, D, out.dtype.element_ty)
+        scale = scale_of_scores(scale, cache)
         mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
-        store_or_join(mean, log_sum, count, out, partials, TILE)
+        store_or_join(as_values(mean, cache), log_sum, count, out, partials, TILE)
 
 
 def decode_attention(
@@ -131,6 +141,8 @@ def decode_attention(
     tickets: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, D] of each sequence's new token to all its tokens, itself included.
 
@@ -139,13 +151,15 @@ def decode_attention(
     qkv                 [B, (Hq + 2 Hkv) * D], or split-K partials of it, or a ``DeferredNorm``, as for ``qk_norm_rope``
     q_weight, k_weight  [D], of the RMSNorm of each head, with ``eps``; both None: heads are not normalised
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
-    keys, values        [P, Hkv, S, D], contiguous, of one dtype, which is qkv's unless that is in partials; written in place
+    keys, values        [P, Hkv, S, D], contiguous, of one dtype, which is qkv's unless that is in partials, or e4m3; written in
+                        place
     pages               [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths             [B] int32: tokens to attend to, the new one, the last of them, included; at most max_pages * S and
                         max_positions. 0, a padding row: nothing is written, and its result is zeros
     scale, tickets      as for ``paged_attention``
     bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``
     window              as for ``paged_attention``
+    k_scale, v_scale    of a cache in e4m3, and the result's dtype with it: as for ``qk_norm_rope``
 
     Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings. D and S are powers of two from 16 to 256.
     No two sequences of a call share the page of their new tokens. Results are the same bits from run to run. The host reads no
@@ -154,7 +168,7 @@ def decode_attention(
     op = "decode_attention"
     norm = qkv if isinstance(qkv, DeferredNorm) else None
     qkv = norm.scaled if norm else qkv
-    check_projected(op, qkv, q_weight, k_weight, angles, keys, values, bias, tokens="B")
+    check_projected(op, qkv, q_weight, k_weight, angles, keys, values, bias, k_scale, v_scale, tokens="B")
     B, heads, D = qkv.shape[-2], keys.shape[1], keys.shape[3]
     check_heads(op, qkv.shape[-1] // D - 2 * heads, keys)
     for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
@@ -186,6 +200,8 @@ def decode_attention(
         tickets,
         bias,
         window,
+        k_scale,
+        v_scale,
     )
 
 
@@ -294,7 +310,9 @@ class DecodeAttention(DecodingOp):
         projected, qkv_sizes = Projected.of(qkv, bias)
         _, heads, _, D = cache.key_pages.shape
         B, q_heads = projected.qkv.shape[-2], projected.qkv.shape[-1] // D - 2 * heads
-        out = torch.empty((B, q_heads, D), dtype=cache.key_pages.dtype, device=cache.key_pages.device)
+        given = qkv.scaled if isinstance(qkv, DeferredNorm) else qkv
+        dtype = heads_dtype(given, cache.key_pages, norms.q_weight, bias)
+        out = torch.empty((B, q_heads, D), dtype=dtype, device=cache.key_pages.device)
         if B > 0:
             launch, grid, arguments = launch_of(
                 decode_attention_kernel, design, out, cache, sequences, tickets, window, QKV=qkv_sizes
@@ -319,19 +337,22 @@ class DecodeAttention(DecodingOp):
         tickets: torch.Tensor | None,
         bias: torch.Tensor | None,
         window: int | None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         given = qkv if squares is None else DeferredNorm(qkv, squares, norm_eps)
         window = hiding(window, keys, pages)
         design, norms = self.plan_of(keys, pages, window), HeadNorms(q_weight, k_weight, eps)
-        places = PagedCache(keys, values), Sequences(pages, lengths)
+        places = cache_of(self.name, keys, values, k_scale, v_scale), Sequences(pages, lengths)
         return self.run(design, None, given, norms, angles, *places, scale, tickets, bias, window)
 
     def fake(
         self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets,
-        bias, window,
+        bias, window, k_scale=None, v_scale=None,
     ):  # fmt: skip
         _, heads, _, D = keys.shape
-        return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - 2 * heads, D))
+        shape = qkv.shape[-2], qkv.shape[-1] // D - 2 * heads, D
+        return keys.new_empty(shape, dtype=heads_dtype(qkv, keys, q_weight, bias))
 
 
 DECODE_ATTENTION = DecodeAttention()

@@ -19,11 +19,12 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.online_softmax import attend, ways
-from weft.kernels.paged_cache import PagedCache, Sequences, pages_at
+from weft.kernels.paged_cache import PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
+from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
@@ -62,9 +63,10 @@ def paged_attention_kernel(
     x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
     length = tl.minimum(length, max_pages * SIZES.page)
     count = split_count(length, splits, TILE)
+    scale = scale_of_scores(scale, cache)
     if split < count:
         mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
-        store_or_join(mean, log_sum, count, out, partials, TILE)
+        store_or_join(as_values(mean, cache), log_sum, count, out, partials, TILE)
 
 
 def paged_attention(
@@ -76,11 +78,13 @@ def paged_attention(
     scale: float | None = None,
     tickets: torch.Tensor | None = None,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for the newest token of each sequence.
 
     q             [B, Hq, D], fp16, bf16 or fp32
-    keys, values  [P, Hkv, S, D], contiguous, of q's dtype; query head h attends to KV head h * Hkv // Hq
+    keys, values  [P, Hkv, S, D], contiguous, of q's dtype or e4m3; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths       [B] int32: tokens to attend to, the new one included, max_pages * S at most. 0, a padding row: zeros
     scale         D ** -0.5 where None
@@ -88,6 +92,8 @@ def paged_attention(
                   each call makes its own, which takes one more small kernel
     window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all. Blocks of keys before
                   the window are not loaded
+    k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
+                  times k_scale, a value its byte times v_scale
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache behind a length, and the
@@ -97,7 +103,8 @@ def paged_attention(
     """
     op = "paged_attention"
     check_like(op, "q", q, None, FLOATS)
-    check_cache(op, keys, values, q)
+    check_cache(op, keys, values, q, k_scale, v_scale)
+    check_queries(op, q, k_scale)
     heads, D = keys.shape[1], keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
     B = q.shape[0]
@@ -110,7 +117,7 @@ def paged_attention(
     if scale is not None:
         check_scalar(op, "scale", scale)
     scale = D**-0.5 if scale is None else scale
-    return PAGED_ATTENTION.dispatch(q, keys, values, pages, lengths, scale, tickets, window)
+    return PAGED_ATTENTION.dispatch(q, keys, values, pages, lengths, scale, tickets, window, k_scale, v_scale)
 
 
 class PagedAttention(DecodingOp):
@@ -118,15 +125,17 @@ class PagedAttention(DecodingOp):
     mutates = ("tickets",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """q, the cache, pages and lengths."""
+        """q, the cache, pages and lengths; with the field fp8 the scales."""
         lengths = case.field("lengths")
         q = draw.own("q", (len(lengths), case.sizes[0], case.sizes[2]))
         seen = [(cases.first_seen(case, length), length) for length in lengths]
         cache = cases.draw_cache(draw, lengths, seen, spare=case.field("spare") or 0)
-        return q, *cache, torch.tensor(lengths, dtype=torch.int32, device=q.device)
+        held = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+        return (q, *quantized_cache(*cache, held)) if case.field("fp8") else (q, *cache, held)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        q, keys, values, pages, _ = by_rank[rank]
+        q, keys, values, pages, _, *scales = by_rank[rank]
+        keys, values = read_back(keys, values, *scales)
         out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
         for b, length in enumerate(case.field("lengths")):
             if length > 0:
@@ -137,9 +146,11 @@ class PagedAttention(DecodingOp):
     def call(self, case: Case, team: Any, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         window = case.field("window")
         if isinstance(case.design, str):
-            return paged_attention(q, *cache, window=window)
-        keys, values, pages, lengths = cache
-        places = PagedCache(keys, values), Sequences(pages, lengths)
+            keys, values, pages, lengths, *scales = cache
+            named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+            return paged_attention(q, keys, values, pages, lengths, window=window, **named)
+        keys, values, pages, lengths, *scales = cache
+        places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
         return self.run(case.design, None, q, *places, q.shape[2] ** -0.5, None, window)
 
     def cases(self) -> Iterator[Case]:
@@ -177,12 +188,14 @@ class PagedAttention(DecodingOp):
         scale: float,
         tickets: torch.Tensor | None,
         window: int | None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        window = hiding(window, keys, pages)
-        design, places = self.plan_of(keys, pages, window), (PagedCache(keys, values), Sequences(pages, lengths))
+        window, cache = hiding(window, keys, pages), cache_of(self.name, keys, values, k_scale, v_scale)
+        design, places = self.plan_of(keys, pages, window), (cache, Sequences(pages, lengths))
         return self.run(design, None, q, *places, scale, tickets, window)
 
-    def fake(self, q, keys, values, pages, lengths, scale, tickets, window):
+    def fake(self, q, keys, values, pages, lengths, scale, tickets, window, k_scale=None, v_scale=None):
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

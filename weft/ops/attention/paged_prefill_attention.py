@@ -19,9 +19,10 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.online_softmax import PrefillTile, over_keys
-from weft.kernels.paged_cache import CacheSizes, PagedCache
+from weft.kernels.paged_cache import CacheSizes, PagedCache, as_values, scale_of_scores
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import GROUP, LOG2_E, AttentionOp, check_heads, check_window, hiding
+from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
@@ -103,6 +104,7 @@ def paged_prefill_attention_kernel(
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     wl.follow_previous_kernel()
+    scale = scale_of_scores(scale, cache)
     head = tl.program_id(0) % SIZES.heads
     tiles += 2 * (tl.program_id(0) // SIZES.heads)
     sequence, tile = tl.load(tiles), tl.load(tiles + 1)
@@ -144,7 +146,7 @@ def paged_prefill_attention_kernel(
     state = over_keys(x, position, cache, table, head, whole, end, scale, state, True, SIZES, TILE)
     _, total, acc = state
     total = tl.where(total > 0, total, 1.0)  # 0 where there is no key
-    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists)
+    tl.store(out + at, as_values(acc / total[:, None], cache).to(out.dtype.element_ty), mask=exists)
 
 
 def paged_prefill_attention(
@@ -155,17 +157,20 @@ def paged_prefill_attention(
     spans: SequenceRanges | Sequence[tuple[int, int]],
     scale: float | None = None,
     window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D], for T new tokens in a causal order.
 
     q             [T, Hq, D], fp16, bf16 or fp32: the new tokens of all sequences, whose keys and values are in the cache
-    keys, values  [P, Hkv, S, D], contiguous, of q's dtype; query head h attends to KV head h * Hkv // Hq
+    keys, values  [P, Hkv, S, D], contiguous, of q's dtype or e4m3; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before`` others; T tokens in all,
                   one sequence after the other. Or the same as SequenceRanges on q's device, which many calls share
     scale         positive; D ** -0.5 where None
     window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all up to itself. Blocks of
                   keys before the window are not loaded
+    k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; sizes decide how sums are split. ``pages`` and the cache behind a sequence, and the cache before the window of its
@@ -174,7 +179,8 @@ def paged_prefill_attention(
     """
     op = "paged_prefill_attention"
     check_like(op, "q", q, None, FLOATS)
-    check_cache(op, keys, values, q)
+    check_cache(op, keys, values, q, k_scale, v_scale)
+    check_queries(op, q, k_scale)
     page, D = keys.shape[2:]
     check_shape(op, "q", q, ("T", "Hq", D))
     check_heads(op, q.shape[1], keys)
@@ -203,7 +209,7 @@ def paged_prefill_attention(
     check_window(op, window)
     scale = D**-0.5 if scale is None else scale
     return PAGED_PREFILL_ATTENTION.dispatch(
-        q, keys, values, pages, spans.spans, spans.tiles, spans.block_m, scale, window
+        q, keys, values, pages, spans.spans, spans.tiles, spans.block_m, scale, window, k_scale, v_scale
     )
 
 
@@ -274,16 +280,18 @@ class PagedPrefillAttention(AttentionOp):
         return 2 * GROUP * pairs * tokens * (tokens + 1) * head_dim
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """q, the cache and pages."""
+        """q, the cache and pages; with the field fp8 the scales."""
         spans, (tokens, batch) = _spans_of(case), case.field("room") or (0, 0)
         held = [before + length for before, length in spans]
         seen = [(cases.first_seen(case, before + 1), before + length) for before, length in spans]
         cache = cases.draw_cache(draw, held, seen, spare=case.field("spare") or 0, room=batch)
         rows = sum(length for _, length in spans) + tokens
-        return draw.own("q", (rows, case.sizes[0], case.sizes[2])), *cache
+        q = draw.own("q", (rows, case.sizes[0], case.sizes[2]))
+        return (q, *quantized_cache(*cache)) if case.field("fp8") else (q, *cache)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        q, keys, values, pages = by_rank[rank]
+        q, keys, values, pages, *scales = by_rank[rank]
+        keys, values = read_back(keys, values, *scales)
         out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0
         for b, (before, length) in enumerate(_spans_of(case)):
             mine = (cases.tokens_of(x, pages[b], before + length) for x in (keys, values))
@@ -304,14 +312,16 @@ class PagedPrefillAttention(AttentionOp):
         keys: torch.Tensor,
         values: torch.Tensor,
         pages: torch.Tensor,
+        *scales: torch.Tensor,
     ) -> torch.Tensor:
         sizes = {"tokens": len(q), "batch": len(pages)} if case.field("room") else {}
         group = q.shape[1] // keys.shape[1]
         ranges = SequenceRanges.make(_spans_of(case), group, q.dtype, block_m=case.field("block_m"), **sizes)
         here, window = ranges.to(q.device), case.field("window")
         if isinstance(case.design, str):
-            return paged_prefill_attention(q, keys, values, pages, here, window=window)
-        places, scale = (PagedCache(keys, values), pages), q.shape[2] ** -0.5
+            named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+            return paged_prefill_attention(q, keys, values, pages, here, window=window, **named)
+        places, scale = (PagedCache(keys, values, *scales), pages), q.shape[2] ** -0.5
         return self.run(case.design, None, q, *places, here.spans, here.tiles, here.block_m, scale, window)
 
     def cases(self) -> Iterator[Case]:
@@ -338,6 +348,7 @@ class PagedPrefillAttention(AttentionOp):
             (((2, 0, 3),), {}),
         ):
             yield cases.case_of(self.name, cases.SMALL, chunks=chunks, **fields)
+        yield cases.case_of(self.name, ((2, 1, 64, 16), BF16), chunks=((1, 5, 20), (1, 3, 0)), fp8=True, **few)
         for heads in cases.HEADS:
             yield cases.case_of(self.name, heads, chunks=((2, 21, 0), (1, 50, 77)), **few)
             yield cases.case_of(self.name, heads, chunks=((1, 90, 130), (1, 7, 0)), spare=2)
@@ -367,6 +378,7 @@ class PagedPrefillAttention(AttentionOp):
         for heads in (cases.QWEN, ((32, 4, 128, 64), BF16)):
             for chunks in (((1, 128, 0),), ((32, 128, 0),), ((1, 2048, 0),), ((1, 1000, 3001), (2, 77, 0))):
                 yield cases.case_of(self.name, heads, chunks=chunks)
+            yield cases.case_of(self.name, heads, chunks=((1, 1000, 3001), (2, 77, 0)), fp8=True)
             for chunks in (((1, 1500, 3500),), ((1, 300, 19700), (2, 77, 5000))):
                 yield cases.case_of(self.name, heads, chunks=chunks, window=4096)
 
@@ -410,15 +422,17 @@ class PagedPrefillAttention(AttentionOp):
         block_m: int,
         scale: float,
         window: int | None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         (_, heads, _, D), sequences = keys.shape, max(1, spans.shape[0] - 2)
         average = cdiv(q.shape[0], sequences)
         call = PrefillCall(tiles.shape[0] * heads, sequences * heads, average, D, q.dtype)
         design = self.plan(call, machine_on(q.device)).design
-        window = hiding(window, keys, pages)
-        return self.run(design, None, q, PagedCache(keys, values), pages, spans, tiles, block_m, scale, window)
+        window, cache = hiding(window, keys, pages), cache_of(self.name, keys, values, k_scale, v_scale)
+        return self.run(design, None, q, cache, pages, spans, tiles, block_m, scale, window)
 
-    def fake(self, q, keys, values, pages, spans, tiles, block_m, scale, window):
+    def fake(self, q, keys, values, pages, spans, tiles, block_m, scale, window, k_scale=None, v_scale=None):
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

@@ -16,15 +16,17 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
-from weft.kernels.paged_cache import CacheSizes, PagedCache, cell_of
+from weft.kernels.paged_cache import CacheSizes, as_bytes, cell_of
 from weft.kernels.projected import Projected
 from weft.kernels.rms_norm import inverse_rms, squares_of
 from weft.kernels.rotary import HeadNorms, load_bias, norm_and_rotate
 from weft.ops.attention import cases
+from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.op import Op, register
-from weft.ops.registration import FLOATS, check_flag, check_is_tensor, check_scalar
+from weft.ops.registration import FLOATS, HALVES, check_flag, check_is_tensor, check_scalar
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
@@ -65,7 +67,7 @@ def qk_norm_rope_kernel(
     queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or also the keys behind them, or
                also the values
     keys       key_pages[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * page_size + offset
-    values     value_pages[page, h, offset, :] = x of the value, rounded
+    values     value_pages[page, h, offset, :] = x of the value, rounded. Of an fp8 cache both are ``as_bytes``
     slots[t] = -1: neither key nor value is written. No two tokens of a call share a slot.
     """
     D: tl.constexpr = SIZES.dim
@@ -121,6 +123,12 @@ def qk_norm_rope_kernel(
     store_halves(target, turned_low, turned_high, (exists & (head < KEPT))[:, None])
     kv_head = (head - Q_HEADS) % KV_HEADS
     cell = cell_of(slot // SIZES.page, kv_head, slot % SIZES.page, SIZES)[:, None] + column
+    if cache.k_scale is not None:
+        turned_low, turned_high = (
+            as_bytes(turned_low, cache.k_scale, dtype),
+            as_bytes(turned_high, cache.k_scale, dtype),
+        )
+        low, high = as_bytes(low, cache.v_scale, dtype), as_bytes(high, cache.v_scale, dtype)
     store_halves(cache.key_pages + cell, turned_low, turned_high, (turns & (head >= Q_HEADS) & (slot >= 0))[:, None])
     store_halves(cache.value_pages + cell, low, high, (exists & is_value & (slot >= 0))[:, None])
 
@@ -137,6 +145,8 @@ def qk_norm_rope(
     values: torch.Tensor,
     with_keys: bool = False,
     bias: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalised and rotated queries [T, Hq, D]; new keys (likewise) and values go into the paged cache.
 
@@ -146,19 +156,26 @@ def qk_norm_rope(
     q_weight, k_weight  [D], of the RMSNorm of each head, with ``eps``; both None: heads are not normalised
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     positions           [T] int32 or int64, each 0 .. max_positions - 1
-    slots               [T] int64: page * S + offset in the page, no two alike; -1: not written
-    keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or for partials any of the three; written in place
+    slots               [T] int64: page * S + offset in the page, no two alike; -1: not written, for padding, and for tokens of
+                        a sharded cache that another rank holds
+    keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or for partials any of the three, or e4m3; written in place
     with_keys           the result has the new keys behind the queries, [T, Hq + Hkv, D]. With a bias, where the new values are
                         no columns of qkv, it has them too, last: [T, Hq + 2 Hkv, D]
     bias                [(Hq + 2 Hkv) * D], of the cache's dtype, added to qkv after the sum of partials and the RMS scale;
                         None: there is none
+    k_scale, v_scale    of a cache in e4m3: fp32, 1 element each, on the device, positive. Written are keys and values of the
+                        result's dtype over the scale, saturated at 448 and rounded to the nearest even
+
+    The result is of the cache's dtype; with a cache in e4m3 of qkv's, or for partials of the weights' or the bias's, which are
+    of 16 bits.
 
     D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. The host reads no positions or slots: those
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     norm = qkv if isinstance(qkv, DeferredNorm) else None
     qkv = norm.scaled if norm else qkv
-    check_projected("qk_norm_rope", qkv, q_weight, k_weight, angles, keys, values, bias, tokens="T")
+    scales = k_scale, v_scale
+    check_projected("qk_norm_rope", qkv, q_weight, k_weight, angles, keys, values, bias, *scales, tokens="T")
     tokens = qkv.shape[-2]
     for name, x, shape, dtypes in (
         ("positions", positions, (tokens,), (torch.int32, torch.int64)),
@@ -173,7 +190,20 @@ def qk_norm_rope(
         check_scales("qk_norm_rope", norm.operand, qkv)
         squares, norm_eps = norm.squares, norm.eps
     return QK_NORM_ROPE.dispatch(
-        qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys, bias
+        qkv,
+        squares,
+        norm_eps,
+        q_weight,
+        k_weight,
+        eps,
+        angles,
+        positions,
+        slots,
+        keys,
+        values,
+        with_keys,
+        bias,
+        *scales,
     )
 
 
@@ -186,6 +216,8 @@ def check_projected(
     keys: torch.Tensor,
     values: torch.Tensor,
     bias: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     *,
     tokens: str,
 ) -> None:
@@ -193,8 +225,8 @@ def check_projected(
     check_is_tensor(op, "qkv", qkv)
     in_partials = qkv.dim() == 3
     check_like(op, "qkv", qkv, None, (torch.float32,) if in_partials else FLOATS)
-    check_like(op, "keys", keys, qkv.device, FLOATS)
-    check_cache(op, keys, values, keys if in_partials else qkv)
+    check_like(op, "keys", keys, qkv.device, (*FLOATS, E4M3))
+    check_cache(op, keys, values, keys if in_partials else qkv, k_scale, v_scale)
     _, kv_heads, _, D = keys.shape
     width = qkv.shape[-1] if qkv.dim() in (2, 3) else -1
     if width % D != 0 or width <= 2 * kv_heads * D or 0 in qkv.shape[:-2]:
@@ -207,14 +239,30 @@ def check_projected(
         raise ValueError(
             f"{op}: {missing} is None and {given} is not; pass both, or None for both: heads without norms"
         )
+    dtype = heads_dtype(qkv, keys, q_weight, bias)
+    if k_scale is not None and dtype not in HALVES:
+        raise ValueError(
+            f"{op}: keys of {keys.dtype} with heads of {dtype}; an fp8 cache is for qkv of 16 bits, or for partials "
+            f"with weights or a bias of 16 bits"
+        )
     weights = () if q_weight is None else (("q_weight", q_weight, D), ("k_weight", k_weight, D))
     vectors = weights if bias is None else (*weights, ("bias", bias, width))
     for name, x, shape, dtypes in (
-        *((name, x, (size,), (keys.dtype,)) for name, x, size in vectors),
+        *((name, x, (size,), (dtype,)) for name, x, size in vectors),
         ("angles", angles, ("max_positions", D), (torch.float32,)),
     ):
         check_like(op, name, x, qkv.device, dtypes)
         check_shape(op, name, x, shape)
+
+
+def heads_dtype(
+    qkv: torch.Tensor, keys: torch.Tensor, q_weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.dtype:
+    """Dtype of heads: the cache's; with an fp8 cache qkv's, or for partials the weights' or the bias's."""
+    if keys.dtype != E4M3:
+        return keys.dtype
+    like = next((x for x in (q_weight, bias) if x is not None and qkv.dim() == 3), qkv)
+    return like.dtype
 
 
 def check_head_dim(head_dim: int, remedy: str = "") -> None:
@@ -224,10 +272,21 @@ def check_head_dim(head_dim: int, remedy: str = "") -> None:
         raise ValueError(f"head_dim={head_dim}: fused kernels take one of {allowed}{remedy}")
 
 
-def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
-    """ValueError unless keys and values are a paged cache of the dtype and device of ``like``."""
+def check_cache(
+    op: str,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    like: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """ValueError unless keys and values are a paged cache on the device of ``like``.
+
+    Of its dtype, or with scales in e4m3.
+    """
+    scaled = k_scale is not None or v_scale is not None
     for name, x in (("keys", keys), ("values", values)):
-        check_like(op, name, x, like.device, (like.dtype,))
+        check_like(op, name, x, like.device, (E4M3,) if scaled else (like.dtype,))
         check_shape(op, name, x, ("pages", "kv_heads", "page_size", "head_dim") if name == "keys" else keys.shape)
         if 0 in x.shape[:3] or x.shape[3] not in HEAD_DIMS:
             raise ValueError(
@@ -238,6 +297,15 @@ def check_cache(op: str, keys: torch.Tensor, values: torch.Tensor, like: torch.T
             raise ValueError(
                 f"{op}: {name} has strides {x.stride()}; a cache is used in place, so it must be contiguous"
             )
+    if scaled:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is None:
+                raise ValueError(f"{op}: {name} is None and the other scale is not; pass both, or None for both")
+            check_like(op, name, scale, like.device, (torch.float32,))
+            if scale.numel() != 1:
+                raise ValueError(
+                    f"{op}: {name} has shape {tuple(scale.shape)}; a layer has one scale of keys and one of values"
+                )
 
 
 class QKNormRope(Op):
@@ -330,8 +398,11 @@ class QKNormRope(Op):
         values: torch.Tensor,
         with_keys: bool,
         bias: torch.Tensor | None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        sizes, q = CacheSizes.of(keys), new_heads(qkv, keys, with_keys, bias)
+        sizes, q = CacheSizes.of(keys), new_heads(qkv, keys, with_keys, q_weight, bias)
+        cache = cache_of(self.name, keys, values, k_scale, v_scale)
         (tokens, kept, _), heads = q.shape, qkv.shape[-1] // sizes.dim
         if tokens > 0:
             rows, caps = TILE // sizes.dim, capabilities_of(q.device)
@@ -350,22 +421,30 @@ class QKNormRope(Op):
                 positions.contiguous(),
                 slots.contiguous(),
                 q,
-                PagedCache(keys, values),
+                cache,
                 tokens * heads,
             )
         return q
 
     def fake(
-        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys, bias
-    ):
-        return new_heads(qkv, keys, with_keys, bias)
+        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys, bias,
+        k_scale=None, v_scale=None,
+    ):  # fmt: skip
+        return new_heads(qkv, keys, with_keys, q_weight, bias)
 
 
-def new_heads(qkv: torch.Tensor, keys: torch.Tensor, with_keys: bool, bias: torch.Tensor | None) -> torch.Tensor:
+def new_heads(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    with_keys: bool,
+    q_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     """Empty tensor for the result of a call."""
     _, kv_heads, _, D = keys.shape
     left_out = 2 if not with_keys else 1 if bias is None else 0
-    return keys.new_empty((qkv.shape[-2], qkv.shape[-1] // D - left_out * kv_heads, D))
+    shape = qkv.shape[-2], qkv.shape[-1] // D - left_out * kv_heads, D
+    return keys.new_empty(shape, dtype=heads_dtype(qkv, keys, q_weight, bias))
 
 
 QK_NORM_ROPE = QKNormRope()

@@ -37,6 +37,7 @@ from weft.ops.attention.decoding import (
     splits_of,
     tile_of,
 )
+from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.head_words import (
     MERGED_HEADS,
     HeadSizes,
@@ -201,12 +202,14 @@ def sharded_decode_attention(
     tickets: torch.Tensor | None = None,
     window: int | None = None,
     algorithm: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq / W, D] of new tokens to all ranks' tokens, for this rank's heads. Collective.
 
     q             [B, Hq, D], fp16, bf16 or fp32: the queries of all heads, equal on all ranks
-    keys, values  [P, Hkv, S, D], contiguous, of q's dtype: this rank's pages, with all KV heads; query head h attends to KV
-                  head h * Hkv // Hq
+    keys, values  [P, Hkv, S, D], contiguous, of q's dtype or e4m3: this rank's pages, with all KV heads; query head h
+                  attends to KV head h * Hkv // Hq
     pages         [B, local_pages] int32, of one shape on all ranks: page p of sequence b is pages[b, p // W] of rank p % W
     lengths       [B] int32: tokens of the whole sequences, the new one included; equal on all ranks, at most local_pages * S on
                   any. 0, a padding row: zeros
@@ -214,6 +217,7 @@ def sharded_decode_attention(
     tickets       arrival counters as for ``paged_attention``: int32 zeros, B * Hkv or more, left as zeros
     window        None: windows are not supported
     algorithm     "auto", "one_kernel" (all programs resident) or "two_kernels"
+    k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of its own bytes
 
     Rank r gets heads r * Hq / W and on: those whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
     groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged
@@ -225,7 +229,8 @@ def sharded_decode_attention(
     op = "sharded_decode_attention"
     check_team(op, team)
     check_tensor(op, "q", q, team, FLOATS)
-    check_cache(op, keys, values, q)
+    check_cache(op, keys, values, q, k_scale, v_scale)
+    check_queries(op, q, k_scale)
     heads, D = keys.shape[1], keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
     check_heads(op, q.shape[1], keys)
@@ -240,7 +245,8 @@ def sharded_decode_attention(
         check_scalar(op, "scale", scale)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
-    return SHARDED_DECODE_ATTENTION.dispatch(q, keys, values, pages, lengths, scale, tickets, team.name, algorithm)
+    places = keys, values, pages, lengths, scale, tickets
+    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, team.name, algorithm, k_scale, v_scale)
 
 
 def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
@@ -416,13 +422,16 @@ class ShardedDecodeAttention(AttentionOp):
         tickets: torch.Tensor | None,
         team: str,
         algorithm: str,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         members, (_, heads, page, D) = find_team(team), keys.shape
         call = ShardedCall(len(q) * heads, pages.shape[1] * page, D, keys.dtype, algorithm)
         design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, q, PagedCache(keys, values), Sequences(pages, lengths), scale, tickets)
+        cache = cache_of(self.name, keys, values, k_scale, v_scale)
+        return self.run(design, members, q, cache, Sequences(pages, lengths), scale, tickets)
 
-    def fake(self, q, keys, values, pages, lengths, scale, tickets, team, algorithm):
+    def fake(self, q, keys, values, pages, lengths, scale, tickets, team, algorithm, k_scale=None, v_scale=None):
         return q.new_empty((q.shape[0], q.shape[1] // find_team(team).size, q.shape[2]))
 
     # --- judging -----------------------------------------------------------------------------------------------------
@@ -442,7 +451,8 @@ class ShardedDecodeAttention(AttentionOp):
                 if huge < length:
                     keys[table[huge // page // case.world_size], :, huge % page] *= 64
         q = draw.shared("q", (len(whole), case.sizes[0], case.sizes[2]))
-        return q, keys, values, pages, whole.to(q.device)
+        held = keys, values, pages, whole.to(q.device)
+        return (q, *quantized_cache(*held)) if case.field("fp8") else (q, *held)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         q, *_ = by_rank[rank]
@@ -451,7 +461,8 @@ class ShardedDecodeAttention(AttentionOp):
         for b, length in enumerate(case.field("lengths")):
             if length > 0:
                 tables = [inputs[3][b] for inputs in by_rank]
-                whole = (cases.tokens_of_ranks([inputs[i] for inputs in by_rank], tables, length) for i in (1, 2))
+                caches = [read_back(*inputs[1:3], *inputs[5:]) for inputs in by_rank]
+                whole = (cases.tokens_of_ranks([cache[i] for cache in caches], tables, length) for i in (0, 1))
                 out[b] = cases.attended(q[b : b + 1], *whole, length - 1)[0]
         return out[:, rank * own : (rank + 1) * own].contiguous()
 
@@ -460,9 +471,10 @@ class ShardedDecodeAttention(AttentionOp):
 
     def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         if isinstance(case.design, str):
-            return sharded_decode_attention(q, *cache, team, algorithm=case.design)
-        keys, values, pages, lengths = cache
-        places = PagedCache(keys, values), Sequences(pages, lengths)
+            named = dict(zip(("k_scale", "v_scale"), cache[4:], strict=False))
+            return sharded_decode_attention(q, *cache[:4], team, algorithm=case.design, **named)
+        keys, values, pages, lengths, *scales = cache
+        places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
         return self.run(case.design, team, q, *places, q.shape[2] ** -0.5, None)
 
     def cases(self) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from tests.zoo import (  # noqa: F401  (importing fills it)
     answering,
+    attending,
     channels,
     copying,
     grids,

@@ -67,14 +67,19 @@ class OpProblem(Problem):
     @property
     def replicas(self) -> int:  # type: ignore[override]
         """Number of calls in one CUDA graph: enough that the first weights are cold again at its replay."""
-        if self.computes and has_flops(self.op):
+        if self.is_cold:
             return max(2, len(self.sets))
         return 8 if self.result_bytes <= 1 << 20 else 4 if self.result_bytes <= 1 << 24 else 2
+
+    @property
+    def is_cold(self) -> bool:
+        """True if weights, or a cache, are read from memory at each call."""
+        return self.computes and (has_flops(self.op) or self.op.form == "sharded")
 
     def _count(self) -> int:
         if self.team.is_simulated:
             return 1
-        if not (self.computes and has_flops(self.op)):
+        if not self.is_cold:
             return 4 if self.result_bytes <= 1 << 24 else 2
         nbytes = sum(x.nbytes for x in self.sets[0])
         if self.op.form == "moe":

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.bench.harness.provider import Prepared, Provider, named_by
+from weft.bench.ops.attention_baselines import ATTENTION_BASELINES
 from weft.bench.ops.baselines import BASELINES
 from weft.bench.ops.moe_baselines import MOE_BASELINES
 from weft.bench.ops.normed import copy_into
@@ -17,7 +18,8 @@ from weft.plan.planned import AUTO, Planned, machine_of
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
-    return (*_of_weft(op_of(op)), *(provider for provider in (*BASELINES, *MOE_BASELINES) if op in provider.ops))
+    baselines = *BASELINES, *MOE_BASELINES, *ATTENTION_BASELINES
+    return (*_of_weft(op_of(op)), *(provider for provider in baselines if op in provider.ops))
 
 
 def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:

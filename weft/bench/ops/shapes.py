@@ -2,7 +2,8 @@
 
 A shape has the form that its op names (``Op.form``): "bytes", (bytes,) of the input of all-reduce, reduce-scatter and
 all-to-all, of the output of all-gather; "rows", (M, H): rows and columns; "gemm", (M, N, K): M rows of the whole GEMM, N and K
-of one rank's; "attention", (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each; "moe": ``MoeShape``.
+of one rank's; "attention", (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each; "moe":
+``MoeShape``; "sharded": ``ShardedShape``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
 from weft.bench.harness.workload import DTYPES, Shape, words_apart
+from weft.bench.ops.attention_shapes import LONG, check_sharded, read_sharded, simulable_sharded
 from weft.bench.ops.moe_shapes import MIXTURES, check_choices, read_moe, simulable_moe
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.gemm.gemm_op import GemmOp
@@ -68,7 +70,7 @@ def op_of(name: str) -> Op:
 
 def computes(op: Op) -> bool:
     """True for an op that is rated by what each rank computes, False by its bytes on the wire."""
-    return op.form == "gemm" or not op.collective
+    return op.form in ("gemm", "sharded") or not op.collective
 
 
 def has_flops(op: Op) -> bool:
@@ -353,6 +355,9 @@ FORMS = {
     "gemm": Form(dimensions=3, sets=GEMM_SETS, read=_read_gemm, check=_no_check, simulable=_simulable_gemm),
     "attention": Form(
         dimensions=3, sets=tuple(MODELS), read=_read_attention, check=_check_heads, simulable=_simulable_attention
+    ),
+    "sharded": Form(
+        dimensions=6, sets=tuple(LONG), read=read_sharded, check=check_sharded, simulable=simulable_sharded
     ),
     "moe": Form(dimensions=7, sets=tuple(MIXTURES), read=read_moe, check=check_choices, simulable=simulable_moe),
 }

@@ -75,9 +75,36 @@ def tokens_of_ranks(caches: Sequence[torch.Tensor], pages: Sequence[torch.Tensor
 
     caches, pages  keys, or values, and the sequence's row of the page table at each rank
     """
-    world_size, size = len(caches), caches[0].shape[2]
-    whole = [caches[p % world_size][pages[p % world_size][p // world_size].long()] for p in range(cdiv(count, size))]
-    return torch.cat([page.transpose(0, 1) for page in whole])[:count].double()
+    world_size, (_, heads, size, D) = len(caches), caches[0].shape
+    whole = caches[0].new_empty((cdiv(count, size), size, heads, D))
+    for rank, (cache, table) in enumerate(zip(caches, pages, strict=True)):
+        mine = whole[rank::world_size]
+        mine.copy_(cache[table[: len(mine)].long()].transpose(1, 2))
+    return whole.flatten(0, 1)[:count].double()
+
+
+def attended_by_head(
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    pages: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+) -> torch.Tensor:
+    """Attention of new tokens q [B, Hq, D] in fp64, a KV head at a time: contexts may be long.
+
+    keys, values, pages  each rank's; lengths: of whole sequences. Zeros for sequences without tokens
+    """
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    heads = keys[0].shape[1]
+    group = q.shape[1] // heads
+    for b, length in enumerate(lengths):
+        tables = [table[b] for table in pages]
+        for head in range(heads if length > 0 else 0):
+            caches = ([cache[:, head : head + 1] for cache in of_ranks] for of_ranks in (keys, values))
+            k, v = (tokens_of_ranks(cache, tables, length) for cache in caches)
+            mine = slice(head * group, (head + 1) * group)
+            out[b : b + 1, mine] = attended(q[b : b + 1, mine], k, v, length - 1)
+    return out
 
 
 def attended(

@@ -158,21 +158,23 @@ def merge_heads_kernel(out, words, team, HEADS: tl.constexpr, ROWS: tl.constexpr
     tl.store(target, mean.to(out.dtype.element_ty), mask=mine[:, None])
 
 
-def words_of(team: Team, sizes: HeadSizes, D: int, *, fused: bool) -> HeadWords:
-    """The team's ``HeadWords`` for these sizes. Collective at the first call, which makes them.
+def words_of(team: Team, sizes: HeadSizes, D: int, *, fused: bool) -> tuple[HeadWords, torch.Tensor]:
+    """The team's ``HeadWords`` and arrival counters (``Partials``) for these sizes.
+
+    Collective at the first call, which makes them.
 
     fused  of the design of one kernel; the designs count their calls apart
     """
 
-    def make() -> HeadWords:
+    def make() -> tuple[HeadWords, torch.Tensor]:
         shape = 2, team.size, sizes.places
         means = team.empty((*shape, D), torch.float32, name="means of ranks")
         log_sums = team.empty(shape, torch.float32, name="log sums of ranks")
         word, bits = UNWRITTEN[4]
         for x in (means, log_sums):
             x.view(word).fill_(bits)
-        halves = team.local(sizes.places // sizes.own * sizes.kv_heads, torch.int32)
+        halves, arrivals = team.local((2, sizes.places // sizes.own * sizes.kv_heads), torch.int32)
         team.barrier()  # no rank writes into a peer's buffer before the peer has cleared it
-        return HeadWords(means, log_sums, halves)
+        return HeadWords(means, log_sums, halves), arrivals
 
     return team.workspace(("head words", sizes, D, fused), make)

@@ -27,11 +27,10 @@ from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, AttentionOp, check_heads
+from weft.ops.attention.attention_op import LOG2_E, PAGE, AttentionOp, check_heads
 from weft.ops.attention.decoding import (
     DecodingCall,
     SplitKV,
-    check_tickets,
     scratch_of,
     split_kv_for,
     splits_of,
@@ -41,7 +40,6 @@ from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cach
 from weft.ops.attention.head_words import (
     MERGED_HEADS,
     HeadSizes,
-    HeadWords,
     merge_heads_kernel,
     owner_of,
     receive_heads,
@@ -85,6 +83,17 @@ class TwoKernels:
     split: SplitKV = field(default_factory=SplitKV)
 
 
+class ShardedShape(NamedTuple):
+    """Shape of form "sharded": sequences of ``context`` tokens over the caches of ``ranks`` ranks."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    ranks: int
+
+
 class ShardedCall(NamedTuple):
     """Sizes that the plan depends on, equal on all ranks.
 
@@ -123,7 +132,7 @@ def sharded_attention_kernel(
     ``merge_heads_kernel`` does so, and ``out`` is not touched.
 
     sequences    ``Sequences``: this rank's pages, and lengths of the whole sequences
-    words, HEADS ``HeadWords`` and ``HeadSizes``; one rank alone: not used
+    words, HEADS ``HeadWords`` and ``HeadSizes``; one rank alone in one kernel: not used
 
     signals   to the owner of each head: its words of this rank (Lamport), an empty part too
     waits     FUSED: words of every other rank for the pair's own heads, pushed by the program that joins this pair there. That
@@ -199,7 +208,6 @@ def sharded_decode_attention(
     lengths: torch.Tensor,
     team: Team,
     scale: float | None = None,
-    tickets: torch.Tensor | None = None,
     window: int | None = None,
     algorithm: str = "auto",
     k_scale: torch.Tensor | None = None,
@@ -214,7 +222,6 @@ def sharded_decode_attention(
     lengths       [B] int32: tokens of the whole sequences, the new one included; equal on all ranks, at most local_pages * S on
                   any. 0, a padding row: zeros
     scale         D ** -0.5 where None
-    tickets       arrival counters as for ``paged_attention``: int32 zeros, B * Hkv or more, left as zeros
     window        None: windows are not supported
     algorithm     "auto", "one_kernel" (all programs resident) or "two_kernels"
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of its own bytes
@@ -231,22 +238,21 @@ def sharded_decode_attention(
     check_tensor(op, "q", q, team, FLOATS)
     check_cache(op, keys, values, q, k_scale, v_scale)
     check_queries(op, q, k_scale)
-    heads, D = keys.shape[1], keys.shape[3]
+    D = keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
     check_heads(op, q.shape[1], keys)
     check_own_heads(op, q.shape[1], team.size)
     for name, x, shape in (("pages", pages, (len(q), "local_pages")), ("lengths", lengths, (len(q),))):
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
-    check_tickets(op, tickets, len(q) * heads, q.device)
     if window is not None:
         raise ValueError(f"{op}: window={window} is not supported; a window's tokens fit one rank: use paged_attention")
     if scale is not None:
         check_scalar(op, "scale", scale)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
-    places = keys, values, pages, lengths, scale, tickets
-    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, team.name, algorithm, k_scale, v_scale)
+    places = keys, values, pages, lengths
+    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, scale, team.name, algorithm, k_scale, v_scale)
 
 
 def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
@@ -271,9 +277,28 @@ class ShardedDecodeAttention(AttentionOp):
     name, alias = "sharded_decode_attention", "sharded-decode-attention"
     designs = {"one_kernel": OneKernel, "two_kernels": TwoKernels}
     sizes = ("batch", "context", "kv_heads", "head_dim")
-    mutates = ("tickets",)
-    form = ""
+    form = "sharded"
     collective = True
+
+    # --- shapes ------------------------------------------------------------------------------------------------------
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        whole = ShardedShape(*shape)
+        sizes = whole.q_heads, whole.kv_heads, whole.head_dim, PAGE
+        given = {"lengths": (whole.context,) * whole.batch, **fields}
+        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of the keys and values of a rank."""
+        shape = ShardedShape(*sizes)
+        tokens = cdiv(shape.batch * shape.context, shape.ranks)
+        return 2 * tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+    def traffic_of(self, case: Case) -> int:
+        """Bytes of a rank's parts of other ranks' heads, in fp32."""
+        q_heads, _, D, _ = case.sizes
+        others = q_heads - q_heads // case.world_size
+        return 4 * len(case.field("lengths")) * others * (D + 1)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -363,7 +388,6 @@ class ShardedDecodeAttention(AttentionOp):
         cache: PagedCache,
         sequences: Sequences,
         scale: float,
-        tickets: torch.Tensor | None,
     ) -> torch.Tensor:
         """``sharded_decode_attention`` of checked arguments.
 
@@ -386,8 +410,7 @@ class ShardedDecodeAttention(AttentionOp):
                     f"are resident; use 'two_kernels'"
                 )
         heads = HeadSizes.of(q_heads, sizes.heads, B, team.size)
-        alone = fused and team.size == 1
-        words = HeadWords(out, out, out) if alone else words_of(team, heads, D, fused=fused)
+        words, arrivals = words_of(team, heads, D, fused=fused)
         tile = tile_of(split, group=heads.group, D=D)
         options = launch_options(team.caps)
         attention = launch_of(
@@ -400,7 +423,7 @@ class ShardedDecodeAttention(AttentionOp):
             },
         )  # fmt: skip
         sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
-        partials = scratch_of(q, pairs, split.splits, tickets)
+        partials = scratch_of(q, pairs, split.splits, arrivals)
         arguments = cache, sequences, out, partials, sequences.pages.shape[1], scale * LOG2_E, words, team.view
         attention((pairs, split.splits), q.contiguous(), *arguments)
         if not fused:
@@ -419,7 +442,6 @@ class ShardedDecodeAttention(AttentionOp):
         pages: torch.Tensor,
         lengths: torch.Tensor,
         scale: float,
-        tickets: torch.Tensor | None,
         team: str,
         algorithm: str,
         k_scale: torch.Tensor | None = None,
@@ -429,9 +451,9 @@ class ShardedDecodeAttention(AttentionOp):
         call = ShardedCall(len(q) * heads, pages.shape[1] * page, D, keys.dtype, algorithm)
         design = self.plan(call, machine_of(members)).design
         cache = cache_of(self.name, keys, values, k_scale, v_scale)
-        return self.run(design, members, q, cache, Sequences(pages, lengths), scale, tickets)
+        return self.run(design, members, q, cache, Sequences(pages, lengths), scale)
 
-    def fake(self, q, keys, values, pages, lengths, scale, tickets, team, algorithm, k_scale=None, v_scale=None):
+    def fake(self, q, keys, values, pages, lengths, scale, team, algorithm, k_scale=None, v_scale=None):
         return q.new_empty((q.shape[0], q.shape[1] // find_team(team).size, q.shape[2]))
 
     # --- judging -----------------------------------------------------------------------------------------------------
@@ -455,15 +477,10 @@ class ShardedDecodeAttention(AttentionOp):
         return (q, *quantized_cache(*held)) if case.field("fp8") else (q, *held)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        q, *_ = by_rank[rank]
-        own = q.shape[1] // case.world_size
-        out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-        for b, length in enumerate(case.field("lengths")):
-            if length > 0:
-                tables = [inputs[3][b] for inputs in by_rank]
-                caches = [read_back(*inputs[1:3], *inputs[5:]) for inputs in by_rank]
-                whole = (cases.tokens_of_ranks([cache[i] for cache in caches], tables, length) for i in (0, 1))
-                out[b] = cases.attended(q[b : b + 1], *whole, length - 1)[0]
+        q, own = by_rank[rank][0], case.sizes[0] // case.world_size
+        keys, values = zip(*(read_back(*inputs[1:3], *inputs[5:]) for inputs in by_rank), strict=True)
+        tables = [inputs[3] for inputs in by_rank]
+        out = cases.attended_by_head(q, keys, values, tables, case.field("lengths"))
         return out[:, rank * own : (rank + 1) * own].contiguous()
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -475,7 +492,7 @@ class ShardedDecodeAttention(AttentionOp):
             return sharded_decode_attention(q, *cache[:4], team, algorithm=case.design, **named)
         keys, values, pages, lengths, *scales = cache
         places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
-        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5, None)
+        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5)
 
     def cases(self) -> Iterator[Case]:
         return cases.sharded_cases(self.name, OneKernel, TwoKernels, SplitKV)

@@ -88,6 +88,34 @@ def test_the_same_bits_from_both_designs_and_with_a_late_rank():
                 assert_identical(another, one)
 
 
+def replays(team):
+    """Lengths grow in static tensors between replays, with eager calls between; the same bits as eager calls."""
+    cache = [x.to(team.device, torch.bfloat16) for x in cache_of(team.rank)]
+    q, pages = torch.zeros(2, HEADS, D), torch.arange(8, dtype=torch.int32).view(2, 4)
+    q, pages, lengths = (x.to(team.device) for x in (q.bfloat16(), pages, torch.ones(2, dtype=torch.int32)))
+    for algorithm in ALGORITHMS:
+        given = q, *cache, pages, lengths, team
+        ops.sharded_decode_attention(*given, algorithm=algorithm)
+        team.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [ops.sharded_decode_attention(*given, algorithm=algorithm) for _ in range(3)][-1]
+        for step in range(20):
+            q.copy_(torch.randn(2, HEADS, D, generator=torch.Generator().manual_seed(step)))
+            lengths.copy_(torch.tensor([step * 6, 16 * step % 64 + 1]))
+            graph.replay()
+            assert_identical(
+                out.clone(), ops.sharded_decode_attention(*given, algorithm=algorithm), what=f"step {step}"
+            )
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
+@pytest.mark.gpu(1)
+def test_a_replayed_graph_follows_growing_lengths(world_size):
+    assert all(weft.launch(replays, world_size, "cuda", share_gpus=torch.cuda.device_count() < world_size))
+
+
 def test_scores_of_minus_infinity_do_not_count():
     """At one rank, and at all: then zeros, as for no tokens. Products of -inf and 0 are no scores, so q is positive."""
 

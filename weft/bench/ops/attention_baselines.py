@@ -1,4 +1,4 @@
-"""Baselines of attention over a cache that is spread over ranks: torch and NCCL, one GPU, and the local work alone."""
+"""Baselines of attention over ranks: torch and NCCL, one GPU, and the local work alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tickets_of(problem: OpProblem) -> torch.Tensor:
 
 
 def local(problem: OpProblem) -> Prepared:
-    """paged_attention of all heads to this rank's tokens: exchange and merge are the rest of the op's time."""
+    """paged_attention of all heads to this rank's tokens; the rest of the op's time is the exchange."""
     group_of(problem)
     tickets = tickets_of(problem)
     mine = [local_lengths(lengths, problem.team.rank, problem.team.size, keys.shape[2])
@@ -89,7 +89,7 @@ def merge(parts: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(problem: OpProblem, flex: bool = False) -> Prepared:
-    """Attention to this rank's tokens by torch, all-gather of all heads' parts by NCCL, merge of own heads.
+    """Attention to this rank's tokens by torch, all-gather of the parts by NCCL, merge of own heads.
 
     Query heads of a KV head are the rows of one attention; keys and values are contiguous, not in pages.
     """

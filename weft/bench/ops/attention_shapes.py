@@ -1,4 +1,4 @@
-"""Shapes of attention over a cache that is spread over ranks (``ShardedShape``), and named sets of them."""
+"""Shapes of attention over ranks (``ShardedShape``), and named sets of them."""
 
 from __future__ import annotations
 

@@ -19,10 +19,11 @@ from weft.transport.push import UNWRITTEN
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Elements of the words that a program of 4 warps holds at a time: 32 registers a thread. Not measured.
-HELD: tl.constexpr = tl.constexpr(4096)
-# Heads of a program that only merges.
+# Elements of the words that a warp holds at a time: 32 registers a thread. Not measured.
+HELD: tl.constexpr = tl.constexpr(1024)
+# Heads, and warps, of a program that only merges.
 MERGED_HEADS: tl.constexpr = tl.constexpr(4)
+MERGE_WARPS: tl.constexpr = tl.constexpr(4)
 
 
 class HeadWords(NamedTuple):
@@ -57,9 +58,9 @@ class HeadSizes(NamedTuple):
 
 
 @triton.constexpr_function
-def at_once(elements, world_size):
+def at_once(elements, world_size, warps):
     """Number of ranks whose words, ``elements`` of each, a program holds at a time; a power of two."""
-    return max(1, min(triton.next_power_of_2(world_size), HELD.value // elements))
+    return max(1, min(triton.next_power_of_2(world_size), warps * HELD.value // elements))
 
 
 @triton.jit
@@ -94,7 +95,9 @@ def owner_of(row, world, HEADS: tl.constexpr):
 
 
 @triton.jit
-def receive_heads(mean, log_sum, place, mine, half, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr):
+def receive_heads(
+    mean, log_sum, place, mine, half, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr, WARPS: tl.constexpr
+):
     """Mean [ROWS, D] of the parts of all ranks, in rank order, of the rows ``mine``.
 
     Words are cleared behind the read.
@@ -105,7 +108,7 @@ def receive_heads(mean, log_sum, place, mine, half, words, team, HEADS: tl.const
     ROWS: tl.constexpr = mean.shape[0]
     D: tl.constexpr = mean.shape[1]
     world: tl.constexpr = wl.num_ranks(team)
-    HELD_RANKS: tl.constexpr = at_once(ROWS * D, world)
+    HELD_RANKS: tl.constexpr = at_once(ROWS * D, world, WARPS)
     me, index = wl.rank(team), tl.arange(0, HELD_RANKS)
     state = no_parts(ROWS, D)
     for first in tl.static_range(0, world, HELD_RANKS):
@@ -153,7 +156,7 @@ def merge_heads_kernel(out, words, team, HEADS: tl.constexpr, ROWS: tl.constexpr
     half = 1 - tl.load(words.halves + sequence * HEADS.kv_heads)
     place, mine = sequence * HEADS.own + head, head < HEADS.own
     none, nothing = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
-    mean = receive_heads(none, nothing, place, mine, half, words, team, HEADS, False)
+    mean = receive_heads(none, nothing, place, mine, half, words, team, HEADS, False, MERGE_WARPS)
     target = out + (place.to(tl.int64) * D)[:, None] + columns
     tl.store(target, mean.to(out.dtype.element_ty), mask=mine[:, None])
 

@@ -38,6 +38,7 @@ from weft.ops.attention.decoding import (
 )
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.head_words import (
+    MERGE_WARPS,
     MERGED_HEADS,
     HeadSizes,
     merge_heads_kernel,
@@ -167,13 +168,15 @@ def sharded_attention_kernel(
                 largest, total, acc = joined(means, log_sums, count, TILE.group, SIZES.dim, TILE.joined)
                 whole = acc / tl.where(total == 0, 1.0, total)[:, None]
                 of_whole = tl.where(total == 0, float("-inf"), largest + tl.log2(total))
-                exchange_heads(as_values(whole, cache), of_whole, out, words, team, HEADS, FUSED)
+                exchange_heads(as_values(whole, cache), of_whole, out, words, team, HEADS, FUSED, TILE.ways)
         else:
-            exchange_heads(as_values(mean, cache), kept_of(log_sum, TILE.kept), out, words, team, HEADS, FUSED)
+            exchange_heads(
+                as_values(mean, cache), kept_of(log_sum, TILE.kept), out, words, team, HEADS, FUSED, TILE.ways
+            )
 
 
 @triton.jit
-def exchange_heads(mean, log_sum, out, words, team, HEADS: tl.constexpr, FUSED: tl.constexpr):
+def exchange_heads(mean, log_sum, out, words, team, HEADS: tl.constexpr, FUSED: tl.constexpr, WARPS: tl.constexpr):
     """Push pair program_id(0), mean [ROWS, D] and log_sum [ROWS], to its heads' owners.
 
     FUSED: then receive and store its own heads.
@@ -195,7 +198,7 @@ def exchange_heads(mean, log_sum, out, words, team, HEADS: tl.constexpr, FUSED: 
         if (first // HEADS.own <= me) & (me <= (first + HEADS.group - 1) // HEADS.own):
             whole = mean
             if not alone:
-                whole = receive_heads(mean, log_sum, place, mine, half, words, team, HEADS, True)
+                whole = receive_heads(mean, log_sum, place, mine, half, words, team, HEADS, True, WARPS)
             target = out + (place.to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
             tl.store(target, whole.to(out.dtype.element_ty), mask=mine[:, None])
 
@@ -429,7 +432,10 @@ class ShardedDecodeAttention(AttentionOp):
         if not fused:
             rows = min(MERGED_HEADS.value, next_power_of_2(heads.own))
             merge = launch_of(
-                team, merge_heads_kernel, (heads, D), lambda: {"HEADS": heads, "ROWS": rows, "D": D, **options}
+                team,
+                merge_heads_kernel,
+                (heads, D),
+                lambda: {"HEADS": heads, "ROWS": rows, "D": D, "num_warps": MERGE_WARPS.value, **options},
             )
             merge((B, cdiv(heads.own, rows)), out, words, team.view)
         return out

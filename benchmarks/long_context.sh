@@ -1,0 +1,40 @@
+#!/bin/sh
+# Attention over a cache that is spread over ranks, on GPUs: sh benchmarks/long_context.sh FOLDER [STEP…]
+#
+# FOLDER is one of benchmarks/results, such as h200-x1-long. Steps, check and one by default:
+#   check   two ranks, which may share one GPU: the ops' cases, repeated calls, graphs with growing lengths; caches in fp8
+#   one     times at W=1: the op is then the local attention and the join, without an exchange
+#   two     times at W=2, on two GPUs, beside torch and NCCL
+#   tune    rows of weft's tables; commit them before the other steps
+set -eu
+cd "$(dirname "$0")/.."
+out=benchmarks/results/${1:?FOLDER is missing, such as h200-x1-long}
+shift
+[ $# -gt 0 ] || set -- check one
+
+shapes=qwen3-30b-a3b,12-kv-heads,8,32,4,128,32768,32,32,4,128,32768
+for step in "$@"; do
+    case $step in
+    check)
+        ops="sharded_decode_attention;merge_attention;paged_attention;paged_prefill_attention;decode_attention;decode_metadata"
+        python -m tests.gpu.suite --world-size 2 --share-gpus --ops "$ops" \
+            --only "attention;back-to-back;graph;large"
+        python -m pytest -q --share-gpus tests/ops/attention/test_sharded_decode_attention.py -k replayed
+        ;;
+    one)
+        python -m weft bench "sharded-decode-attention@$shapes" --world-size 1 --out "$out" \
+            --providers weft,sdpa+nccl
+        ;;
+    two)
+        python -m weft bench "sharded-decode-attention@$shapes" --world-size 2 --out "$out" \
+            --providers weft,sdpa+nccl,flex+nccl
+        ;;
+    tune)
+        python -m weft tune "sharded-decode-attention@$shapes" --world-size 2
+        ;;
+    *)
+        echo "$0: step $step is not one of check, one, two, tune" >&2
+        exit 2
+        ;;
+    esac
+done

@@ -1,6 +1,7 @@
 """Models whose KV cache is spread over the ranks compute what transformers computes, and their engine answers as one rank's."""
 
 import pytest
+import torch
 
 import weft
 from tests.against_transformers import TOLERANCE, prompt, reference_logits, relative_rms
@@ -90,3 +91,27 @@ def test_what_cannot_be_spread_is_refused(make_checkpoint, changes, options, mes
     directory, _ = make_checkpoint(**changes)
     with pytest.raises(ValueError, match=message):
         weft.simulate(answers, 2, args=(directory, [[1, 2]], options))
+
+
+def fused_logits(team, directory, tokens):
+    """After a prompt, after a chunk behind it, and after each of two decoded tokens."""
+    model = Decoder.from_pretrained(directory, team, mode="replicated", fused=True, context_parallel=True)
+    cache, pages = model.new_cache(5, 16), torch.tensor([[3], [1]], dtype=torch.int32)
+    found, tokens = [], tokens.to(team.device)
+    for before, end in ((0, 15), (15, 18)):
+        step = model.prefill_step([(before, end - before)] * 2, pages, 16)
+        found.append(
+            model.lm_head.gather(model(tokens[:, before:end].flatten(), step, cache)).view(2, end - before, -1)
+        )
+    for at in (18, 19):
+        step = model.decode_step(torch.full((2,), at), pages, 16)
+        found.append(model.lm_head.gather(model(tokens[:, at].contiguous(), step, cache))[:, None])
+    return torch.cat(found, 1).float()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
+def test_kernels_over_a_spread_cache_agree_with_transformers(make_checkpoint, world_size):
+    directory, reference = make_checkpoint(kv_heads=2, num_hidden_layers=1)
+    tokens = prompt(2, 20)
+    for found in weft.simulate(fused_logits, world_size, args=(directory, tokens)):
+        assert relative_rms(found, reference_logits(reference, tokens)) <= 1e-3

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.parallel.step import Step
     from weft.runtime.team.team import Team
 
-Cache = tuple[Tensor, Tensor]
+Cache = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,6 @@ class SpreadPages:
 
     team: Team
     table: Tensor
-
-    @staticmethod
-    def slots(team: Team, entries: Tensor, positions: Tensor, page_size: int) -> Tensor:
-        """Slots [T] int64 of tokens; -1: another rank's.
-
-        entries, positions  [T]: entry of the page table, and index in the sequence, of each token
-        """
-        mine = positions // page_size % team.size == team.rank
-        return torch.where(mine, entries.long() * page_size + positions % page_size, -1)
 
     def heads(self, w: AttentionWeights, rank: int | None = None) -> slice:
         """KV heads that the query heads of a rank, this one by default, attend to."""
@@ -55,7 +46,7 @@ class SpreadPages:
         """
         W, (B, n) = self.team.size, self.table.shape
         mine = self.table.flatten().long()
-        sent = torch.stack([torch.stack([part[mine, self.heads(w, rank)] for part in cache]) for rank in range(W)])
+        sent = torch.stack([torch.stack([part[mine, self.heads(w, rank)] for part in cache[:2]]) for rank in range(W)])
         keys, values = ops.all_to_all(sent, self.team).transpose(0, 1).flatten(1, 2)
         page = torch.arange(n * W, device=mine.device)
         row = torch.arange(B, device=mine.device)[:, None]

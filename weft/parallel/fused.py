@@ -69,8 +69,8 @@ def attend(qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step,
     else:
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)
         if spread is not None and not step.is_prefill:
-            places, options = (*cache, step.pages, step.lengths), {"tickets": step.tickets, **scales}
-            return ops.sharded_decode_attention(spread.all_queries(q), *places, spread.team, **options).flatten(1)
+            places = *cache, step.pages, step.lengths, spread.team
+            return ops.sharded_decode_attention(spread.all_queries(q), *places, **scales).flatten(1)
         if spread is not None:
             cache, step = spread.exchange(w, step, cache)
         attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)

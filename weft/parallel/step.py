@@ -121,22 +121,17 @@ class Step:
         The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
         spread = None if team is None else SpreadPages(team=team, table=pages)
-        if spread is not None:
-            at = positions.clamp(min=0)
-            entries = pages.gather(1, (at // (page_size * team.size))[:, None])[:, 0]
-            slots = torch.where(positions >= 0, spread.slots(team, entries, at, page_size), -1)
-            lengths = (positions + 1).to(torch.int32)
-            cells, tickets = cells_of(slots, page_size), None
-            if plan.fused:
-                cells, tickets = None, lengths.new_zeros(len(positions) * kv_heads)
-        elif plan.fused:
-            at, slots, lengths, tickets = ops.decode_metadata(positions, pages, page_size, len(positions) * kv_heads)
+        if plan.fused:
+            place = () if team is None else (team.rank, team.size)
+            at, slots, lengths, tickets = ops.decode_metadata(
+                positions, pages, page_size, len(positions) * kv_heads, *place
+            )
             cells = None
         else:
             at = positions.clamp(min=0)
-            page = pages.gather(1, (at // page_size)[:, None])[:, 0].long()
-            slots = torch.where(positions >= 0, page * page_size + at % page_size, -1)
-            lengths, tickets = (positions + 1).to(torch.int32), None
+            entries = pages.gather(1, (at // (page_size * (team.size if team else 1)))[:, None])[:, 0]
+            slots = page_slots(entries, at, page_size, team)
+            slots, lengths, tickets = torch.where(positions >= 0, slots, -1), (positions + 1).to(torch.int32), None
             cells = cells_of(slots, page_size)
         return cls(
             positions=at,
@@ -178,13 +173,9 @@ class Step:
         on_host = numpy.arange(len(spans)).repeat(lengths)
         at = numpy.arange(len(on_host)) - starts[on_host] + befores[on_host]
         sequence, positions = (upload(torch.from_numpy(x), device) for x in (on_host, at))
-        spread = None
-        if team is None:
-            slots = pages[sequence, positions // page_size].long() * page_size + positions % page_size
-        else:
-            entry = page_size * team.size  # tokens
-            spread = SpreadPages(team=team, table=pages[:, : cdiv(int((befores + lengths).max()), entry)])
-            slots = spread.slots(team, pages[sequence, positions // entry], positions, page_size)
+        entry = page_size * (team.size if team else 1)  # tokens
+        slots = page_slots(pages[sequence, positions // entry], positions, page_size, team)
+        used = pages[:, : cdiv(int((befores + lengths).max()), entry)]
         return cls(
             positions=positions,
             slots=slots,
@@ -193,7 +184,7 @@ class Step:
             angles=angles,
             plan=plan,
             chunks=runs(spans),
-            spread=spread,
+            spread=SpreadPages(team=team, table=used) if team else None,
             spans=ops.PrefillSpans.make(spans, group, dtype).to(device) if plan.fused else None,
         )
 
@@ -202,6 +193,15 @@ def check_page_size(page_size: int) -> None:
     """ValueError unless page_size is one of PAGE_SIZES."""
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size={page_size} is not one of {', '.join(map(str, PAGE_SIZES))}")
+
+
+def page_slots(entries: torch.Tensor, positions: torch.Tensor, page_size: int, team: Team | None) -> torch.Tensor:
+    """Slots [T] int64 of tokens at ``positions`` whose table entries are ``entries``.
+
+    team  the one over whose ranks the cache is spread: -1 for tokens of other ranks' pages
+    """
+    slots = entries.long() * page_size + positions % page_size
+    return slots if team is None else torch.where(positions // page_size % team.size == team.rank, slots, -1)
 
 
 def cells_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,9 @@ from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from weft.ops.collectives.all_to_all import all_to_all
 from weft.ops.collectives.barrier import barrier
+from weft.ops.collectives.heads_to_sequence import heads_to_sequence
 from weft.ops.collectives.reduce_scatter import reduce_scatter
+from weft.ops.collectives.sequence_to_heads import sequence_to_heads
 from weft.ops.elementwise.add_rms_norm import add_rms_norm
 from weft.ops.elementwise.silu_mul import silu_mul
 from weft.ops.explain import Explanation, explain
@@ -39,11 +41,11 @@ from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
     "DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "add_rms_norm",
-    "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier",
-    "decode_attention", "decode_metadata", "explain", "grouped_matmul", "grouped_matmul_silu_mul", "join_argmax",
-    "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul",
-    "merge_attention", "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention",
-    "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sharded_decode_attention",
+    "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention",
+    "decode_metadata", "explain", "grouped_matmul", "grouped_matmul_silu_mul", "heads_to_sequence", "join_argmax",
+    "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "merge_attention",
+    "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention", "paged_prefill_attention",
+    "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention",
     "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 

@@ -1,0 +1,451 @@
+"""Exchange of attention heads for tokens (Ulysses): base of sequence_to_heads and heads_to_sequence.
+
+Between attentions a rank has all heads of its own tokens, in attention its own heads of all tokens. Rows are transposed where
+they are loaded and stored: one kernel and one hop, no copy before or after. Several tensors of different numbers of heads,
+such as q, k and v, go in one call.
+
+The dataflow is DeepSpeed-Ulysses' (Jacobs et al., 2023), which permutes before and after an all-to-all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.arguments import check_int, quoted
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.cases import FEW_KEYED, PIECES
+from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, Push
+from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
+from weft.ops.registration import as_words, check_choice, check_list, check_team, check_tensor
+from weft.plan.planned import AUTO, Machine, machine_of
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.copying import upload
+from weft.runtime.team.team import Team, find_team
+from weft.transport.plans import word_of
+from weft.transport.push import (
+    clears_in_order,
+    count_tiles,
+    is_rank,
+    is_sent,
+    keep_epoch,
+    launch,
+    my_slot,
+    receive,
+    send,
+    send_order,
+    tile_rest,
+)
+
+
+class Part(NamedTuple):
+    """One tensor of an exchange, in words.
+
+    x, out   by token [T, W * width], part p in columns p * width .., and by head [all tokens, width], part s in the rows of
+             rank s's tokens; which is which: TO_HEADS
+    strides  from one row to the next
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+    x_stride: int
+    out_stride: int
+
+
+@triton.jit
+def tokens_of(rank, n, ranges, EVEN: tl.constexpr):
+    """(first token, tokens) of ``rank``, int64. With EVEN every rank has n, else ranges[rank]."""
+    if EVEN:
+        count = tl.cast(n, tl.int64) + tl.zeros_like(rank)
+        return rank * count, count
+    else:
+        return tl.load(ranges + 2 * rank).to(tl.int64), tl.load(ranges + 2 * rank + 1).to(tl.int64)
+
+
+@triton.jit
+def place_of_part(rank, stride, n, ranges, team, WIDTH: tl.constexpr, BY_HEAD: tl.constexpr, EVEN: tl.constexpr):
+    """(offset, words) of the part of ``rank``, int64: a scalar or a block."""
+    if BY_HEAD:
+        first, count = tokens_of(rank, n, ranges, EVEN)
+        return first * stride, count * WIDTH
+    else:
+        _, count = tokens_of(wl.rank(team), n, ranges, EVEN)
+        return rank.to(tl.int64) * WIDTH, count * WIDTH + tl.zeros_like(rank)
+
+
+@triton.constexpr_function
+def common_factor(width, block):
+    return math.gcd(width, block)
+
+
+@triton.jit
+def word_at(start, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets [1, BLOCK] of words ``start`` (int64) and on of a part whose rows are ``stride`` apart."""
+    # The compiler does not see that a tile begins at a multiple of both, which lets a thread move 16 bytes at once.
+    first = tl.multiple_of((start % WIDTH).to(tl.int32), common_factor(WIDTH, BLOCK))
+    at = first + tl.arange(0, BLOCK)[None, :]
+    return (start // WIDTH + at // WIDTH) * stride + at % WIDTH
+
+
+@triton.jit
+def send_part(
+    part,
+    n,
+    ranges,
+    tile,
+    slot,
+    epoch,
+    team,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPORT: tl.constexpr,
+    TO_HEADS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Send ``tile`` of each peer's part of ``part.x`` to it, zeros beyond its end."""
+    peers = send_order(team, ROWS)[:, None]
+    start = tl.cast(tile, tl.int64) * BLOCK
+    offset, length = place_of_part(peers, part.x_stride, n, ranges, team, WIDTH, not TO_HEADS, EVEN)
+    inside = tl.arange(0, BLOCK)[None, :] < tile_rest(length, start, BLOCK)
+    rows = part.x + offset + word_at(start, part.x_stride, BLOCK, WIDTH)
+    rows = tl.load(rows, mask=is_sent(team, ROWS) & inside, other=0)
+    send(rows.to(slot.dtype.element_ty), slot, epoch, team, TRANSPORT, BLOCK)
+
+
+@triton.jit(do_not_specialize=["n"])
+def exchange_heads_kernel(
+    parts,  # of Part
+    like,  # a tensor of parts, which gives the dtype
+    n,
+    buffer,  # Slots, in the dtype of the words
+    epochs,
+    team,
+    ranges,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPORT: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    TO_HEADS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """out[first token of s + t, :] = x[t, my columns] of rank s, or the way back, for each of ``parts``
+
+    grid     (programs,), each over every programs-th tile of BLOCK words of a part, the parts' tiles one after the other
+
+    n        most tokens of a rank; parts of fewer have as many tiles, which are zeros at the end
+    ranges   int32 [W, 2]: (first token, tokens) of each rank; unused if EVEN
+    WIDTHS   words of a token's row in a part, for each of ``parts``
+    TO_HEADS ``x`` is by token and ``out`` by head, else the other way (Part)
+
+    One send and receive a tile; signals, order, reuse: weft.transport.push. n and WIDTHS are equal on all ranks, and so are
+    a program's tiles and their order, which is what equal epochs need.
+
+    every rank   | push tile 0, one row to each | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
+    wl.follow_previous_kernel()
+    epoch = wl.next_epoch(epochs + program)
+    me = wl.rank(team)
+    ranks = tl.minimum(tl.arange(0, ROWS), wl.num_ranks(team) - 1)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    total = 0
+    for i in tl.static_range(len(WIDTHS)):
+        total += count_tiles(tl.cast(n, tl.int64) * WIDTHS[i], BLOCK)
+    ordered = clears_in_order(slot, tl.cdiv(total, programs), BLOCK)
+    before = 0
+    for i in tl.static_range(len(WIDTHS)):
+        part = parts[i]
+        tiles = count_tiles(tl.cast(n, tl.int64) * WIDTHS[i], BLOCK)
+        # The tile after the last one of the part before is the next program's.
+        begin = (program + programs - before % programs) % programs
+        if begin < tiles:
+            send_part(part, n, ranges, begin, slot, epoch, team, WIDTHS[i], BLOCK, ROWS, TRANSPORT, TO_HEADS, EVEN)
+        mine, my_words = place_of_part(me, part.x_stride, n, ranges, team, WIDTHS[i], not TO_HEADS, EVEN)
+        offset, length = place_of_part(ranks, part.out_stride, n, ranges, team, WIDTHS[i], TO_HEADS, EVEN)
+        for tile in range(begin, tiles, programs):
+            if tile + programs < tiles:
+                send_part(
+                    part,
+                    n,
+                    ranges,
+                    tile + programs,
+                    slot,
+                    epoch + 1,
+                    team,
+                    WIDTHS[i],
+                    BLOCK,
+                    ROWS,
+                    TRANSPORT,
+                    TO_HEADS,
+                    EVEN,
+                )
+            start = tl.cast(tile, tl.int64) * BLOCK
+            own = part.x + mine + word_at(start, part.x_stride, BLOCK, WIDTHS[i])
+            own = tl.load(own, mask=columns < tile_rest(my_words, start, BLOCK), other=0)
+            own = tl.reshape(own, (BLOCK,)).to(buffer.dtype.element_ty)
+            received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
+            place = part.out + offset + word_at(start, part.out_stride, BLOCK, WIDTHS[i])
+            inside = is_rank(team, ROWS) & (columns < tile_rest(length, start, BLOCK))
+            tl.store(place, received.to(part.x.dtype.element_ty), mask=inside)
+            epoch += 1
+        before += tiles
+    keep_epoch(epochs, epoch - 1)
+
+
+class ExchangeHeads(Collective):
+    """Base of the two ops. sizes of a case: T, H, D.
+
+    Fields of a case: ``heads`` of further tensors, ``tokens`` of each rank.
+
+    The limits of the plan are all_to_all's, which sends as many bytes between the same programs.
+    """
+
+    moves_bits = True
+    copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
+    copies = {2: CopyEngine(pieces=(3, 1))}
+    to_heads: ClassVar[bool]
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def checked(
+        self, x: torch.Tensor | Sequence[torch.Tensor], team: Team, tokens: Sequence[int] | None, algorithm: str
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Arguments of ``dispatch``: the tensors, and the tokens of each rank. ValueError for wrong arguments."""
+        name = self.name
+        check_team(name, team)
+        xs = [x] if isinstance(x, torch.Tensor) else check_list(name, "x", x)
+        for number, each in enumerate(xs):
+            called = "x" if isinstance(x, torch.Tensor) else f"x[{number}]"
+            check_tensor(name, called, each, team)
+            shape, W = tuple(each.shape), team.size
+            if len(shape) != 3:
+                raise ValueError(f"{name}: {called} has shape {shape}; it must be [tokens, heads, head_dim]")
+            if self.to_heads and shape[1] % W:
+                what = f"fewer than world_size={W}" if shape[1] < W else f"which world_size={W} does not divide"
+                raise ValueError(
+                    f"{name}: {called} has {shape[1]} heads, {what}; each rank gets as many whole heads, so repeat the heads "
+                    f"or use gathered_prefill_attention's gathered design"
+                )
+            if each.dtype != xs[0].dtype or shape[0] != xs[0].shape[0]:
+                raise ValueError(
+                    f"{name}: {called} is {shape} {each.dtype} and x[0] {tuple(xs[0].shape)} {xs[0].dtype}; all have the same "
+                    f"tokens and dtype"
+                )
+        check_choice(name, "algorithm", algorithm, self.algorithms)
+        return xs, self.checked_tokens(xs[0].shape[0], team, tokens, algorithm)
+
+    def checked_tokens(self, rows: int, team: Team, tokens: Sequence[int] | None, algorithm: str) -> list[int]:
+        """Tokens of each rank. ValueError unless they fit tensors of ``rows`` tokens."""
+        W = team.size
+        if tokens is None:
+            if not self.to_heads and rows % W:
+                raise ValueError(
+                    f"{self.name}: x has {rows} tokens, which world_size={W} does not divide; pass tokens=, those of each rank"
+                )
+            return [rows if self.to_heads else rows // W] * W
+        if not isinstance(tokens, (list, tuple)) or len(tokens) != W:
+            raise ValueError(
+                f"{self.name}: tokens={quoted(tokens)} are not those of each of {W} ranks; pass a tuple of {W}"
+            )
+        found = [check_int(f"{self.name}: tokens[{rank}]", count, 0) for rank, count in enumerate(tokens)]
+        expected = found[team.rank] if self.to_heads else sum(found)
+        if rows != expected:
+            raise ValueError(
+                f"{self.name}: x has {rows} tokens, and tokens={tuple(found)} say {expected} at rank {team.rank}"
+            )
+        if algorithm == "copy_engine" and len(set(found)) > 1:
+            raise ValueError(
+                f"{self.name}: tokens={tuple(found)} differ, and algorithm='copy_engine' sends equal parts; take 'push'"
+            )
+        return found
+
+    def shape_of_result(self, x: torch.Tensor, tokens: Sequence[int], team: Team) -> tuple[int, int, int]:
+        _, heads, D = x.shape
+        if self.to_heads:
+            return sum(tokens), heads // team.size, D
+        return tokens[team.rank], heads * team.size, D
+
+    def plan_of(self, xs: Sequence[torch.Tensor], tokens: Sequence[int], team: Team, algorithm: str) -> Any:
+        """Design for the rank with the most tokens, the same on all ranks."""
+        row = sum(x.shape[1] * x.shape[2] for x in xs) * xs[0].itemsize * (1 if self.to_heads else team.size)
+        if algorithm == AUTO and len(set(tokens)) > 1:
+            algorithm = "push" if team.size > 1 else AUTO
+        return self.plan(CollectiveCall(max(tokens) * row, xs[0].dtype, algorithm), machine_of(team)).design
+
+    def run(self, design: Any, team: Team, xs: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[torch.Tensor]:
+        """New contiguous tensors for checked ``xs``."""
+        self.check_design(design)
+        outs = [x.new_empty(self.shape_of_result(x, tokens, team)) for x in xs]
+        if isinstance(design, Copy):
+            return [out.copy_(x) for x, out in zip(xs, outs, strict=True)]
+        # Tensors without elements have nothing to send, and no words.
+        filled = [(x.detach(), out) for x, out in zip(xs, outs, strict=True) if x.shape[1] * x.shape[2] > 0]
+        if max(tokens) == 0 or not filled:
+            return outs
+        if isinstance(design, CopyEngine):
+            for x, out in filled:
+                self._by_copy_engine(x, out, team, design)
+            return outs
+        width = [out.shape[1] * out.shape[2] // (1 if self.to_heads else team.size) for _, out in filled]
+        # The same on all ranks, whatever the layout of their tensors.
+        word = word_of(math.gcd(*(count * xs[0].itemsize for count in width)))
+        each = xs[0].itemsize / word.itemsize
+        widths, parts = tuple(int(count * each) for count in width), []
+        for x, out in filled:
+            x, out = _words(x, word), _words(out, word)
+            parts.append(Part(x, out, x.stride(0), out.stride(0)))
+        plan, even = design.push, len(set(tokens)) == 1
+        block = plan.row_bytes // max(2, word.itemsize)
+        launch(
+            exchange_heads_kernel,
+            tuple(parts),
+            parts[0].out,
+            max(tokens),
+            sum(cdiv(max(tokens) * count, block) for count in widths),
+            team,
+            plan,
+            parts[0].out if even else _ranges(team, tokens),
+            WIDTHS=widths,
+            TO_HEADS=self.to_heads,
+            EVEN=even,
+        )
+        return outs
+
+    def _by_copy_engine(self, x: torch.Tensor, out: torch.Tensor, team: Team, design: CopyEngine) -> None:
+        """Copy engines carry whole parts, so the side that is by token is permuted by a kernel of torch."""
+        W = team.size
+        T = out.shape[0] // W if self.to_heads else out.shape[0]
+        by_part = (x.reshape(T, W, -1).transpose(0, 1) if self.to_heads else x.reshape(W, T, -1)).contiguous()
+        word = word_of(by_part[0].nbytes)
+        received = out if self.to_heads else torch.empty_like(by_part)
+        source, target = on_lines(as_words(by_part, word)), as_words(received, word)
+        exchange(source.view(W, -1).unbind(), target.view(W, -1).unbind(), team, design)
+        if not self.to_heads:
+            out.view(T, W, -1).copy_(received.view(W, T, -1).transpose(0, 1))
+
+    def forward(
+        self, xs: Sequence[torch.Tensor], tokens: Sequence[int], team: str, algorithm: str
+    ) -> list[torch.Tensor]:
+        members = find_team(team)
+        return self.run(self.plan_of(xs, tokens, members, algorithm), members, xs, tokens)
+
+    def fake(self, xs, tokens, team, algorithm):
+        return [x.new_empty(self.shape_of_result(x, tokens, find_team(team))) for x in xs]
+
+    def setup_context(self, ctx, inputs, output):
+        _, ctx.tokens, ctx.team, ctx.algorithm = inputs
+
+    def backward(self, ctx, grads):
+        # Every element goes back where it came from.
+        way_back = torch.ops.weft.heads_to_sequence if self.to_heads else torch.ops.weft.sequence_to_heads
+        return way_back.default(list(grads), ctx.tokens, ctx.team, ctx.algorithm), None, None, None
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def call_of_case(self, case: Case, machine: Machine) -> CollectiveCall:
+        T, heads, D = case.sizes
+        every = heads + sum(case.field("heads") or ())
+        return CollectiveCall(
+            max(case.field("tokens") or (T,)) * every * D * case.dtype.itemsize, case.dtype, case.design
+        )
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        """Heads of up to 128 elements, at most 8 of a rank."""
+        elements = shape[0] // dtype.itemsize // world_size
+        D = math.gcd(elements, 128)
+        heads = math.gcd(elements // D, 8)
+        sizes = (elements // (D * heads), heads * world_size, D)
+        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(fields.items()))
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        T, heads, D = case.sizes
+        tokens, W = case.field("tokens") or (T,) * case.world_size, case.world_size
+        rows, share = (tokens[rank], 1) if self.to_heads else (sum(tokens), W)
+        each = (heads, *(case.field("heads") or ()))
+        return tuple(draw.own(f"x{number}", (rows, count // share, D)) for number, count in enumerate(each))
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
+        W, T = case.world_size, case.sizes[0]
+        tokens = case.field("tokens") or (T,) * W
+        if self.to_heads:
+            return tuple(torch.cat([x.chunk(W, 1)[rank] for x in every]) for every in zip(*by_rank, strict=True))
+        return tuple(torch.cat([x.split(tokens)[rank] for x in every], 1) for every in zip(*by_rank, strict=True))
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(exact=True)
+
+    def call(self, case: Case, team: Team, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens = case.field("tokens")
+        if isinstance(case.design, str):
+            return tuple(self.function(list(xs), team, tokens, case.design))
+        return tuple(self.run(case.design, team, *self.checked(list(xs), team, tokens, AUTO)))
+
+    def function(self, xs: Any, team: Team, tokens: Sequence[int] | None, algorithm: str) -> list[torch.Tensor]:
+        return self.dispatch(*self.checked(xs, team, tokens, algorithm), team.name, algorithm)
+
+    def cases(self) -> Iterator[Case]:
+        def case(w: int, dtype: torch.dtype, sizes: tuple[int, ...], design: Any = AUTO, **fields: Any) -> Case:
+            given = {name: value for name, value in fields.items() if name not in ("layout", "data")}
+            named = {name: value for name, value in fields.items() if name in ("layout", "data")}
+            return Case(
+                op=self.name,
+                world_size=w,
+                dtype=dtype,
+                sizes=sizes,
+                design=design,
+                fields=tuple(given.items()),
+                **named,
+            )
+
+        for w in (1, 2, 3, 4, 8):
+            yield case(w, BF16, (5, 2 * w, 16), heads=(w, w))
+            yield case(w, FP16, (7, w, 24), tokens=(7, 0, 1, 3, 7, 0, 2, 5)[:w], heads=(3 * w,))
+            yield case(w, BF16, (6, 2 * w, 32), "copy_engine")
+        yield case(2, BF16, (70, 4, 16), Push(push=FEW_KEYED), tokens=(70, 7), heads=(2, 2))
+        yield case(2, BF16, (40, 4, 16), CopyEngine(pieces=PIECES[1], programs=2))
+        yield case(3, BF16, (1, 6, 8), tokens=(0, 0, 1), heads=(3,))
+        if not self.to_heads:  # which shares all but the direction
+            return
+        for dtype, D in ((FP32, 20), (BF16, 5), (torch.int8, 3), (torch.int64, 2)):
+            yield case(2, dtype, (4, 6, D), "push")
+        yield case(2, FP16, (9, 2, 40), data="special", heads=(4,))
+        for tokens in ((0, 0), (90, 1)):
+            yield case(2, BF16, (max(tokens), 4, 8), tokens=tokens, heads=(2,))
+        yield case(2, BF16, (33, 4, 8), layout="transposed")
+        yield case(2, BF16, (33, 4, 10), layout="strided")
+        yield case(2, BF16, (6, 2, 10), "copy_engine", heads=(4,), layout="offset")
+
+    def large_cases(self) -> Iterator[Case]:
+        for w in (2, 4):
+            for T, heads, D in ((4096 // w, 32, 128), (32768 // w, 64, 128)):
+                for fields in ((("heads", (8, 8)),), (("heads", (8, 8)), ("tokens", (T, T - 1, 3, T)[:w]))):
+                    yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(T, heads, D), fields=fields)
+            yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(4096, 32, 128), design="copy_engine")
+
+
+def _words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """``x`` [T, H, D] as words [T, n]: a view if rows are dense and aligned, however far apart, else a copy."""
+    T, heads, D = x.shape
+    size = word.itemsize
+    dense = x.stride()[1:] == (D, 1) and x.data_ptr() % size == 0 and x.stride(0) * x.itemsize % size == 0
+    if T <= 1 or not dense:
+        return as_words(x, word).view(T, heads * D * x.itemsize // size)
+    return x.as_strided((T, heads * D), (x.stride(0), 1)).view(word)
+
+
+def _ranges(team: Team, tokens: Sequence[int]) -> torch.Tensor:
+    """int32 [W, 2]: (first token, tokens) of each rank, made once: a captured CUDA graph may hold it."""
+    known = team.workspace("tokens of ranks", dict)
+    key = tuple(tokens)
+    if key not in known:
+        firsts = [sum(key[:rank]) for rank in range(len(key))]
+        known[key] = upload(torch.tensor([*zip(firsts, key, strict=True)], dtype=torch.int32), team.device)
+    return known[key]

@@ -432,7 +432,7 @@ class ExchangeHeads(Collective):
 
 
 def _words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """``x`` [T, H, D] as words [T, n]: a view if rows are dense and aligned, however far apart, else a copy."""
+    """``x`` [T, H, D] as words [T, n]: a view if rows are dense and aligned, else a copy."""
     T, heads, D = x.shape
     size = word.itemsize
     dense = x.stride()[1:] == (D, 1) and x.data_ptr() % size == 0 and x.stride(0) * x.itemsize % size == 0

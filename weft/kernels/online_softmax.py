@@ -154,12 +154,12 @@ def over_keys(
 ):
     """The online softmax of rows ``x`` [block_m, D] over keys start .. end - 1 more.
 
-    Steps begin at multiples of block_n, and so does ``start`` unless TILE has a window. A key's weight is 2 ** (score * scale),
-    so ``scale`` holds log2(e).
+    Steps begin at multiples of block_n, and so does ``start`` unless TILE has a window. Without pages (SIZES.page = 0, and no
+    window) they begin at ``start``. A key's weight is 2 ** (score * scale), so ``scale`` holds log2(e).
     state   before and after: (largest exponent [block_m], sum of weights [block_m], weighted sum of values [block_m, D]), the
             sums relative to the exponent
-    MASKED  row i sees keys up to position[i], from its window's first on; else all rows see all, and ``end`` is a multiple of
-            block_n too
+    MASKED  row i sees keys up to position[i], from its window's first on; else all rows see all, and a step
+            ends at ``end``
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     largest, total, acc = state
@@ -172,11 +172,14 @@ def over_keys(
         cells = cells_at(page, head, at, local, SIZES)[:, None] + column
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
         page = pages_at(table, at + BLOCK_N, end, local, SIZES.page)
-        k = tl.load(cache.key_pages + cells)
+        if SIZES.page > 0 or not MASKED:
+            k = tl.load(cache.key_pages + cells)
         if MASKED:
             there = local < end - at
             if TILE.window is not None:
                 there &= local >= start - at
+            if SIZES.page == 0:  # behind the last row there may be no memory
+                k = tl.load(cache.key_pages + cells, mask=there[:, None], other=0.0)
             v = tl.load(cache.value_pages + cells, mask=there[:, None], other=0.0)
         else:
             v = tl.load(cache.value_pages + cells)

@@ -27,7 +27,11 @@ class PagedCache(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """Sizes of a ``PagedCache``, a compile-time constant: KV heads, tokens a page, elements a head."""
+    """Sizes of a ``PagedCache``, a compile-time constant: KV heads, tokens a page, elements a head.
+
+    page  0: no pages. Keys and values are [rows, heads, dim], a token's row after another's; instead of a table ``pages_at``
+          and ``over_keys`` get the row (int64) where token 0 would be
+    """
 
     heads: int
     page: int
@@ -52,7 +56,9 @@ def pages_at(table, start, end, local, PAGE: tl.constexpr):
 
     local  a block's tokens 0 .. BLOCK - 1 in any shape, else the result's; ``start`` is a multiple of BLOCK
     """
-    if local.numel <= PAGE:
+    if PAGE == 0:
+        return table
+    elif local.numel <= PAGE:
         return tl.load(table + start // PAGE, mask=start < end, other=0)
     else:
         token = start + local
@@ -68,7 +74,9 @@ def cell_of(page, head, offset, SIZES: tl.constexpr):
 @triton.jit
 def cells_at(page, head, start, local, SIZES: tl.constexpr):
     """Element offsets of tokens start + ``local``, whose ``page`` ``pages_at`` has given."""
-    if local.numel <= SIZES.page:
+    if SIZES.page == 0:
+        return ((page + start) * SIZES.heads + head) * SIZES.dim + local * (SIZES.heads * SIZES.dim)
+    elif local.numel <= SIZES.page:
         return cell_of(page, head, start % SIZES.page, SIZES) + local * SIZES.dim
     else:
         return cell_of(page, head, 0, SIZES) + (start + local) % SIZES.page * SIZES.dim

@@ -3,12 +3,14 @@
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decode_attention import decode_attention
 from weft.ops.attention.decode_metadata import decode_metadata
+from weft.ops.attention.gathered_prefill_attention import gathered_prefill_attention
 from weft.ops.attention.merge_attention import merge_attention
 from weft.ops.attention.paged_attention import paged_attention
 from weft.ops.attention.paged_prefill_attention import paged_prefill_attention
 from weft.ops.attention.qk_norm_rope import qk_norm_rope
 from weft.ops.attention.sequence_ranges import SequenceRanges
 from weft.ops.attention.sharded_decode_attention import sharded_decode_attention
+from weft.ops.attention.zigzag import ZigzagRanges, ZigzagShards
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm
@@ -40,13 +42,14 @@ from weft.ops.vocab.top_p_mass import top_p_mass
 from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
-    "DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "add_rms_norm",
-    "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention",
-    "decode_metadata", "explain", "grouped_matmul", "grouped_matmul_silu_mul", "heads_to_sequence", "join_argmax",
-    "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "merge_attention",
-    "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention", "paged_prefill_attention",
-    "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention",
-    "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
+    "DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "ZigzagRanges",
+    "ZigzagShards", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm",
+    "all_to_all", "barrier", "decode_attention", "decode_metadata", "explain", "gathered_prefill_attention",
+    "grouped_matmul", "grouped_matmul_silu_mul", "heads_to_sequence", "join_argmax", "matmul", "matmul_all_reduce",
+    "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "merge_attention", "moe_combine", "moe_dispatch",
+    "moe_schedule", "moe_sum", "paged_attention", "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route",
+    "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "silu_mul", "top_p_mass", "vocab_embedding",
+    "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

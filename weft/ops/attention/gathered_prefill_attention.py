@@ -1,0 +1,575 @@
+"""gathered_prefill_attention: causal attention of prompts whose tokens are sharded over ranks zig-zag.
+
+Two designs. "gathered": copy engines bring the other ranks' keys and values while attention, all heads of this rank's queries,
+begins with its own and waits for each chunk. "ulysses": every rank computes its own heads of all tokens, between a
+sequence_to_heads and a heads_to_sequence, which nothing hides.
+
+Causal attention needs no key behind the query: the second stripe of rank s never goes to ranks above s, which saves a quarter
+of the traffic at W=2 and less than half at any W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.kernels.online_softmax import PrefillTile, over_keys
+from weft.kernels.paged_cache import CacheSizes, PagedCache
+from weft.kernels.tile_schedule import buffer_of
+from weft.ops.attention import cases
+from weft.ops.attention.attention_op import LOG2_E, MAX_GROUP
+from weft.ops.attention.paged_prefill_attention import KeyBlocks, PrefillCall, key_blocks_for
+from weft.ops.attention.qk_norm_rope import HEAD_DIMS
+from weft.ops.attention.sequence_ranges import default_block_m
+from weft.ops.attention.zigzag import ZigzagRanges, ZigzagShards
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.heads_to_sequence import HEADS_TO_SEQUENCE
+from weft.ops.collectives.sequence_to_heads import SEQUENCE_TO_HEADS
+from weft.ops.local import check_shape, check_sizes
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import Op, register
+from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar, check_team, check_tensor
+from weft.plan.planned import AUTO, Machine, machine_of
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import launch_options
+from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_of
+from weft.runtime.team.team import find_team
+from weft.runtime.team.workspace import grown_workspace
+from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Tokens of a rank up to which the gathered design's copies and flags take as long as they hide; not measured.
+FEW_TOKENS = 2048
+# Bytes of a chunk at least: shorter copies do not fill a link (H200, W=2: 1 MiB 200 GB/s, 4 MiB 308).
+CHUNK_BYTES = 2 << 20
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Keys and values of all ranks, by copy engines; this rank's queries.
+
+    chunks  flags of a rank's tokens, at most MAX_CHUNKS
+    blocks  of the attention
+    """
+
+    chunks: int = MAX_CHUNKS
+    blocks: KeyBlocks = field(default_factory=KeyBlocks)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunks <= MAX_CHUNKS:
+            raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ulysses:
+    """This rank's heads of all tokens, exchanged before and after. blocks: of the attention."""
+
+    blocks: KeyBlocks = field(default_factory=KeyBlocks)
+
+
+class GatheredCall(NamedTuple):
+    """Sizes that the plan depends on. tokens: of all sequences; heads: of all ranks."""
+
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+class Stripes(NamedTuple):
+    """Keys and values of the stripes (ZigzagRanges), the argument ``keys`` of the kernel.
+
+    own, others  ``PagedCache`` without pages: this rank's [T, heads, D], and receive buffers [W - 1, room, heads, D], where
+                 rank me + 1 + d (mod W) has panel d
+    table        ZigzagRanges.stripes
+    batch        sequences
+    room, chunk  rows of a panel, and of a chunk of it
+    """
+
+    own: PagedCache
+    others: PagedCache
+    table: torch.Tensor
+    batch: int
+    room: int
+    chunk: int
+
+
+@triton.jit
+def over_stripe(
+    x, position, cache, row, first, end, seen, head, scale, largest, total, acc, SIZES: tl.constexpr, TILE: tl.constexpr
+):
+    """The online softmax of rows ``x`` over keys at positions first .. end - 1 more.
+
+    row   of ``cache``, where the first of them lies
+    seen  all rows see the keys before this position; ``first`` is one of them, or the state is of earlier keys
+    """
+    BLOCK_N: tl.constexpr = TILE.block_n
+    shift = row.to(tl.int64) - first
+    whole = first + tl.maximum(tl.minimum(seen, end) - first, 0) // BLOCK_N * BLOCK_N
+    state = largest, total, acc
+    state = over_keys(x, position, cache, shift, head, first, whole, scale, state, False, SIZES, TILE)
+    # Rows behind the stripe see all of it, and no more.
+    position = tl.minimum(position, end - 1)
+    return over_keys(x, position, cache, shift, head, whole, end, scale, state, True, SIZES, TILE)
+
+
+@triton.jit
+def gathered_prefill_attention_kernel(
+    q,
+    keys,
+    out,
+    lse,
+    ranges,
+    tiles,
+    landed,
+    scale,
+    team,
+    SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+    GATHERED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values
+
+    grid: (N * heads,)
+
+    q, out    [T, heads * group, D]: this rank's tokens, or with GATHERED False all ranks' one after the other
+    lse       fp32 [T, heads * group]: log of the sum of exp(score * scale); unused unless WITH_LSE
+    keys      ``Stripes``; with GATHERED False all keys are in ``own``
+    ranges    int32 [segments, 3]: (first token, length, position of the first) of each segment; segments of GATHERED are
+              (half, sequence), else (rank, half, sequence)
+    tiles     int32 [N, 2]: (segment, tile of its rows) of program i * heads + KV head
+
+    signals   copy engine of rank s, behind each chunk of its keys and values: chunk c of the channel ``landed``
+    waits     before the first load of a chunk: chunk c of rank s. No chunk is awaited that rank s does not send: a stripe
+              behind the queries has no keys for them
+    order     own stripe, the other own one, then those of ranks me + 1, me + 2, … (mod W), each from its first key on: the
+              same bits every run, whatever arrives first. Every row sees the first key of its own stripe, so no maximum is
+              -inf after the first step
+    reuse     of ``others``: CopyChannel
+    progress  programs wait for copy engines only, which wait for begin_kernel, so they need not all be resident
+
+    copy  | s1 chunk 0 | s1 chunk 1 | s2 chunk 0 | ..
+    attn  | s0 | s1 chunk 0 | s1 chunk 1 | s2 chunk 0 | ..                                           rank 0
+    """
+    D: tl.constexpr = SIZES.dim
+    GROUP: tl.constexpr = TILE.group
+    BLOCK_M: tl.constexpr = TILE.block_m
+    world: tl.constexpr = wl.num_ranks(team)
+    wl.follow_previous_kernel()
+    me = wl.rank(team)
+    head = tl.program_id(0) % SIZES.heads
+    tiles += 2 * (tl.program_id(0) // SIZES.heads)
+    segment, tile = tl.load(tiles), tl.load(tiles + 1)
+    ranges += 3 * segment
+    first_token, length, before = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2)
+    sequence = segment % keys.batch
+    owner = me if GATHERED else segment // (2 * keys.batch)
+    is_second = segment // keys.batch % 2
+    stripe = tl.where(is_second == 1, 2 * world - 1 - owner, owner)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    exists = row < length * GROUP
+    # Heads of a row, in q and lse.
+    of_row = (first_token.to(tl.int64) + token) * (SIZES.heads * GROUP) + head * GROUP + row % GROUP
+    at = of_row[:, None] * D + tl.arange(0, D)[None, :]
+    position = before + token
+    seen = before + tile * BLOCK_M // GROUP + 1
+    end = before + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length)
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    x = tl.load(q + at, mask=exists[:, None], other=0.0)
+    largest, total, acc = over_stripe(
+        x, position, keys.own, first_token, before, end, seen, head, scale, largest, total, acc, SIZES, TILE
+    )
+    # Before this stripe come others in memory of this rank: its first one, or all.
+    begin = me if GATHERED else 0
+    for other in range(begin, tl.where(is_second == 1, me + 1, begin) if GATHERED else stripe):
+        table = keys.table + (other * keys.batch + sequence) * 4
+        there = tl.load(table) if GATHERED else tl.load(table + 1)
+        largest, total, acc = over_stripe(
+            x, position, keys.own, there, tl.load(table + 2), tl.load(table + 3), seen, head, scale, largest, total, acc,
+            SIZES, TILE,
+        )  # fmt: skip
+    if GATHERED:
+        call = wl.current_call(landed)
+        for place in range(2, 2 * world):
+            source = (me + place // 2) % world
+            other = tl.where(place % 2 == 0, source, 2 * world - 1 - source)
+            table = keys.table + (other * keys.batch + sequence) * 4
+            there, first = tl.load(table), tl.load(table + 2)
+            behind = there + tl.where(other < stripe, tl.load(table + 3) - first, 0)
+            last_chunk = tl.where(behind > there, tl.cdiv(behind, keys.chunk), 0)
+            panel = buffer_of(source, me, world).to(tl.int64) * keys.room
+            for chunk in range(there // keys.chunk, last_chunk):
+                wl.chunk_wait(call, source, chunk, team)
+                low, high = tl.maximum(there, chunk * keys.chunk), tl.minimum(behind, (chunk + 1) * keys.chunk)
+                largest, total, acc = over_stripe(
+                    x, position, keys.others, panel + low, first + low - there, first + high - there, seen, head, scale,
+                    largest, total, acc, SIZES, TILE,
+                )  # fmt: skip
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists[:, None])
+    if WITH_LSE:
+        tl.store(lse + of_row, (largest + tl.log2(total)) * LN_2, mask=exists)
+
+
+def gathered_prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shards: ZigzagRanges | Sequence[int],
+    team: Team,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    algorithm: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q @ k.T * scale) @ v, causal -> [T, Hq, D], of sequences sharded over the ranks. Collective.
+
+    q           [T, Hq, D], fp16, bf16 or fp32: this rank's tokens, as ``ZigzagShards.take`` gives them; T may be 0
+    k, v        [T, Hkv, D] of q's dtype, of the same tokens; query head h attends to KV head h * Hkv // Hq
+    shards      tokens of each sequence, equal on all ranks; or ZigzagRanges of them, which many calls share
+    scale       positive; D ** -0.5 where None
+    return_lse  return (out, lse): lse fp32 [T, Hq], the log of the sum of exp(score * scale) of each row
+    algorithm   "auto", "gathered", or "ulysses", which needs W to divide Hkv
+
+    Hkv divides Hq; D is a power of two from 16 to 256. Softmax and sums in fp32; results are the same bits from run to run,
+    but not in both algorithms. Captured in a CUDA graph it replays correctly with these ZigzagRanges, after one call outside.
+    The gathered design keeps two receive buffers of the other ranks' keys and values in the heap. No backward. ValueError for
+    arguments that do not fit; HeapExhausted.
+    """
+    op = "gathered_prefill_attention"
+    check_team(op, team)
+    check_tensor(op, "q", q, team, FLOATS)
+    check_shape(op, "q", q, ("T", "Hq", "D"))
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(op, name, x, team, (q.dtype,))
+        check_shape(op, name, x, (q.shape[0], "Hkv" if name == "k" else k.shape[1], q.shape[2]))
+    (_, q_heads, D), kv_heads = q.shape, k.shape[1]
+    check_sharing(op, q_heads, kv_heads, D)
+    if not isinstance(shards, ZigzagRanges):
+        shards = ZigzagRanges.make(shards, team.rank, team.size, q_heads // kv_heads, q.dtype).to(team.device)
+    of, here = shards.shards, (shards.shards.world_size, shards.rank, shards.mine.group)
+    if here != (team.size, team.rank, q_heads // kv_heads):
+        raise ValueError(
+            f"{op}: shards are for (world_size, rank, query heads of a KV head) {here}, and the call has "
+            f"{(team.size, team.rank, q_heads // kv_heads)}; make them for it"
+        )
+    if q.shape[0] != shards.mine.tokens:
+        raise ValueError(
+            f"{op}: q has {q.shape[0]} tokens and rank {team.rank} of shards {shards.mine.tokens}; take them with "
+            f"ZigzagShards.take"
+        )
+    if scale is not None:
+        check_scalar(op, "scale", scale)
+    if scale is not None and scale <= 0:
+        raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
+    check_flag(op, "return_lse", return_lse)
+    check_choice(op, "algorithm", algorithm, GATHERED_PREFILL_ATTENTION.algorithms)
+    if algorithm == "ulysses" and kv_heads % team.size:
+        raise ValueError(
+            f"{op}: k has {kv_heads} heads, which world_size={team.size} does not divide, and algorithm='ulysses' gives each "
+            f"rank whole ones; take 'gathered'"
+        )
+    tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
+    scale = D**-0.5 if scale is None else scale
+    out, lse = GATHERED_PREFILL_ATTENTION.dispatch(
+        q, k, v, tables, of.rows, shards.mine.block_m, scale, return_lse, team.name, algorithm
+    )
+    return (out, lse) if return_lse else out
+
+
+def check_sharing(op: str, q_heads: int, kv_heads: int, head_dim: int) -> None:
+    """ValueError unless KV heads share the query heads evenly and heads have a supported size."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{op}: head_dim={head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
+    if kv_heads < 1 or q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
+        raise ValueError(
+            f"{op}: q has {q_heads} heads and k {kv_heads}; each KV head must have the same number of query heads, 1 to "
+            f"{MAX_GROUP}"
+        )
+
+
+class GatheredPrefillAttention(Op):
+    """sizes of a case: q_heads, kv_heads, D. Its field ``lengths`` has the tokens of each sequence."""
+
+    name, alias = "gathered_prefill_attention", "gathered-prefill-attention"
+    designs = {"gathered": Gathered, "ulysses": Ulysses}
+    sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
+    dtypes = FLOATS
+    rare = ("ulysses",)
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> GatheredCall:
+        check_sizes(self.name, self.sizes, sizes)
+        check_sharing(self.name, *sizes[1:])
+        return GatheredCall(*sizes, dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> GatheredCall:
+        return GatheredCall(sum(case.field("lengths")), *case.sizes, case.dtype, case.design)
+
+    def rule(self, call: GatheredCall, machine: Machine) -> tuple[str, str]:
+        """By tokens of a rank; the limit was not measured."""
+        tokens = cdiv(call.tokens, machine.world_size)
+        if call.kv_heads % machine.world_size:
+            return "gathered", f"{call.kv_heads} KV heads do not divide into {machine.world_size} shares"
+        if tokens <= FEW_TOKENS:
+            return (
+                "ulysses",
+                f"{tokens} tokens of a rank <= {FEW_TOKENS}: two exchanges take less than a gather's copies",
+            )
+        return "gathered", f"{tokens} tokens of a rank > {FEW_TOKENS}: attention hides the copies"
+
+    def default(self, name: str, call: GatheredCall, machine: Machine) -> Gathered | Ulysses:
+        world, group = machine.world_size, call.q_heads // call.kv_heads
+        heads, tokens = call.kv_heads, cdiv(call.tokens, world)
+        if name == "ulysses":
+            heads, tokens = max(1, call.kv_heads // world), call.tokens
+        programs = cdiv(tokens * group, default_block_m(call.dtype)) * heads
+        blocks = key_blocks_for(PrefillCall(programs, heads, tokens, call.head_dim, call.dtype), machine.caps)
+        if name == "ulysses":
+            return Ulysses(blocks=blocks)
+        shard = tokens * call.kv_heads * call.head_dim * call.dtype.itemsize
+        return Gathered(chunks=max(1, min(MAX_CHUNKS, shard // CHUNK_BYTES)), blocks=blocks)
+
+    def table_key(self, call: GatheredCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.tokens, call.q_heads, call.kv_heads, call.head_dim), machine.world_size
+
+    def space(self, call: GatheredCall, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
+        for name in self.designs:
+            if name == "ulysses" and call.kv_heads % machine.world_size:
+                continue
+            base = self.default(name, call, machine)
+            for block_n in (base.blocks.block_n,) if quick else (32, 64, 128):
+                for num_warps, num_stages in ((4, 3),) if quick else ((4, 2), (4, 3), (8, 2), (8, 3)):
+                    blocks = KeyBlocks(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+                    if name == "ulysses":
+                        yield Ulysses(blocks=blocks)
+                    else:
+                        yield from (Gathered(chunks=chunks, blocks=blocks) for chunks in (1, base.chunks))
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
+        if quick:
+            return
+        if isinstance(design, Gathered):
+            yield from moved(design, chunks=scaled(design.chunks, high=MAX_CHUNKS))
+        stages = (max(1, design.blocks.num_stages - 1), design.blocks.num_stages + 1)
+        yield from moved(design, blocks=tuple(moved(design.blocks, num_stages=stages)))
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        design: Gathered | Ulysses,
+        team: Team,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        block_m: int,
+        scale: float,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of checked arguments; lse is [0] unless ``return_lse``. rows: ``ZigzagShards.rows``."""
+        self.check_design(design)
+        *_, stripes = tables
+        q, k, v = (x.detach().contiguous() for x in (q, k, v))
+        W = team.size
+        tokens = [rows[rank] + rows[2 * W - 1 - rank] for rank in range(W)]
+        if W > 1 and isinstance(design, Gathered):
+            channel, keys = self._gather(design, team, k, v, tokens, rows, stripes)
+            out, lse = _attend(design.blocks, team, q, keys, tables[:2], block_m, scale, return_lse, channel)
+            team.copy_engine.join()
+            return out, lse
+        if W > 1:
+            exchanged = SEQUENCE_TO_HEADS.plan_of([q, k, v], tokens, team, AUTO)
+            q, k, v = SEQUENCE_TO_HEADS.run(exchanged, team, [q, k, v], tokens)
+        own = PagedCache(k, v)
+        keys = Stripes(own, own, stripes, stripes.shape[1], 0, 1)
+        out, lse = _attend(design.blocks, team, q, keys, tables[2:4], block_m, scale, return_lse, None)
+        if W > 1:
+            results = [[out], [lse[..., None]]][: 1 + return_lse]
+            back = [HEADS_TO_SEQUENCE.plan_of(xs, tokens, team, AUTO) for xs in results]
+            found = [HEADS_TO_SEQUENCE.run(way, team, xs, tokens)[0] for way, xs in zip(back, results, strict=True)]
+            out, lse = found[0], found[1][..., 0] if return_lse else lse
+        return out, lse
+
+    def _gather(
+        self,
+        design: Gathered,
+        team: Team,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[int],
+        stripes: torch.Tensor,
+    ) -> tuple[CopyChannel, Stripes]:
+        """Begin a call: have copy engines push k and v to the ranks that need them, by chunks.
+
+        Rank r serves r - 1, r - 2, … (mod W): the peer that needs its keys next is first.
+        """
+        W, me, room = team.size, team.rank, max(1, *tokens)
+        chunk = cdiv(room, design.chunks)
+        row = k.shape[1] * k.shape[2]
+        size = 2 * (W - 1) * room * row
+
+        def make(capacity: int) -> CopyChannel:
+            return CopyChannel.make(team, team.empty((2, capacity), k.dtype, name=self.name), W)
+
+        channel = grown_workspace(team, (self.name, k.dtype), size, make)
+        received = channel.begin(team)[:size].view(2, W - 1, room, *k.shape[1:])
+        team.copy_engine.fork()
+        for step in range(1, W):
+            peer = (me - step) % W
+            sent = tokens[me] if peer < me else rows[me]  # not the second stripe, which lies behind all of theirs
+            panels = received[:, buffer_of.fn(me, peer, W)]
+            for number, first in enumerate(range(0, sent, chunk)):
+                piece = slice(first, min(first + chunk, sent))
+                team.copy_engine.put(panels[0, piece], k[piece], peer)
+                channel.send(team, panels[1, piece], v[piece], me, number, peer)
+        others = PagedCache(received[0], received[1])
+        return channel, Stripes(PagedCache(k, v), others, stripes, stripes.shape[1], room, chunk)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        block_m: int,
+        scale: float,
+        return_lse: bool,
+        team: str,
+        algorithm: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        members = find_team(team)
+        call = GatheredCall(sum(rows), q.shape[1], k.shape[1], q.shape[2], q.dtype, algorithm)
+        design = self.plan(call, machine_of(members)).design
+        return self.run(design, members, q, k, v, tables, rows, block_m, scale, return_lse)
+
+    def fake(self, q, k, v, tables, rows, block_m, scale, return_lse, team, algorithm):
+        lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+        return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """q, k and v of this rank's tokens."""
+        q_heads, kv_heads, D = case.sizes
+        T = _shards_of(case).tokens[rank]
+        q, k, v = (draw.own(name, (T, heads, D)) for name, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads)))
+        if case.field("huge") == rank and T > 0:  # one score above all others
+            k[0] *= 100
+        return q, k, v
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        shards = _shards_of(case)
+        q, k, v = (shards.join(torch.cat(parts)) for parts in zip(*by_rank, strict=True))
+        out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0
+        for length in shards.lengths:
+            one = slice(first, first + length)
+            out[one] = cases.attended(q[one], k[one], v[one], 0)
+            first += length
+        return shards.take(out, rank)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=max(case.field("lengths")) + case.sizes[2], partials=1, by_row=True)
+
+    def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        q, k, _ = tensors
+        group, block_m = q.shape[1] // k.shape[1], case.field("block_m")
+        made = ZigzagRanges.make(case.field("lengths"), team.rank, team.size, group, q.dtype, block_m=block_m)
+        return *tensors, made.to(q.device)
+
+    def results(self, case: Case, team: Team, *arguments: Any) -> torch.Tensor:
+        q, k, v, shards = arguments
+        if isinstance(case.design, str):
+            return gathered_prefill_attention(q, k, v, shards, team, algorithm=case.design)
+        tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
+        fixed = shards.shards.rows, shards.mine.block_m, q.shape[2] ** -0.5
+        return self.run(case.design, team, q, k, v, tables, *fixed)[0]
+
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.results(case, team, *self.arguments(case, team, *tensors))
+
+    def cases(self) -> Iterator[Case]:
+        few = KeyBlocks(block_n=16, num_warps=1, num_stages=2)
+
+        def case(w: int, sizes: tuple[int, ...], dtype: torch.dtype, design: Any, *lengths: int, **fields: Any) -> Case:
+            given = (("lengths", lengths), *fields.items())
+            return Case(op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=given)
+
+        for w in (1, 2, 3, 4, 8):
+            # A rank without tokens; stripes of one; a stripe that is cut by one token between two chunks.
+            lengths = (2 * w - 1, 0, 4 * w + 1) if w < 8 else (19,)
+            yield case(w, (2, 1, 16), BF16, Gathered(chunks=3, blocks=few), *lengths, block_m=16)
+        for w in (2, 3):
+            yield case(w, (2 * w, w, 16), FP16, Ulysses(blocks=few), 1, 5 * w, block_m=16)
+        yield case(2, (4, 2, 16), BF16, "gathered", 1)
+        yield case(2, (2, 2, 16), FP32, Gathered(chunks=1, blocks=few), 90, block_m=16, huge=1)
+        yield case(2, (4, 2, 64), FP16, "ulysses", 0, 70)
+        yield case(2, (2, 1, 128), BF16, AUTO, 70, 33)
+
+    def large_cases(self) -> Iterator[Case]:
+        for w in (2, 4):
+            for sizes in ((16, 4, 128), (8, 8, 64)):
+                for design in ("gathered", "ulysses"):
+                    for lengths in ((4096,), (3000, 1, 777, 128)):
+                        fields = (("lengths", lengths),)
+                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+
+
+GATHERED_PREFILL_ATTENTION = GatheredPrefillAttention()
+register(GATHERED_PREFILL_ATTENTION)
+
+
+def _attend(
+    blocks: KeyBlocks,
+    team: Team,
+    q: torch.Tensor,
+    keys: Stripes,
+    tables: Sequence[torch.Tensor],
+    block_m: int,
+    scale: float,
+    return_lse: bool,
+    channel: CopyChannel | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel on the rows of ``tables``: (ranges, tiles). channel: None, if all keys are here."""
+    (T, q_heads, D), heads = q.shape, keys.own.key_pages.shape[1]
+    out, lse = torch.empty_like(q), q.new_empty((T, q_heads) if return_lse else 0, dtype=torch.float32)
+    sizes, tile = CacheSizes(heads, 0, D), PrefillTile(q_heads // heads, block_m, blocks.block_n)
+    ranges, tiles = tables
+
+    def constants() -> dict[str, Any]:
+        compiled = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **launch_options(team.caps)}
+        return {"SIZES": sizes, "TILE": tile, "GATHERED": channel is not None, "WITH_LSE": return_lse, **compiled}
+
+    programs = tiles.shape[0] * heads
+    if programs:
+        key = blocks, sizes, tile, channel is not None, return_lse
+        launch = launch_of(team, gathered_prefill_attention_kernel, key, constants)
+        landed = None if channel is None else channel.landed.view
+        launch(programs, q, keys, out, lse, ranges, tiles, landed, scale * LOG2_E, team.view)
+    return out, lse
+
+
+def _shards_of(case: Case) -> ZigzagShards:
+    return ZigzagShards(lengths=case.field("lengths"), world_size=case.world_size)

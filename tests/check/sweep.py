@@ -142,6 +142,26 @@ def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push")
     return ops.moe_combine(x(len(found.rows) * 2, 40), found, tokens, team, algorithm=algorithm)
 
 
+def heads_there(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Exchange heads of tensors with several tiles each, of other numbers of tokens at every rank."""
+    tokens = tuple(2 + 3 * (rank == 0) for rank in range(team.size))
+    mine = [x(tokens[team.rank], heads * team.size, 60) for heads in (2, 1)]
+    return ops.sequence_to_heads(mine, team, tokens=tokens)
+
+
+def heads_back(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    tokens = tuple(2 + 3 * (rank == 0) for rank in range(team.size))
+    return ops.heads_to_sequence([x(sum(tokens), heads, 60) for heads in (2, 1)], team, tokens=tokens)
+
+
+def prefilled(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Attend to a prompt of a few tokens by both algorithms; a rank may be one call ahead."""
+    shards = ops.ZigzagShards(lengths=(2 * team.size + 1,), world_size=team.size)
+    q, k, v = (x(shards.tokens[team.rank], team.size, 16) for _ in range(3))
+    one = ops.gathered_prefill_attention(q[:, :1], k[:, :1], v[:, :1], shards.lengths, team, algorithm="gathered")
+    return [one, ops.gathered_prefill_attention(q, k, v, shards.lengths, team, algorithm="ulysses")]
+
+
 # Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -170,6 +190,9 @@ OPS = [
     Call("reduce_scatter copy_engine", lambda team, x: ops.reduce_scatter(x(team.size, 64), team, "copy_engine"), 3),
     Call("all_to_all copy_engine", lambda team, x: ops.all_to_all(x(team.size, 40), team, "copy_engine"), 3),
     Call("mixed copy_engine", copied, 2),
+    Call("sequence_to_heads", heads_there, 2, 2),
+    Call("heads_to_sequence", heads_back, 2, 2),
+    Call("gathered_prefill_attention", prefilled, 2),
     Call("moe_dispatch", dispatched, 4),
     Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
     Call("moe_dispatch lamport", functools.partial(dispatched, algorithm="lamport"), 2),

@@ -24,6 +24,9 @@ SMALL = {
     "paged-attention": "2,20,32",
     "decode-attention": "2,20,32",
     "paged-prefill-attention": "2,20,32",
+    "sequence-to-heads": "96",
+    "heads-to-sequence": "96",
+    "gathered-prefill-attention": "9,4,2,16",
     **dict.fromkeys(("grouped-gemm", "grouped-gemm-silu", "moe-dispatch", "moe-combine"), "6,2,8,4,32,48"),
 }
 

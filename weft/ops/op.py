@@ -41,7 +41,8 @@ class Op:
     internal names of designs that no caller asks for
     rare     names of designs that not every call fits
     form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K),
-             "attention" (pairs, tokens, head_dim), "moe" (``MoeShape``), "sharded" (``ShardedShape``); "": none
+             "attention" (pairs, tokens, head_dim), "prefill" (``PrefillShape``), "sharded" (``ShardedShape``), "moe"
+             (``MoeShape``); "": none
     collective  True if the ranks compute it together
     ranks_differ_in_k  True if ranks may hold different shares of K and must still agree on ``table.agreed_of`` a row
 

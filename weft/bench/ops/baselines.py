@@ -48,6 +48,23 @@ def nccl(problem: OpProblem, call: str, result: Callable[[int, int], int], place
     return _collective(problem, buffers, run, close)
 
 
+def nccl_heads(problem: OpProblem, place: Callable = ordinary) -> Prepared:
+    """All-to-all, with torch's permute before it or after it."""
+    group, (x, *_), W = group_of(problem), problem.sets[0], problem.team.size
+    T, heads, D = x.shape
+    (*buffers, packed, out), close = place(problem, [tuple(x.shape) for (x,) in problem.sets] + [(x.numel(),)] * 2)
+
+    def run(number: int) -> torch.Tensor:
+        if problem.op.to_heads:
+            packed.view(W, T, -1).copy_(buffers[number].view(T, W, -1).transpose(0, 1))
+            dist.all_to_all_single(out, packed, group=group)
+            return out.view(W * T, heads // W, D)
+        dist.all_to_all_single(out, buffers[number].view(-1), group=group)
+        return out.view(W, T // W, -1).transpose(0, 1).reshape(T // W, W * heads, D)
+
+    return _collective(problem, buffers, run, close)
+
+
 def _collective(
     problem: OpProblem, buffers: list[torch.Tensor], run: Callable, close: Close = None, in_place: bool = False
 ) -> Prepared:
@@ -217,6 +234,8 @@ BASELINES = (
     *_with_window("nccl", "all-gather", nccl, "all_gather_into_tensor", lambda elements, world: elements * world),
     *_with_window("nccl", "reduce-scatter", nccl, "reduce_scatter_tensor", lambda elements, world: elements // world),
     *_with_window("nccl", "all-to-all", nccl, "all_to_all_single", lambda elements, world: elements),
+    *_with_window("nccl", "sequence-to-heads", nccl_heads),
+    *_with_window("nccl", "heads-to-sequence", nccl_heads),
     _provider("torch.one_shot", "all-reduce", lambda problem: torch_all_reduce(problem, one_shot)),
     _provider("torch.two_shot", "all-reduce", lambda problem: torch_all_reduce(problem, two_shot)),
     _provider("torch.low_contention", "all-gather", lambda problem: low_contention(problem, low_contention_all_gather)),

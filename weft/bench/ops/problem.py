@@ -58,6 +58,8 @@ class OpProblem(Problem):
         """Bytes of a result, about."""
         if self.op.form == "attention":
             return self.sets[0][0].nbytes  # the queries, or a cache, which is larger
+        if self.op.form == "prefill":
+            return self.sets[0][0].nbytes
         if self.op.form == "moe":
             shape = MoeShape(*self.shape.size)
             return shape.tokens * shape.k * shape.hidden * self.dtype.itemsize
@@ -162,7 +164,8 @@ class OpProblem(Problem):
             bad = actual != expected
         else:
             terms = self.shape.size[2] if local else accuracy.terms
-            bad = ~(error <= error_bound(expected, self.dtype, terms, partials=1, roundings=roundings))
+            bound = error_bound(expected, self.dtype, terms, 1, by_row=accuracy.by_row, roundings=roundings)
+            bad = ~(error <= bound)
         count = int(bad.sum())
         wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)

@@ -11,6 +11,7 @@ from weft.bench.ops.attention_baselines import ATTENTION_BASELINES
 from weft.bench.ops.baselines import BASELINES
 from weft.bench.ops.moe_baselines import MOE_BASELINES
 from weft.bench.ops.normed import copy_into
+from weft.bench.ops.prefill_baselines import PREFILL_BASELINES
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import OPS, computes, op_of
 from weft.ops.op import Op
@@ -18,8 +19,8 @@ from weft.plan.planned import AUTO, Planned, machine_of
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
-    baselines = *BASELINES, *MOE_BASELINES, *ATTENTION_BASELINES
-    return (*_of_weft(op_of(op)), *(provider for provider in baselines if op in provider.ops))
+    others = *BASELINES, *MOE_BASELINES, *ATTENTION_BASELINES, *PREFILL_BASELINES
+    return (*_of_weft(op_of(op)), *(provider for provider in others if op in provider.ops))
 
 
 def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:

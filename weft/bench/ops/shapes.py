@@ -2,8 +2,8 @@
 
 A shape has the form that its op names (``Op.form``): "bytes", (bytes,) of the input of all-reduce, reduce-scatter and
 all-to-all, of the output of all-gather; "rows", (M, H): rows and columns; "gemm", (M, N, K): M rows of the whole GEMM, N and K
-of one rank's; "attention", (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each; "moe":
-``MoeShape``; "sharded": ``ShardedShape``.
+of one rank's; "attention", (pairs, tokens, head_dim): pairs of a sequence and a KV head, tokens of each; "prefill":
+``PrefillShape``; "moe": ``MoeShape``; "sharded": ``ShardedShape``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weft.arguments import shortened
 from weft.bench.harness.workload import DTYPES, Shape, words_apart
 from weft.bench.ops.attention_shapes import LONG, check_sharded, read_sharded, simulable_sharded
 from weft.bench.ops.moe_shapes import MIXTURES, check_choices, read_moe, simulable_moe
+from weft.bench.ops.prefill_shapes import PROMPTED, check_heads_shared, read_prefill, simulable_prefill
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.gemm.gemm_op import GemmOp
 from weft.ops.op import Op, find_op, registered
@@ -70,7 +71,7 @@ def op_of(name: str) -> Op:
 
 def computes(op: Op) -> bool:
     """True for an op that is rated by what each rank computes, False by its bytes on the wire."""
-    return op.form in ("gemm", "sharded") or not op.collective
+    return op.form in ("gemm", "prefill", "sharded") or not op.collective
 
 
 def has_flops(op: Op) -> bool:
@@ -102,8 +103,9 @@ def parse_shapes(
     """Shapes that ``words`` name, in order, without duplicates; the op's first set without words.
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
-           BYTES,BYTES,… (64KiB, 1MiB) of a collective; SET, SET/zipf, SET:T,T,… or T,K,EXPERTS,HELD,HIDDEN,FEATURES of a
-           mixture of experts; or several of them separated by commas
+           BYTES,BYTES,… (64KiB, 1MiB) of a collective; SET, SET:T,T,… or T,QUERY_HEADS,KV_HEADS,HEAD_DIM of sharded
+           prompts; SET, SET/zipf, SET:T,T,… or T,K,EXPERTS,HELD,HIDDEN,FEATURES of a mixture of experts; or several of
+           them separated by commas
     dtype  may bound a shape; the workload refuses an unknown one
     tiny   for simulated ranks: named sets become a few small shapes, and large shapes are refused
 
@@ -358,6 +360,13 @@ FORMS = {
     ),
     "sharded": Form(
         dimensions=6, sets=tuple(LONG), read=read_sharded, check=check_sharded, simulable=simulable_sharded
+    ),
+    "prefill": Form(
+        dimensions=4,
+        sets=tuple(PROMPTED),
+        read=read_prefill,
+        check=check_heads_shared,
+        simulable=simulable_prefill,
     ),
     "moe": Form(dimensions=7, sets=tuple(MIXTURES), read=read_moe, check=check_choices, simulable=simulable_moe),
 }

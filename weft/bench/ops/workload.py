@@ -80,7 +80,7 @@ class OpWorkload(Workload):
         if not computes(self.op):
             return (wire + (limits.latency if world_size > 1 else 0.0)) * 1e6
         op, kind = self.op, DTYPES[self.dtype]
-        gemm = max(op.flops(size) / limits.flops, op.memory_bytes(size, kind) / limits.memory)
+        gemm = max(self._flops(world_size, size) / limits.flops, op.memory_bytes(size, kind) / limits.memory)
         return max(gemm, wire) * 1e6
 
     def rate(self, world_size: int, size: Sequence[int], microseconds: float) -> float:
@@ -88,5 +88,9 @@ class OpWorkload(Workload):
         if not computes(self.op):
             return self.wire_bytes(world_size, size) / microseconds / 1e3
         if has_flops(self.op):
-            return self.op.flops(size) / microseconds / 1e6
+            return self._flops(world_size, size) / microseconds / 1e6
         return self.op.memory_bytes(size, DTYPES[self.dtype]) / microseconds / 1e3
+
+    def _flops(self, world_size: int, size: Sequence[int]) -> float:
+        """Floating-point operations of each rank."""
+        return self.op.flops(size) / (world_size if self.op.form == "prefill" else 1)

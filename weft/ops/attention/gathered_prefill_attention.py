@@ -35,7 +35,7 @@ from weft.ops.local import check_shape, check_sizes
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar, check_team, check_tensor
-from weft.plan.planned import AUTO, Machine, machine_of
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
@@ -306,12 +306,16 @@ def check_sharing(op: str, q_heads: int, kv_heads: int, head_dim: int) -> None:
 
 
 class GatheredPrefillAttention(Op):
-    """sizes of a case: q_heads, kv_heads, D. Its field ``lengths`` has the tokens of each sequence."""
+    """sizes of a case: q_heads, kv_heads, D. Its field ``lengths`` has the tokens of each sequence.
+
+    sampled  field of a case for benchmarks: a few rows are checked, since the reference computes all scores of a row
+    """
 
     name, alias = "gathered_prefill_attention", "gathered-prefill-attention"
     designs = {"gathered": Gathered, "ulysses": Ulysses}
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
     dtypes = FLOATS
+    form = "prefill"
     rare = ("ulysses",)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
@@ -350,6 +354,11 @@ class GatheredPrefillAttention(Op):
 
     def table_key(self, call: GatheredCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         return self.name, (call.tokens, call.q_heads, call.kv_heads, call.head_dim), machine.world_size
+
+    def tuned(self, call: GatheredCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # The heads decide which designs there are, their size how many fit into shared memory.
+        return found if found is None or found.row.shape[1:] == call[1:4] else None
 
     def space(self, call: GatheredCall, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
         for name in self.designs:
@@ -395,7 +404,7 @@ class GatheredPrefillAttention(Op):
         tokens = [rows[rank] + rows[2 * W - 1 - rank] for rank in range(W)]
         if W > 1 and isinstance(design, Gathered):
             channel, keys = self._gather(design, team, k, v, tokens, rows, stripes)
-            out, lse = _attend(design.blocks, team, q, keys, tables[:2], block_m, scale, return_lse, channel)
+            out, lse = attend(design.blocks, team, q, keys, tables[:2], block_m, scale, return_lse, channel)
             team.copy_engine.join()
             return out, lse
         if W > 1:
@@ -403,7 +412,7 @@ class GatheredPrefillAttention(Op):
             q, k, v = SEQUENCE_TO_HEADS.run(exchanged, team, [q, k, v], tokens)
         own = PagedCache(k, v)
         keys = Stripes(own, own, stripes, stripes.shape[1], 0, 1)
-        out, lse = _attend(design.blocks, team, q, keys, tables[2:4], block_m, scale, return_lse, None)
+        out, lse = attend(design.blocks, team, q, keys, tables[2:4], block_m, scale, return_lse, None)
         if W > 1:
             results = [[out], [lse[..., None]]][: 1 + return_lse]
             back = [HEADS_TO_SEQUENCE.plan_of(xs, tokens, team, AUTO) for xs in results]
@@ -480,9 +489,35 @@ class GatheredPrefillAttention(Op):
             k[0] *= 100
         return q, k, v
 
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        tokens, *sizes = shape
+        given = {"lengths": (tokens,), "sampled": True, **fields}
+        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=tuple(sizes), fields=tuple(given.items()))
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        """Of all ranks together."""
+        tokens, q_heads, _, head_dim = sizes
+        return 2 * q_heads * tokens * (tokens + 1) * head_dim
+
+    def traffic_of(self, case: Case) -> int:
+        """Keys and values that leave the rank with the most peers to send its second stripe to."""
+        rows, W, (_, kv_heads, D) = _shards_of(case).rows, case.world_size, case.sizes
+        sent = max((W - 1) * rows[rank] + rank * rows[2 * W - 1 - rank] for rank in range(W))
+        return 2 * sent * kv_heads * D * case.dtype.itemsize
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Keys and values of all tokens."""
+        tokens, _, kv_heads, head_dim = sizes
+        return 2 * tokens * kv_heads * head_dim * dtype.itemsize
+
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         shards = _shards_of(case)
         q, k, v = (shards.join(torch.cat(parts)) for parts in zip(*by_rank, strict=True))
+        if case.field("sampled"):
+            mine = shards.indices(rank)
+            places = mine[sample_of(len(mine))].tolist()
+            rows = [cases.attended(q[at : at + 1], k[: at + 1], v[: at + 1], at) for at in places]
+            return torch.cat(rows) if rows else q[:0].double()
         out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0
         for length in shards.lengths:
             one = slice(first, first + length)
@@ -506,6 +541,9 @@ class GatheredPrefillAttention(Op):
         tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
         fixed = shards.shards.rows, shards.mine.block_m, q.shape[2] ** -0.5
         return self.run(case.design, team, q, k, v, tables, *fixed)[0]
+
+    def defined(self, case: Case, team: Team, out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return out[sample_of(len(out)).to(out.device)] if case.field("sampled") else out
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
         return self.results(case, team, *self.arguments(case, team, *tensors))
@@ -541,7 +579,7 @@ GATHERED_PREFILL_ATTENTION = GatheredPrefillAttention()
 register(GATHERED_PREFILL_ATTENTION)
 
 
-def _attend(
+def attend(
     blocks: KeyBlocks,
     team: Team,
     q: torch.Tensor,
@@ -569,6 +607,11 @@ def _attend(
         landed = None if channel is None else channel.landed.view
         launch(programs, q, keys, out, lse, ranges, tiles, landed, scale * LOG2_E, team.view)
     return out, lse
+
+
+def sample_of(count: int) -> torch.Tensor:
+    """int64: up to 16 rows of ``count``, the first and the last among them."""
+    return torch.linspace(0, max(0, count - 1), min(16, count)).long()
 
 
 def _shards_of(case: Case) -> ZigzagShards:

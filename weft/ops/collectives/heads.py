@@ -372,21 +372,26 @@ class ExchangeHeads(Collective):
         each = (heads, *(case.field("heads") or ()))
         return tuple(draw.own(f"x{number}", (rows, count // share, D)) for number, count in enumerate(each))
 
-    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> Any:
         W, T = case.world_size, case.sizes[0]
         tokens = case.field("tokens") or (T,) * W
-        if self.to_heads:
-            return tuple(torch.cat([x.chunk(W, 1)[rank] for x in every]) for every in zip(*by_rank, strict=True))
-        return tuple(torch.cat([x.split(tokens)[rank] for x in every], 1) for every in zip(*by_rank, strict=True))
+        split = (lambda x: x.chunk(W, 1)) if self.to_heads else (lambda x: x.split(tokens))
+        joined = [
+            torch.cat([split(x)[rank] for x in every], 0 if self.to_heads else 1)
+            for every in zip(*by_rank, strict=True)
+        ]
+        return joined[0] if len(joined) == 1 else tuple(joined)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Team, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call(self, case: Case, team: Team, *xs: torch.Tensor) -> Any:
         tokens = case.field("tokens")
         if isinstance(case.design, str):
-            return tuple(self.function(list(xs), team, tokens, case.design))
-        return tuple(self.run(case.design, team, *self.checked(list(xs), team, tokens, AUTO)))
+            outs = self.function(list(xs), team, tokens, case.design)
+        else:
+            outs = self.run(case.design, team, *self.checked(list(xs), team, tokens, AUTO))
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
     def function(self, xs: Any, team: Team, tokens: Sequence[int] | None, algorithm: str) -> list[torch.Tensor]:
         return self.dispatch(*self.checked(xs, team, tokens, algorithm), team.name, algorithm)

@@ -1,0 +1,53 @@
+"""Shapes of attention over prompts whose tokens all ranks share: (tokens, query heads, KV heads, head_dim) of all ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from weft.bench.harness.workload import Shape
+from weft.ops.attention.gathered_prefill_attention import check_sharing
+from weft.ops.op import Op
+
+
+class PrefillShape(NamedTuple):
+    """One prompt's attention in one layer; sizes are those of all ranks together."""
+
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+# Query heads, KV heads and head_dim of published models.
+PROMPTED = {"qwen3-30b-a3b": (32, 4, 128), "qwen3-8b": (32, 8, 128), "qwen3-32b": (64, 8, 128)}
+TOKENS = (32 << 10, 128 << 10, 512 << 10)
+# Most of each size for simulated ranks.
+SIMULATED = PrefillShape(64, 16, 8, 64)
+
+
+def read_prefill(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
+    """See ``Form.read``."""
+    name, _, tokens = word.lower().partition(":")
+    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", word):
+        sizes = [tuple(map(int, word.split(",")))]
+    elif name not in PROMPTED or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", tokens):
+        raise ValueError(
+            f"--shapes {word!r} is neither a set ({', '.join(PROMPTED)}) nor TOKENS,QUERY_HEADS,KV_HEADS,HEAD_DIM"
+        )
+    elif tiny:
+        sizes = [(4 * world_size, 2 * world_size, world_size, 16)]
+    else:
+        sizes = [(count, *PROMPTED[name]) for count in (map(int, tokens.split(",")) if tokens else TOKENS)]
+    return [Shape(size=tuple(size), label="x".join(map(str, size))) for size in sizes]
+
+
+def check_heads_shared(op: Op, word: str, size: tuple[int, ...], dtype: str) -> None:
+    """See ``Form.check``: ValueError for heads without a kernel."""
+    check_sharing(f"--shapes {word}", *size[1:])
+
+
+def simulable_prefill(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str, tuple[int, ...]]:
+    """See ``Form.simulable``."""
+    smaller = PrefillShape(*map(min, size, SIMULATED))
+    return f"{SIMULATED.tokens} tokens", tuple(smaller)

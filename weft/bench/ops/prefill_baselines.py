@@ -73,7 +73,7 @@ def nccl_and_torch(problem: OpProblem, kernel: Attention) -> Prepared:
             outs.append(join(own, kernel(x, k[:, :, :first], v[:, :, :first], False)) if first else own[0])
         return torch.cat([out[0].transpose(0, 1) for out in outs])
 
-    return Prepared(run=run)
+    return Prepared(run=run, roundings=2)
 
 
 def ring(problem: OpProblem) -> Prepared:
@@ -104,7 +104,7 @@ def ring(problem: OpProblem) -> Prepared:
         return F.scaled_dot_product_attention(*whole, is_causal=True)[0].transpose(0, 1)
 
     prepare(0)
-    return Prepared(run=run, prepare=prepare, close=stack.close)
+    return Prepared(run=run, prepare=prepare, close=stack.close, roundings=2)
 
 
 def local(problem: OpProblem) -> Prepared:

@@ -5,7 +5,7 @@ begins with its own and waits for each chunk. "ulysses": every rank computes its
 sequence_to_heads and a heads_to_sequence, which nothing hides.
 
 Causal attention needs no key behind the query: the second stripe of rank s never goes to ranks above s, which saves a quarter
-of the traffic at W=2 and less than half at any W.
+of the traffic.
 """
 
 from __future__ import annotations
@@ -604,7 +604,7 @@ def attend(
     if programs:
         key = blocks, sizes, tile, channel is not None, return_lse
         launch = launch_of(team, gathered_prefill_attention_kernel, key, constants)
-        landed = None if channel is None else channel.landed.view
+        landed = keys.table if channel is None else channel.landed.view  # unused without one
         launch(programs, q, keys, out, lse, ranges, tiles, landed, scale * LOG2_E, team.view)
     return out, lse
 

@@ -1,4 +1,4 @@
-"""Baselines of attention over prompts whose tokens all ranks share: NCCL and torch's attention kernels, torch's ring."""
+"""Baselines of attention over sharded prompts: NCCL with torch's kernels, and torch's ring."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def nccl_and_torch(problem: OpProblem, kernel: Attention) -> Prepared:
 
 
 def ring(problem: OpProblem) -> Prepared:
-    """torch's context parallelism: its ring attention, zig-zag, with KV heads repeated for all query heads.
+    """torch's context parallelism: its ring attention, with zig-zag shards.
 
-    It is entered once; its calls within are what a model's layers make.
+    KV heads are repeated for all query heads. It is entered once; its calls within are what a model's layers make.
     """
     group = group_of(problem)
     try:

@@ -1,4 +1,4 @@
-"""Shapes of attention over prompts whose tokens all ranks share: (tokens, query heads, KV heads, head_dim) of all ranks."""
+"""Shapes of attention over prompts whose tokens are sharded over the ranks (``PrefillShape``)."""
 
 from __future__ import annotations
 

@@ -495,7 +495,7 @@ class GatheredPrefillAttention(Op):
         return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=tuple(sizes), fields=tuple(given.items()))
 
     def flops(self, sizes: Sequence[int]) -> int:
-        """Of all ranks together."""
+        """Operations of all ranks together."""
         tokens, q_heads, _, head_dim = sizes
         return 2 * q_heads * tokens * (tokens + 1) * head_dim
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks import large_products, skinny
+from benchmarks import large_products, sharded_decode, skinny
 from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
 from weft.bench.render.plot import svg
 from weft.bench.render.sheets import (
@@ -62,6 +62,7 @@ How to read the tables:
 MISSING = """## Not measured yet
 
 - `sh benchmarks/moe.sh h200-x2-moe`: the ops of a [mixture of experts](moe.md), its layer and Qwen3-30B-A3B, on two GPUs.
+- The ops of [prompts over ranks](prefill-over-ranks.md), which names their commands.
 """
 KEYS = (
     ("gpu", "GPU"),
@@ -76,8 +77,12 @@ KEYS = (
 # --- docs/performance.md -------------------------------------------------------------------------------------------------
 
 
-def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: str) -> str:
-    """Text of docs/performance.md. ``pages``: folder of the other pages, relative to it."""
+def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: str, model: str) -> str:
+    """Text of docs/performance.md.
+
+    pages  folder of the other pages, relative to it
+    model  the section of a model, not of measurements
+    """
     main = {name: reports for name, reports in folders.items() if is_main(name)}
     parts = [HEAD, "## Summary\n", summary(main, pages)]
     for name, reports in main.items():
@@ -91,7 +96,7 @@ def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: s
             first = notes.get(name, "").removeprefix("**Notes.** ").split(". ")[0].replace("\n", " ").rstrip(".")
             parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
     parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.\n")
-    parts.append(MISSING)
+    parts += [model, MISSING]
     return "\n".join(parts)
 
 
@@ -273,7 +278,7 @@ def texts(folders: dict[str, list[Report]], results: Path) -> tuple[str, dict[st
         for name, reports in folders.items()
     }
     pages["gemms.md"] = "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])
-    return front_page(folders, notes, "performance"), pages
+    return front_page(folders, notes, "performance", sharded_decode.section(results)), pages
 
 
 def main(results: Path = RESULTS, front: Path = PAGE) -> int:

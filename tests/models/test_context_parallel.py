@@ -60,6 +60,8 @@ PAGES = 5  # of 16 tokens, one of them for padding
 def answers(team, directory, prompts, options):
     engine = Engine(directory, team, **{"page_size": 16, "context_parallel": True} | options)
     found = [completion.token_ids for completion in engine.generate(prompts, max_tokens=12, ignore_eos=True)]
+    bytes_each = engine.batch.runner.cache.data.element_size()
+    assert bytes_each == (1 if options.get("kv_cache_dtype") == "fp8" else 4)
     pool = engine.batch.scheduler.pool
     assert pool.free == pool.capacity
     return found
@@ -79,9 +81,23 @@ def test_an_engine_answers_as_one_rank_does(make_checkpoint, plain_ops, world_si
         weft.simulate(answers, 1, args=(directory, prompts, options | few))
 
 
+def test_an_fp8_cache_gives_the_same_answers_by_heads_and_over_the_ranks(make_checkpoint, plain_ops):
+    directory, _ = make_checkpoint(kv_heads=2)
+    prompts = [prompt(1, length, seed=length)[0].tolist() for length in (3, 40)]
+    options = {"mode": "replicated", "context_parallel": False, "chunk_tokens": 24, "kv_cache_dtype": "fp8"}
+    [alone] = weft.simulate(answers, 1, args=(directory, prompts, options))
+    assert weft.simulate(answers, 2, args=(directory, prompts, options | {"context_parallel": True})) == [alone] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
+        ({}, {"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not one of auto, fp8"),
+        (
+            {},
+            {"kv_cache_dtype": "fp8", "fused": True},
+            "kv_cache_dtype='fp8' with dtype=torch.float32: it is for bfloat16",
+        ),
         ({}, {"mode": "torch"}, "context_parallel=True: mode='torch' keeps the cache split by heads"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, {}, "a window of 8 tokens"),
         ({}, {"context_parallel": 1}, "context_parallel=1"),
@@ -93,9 +109,9 @@ def test_what_cannot_be_spread_is_refused(make_checkpoint, changes, options, mes
         weft.simulate(answers, 2, args=(directory, [[1, 2]], options))
 
 
-def fused_logits(team, directory, tokens):
+def fused_logits(team, directory, tokens, options):
     """After a prompt, after a chunk behind it, and after each of two decoded tokens."""
-    model = Decoder.from_pretrained(directory, team, mode="replicated", fused=True, context_parallel=True)
+    model = Decoder.from_pretrained(directory, team, mode="replicated", context_parallel=True, **options)
     cache, pages = model.new_cache(5, 16), torch.tensor([[3], [1]], dtype=torch.int32)
     found, tokens = [], tokens.to(team.device)
     for before, end in ((0, 15), (15, 18)):
@@ -113,5 +129,16 @@ def fused_logits(team, directory, tokens):
 def test_kernels_over_a_spread_cache_agree_with_transformers(make_checkpoint, world_size):
     directory, reference = make_checkpoint(kv_heads=2, num_hidden_layers=1)
     tokens = prompt(2, 20)
-    for found in weft.simulate(fused_logits, world_size, args=(directory, tokens)):
+    for found in weft.simulate(fused_logits, world_size, args=(directory, tokens, {"fused": True})):
         assert relative_rms(found, reference_logits(reference, tokens)) <= 1e-3
+
+
+@pytest.mark.sweep
+def test_kernels_over_a_spread_fp8_cache_agree_with_torch(make_checkpoint):
+    directory, _ = make_checkpoint(kv_heads=2, num_hidden_layers=1)
+    options = {"dtype": torch.bfloat16, "kv_cache_dtype": "fp8"}
+    fused, plain = (
+        weft.simulate(fused_logits, 2, args=(directory, prompt(2, 20), options | {"fused": fused}))
+        for fused in (True, False)
+    )
+    assert torch.equal(*fused) and relative_rms(fused[0], plain[0]) <= 0.05

@@ -79,6 +79,9 @@ class GenerateFlags:
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = DEFAULTS[
         "page_size"
     ]
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: half the bytes of 16 bits")] = DEFAULTS[
+        "kv_cache_dtype"
+    ]
     context_parallel: Annotated[
         bool, typer.Option("--context-parallel", help="Spread the KV cache over the ranks by pages, not by heads")
     ] = DEFAULTS["context_parallel"]
@@ -92,6 +95,10 @@ class GenerateFlags:
         ),
     ] = None
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+
+
+# Flags that are options of the engine by the same names.
+PASSED_ON = ("mode", "max_batch", "max_seq_len", "page_size", "kv_cache_dtype", "context_parallel", "algorithm_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +131,7 @@ class GenerateOptions:
         _one_of("dtype", flags.dtype, ("auto", *DTYPES))
         engine = EngineConfig(
             dtype=None if flags.dtype == "auto" else getattr(torch, DTYPES[flags.dtype]),
-            **{
-                name: getattr(flags, name)
-                for name in ("mode", "max_batch", "max_seq_len", "page_size", "context_parallel", "algorithm_cache")
-            },
+            **{name: getattr(flags, name) for name in PASSED_ON},
         )
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
         sampling = {name: getattr(flags, name) for name in names}

@@ -7,7 +7,16 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from weft.arguments import check_bool, check_instance, check_number, check_optional, is_integer, positive, quoted
+from weft.arguments import (
+    check_bool,
+    check_choice,
+    check_instance,
+    check_number,
+    check_optional,
+    is_integer,
+    positive,
+    quoted,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +46,7 @@ class EngineConfig:
     page_size        tokens in a page of the KV cache: 16, 32, 64, 128 or 256
     pages            pages of the KV cache, page 0 included, which is reserved for padding; None: what `memory_fraction` allows,
                      but no more than a full batch can use
+    kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     context_parallel  the KV cache is spread over the ranks by pages and not by heads: a sequence may fill the caches of all
@@ -53,6 +63,7 @@ class EngineConfig:
     max_batch: int = 64
     page_size: int = 64
     pages: int | None = None
+    kv_cache_dtype: str = "auto"
     memory_fraction: float = 0.8
     chunk_tokens: int = 4096
     context_parallel: bool = False
@@ -72,6 +83,7 @@ class EngineConfig:
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
         check_bool("cuda_graph", self.cuda_graph)
         check_bool("context_parallel", self.context_parallel)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         for name in ("chunk_tokens", "max_batch"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         for name in ("max_seq_len", "pages"):

@@ -45,6 +45,7 @@ from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.hub import find_checkpoint, revision_of
 from weft.models.memory import check_cache
 from weft.ops import warm_up
+from weft.ops.moe.fp8_rows import E4M3
 from weft.runtime.codec import encode
 from weft.runtime.team.team import Team
 
@@ -93,7 +94,7 @@ class Engine:
             check_cache(
                 sizes,
                 team,
-                config.dtype or sizes.dtype,
+                E4M3 if config.kv_cache_dtype == "fp8" else config.dtype or sizes.dtype,
                 config.pages,
                 config.page_size,
                 context_parallel=config.context_parallel,
@@ -110,7 +111,8 @@ class Engine:
             self._no_text = f"{checkpoint.directory} has no tokenizer.json"
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
-        options = {name: getattr(config, name) for name in ("mode", "dtype", "fused", "context_parallel")}
+        names = "mode", "dtype", "fused", "kv_cache_dtype", "context_parallel"
+        options = {name: getattr(config, name) for name in names}
         self.model: Decoder = Decoder(sizes, team, **options)
         if checkpoint is None:
             self.model.fill_dummy()

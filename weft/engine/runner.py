@@ -64,7 +64,12 @@ class Runner:
             pages = min(1 + max_batch * max_pages, self._affordable_pages(config.memory_fraction))
         else:
             check_cache(
-                model.config, self.team, model.dtype, pages, self.page_size, context_parallel=model.context_parallel
+                model.config,
+                self.team,
+                model.cache_dtype,
+                pages,
+                self.page_size,
+                context_parallel=model.context_parallel,
             )
         self.cache = model.new_cache(pages, self.page_size)
         device = self.team.device

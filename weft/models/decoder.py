@@ -18,6 +18,7 @@ from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
 from weft.ops.attention.qk_norm_rope import check_head_dim
+from weft.ops.moe.fp8_rows import E4M3, check_e4m3
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under, whole
@@ -86,6 +87,7 @@ class Decoder(nn.Module):
     mode   "reference", "sequence_parallel", "replicated", or "auto", which chooses between the last two by the number of
            tokens
     fused  local work between the GEMMs in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
+    kv_cache_dtype  "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
 
@@ -103,6 +105,7 @@ class Decoder(nn.Module):
         mode: Mode = "auto",
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
+        kv_cache_dtype: str = "auto",
         context_parallel: bool = False,
     ) -> None:
         super().__init__()
@@ -115,8 +118,11 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"context_parallel=True: mode={mode!r} keeps the cache split by heads; choose another mode"
             )
+        self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype
         if self.plan(1).fused:
             check_head_dim(config.head_dim, "; pass fused=False")
+            if self.cache_dtype == E4M3:
+                check_cache_dtype(dtype, team)
         check_memory(config, team, dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, team=team, mode=mode, dtype=dtype, context_parallel=self.context_parallel)
@@ -140,15 +146,14 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
         progress: Progress | None = None,
-        context_parallel: bool = False,
+        **options: Any,
     ) -> Decoder:
         """Model of a checkpoint directory, this rank's slices cast to `dtype` (None: the checkpoint's own).
 
-        Its family is that of the checkpoint's model_type. Warnings as of `load`.
+        Its family is that of the checkpoint's model_type. Warnings as of `load`. options: others of the model.
         """
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
-        options = {"mode": mode, "dtype": dtype, "fused": fused, "context_parallel": context_parallel}
-        model = cls(DecoderConfig.of(checkpoint), team, **options)
+        model = cls(DecoderConfig.of(checkpoint), team, mode=mode, dtype=dtype, fused=fused, **options)
         for line in model.load(checkpoint, progress):
             if team.rank == 0:
                 logger.warning(line)
@@ -211,7 +216,7 @@ class Decoder(nn.Module):
     def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE) -> PagedCache:
         kv_heads = self.layers[0].self_attn.num_kv_heads
         sizes = (len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
-        return PagedCache(*sizes, dtype=self.dtype, device=self.team.device)
+        return PagedCache(*sizes, dtype=self.cache_dtype, device=self.team.device)
 
     @property
     def group(self) -> int:
@@ -261,6 +266,13 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index))
         return x, residual
+
+
+def check_cache_dtype(dtype: torch.dtype, team: Team) -> None:
+    """ValueError unless kernels take an fp8 cache beside weights of ``dtype`` here."""
+    if dtype.itemsize != 2:
+        raise ValueError(f"kv_cache_dtype='fp8' with dtype={dtype}: it is for bfloat16 and float16; pass 'auto'")
+    check_e4m3("kv_cache_dtype='fp8'", team.caps)
 
 
 def _listed(names: list[str]) -> str:

@@ -27,7 +27,8 @@ class PagedCache:
     """Paged keys and values of all layers: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
 
     A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
-    unfused layers write it there. ValueError for a page size that is not a power of two from 16 to 256.
+    unfused layers write it there. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
+    scales[layers, 2], fp32, which are 1. ValueError for a page size that is not a power of two from 16 to 256.
     """
 
     def __init__(
@@ -36,15 +37,17 @@ class PagedCache:
         check_page_size(page_size)
         # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
         self.data = torch.zeros(layers, 2, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        self.scales = torch.ones(layers, 2, device=device) if dtype.itemsize == 1 else None
         self.page_size = page_size
 
     @property
     def pages(self) -> int:
         return self.data.shape[2]
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer."""
-        return self.data[index, 0], self.data[index, 1]
+    def layer(self, index: int) -> tuple[torch.Tensor, ...]:
+        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer; in fp8 also their scales [1]."""
+        pages = self.data[index, 0], self.data[index, 1]
+        return pages if self.scales is None else (*pages, self.scales[index, :1], self.scales[index, 1:])
 
 
 class Chunk(NamedTuple):

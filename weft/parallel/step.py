@@ -45,7 +45,7 @@ class PagedCache:
         return self.data.shape[2]
 
     def layer(self, index: int) -> tuple[torch.Tensor, ...]:
-        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer; in fp8 also their scales [1]."""
+        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer; in fp8 their scales [1]."""
         pages = self.data[index, 0], self.data[index, 1]
         return pages if self.scales is None else (*pages, self.scales[index, :1], self.scales[index, 1:])
 

@@ -162,6 +162,16 @@ def prefilled(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return [one, ops.gathered_prefill_attention(q, k, v, shards.lengths, team, algorithm="ulysses")]
 
 
+def attended(team: Any, x: Callable[..., torch.Tensor], algorithm: str) -> list[torch.Tensor]:
+    """Attention to caches over ranks, of other batches and lengths, which share one workspace. 24 heads: for W = 8 too."""
+    cache, out = (x(6, 2, 16, 16), x(6, 2, 16, 16)), []
+    for lengths in ((33, 0), (16 * team.size + 1,), (1, 47)):
+        pages = torch.arange(3 * len(lengths), dtype=torch.int32).view(-1, 3)
+        given = torch.ones(len(lengths), 24, 16).bfloat16(), *cache, pages, torch.tensor(lengths, dtype=torch.int32)
+        out.append(ops.sharded_decode_attention(*given, team, algorithm=algorithm))
+    return out
+
+
 # Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -200,6 +210,8 @@ OPS = [
     Call("moe_combine", combined, 4),
     Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),
     Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),
+    Call("sharded_decode_attention one_kernel", functools.partial(attended, algorithm="one_kernel"), 1),
+    Call("sharded_decode_attention two_kernels", functools.partial(attended, algorithm="two_kernels"), 1),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import weft
-import weft.check
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical, check_replicated, run_cases
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles, check_machine_code
@@ -44,32 +43,6 @@ def calls(team, algorithm, count=4):
         given = q, *cache, pages, torch.tensor(lengths, dtype=torch.int32)
         results.append(ops.sharded_decode_attention(*given, team, algorithm=algorithm))
     return results
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_check_finds_nothing(algorithm):
-    report = weft.check.check(calls, 2, schedules=3, sms=8, args=(algorithm, 3))
-    assert report.ok, report
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(
-    ("world_size", "seed"), [(2, seed) for seed in range(10)] + [(w, s) for w in (1, 3, 4) for s in (0, 1)]
-)
-def test_the_check_finds_nothing_in_many_schedules(world_size, seed, algorithm):
-    """500 schedules of two ranks, 100 of each other number."""
-    report = weft.check.check(calls, world_size, schedules=50, seed=50 * seed, sms=8, args=(algorithm, 3))
-    assert report.ok, report
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("seed", range(10))
-def test_the_check_finds_nothing_among_eight_ranks(seed, algorithm):
-    """100 schedules, 10 a test."""
-    report = weft.check.check(calls, 8, schedules=10, seed=10 * seed, sms=8, args=(algorithm, 3))
-    assert report.ok, report
 
 
 @pytest.mark.sweep

@@ -1,17 +1,21 @@
 """sharded_decode_attention and its cache over ranks: schedules, repeated calls, extremes, graphs, refused arguments."""
 
+import importlib
+
 import pytest
 import torch
 
 import weft
+import weft.check
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical, check_replicated, run_cases
+from tests.ops.layer_cases import mutated
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles, check_machine_code
 from weft import ops
 from weft.kernels.block_cyclic import local_lengths, local_slots
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.split_kv import Partials
-from weft.ops.attention import cases
+from weft.ops.attention import cases, head_words
 from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for, tile_of
 from weft.ops.attention.head_words import HeadSizes, HeadWords, merge_heads_kernel
 from weft.ops.attention.sharded_decode_attention import (
@@ -24,6 +28,7 @@ from weft.ops.attention.sharded_decode_attention import (
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options, simulated
 
+module = importlib.import_module("weft.ops.attention.sharded_decode_attention")
 ALGORITHMS = ("one_kernel", "two_kernels")
 HEADS, KV_HEADS, D, S = 24, 2, 16, 16
 
@@ -174,6 +179,37 @@ def test_wrong_arguments_are_refused(message, fields):
         assert message in str(refused.value) and "\n" not in str(refused.value)
 
     weft.simulate(main, 3)
+
+
+# --- planted bugs -------------------------------------------------------------------------------------------------------
+
+CLEAR = "        wl.lamport_clear(cells, of_cells)\n        wl.lamport_clear(sums, there)\n"
+# The file that changes, source, what to, the finding.
+BUGS = {
+    "owner off by one": ("head_words", "return tl.minimum(head // HEADS.own, world - 1)",
+                         "return tl.minimum(head // HEADS.own + 1, world - 1)", "race"),
+    "words not cleared": ("head_words", CLEAR, "        pass\n", "uncleared"),
+    "one half": ("sharded_decode_attention", "tl.store(words.halves + pair, 1 - half)", "pass", "race|deadlock"),
+    "merged before the words are there": ("head_words", "wl.lamport_load_keyed(cells, of_cells, sums, there, team)",
+                                          "tl.load(cells, of_cells), tl.load(sums, there)", "race"),
+}  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", BUGS)
+def test_the_check_finds_a_planted_bug(name, algorithm, tmp_path, monkeypatch):
+    file, old, new, kind = BUGS[name]
+    stem = f"sharded_mutant_{list(BUGS).index(name)}"
+    if file == "head_words":
+        words = mutated(head_words, old, new, f"{stem}_words", tmp_path)
+        old, new = "from weft.ops.attention.head_words", f"from {words.__name__}"
+    mutant = mutated(module, old, new, stem, tmp_path)
+    for kernel in ("sharded_attention_kernel", "merge_heads_kernel"):
+        monkeypatch.setattr(module, kernel, getattr(mutant, kernel))
+    report = weft.check.check(calls, 2, schedules=8, sms=8, args=(algorithm,))
+    found = {finding.kind for each in report.wrong for finding in (each.finding, *each.also)}
+    assert found & set(kind.split("|")), f"{found}\n{report}"
 
 
 # --- compiled -----------------------------------------------------------------------------------------------------------

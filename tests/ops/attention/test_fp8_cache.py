@@ -133,13 +133,20 @@ def test_wrong_scales_are_refused(message, changed):
     check_refused(lambda: ops.paged_attention(**arguments(**changed)), (), message)
 
 
-@pytest.mark.parametrize("name", ["decode_attention", *(pytest.param(name, marks=pytest.mark.sweep) for name in (
+SWEPT = (
     "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention", "paged_attention_whole", "paged_attention_window",
-    "decode_attention_of_parts", "paged_prefill_attention",
-))])  # fmt: skip
-def test_kernels_of_fp8_caches_fit_without_a_stack(name, monkeypatch, tmp_path):
+    "decode_attention", "decode_attention_of_parts", "paged_prefill_attention",
+)  # fmt: skip
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize(
+    ("name", "D"),
+    [("paged_attention_whole", 64), *(pytest.param(name, 128, marks=pytest.mark.sweep) for name in SWEPT)],
+)
+def test_kernels_of_fp8_caches_fit_without_a_stack(name, D, monkeypatch, tmp_path):
     bytes_, scale = torch.zeros(16, dtype=E4M3), torch.zeros(1)
     monkeypatch.setattr(layer, "PagedCache", lambda *_: PagedCache(bytes_, bytes_, scale, scale))
     monkeypatch.setattr(layer, "split_kv_for", lambda call, caps: split_kv_for(call._replace(dtype=E4M3), caps))
-    kernel = layer.built(name, "sm_90")
+    kernel = layer.built(name, "sm_90", D=D)
     assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0

@@ -238,19 +238,20 @@ def merge(arch, world_size=2):
 @pytest.mark.triton_internals
 @pytest.mark.sweep
 @pytest.mark.parametrize("arch", TARGETS)
-def test_kernels_compile_and_fit(arch):
+def test_kernels_compile_and_fit(arch, tmp_path):
     for fields in ({}, {"fused": False}, {"world_size": 8}, {"group": 16}, {"group": 1, "kv_heads": 12, "D": 64}):
         for dtype in (torch.bfloat16, torch.float16):
             kernel = built(arch, dtype=dtype, **fields)
             assert kernel.metadata.shared <= SHARED[arch]
             check_compiles(kernel, arch)
+            assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
     for world_size in (1, 2, 8):
         check_compiles(merge(arch, world_size), arch)
 
 
 @pytest.mark.triton_internals
 def test_machine_code_on_sm_90(tmp_path):
-    for kernel in (built("sm_90"), merge("sm_90")):
+    for kernel in (built("sm_90", D=64, group=4), merge("sm_90")):
         check_machine_code(kernel, tmp_path)
         # Two programs of four warps an SM, which the plan counts on.
         assert kernel.metadata.shared + 1024 <= (228 << 10) // 2 and stack_bytes(kernel, tmp_path) == 0

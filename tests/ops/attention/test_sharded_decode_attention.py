@@ -16,13 +16,14 @@ from weft.kernels.block_cyclic import local_lengths, local_slots
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.split_kv import Partials
 from weft.ops.attention import cases, head_words
-from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for, tile_of
+from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for
 from weft.ops.attention.head_words import HeadSizes, HeadWords, merge_heads_kernel
 from weft.ops.attention.sharded_decode_attention import (
     SHARDED_DECODE_ATTENTION,
     OneKernel,
     ShardedCall,
     TwoKernels,
+    long_tile_of,
     sharded_attention_kernel,
 )
 from weft.plan.planned import machine
@@ -221,7 +222,7 @@ def built(arch, *, dtype=torch.bfloat16, D=128, group=8, kv_heads=4, page=64, fu
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     split = split_kv_for(DecodingCall(kv_heads, 1 << 20, D, dtype), caps)
     heads = HeadSizes.of(group * kv_heads, kv_heads, 1, world_size)
-    constants = {"SIZES": CacheSizes(kv_heads, page, D), "TILE": tile_of(split, group=group, D=D), "HEADS": heads}
+    constants = {"SIZES": CacheSizes(kv_heads, page, D), "TILE": long_tile_of(split, group, D), "HEADS": heads}
     constants |= {"FUSED": fused, "num_warps": split.num_warps, "num_stages": split.num_stages, **launch_options(caps)}
     places = PagedCache(x, x), Sequences(INTS, INTS), x, Partials(FLOATS, FLOATS, INTS), 40, 0.1
     words = HeadWords(FLOATS, FLOATS, INTS), a_view(world_size=world_size)

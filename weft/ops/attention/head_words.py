@@ -64,13 +64,12 @@ def at_once(elements, world_size, warps):
 
 
 @triton.jit
-def send_heads(mean, log_sum, half, words, team, HEADS: tl.constexpr, TO_SELF: tl.constexpr):
-    """Push this rank's part of pair program_id(0) to the owner of each head.
+def places_of_words(half, words, team, ROWS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, TO_SELF: tl.constexpr):
+    """Places of the words of pair program_id(0) at its heads' owners.
 
-    mean [ROWS, D], log_sum [ROWS] to the base 2, -inf without a token; the first HEADS.group rows exist.
+    Returns (pointers to the means [ROWS], pointers to the log sums [ROWS], mask [ROWS]). The first HEADS.group rows exist.
+    TO_SELF: also those that this rank owns
     """
-    ROWS: tl.constexpr = mean.shape[0]
-    D: tl.constexpr = mean.shape[1]
     world: tl.constexpr = wl.num_ranks(team)
     row = tl.arange(0, ROWS)
     owner, place = owner_of(row, world, HEADS)
@@ -78,11 +77,19 @@ def send_heads(mean, log_sum, half, words, team, HEADS: tl.constexpr, TO_SELF: t
     if not TO_SELF:
         there &= owner != wl.rank(team)
     at = ((half * world + wl.rank(team)) * HEADS.places + place).to(tl.int64)
-    columns = tl.arange(0, D)[None, :]
-    target = wl.symm_at(words.means, owner, team)[:, None] + (at * D)[:, None] + columns
-    wl.lamport_store(target, mean, there[:, None] & (columns >= 0))
-    finite = tl.where(log_sum == float("-inf"), EMPTY, log_sum)
-    wl.lamport_store(wl.symm_at(words.log_sums, owner, team) + at, finite, there)
+    return wl.symm_at(words.means, owner, team) + at * D, wl.symm_at(words.log_sums, owner, team) + at, there
+
+
+@triton.jit
+def send_heads(mean, log_sum, places):
+    """Push mean [ROWS, D] and log_sum [ROWS] to ``places_of_words``.
+
+    log_sum  to the base 2; -inf: this rank has no token
+    """
+    means, log_sums, there = places
+    columns = tl.arange(0, mean.shape[1])[None, :]
+    wl.lamport_store(means[:, None] + columns, mean, there[:, None] & (columns >= 0))
+    wl.lamport_store(log_sums, tl.where(log_sum == float("-inf"), EMPTY, log_sum), there)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.block_cyclic import local_length, local_lengths
 from weft.kernels.merged_parts import kept_of
-from weft.kernels.online_softmax import attend, ways
+from weft.kernels.online_softmax import DecodeTile, attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
@@ -43,6 +43,7 @@ from weft.ops.attention.head_words import (
     HeadSizes,
     merge_heads_kernel,
     owner_of,
+    places_of_words,
     receive_heads,
     send_heads,
     words_of,
@@ -165,35 +166,57 @@ def sharded_attention_kernel(
                 tl.store(partials.arrivals + pair, 0)
                 begin = pair.to(tl.int64) * splits * TILE.group
                 means, log_sums = partials.means + begin * SIZES.dim, partials.log_sums + begin
+                JOINED: tl.constexpr = triton.next_power_of_2(TILE.group)
+                # Loaded before the partials, and not in line behind them.
+                half, places = next_places(words, team, JOINED, SIZES.dim, HEADS, FUSED)
                 largest, total, acc = joined(means, log_sums, count, TILE.group, SIZES.dim, TILE.joined)
-                whole = acc / tl.where(total == 0, 1.0, total)[:, None]
+                whole = as_values(acc / tl.where(total == 0, 1.0, total)[:, None], cache)
                 of_whole = tl.where(total == 0, float("-inf"), largest + tl.log2(total))
-                exchange_heads(as_values(whole, cache), of_whole, out, words, team, HEADS, FUSED, TILE.ways)
+                exchange_heads(whole, of_whole, half, places, out, words, team, HEADS, FUSED, TILE.ways)
         else:
-            exchange_heads(
-                as_values(mean, cache), kept_of(log_sum, TILE.kept), out, words, team, HEADS, FUSED, TILE.ways
-            )
+            half, places = next_places(words, team, TILE.kept, SIZES.dim, HEADS, FUSED)
+            whole, of_whole = as_values(mean, cache), kept_of(log_sum, TILE.kept)
+            exchange_heads(whole, of_whole, half, places, out, words, team, HEADS, FUSED, TILE.ways)
 
 
 @triton.jit
-def exchange_heads(mean, log_sum, out, words, team, HEADS: tl.constexpr, FUSED: tl.constexpr, WARPS: tl.constexpr):
+def next_places(words, team, ROWS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, FUSED: tl.constexpr):
+    """(half of this call, ``places_of_words``) of pair program_id(0); (0, 0) where nothing is sent."""
+    if FUSED and wl.num_ranks(team) == 1:
+        return 0, 0
+    else:
+        half = tl.load(words.halves + tl.program_id(0))
+        return half, places_of_words(half, words, team, ROWS, D, HEADS, not FUSED)
+
+
+@triton.jit
+def exchange_heads(
+    mean,
+    log_sum,
+    half,
+    places,
+    out,
+    words,
+    team,
+    HEADS: tl.constexpr,
+    FUSED: tl.constexpr,
+    WARPS: tl.constexpr,
+):
     """Push pair program_id(0), mean [ROWS, D] and log_sum [ROWS], to its heads' owners.
 
-    FUSED: then receive and store its own heads.
+    FUSED: then receive and store its own heads. half, places: of ``next_places``
     """
     D: tl.constexpr = mean.shape[1]
     world: tl.constexpr = wl.num_ranks(team)
     pair, row = tl.program_id(0), tl.arange(0, mean.shape[0])
-    owner, place = owner_of(row, world, HEADS)
-    first, me = pair % HEADS.kv_heads * HEADS.group, wl.rank(team)
     alone: tl.constexpr = FUSED and world == 1
-    half = 0
     if not alone:
-        half = tl.load(words.halves + pair)
-        send_heads(mean, log_sum, half, words, team, HEADS, not FUSED)
+        send_heads(mean, log_sum, places)
         tl.debug_barrier()  # all threads have read the half before it changes
         tl.store(words.halves + pair, 1 - half)
     if FUSED:
+        owner, place = owner_of(row, world, HEADS)
+        first, me = pair % HEADS.kv_heads * HEADS.group, wl.rank(team)
         mine = (row < HEADS.group) & (owner == me)
         if (first // HEADS.own <= me) & (me <= (first + HEADS.group - 1) // HEADS.own):
             whole = mean
@@ -272,6 +295,12 @@ def resident_programs(split: SplitKV, head_dim: int, itemsize: int, caps: Capabi
         return caps.sms
     stages = 2 * split.num_stages * split.block_n * head_dim * itemsize
     return caps.sms * max(1, min(8 // split.num_warps, SHARED_BYTES // (stages + 4096)))
+
+
+def long_tile_of(split: SplitKV, group: int, D: int) -> DecodeTile:
+    """``tile_of`` with more partials joined at a time, since contexts are long here. Not measured."""
+    joined = 4096 * split.num_warps // (next_power_of_2(group) * D)  # 128 registers a thread
+    return tile_of(split, group=group, D=D)._replace(joined=max(1, min(16, joined)))
 
 
 class ShardedDecodeAttention(AttentionOp):
@@ -414,7 +443,7 @@ class ShardedDecodeAttention(AttentionOp):
                 )
         heads = HeadSizes.of(q_heads, sizes.heads, B, team.size)
         words, arrivals = words_of(team, heads, D, fused=fused)
-        tile = tile_of(split, group=heads.group, D=D)
+        tile = long_tile_of(split, heads.group, D)
         options = launch_options(team.caps)
         attention = launch_of(
             team,

@@ -264,9 +264,13 @@ def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any
     """Groups of 1, 4, 8 and 16 query heads, ragged lengths, one huge score, at each number of ranks."""
     split = split_kv(block_n=16, least=16, splits=4, num_warps=1)
     for w in (1, 2, 3, 4, 8):
-        for q_heads, heads in ((24, 24), (24, 6), (24, 3), (48, 3)):
+        for q_heads, heads, lengths in (
+            (24, 24, (16 * w + 1,)),
+            (24, 6, (0, 16 * w - 1)),
+            (24, 3, (1, 16 * w)),
+            (48, 3, (100, 16 * w + 1, 0)),
+        ):
             for design in ("two_kernels", two_kernels(split=split)):
-                lengths = (0, 1, 16 * w - 1, 16 * w, 16 * w + 1, 100)
                 yield sharded_case(op, w, ((q_heads, heads, 32, 16), BF16), design, lengths, spare=2, huge=16 * w)
         for heads in (((48, 1, 64, 16), FP16), ((24, 2, 16, 64), FP32), ((24, 2, 256, 16), BF16)):
             for design in ("one_kernel", one_kernel(split=split)):
@@ -274,7 +278,7 @@ def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any
                 yield sharded_case(op, w, heads, design, lengths, huge=1)
                 yield sharded_case(op, w, heads, design, (50 * w,), spare=1)
                 if heads[1] != FP32:
-                    yield sharded_case(op, w, heads, design, (70, 16 * w + 1), fp8=True)
+                    yield sharded_case(op, w, heads, design, (16 * w + 1,), fp8=True)
 
 
 def sharded_case(

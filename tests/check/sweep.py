@@ -154,12 +154,12 @@ def heads_back(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return ops.heads_to_sequence([x(sum(tokens), heads, 60) for heads in (2, 1)], team, tokens=tokens)
 
 
-def prefilled(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """Attend to a prompt of a few tokens by both algorithms; a rank may be one call ahead."""
+def prefilled(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "gathered") -> torch.Tensor:
+    """Attend to a prompt of a few tokens; a rank may be one call ahead."""
     shards = ops.ZigzagShards(lengths=(2 * team.size + 1,), world_size=team.size)
-    q, k, v = (x(shards.tokens[team.rank], team.size, 16) for _ in range(3))
-    one = ops.gathered_prefill_attention(q[:, :1], k[:, :1], v[:, :1], shards.lengths, team, algorithm="gathered")
-    return [one, ops.gathered_prefill_attention(q, k, v, shards.lengths, team, algorithm="ulysses")]
+    heads = team.size if algorithm == "ulysses" else 1
+    q, k, v = (x(shards.tokens[team.rank], heads, 16) for _ in range(3))
+    return ops.gathered_prefill_attention(q, k, v, shards.lengths, team, algorithm=algorithm)
 
 
 def attended(team: Any, x: Callable[..., torch.Tensor], algorithm: str) -> list[torch.Tensor]:

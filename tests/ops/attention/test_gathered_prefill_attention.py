@@ -1,10 +1,14 @@
 """gathered_prefill_attention: shards, log-sum-exp, arguments, calls in a row, and the code for GPUs."""
 
+import functools
+
 import pytest
 import torch
 import triton.language as tl
 
 import weft
+import weft.check
+from tests.check.sweep import Call, prefilled
 from tests.compiling import SHARED, TARGETS, a_view, compiled
 from tests.sampled import sampled
 from weft import ops
@@ -144,3 +148,11 @@ def test_compiles(arch):
         ptx = made.asm["ptx"]
         assert "cp.async.cg.shared.global" in ptx and "wgmma.mma_async" in ptx
         assert "cp.async.ca" not in ptx and ".local" not in ptx
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_exchanges_of_ulysses_are_clean(world_size):
+    call = Call("ulysses", functools.partial(prefilled, algorithm="ulysses"), 2)
+    report = weft.check.check(call, world_size, schedules=8)
+    assert report.ok, str(report)

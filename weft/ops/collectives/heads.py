@@ -416,7 +416,7 @@ class ExchangeHeads(Collective):
                 continue
             yield case(w, BF16, (5, 2 * w, 16), heads=(w, w))
             yield case(w, BF16, (6, 2 * w, 32), "copy_engine")
-        yield case(2, BF16, (70, 4, 16), Push(push=FEW_KEYED), tokens=(70, 7), heads=(2, 2))
+        yield case(2, BF16, (40, 4, 16), Push(push=FEW_KEYED), tokens=(40, 7), heads=(2,))
         yield case(2, BF16, (40, 4, 16), CopyEngine(pieces=PIECES[1], programs=2))
         yield case(3, BF16, (1, 6, 8), tokens=(0, 0, 1), heads=(3,))
         if not self.to_heads:  # which shares all but the direction
@@ -424,7 +424,7 @@ class ExchangeHeads(Collective):
         for dtype, D in ((FP32, 20), (BF16, 5), (torch.int8, 3), (torch.int64, 2)):
             yield case(2, dtype, (4, 6, D), "push")
         yield case(2, FP16, (9, 2, 40), data="special", heads=(4,))
-        for tokens in ((0, 0), (90, 1)):
+        for tokens in ((0, 0), (40, 1)):
             yield case(2, BF16, (max(tokens), 4, 8), tokens=tokens, heads=(2,))
         yield case(2, BF16, (33, 4, 8), layout="transposed")
         yield case(2, BF16, (33, 4, 10), layout="strided")

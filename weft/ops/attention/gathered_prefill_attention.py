@@ -562,7 +562,8 @@ class GatheredPrefillAttention(Op):
         for w in (2, 3):
             yield case(w, (2 * w, w, 16), FP16, Ulysses(blocks=few), 1, 5 * w, block_m=16)
         yield case(2, (4, 2, 16), BF16, "gathered", 1)
-        yield case(2, (2, 2, 16), FP32, Gathered(chunks=1, blocks=few), 70, block_m=16, huge=1)
+        yield case(2, (2, 2, 16), FP32, Gathered(chunks=1, blocks=few), 50, block_m=16)
+        yield case(2, (2, 1, 16), BF16, Gathered(chunks=8, blocks=few), 40, block_m=16, huge=1)
         yield case(2, (2, 2, 64), FP16, "ulysses", 0, 20)
         yield case(2, (2, 1, 128), BF16, AUTO, 20, 9)
 

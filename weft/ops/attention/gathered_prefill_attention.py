@@ -263,7 +263,10 @@ def gathered_prefill_attention(
     (_, q_heads, D), kv_heads = q.shape, k.shape[1]
     check_sharing(op, q_heads, kv_heads, D)
     if not isinstance(shards, ZigzagRanges):
-        shards = ZigzagRanges.make(shards, team.rank, team.size, q_heads // kv_heads, q.dtype).to(team.device)
+        try:
+            shards = ZigzagRanges.make(shards, team.rank, team.size, q_heads // kv_heads, q.dtype).to(team.device)
+        except ValueError as error:
+            raise ValueError(f"{op}: shards: {error}") from None
     of, here = shards.shards, (shards.shards.world_size, shards.rank, shards.mine.group)
     if here != (team.size, team.rank, q_heads // kv_heads):
         raise ValueError(

@@ -10,6 +10,7 @@ from weft import ops as weft_ops
 
 # Without a result of their own: a barrier, a printed choice, and types.
 TYPES = {"DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges"}
+TYPES |= {"ZigzagRanges", "ZigzagShards"}
 WITHOUT_RESULT = TYPES | {"barrier", "explain", "join_argmax", "warm_up"}
 
 

@@ -533,9 +533,13 @@ class GatheredPrefillAttention(Op):
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
         q, k, _ = tensors
-        group, block_m = q.shape[1] // k.shape[1], case.field("block_m")
-        made = ZigzagRanges.make(case.field("lengths"), team.rank, team.size, group, q.dtype, block_m=block_m)
-        return *tensors, made.to(q.device)
+        sizes = case.field("lengths"), team.rank, team.size, q.shape[1] // k.shape[1], q.dtype
+
+        def make() -> ZigzagRanges:
+            return ZigzagRanges.make(*sizes, block_m=case.field("block_m")).to(q.device)
+
+        # Kept, since a CUDA graph that captures a call holds them.
+        return *tensors, team.workspace((self.name, "ranges", *sizes, case.field("block_m")), make)
 
     def results(self, case: Case, team: Team, *arguments: Any) -> torch.Tensor:
         q, k, v, shards = arguments

@@ -1,4 +1,4 @@
-"""The built-in checkpoint is small, complete, and adds.
+"""The built-in checkpoints are small, complete, and add.
 
 A sample of what `accuracy.json` reports is measured again.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,15 +15,19 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from weft.models.builtin import PATH
-from weft.models.builtin.train import TrainConfig, both_orders, count_right, held_out_sums, make_batch
+from tests.documents import ROOT
+from weft.models.builtin import PATH, PATHS
+from weft.models.builtin.train import MODELS, TrainConfig, both_orders, count_right, held_out_sums, make_batch
 
-REPORT = json.loads((PATH / "accuracy.json").read_text())
-SEED = REPORT["config"]["seed"]
+REPORTS = {name: json.loads((path / "accuracy.json").read_text()) for name, path in PATHS.items()}
+SEED = REPORTS["adder"]["config"]["seed"]
+
+both = pytest.mark.parametrize("name", PATHS)
 
 
-def test_the_directory_is_complete_and_under_two_megabytes():
-    files = {file.name: file.stat().st_size for file in PATH.iterdir()}
+@both
+def test_the_directory_is_complete_and_under_two_megabytes(name):
+    files = {file.name: file.stat().st_size for file in PATHS[name].iterdir()}
     assert files.keys() == {
         "accuracy.json",
         "config.json",
@@ -32,11 +37,15 @@ def test_the_directory_is_complete_and_under_two_megabytes():
         "tokenizer_config.json",
     }
     assert sum(files.values()) < 2_000_000
+    assert f'"models/builtin/{name}/*"' in (ROOT / "pyproject.toml").read_text()  # of the wheel
 
 
-def test_the_config_splits_evenly_over_eight_ranks():
-    config = AutoConfig.from_pretrained(PATH)
-    assert config.model_type == "qwen3"
+@both
+def test_the_config_splits_evenly_over_eight_ranks(name):
+    config = AutoConfig.from_pretrained(PATHS[name])
+    assert config.model_type == {"adder": "qwen3", "adder-moe": "qwen3_moe"}[name]
+    if name == "adder-moe":
+        assert config.num_experts % 8 == 0 and config.moe_intermediate_size % 16 == 0
     assert config.tie_word_embeddings
     heads = config.num_attention_heads * config.head_dim
     assert heads != config.hidden_size
@@ -47,14 +56,20 @@ def test_the_config_splits_evenly_over_eight_ranks():
         assert config.num_attention_heads % world_size == 0
 
 
-def test_the_weights_are_stored_in_bfloat16():
-    with safe_open(PATH / "model.safetensors", framework="pt") as weights:
+@both
+def test_the_weights_are_stored_in_bfloat16(name):
+    with safe_open(PATHS[name] / "model.safetensors", framework="pt") as weights:
         tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 (not a dict)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in tensors
-    assert sum(tensor.numel() for tensor in tensors.values()) == REPORT["parameters"]
+    assert sum(tensor.numel() for tensor in tensors.values()) == REPORTS[name]["parameters"]
     norms = [tensor for name, tensor in tensors.items() if name.endswith("_norm.weight")]
     assert all((norm != 1).any() for norm in norms)  # trained: a loader that skips one changes the logits
+
+
+def test_both_models_have_one_tokenizer():
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (PATHS["adder"] / file).read_bytes() == (PATHS["adder-moe"] / file).read_bytes()
 
 
 @pytest.mark.parametrize("text", ["123+456=", "0+999=999", "7", ""])
@@ -92,18 +107,34 @@ def test_held_out_sums_are_different_sums():
     assert all(min(pair) < 100 for pair in shorter)
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_model_adds_sums_it_has_not_seen(dtype):
+def test_the_model_adds_sums_it_has_not_seen(name, dtype):
     three_digit, shorter = held_out_sums(1000, SEED)
     tokenizer = AutoTokenizer.from_pretrained(PATH)
-    model = AutoModelForCausalLM.from_pretrained(PATH, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(PATHS[name], dtype=dtype).eval()
     assert count_right(model, tokenizer, three_digit[:100]) >= 97
     assert count_right(model, tokenizer, shorter[:100]) >= 97
     assert count_right(model, tokenizer, [(123, 456)]) == 1  # the sum of the README and of `make demo`
 
 
-def test_the_measured_accuracy_is_what_we_promise():
-    right = REPORT["right"]
+def test_every_expert_is_chosen():
+    """By some character of a hundred sums, in every layer."""
+    sums = [f"{a}+{b}={a + b}" for a, b in held_out_sums(100, SEED)[0]]
+    tokens = AutoTokenizer.from_pretrained(PATH)(sums, padding=True, return_tensors="pt", return_token_type_ids=False)
+    model = AutoModelForCausalLM.from_pretrained(PATHS["adder-moe"]).eval()
+    with torch.no_grad():
+        logits = model(**tokens, output_router_logits=True).router_logits
+    real = tokens["attention_mask"].flatten().bool()
+    for of_layer in logits:
+        chosen = of_layer[real].topk(model.config.num_experts_per_tok).indices
+        assert set(chosen.flatten().tolist()) == set(range(model.config.num_experts))
+
+
+@both
+def test_the_measured_accuracy_is_what_we_promise(name):
+    assert REPORTS[name]["config"] == asdict(MODELS[name].settings)
+    right = REPORTS[name]["right"]
     for compute in ("float32", "bfloat16"):
         assert right["of"]["unseen_three_digit"] == 1000
         assert right[compute]["unseen_three_digit"] >= 990

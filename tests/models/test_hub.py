@@ -116,7 +116,7 @@ def test_ranks_that_found_different_revisions_are_refused(cache):
         ("/owner/adder", "no such directory; pass "),
         ("nowhere/", "no such directory; pass "),
         (f"{NAME}@", "no such directory; pass "),
-        ("adder", "no such directory; pass "),
+        ("multiplier", "no such directory; pass "),
         ("o/" + "x" * 5000, "no such directory; pass "),
         (Path(NAME), "no such directory; pass "),
         ("owner/file", "owner/file: is a file; pass a directory"),

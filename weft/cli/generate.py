@@ -32,8 +32,8 @@ class GenerateFlags:
     model: Annotated[
         str | None,
         typer.Option(
-            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or with --dummy-weights a name "
-            "such as qwen3-32b [default: the built-in adder]"
+            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
+            "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
         ),
     ] = None
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None

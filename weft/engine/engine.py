@@ -59,7 +59,7 @@ class Engine:
     Collective: all ranks pass the same arguments and get the same tokens.
 
     model     checkpoint directory in Hugging Face format, or its name in the hub's cache, as for LLM; None: the built-in
-              model, which adds; a configuration of weft.models: random weights and no tokenizer, for benchmarks. Without
+              dense model, which adds; a configuration of weft.models: random weights and no tokenizer, for benchmarks. Without
               tokenizer.json prompts are token ids, and answers have no text
     progress  called with (bytes read, bytes to read) while this rank's weights load
     warn      rank 0 logs a line (logger "weft") for settings of generation_config.json that weft does not follow, for NaN or

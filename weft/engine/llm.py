@@ -38,8 +38,9 @@ class LLM:
             [answer] = llm.generate("The weft is", weft.SamplingParams(temperature=0.7, max_tokens=100))
 
     model       checkpoint directory, or OWNER/NAME or OWNER/NAME@REVISION in the Hugging Face cache, where `hf download` puts
-                it (weft downloads nothing); None: the built-in model, which adds; a configuration of weft.models: random
-                weights. Without tokenizer.json prompts are token ids, and answers have no text
+                it (weft downloads nothing); None: the built-in model, which adds; "adder-moe": the one with experts; a
+                configuration of weft.models: random weights. Without tokenizer.json prompts are token ids, and answers have no
+                text
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
                 process, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs if there are enough

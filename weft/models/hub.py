@@ -1,6 +1,6 @@
-"""Directory of a checkpoint by its path, or by its name in the local cache of the Hugging Face hub.
+"""Directory of a checkpoint by its path, or by the name of a built-in model or of one in the hub.
 
-weft downloads nothing.
+weft downloads nothing: it reads the local cache of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
+from weft.models.builtin import PATHS
 from weft.models.checkpoint import Checkpoint, as_directory, check_directory
 
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
@@ -24,13 +25,15 @@ READ = (
 
 
 def find_checkpoint(name: str | PathLike[str]) -> Path:
-    """Directory of a checkpoint: a path, or OWNER/NAME or OWNER/NAME@REVISION in the hub's cache.
+    """Directory of a checkpoint: a path, a built-in model's name, or OWNER/NAME or OWNER/NAME@REVISION.
 
-    A path that exists is taken first. The cache is where `huggingface_hub` has it (HF_HUB_CACHE, HF_HOME). CheckpointError
-    with the command that downloads what is missing.
+    A path that exists is taken first. Built-in are "adder" and "adder-moe". The others are read from the hub's cache, which is
+    where `huggingface_hub` has it (HF_HUB_CACHE, HF_HOME). CheckpointError with the command that downloads what is missing.
     """
-    directory = as_directory(name)
-    named = _NAME.fullmatch(name) if isinstance(name, str) and not os.path.lexists(name) else None
+    directory, is_name = as_directory(name), isinstance(name, str) and not os.path.lexists(name)
+    if is_name and name in PATHS:
+        return PATHS[name]
+    named = _NAME.fullmatch(name) if is_name else None
     if named is None or ".." in name:
         check_directory(directory)
         return directory

@@ -1,6 +1,7 @@
-"""Training of the built-in adder on a CPU: `python -m weft.models.builtin.train --out DIR`.
+"""Training of a built-in model: `python -m weft.models.builtin.train --model adder-moe --out DIR`.
 
-The model reads `123+456=` and writes `579<eos>`: operands 0..999 without leading zeros, most significant digit first.
+It takes minutes on a CPU. A model reads `123+456=` and writes `579<eos>`: operands 0..999 without leading zeros, most
+significant digit first.
 1,000 sums of two three-digit numbers, and 1,000 with a shorter operand, are kept out of training, whichever operand
 comes first. After training, the checkpoint is stored in bfloat16, read back and asked for all of them; `accuracy.json`
 holds what came out. These sums choose nothing: the weights are those of the last step.
@@ -14,14 +15,25 @@ import math
 import platform
 import random
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.modeling_outputs import ModelOutput
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from weft.runtime.files import put
 
@@ -57,27 +69,62 @@ class TrainConfig:
             raise ValueError(f"held_out={self.held_out} leaves too few sums to train on; pass 10000 or fewer")
 
 
-def model_config() -> Qwen3Config:
-    """Small sizes that 8 ranks split evenly: 1 head of 16, 32 of the MLP's columns, 16 token ids each.
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY[EOS],
+    "pad_token_id": VOCABULARY[PAD],
+}
+"""What both models share. Up to 8 ranks split it evenly: 1 head of 16, 16 token ids each.
 
-    All widths, shards included, are multiples of 16, so that rows start on the 16 bytes that TMA requires.
-    heads * head_dim (128) differs from the hidden size (96), as in the real Qwen3s.
-    """
-    return Qwen3Config(
-        vocab_size=128,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.08,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=VOCABULARY[EOS],
-        pad_token_id=VOCABULARY[PAD],
+All widths, shards included, are multiples of 16, so that rows start on the 16 bytes that TMA requires.
+heads * head_dim (128) differs from the hidden size (96), as in the real Qwen3s.
+"""
+
+
+def dense_config() -> Qwen3Config:
+    """An MLP of 256 columns in each layer: 32 for each of 8 ranks."""
+    return Qwen3Config(**SIZES, intermediate_size=256)
+
+
+def experts_config() -> Qwen3MoeConfig:
+    """8 experts of 64 columns in place of each MLP, one for each of 8 ranks; two for each token."""
+    return Qwen3MoeConfig(
+        **SIZES,
+        intermediate_size=256,  # of layers without experts; there are none
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.01,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltIn:
+    """How a built-in model is made."""
+
+    config: Callable[[], PreTrainedConfig]
+    settings: TrainConfig
+
+    def build(self) -> PreTrainedModel:
+        """The model with new weights."""
+        return AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
+
+
+MODELS = {
+    "adder": BuiltIn(config=dense_config, settings=TrainConfig()),
+    "adder-moe": BuiltIn(config=experts_config, settings=TrainConfig(steps=3000, batch_size=256, threads=1)),
+}
+"""Directory of a built-in model -> how it is made."""
 
 
 def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -143,13 +190,14 @@ def make_batch(rng: random.Random, config: TrainConfig, excluded: set[Pair]) -> 
     return torch.tensor(rows), torch.tensor(labels)
 
 
-def train(config: TrainConfig, out: Path) -> float:
+def train(kind: BuiltIn, config: TrainConfig, out: Path) -> float:
     """Train from scratch, save to `out` every `save_every` steps and at the end, and return the seconds."""
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
     rng = random.Random(config.seed)
     excluded = both_orders(*held_out_sums(config.held_out, config.seed))
-    model = Qwen3ForCausalLM(model_config()).float().train()
+    model = kind.build().train()
+    model.config.output_router_logits = True
     rate, decay = config.learning_rate, config.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=decay)
 
@@ -160,8 +208,11 @@ def train(config: TrainConfig, out: Path) -> float:
     start = time.perf_counter()
     for step in range(1, config.steps + 1):
         tokens, labels = make_batch(rng, config, excluded)
-        logits = model(input_ids=tokens, use_cache=False).logits
+        output = model(input_ids=tokens, use_cache=False)
+        logits = output.logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if "router_logits" in output:
+            loss = loss + model.config.router_aux_loss_coef * imbalance(model.config, output, tokens)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -172,13 +223,23 @@ def train(config: TrainConfig, out: Path) -> float:
             seconds = time.perf_counter() - start
             print(f"step {step}/{config.steps}  loss {loss:.4f}  sums right {right:.1%}  {seconds:.0f} s", flush=True)
         if step % config.save_every == 0 or step == config.steps:
-            save(model, out)
+            save(kind, model, out)
     return time.perf_counter() - start
 
 
-def save(model: Qwen3ForCausalLM, out: Path) -> None:
+def imbalance(config: PreTrainedConfig, output: ModelOutput, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean over the layers of a loss that is least where all experts get as many tokens.
+
+    The model's own aux_loss adds up the layers first, and leaves experts of single layers without a token.
+    """
+    real = tokens != VOCABULARY[PAD]
+    sizes = config.num_experts, config.num_experts_per_tok
+    return torch.stack([load_balancing_loss_func((logits,), *sizes, real) for logits in output.router_logits]).mean()
+
+
+def save(kind: BuiltIn, model: PreTrainedModel, out: Path) -> None:
     """Write the checkpoint in bfloat16, and the tokenizer beside it; `model` is not changed."""
-    stored = Qwen3ForCausalLM(model_config()).to(torch.bfloat16)
+    stored = kind.build().to(torch.bfloat16)
     stored.load_state_dict(model.state_dict())
     stored.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
     stored.save_pretrained(out)
@@ -191,7 +252,7 @@ def save(model: Qwen3ForCausalLM, out: Path) -> None:
 
 
 @torch.inference_mode()
-def count_right(model: Qwen3ForCausalLM, tokenizer: transformers.PreTrainedTokenizerFast, pairs: list[Pair]) -> int:
+def count_right(model: PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerFast, pairs: list[Pair]) -> int:
     """Number of `pairs` that the model adds right, greedily: the answer's digits, then EOS."""
     prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], padding=True, return_tensors="pt", return_token_type_ids=False)
     longest = max(len(str(a + b)) for a, b in pairs)
@@ -224,18 +285,19 @@ def cpu_name() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the built-in adder and measure it.")
+    parser = argparse.ArgumentParser(description="Train a built-in model and measure it.")
+    parser.add_argument("--model", choices=MODELS, default="adder")
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
     for field in fields(TrainConfig):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     arguments = vars(parser.parse_args())
-    out = arguments.pop("out")
-    config = TrainConfig(**arguments)
-    seconds = train(config, out)
+    kind, out = MODELS[arguments.pop("model")], arguments.pop("out")
+    config = replace(kind.settings, **{name: value for name, value in arguments.items() if value is not None})
+    seconds = train(kind, config, out)
     report = {
         "right": evaluate(out, config),
         "train_seconds": round(seconds),
-        "parameters": sum(p.numel() for p in Qwen3ForCausalLM(model_config()).parameters()),
+        "parameters": sum(p.numel() for p in kind.build().parameters()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cpu": cpu_name(),

@@ -1,4 +1,4 @@
-# make demo   the built-in model answers a sum in all three modes (simulated ranks where there are no GPUs)
+# make demo   the built-in models answer a sum in every mode (simulated ranks where there are no GPUs)
 # make test   ruff, then the tests on the main environment and on the newest Triton
 # make sweep  every combination of what the tests sample, in about an hour
 # make clean  remove both environments

@@ -55,6 +55,32 @@ def prompt(batch, length, seed=0):
     return torch.randint(257, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def router_gaps(model, tokens):
+    """[batch, length]: the least difference, over the layers, between the logits of a chosen expert and of one that is not."""
+    with torch.no_grad():
+        logits = model(tokens, output_router_logits=True).router_logits
+    chosen = model.config.num_experts_per_tok
+    gaps = [
+        best[:, chosen - 1] - best[:, chosen] for best in (of_layer.sort(descending=True).values for of_layer in logits)
+    ]
+    return torch.stack(gaps).amin(0).view(tokens.shape)
+
+
+def prompt_without_ties(model, batch, length):
+    """Tokens [batch, length] for which no router is near a tie: each the one of 64 with the greatest gap, given those before.
+
+    Routing is a step function: where two experts are nearly equal, rounding in another order chooses another one, and the
+    logits differ by more than rounding. Scaled router weights would not help, since the noise grows with them.
+    """
+    tokens = prompt(batch, length)
+    for row in tokens:
+        for at in range(length):
+            candidates = row[: at + 1].repeat(64, 1)
+            candidates[:, at] = prompt(1, 64, seed=at)[0]
+            row[at] = candidates[router_gaps(model, candidates)[:, at].argmax(), at]
+    return tokens
+
+
 def relative_rms(found, expected):
     return ((found.float() - expected).square().mean() / expected.square().mean()).sqrt().item()
 

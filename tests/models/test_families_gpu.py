@@ -1,11 +1,19 @@
-"""Models in bf16 on GPUs against transformers in fp32, teacher-forced, fused and unfused."""
+"""Models in bf16 on GPUs against transformers in fp32, teacher-forced, fused and unfused; the built-in one with experts."""
 
 import pytest
 import torch
 
 import weft
-from tests.against_transformers import FAMILIES, prompt, reference_logits, relative_rms
+from tests.against_transformers import (
+    FAMILIES,
+    prompt,
+    prompt_without_ties,
+    reference_logits,
+    relative_rms,
+    router_gaps,
+)
 from tests.teacher_forced import in_three_ways
+from weft.engine import Engine
 from weft.models import Decoder
 
 TOLERANCE = (
@@ -15,6 +23,9 @@ CASES = [
     *(("qwen3", world_size) for world_size in (1, 2, 4)),
     *((name, 2) for name in ("llama-3", "qwen2.5-window", "mistral", "qwen3-yarn", "qwen3-window", "seed-oss")),
 ]
+# Of prompts without ties; bf16 moves their router logits by up to 0.03, qwen2-moe's by 0.15 of a least gap of 0.46.
+GAP = 0.2
+EXPERT_CASES = [*(("qwen3-moe", world_size) for world_size in (1, 2, 4)), ("mixtral", 2), ("qwen2-moe", 2)]
 FORMS = [("torch", False), ("gemm_ar", False), ("gemm_ar", True), ("ag_rs", False), ("ag_rs", True), ("auto", True)]
 
 
@@ -37,7 +48,23 @@ def in_all_forms(team, directory, tokens):
 )
 def test_bf16_logits_are_those_of_transformers_up_to_its_noise(make_checkpoint, name, world_size):
     directory, reference = make_checkpoint(**FAMILIES.get(name, {}))
-    tokens = prompt(3, 40)
+    check(directory, reference, prompt(3, 40), world_size)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "world_size"), [pytest.param(*case, marks=pytest.mark.gpu(case[1])) for case in EXPERT_CASES]
+)
+def test_bf16_logits_of_experts_are_those_of_transformers_where_no_router_is_near_a_tie(
+    make_checkpoint, name, world_size
+):
+    directory, reference = make_checkpoint(**FAMILIES[name])
+    tokens = prompt_without_ties(reference, 3, 40)
+    assert router_gaps(reference, tokens).min() > GAP
+    check(directory, reference, tokens, world_size)
+
+
+def check(directory, reference, tokens, world_size):
     expected = reference_logits(reference, tokens)
     by_rank = weft.launch(in_all_forms, world_size, "cuda", args=(directory, tokens))
     for form, of_rank_0 in by_rank[0].items():
@@ -45,3 +72,28 @@ def test_bf16_logits_are_those_of_transformers_up_to_its_noise(make_checkpoint, 
             assert relative_rms(found, expected) <= TOLERANCE, (form, way)
         for other in by_rank:
             assert all(map(torch.equal, other[form], of_rank_0)), form
+
+
+def sums(team):
+    """By (mode, fused, graph): the built-in experts' answers, 16 at once and one alone."""
+    shared = torch.distributed.get_backend(team.group) == "gloo"
+    found = {}
+    for form in FORMS:
+        for cuda_graph in (False,) if shared else (False, True):
+            if not (shared and form[0] == "torch"):
+                engine = Engine("adder-moe", team, mode=form[0], fused=form[1], cuda_graph=cuda_graph)
+                batches = engine.generate(SUMS, max_tokens=6), engine.generate(SUMS[:1], max_tokens=6)
+                found[(*form, cuda_graph)] = [answer.text for answers in batches for answer in answers]
+    return found
+
+
+SUMS = ["123+456=", *(f"{a}+{b}=" for a, b in zip(range(101, 1000, 63), range(998, 99, -61), strict=True))]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [pytest.param(w, marks=pytest.mark.gpu(w)) for w in (1, 2, 4)])
+def test_the_built_in_experts_add(world_size):
+    right = [str(sum(map(int, text[:-1].split("+")))) for text in (*SUMS, SUMS[0])]
+    for by_form in weft.launch(sums, world_size, "cuda"):
+        for form, answers in by_form.items():
+            assert answers == right, form

@@ -26,8 +26,9 @@ test: lint .venv/.ready .venv-newest/.ready
 test-gpu: .venv/.ready
 	.venv/bin/python -m pytest -q -m gpu tests
 
-sweep: .venv/.ready
+sweep: .venv/.ready .venv-newest/.ready
 	.venv/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" tests
+	.venv-newest/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" --triton-sensitive tests
 	.venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16
 	.venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8
 

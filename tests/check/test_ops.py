@@ -13,9 +13,16 @@ from tests.sampled import sampled
 from weft import ops
 
 
-# Schedule i follows strategy i modulo 4: two ranks run each, three and four the halves. `make sweep` runs 16 at each size.
-@pytest.mark.parametrize(("world_size", "schedules", "seed"), [(2, 4, 0), (3, 2, 0), (4, 2, 2)])
-@pytest.mark.parametrize("call", OPS, ids=lambda call: call.name.replace(" ", "-"))
+# Schedule i follows strategy i modulo 4: two ranks run each, three and four the halves. Of the ops one runs on three ranks, the
+# next on four; `make sweep` runs 16 schedules of each at each size.
+@pytest.mark.parametrize(
+    ("call", "world_size", "schedules", "seed"),
+    [
+        pytest.param(call, *ranks, id=f"{call.name.replace(' ', '-')}-{ranks[0]}")
+        for index, call in enumerate(OPS)
+        for ranks in ((2, 4, 0), ((3, 2, 0), (4, 2, 2))[index % 2])
+    ],
+)
 def test_an_op_is_clean(call, world_size, schedules, seed):
     report = weft.check.check(call, world_size, schedules=schedules, seed=seed, sms=call.sms)
     assert report.ok, str(report)
@@ -38,7 +45,7 @@ def test_promises_of_teams_and_primitives_hold_under_check(behave, world_size):
     ("mode", "world_size", "top_p", "schedules"),
     sampled(
         [
-            *(("gemm_ar", 2, 0.8, 2), ("ag_rs", 2, 1.0, 2), ("gemm_ar", 4, 1.0, 1), ("ag_rs", 4, 0.8, 1)),
+            *(("gemm_ar", 2, 0.8, 2), ("ag_rs", 2, 1.0, 2), ("gemm_ar", 4, 1.0, 1)),
             *(("gemm_ar", 4, 1.0, 8), ("ag_rs", 4, 0.8, 8)),
         ],
         lambda mode, world_size, top_p, schedules: schedules <= 2,

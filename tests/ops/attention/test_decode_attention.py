@@ -19,6 +19,7 @@ from tests.ops.layer_cases import (
     mutated,
     random,
 )
+from tests.sampled import sampled
 from weft import ops
 from weft.kernels.paged_cache import PagedCache, Sequences
 from weft.kernels.rotary import HeadNorms
@@ -140,8 +141,13 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_what_orders_the_new_token_is_needed(mutation, tmp_path):
+@pytest.mark.parametrize(
+    ("mutation", "schedules"),
+    sampled(
+        ((mutation, schedules) for mutation in MUTATIONS for schedules in (4, 20)), lambda _, schedules: schedules == 4
+    ),
+)
+def test_what_orders_the_new_token_is_needed(mutation, schedules, tmp_path):
     old, new, window, finding = MUTATIONS[mutation]
     mutant = mutated(decoding, old, new, f"decode_mutant_{list(MUTATIONS).index(mutation)}", tmp_path)
 
@@ -149,7 +155,7 @@ def test_what_orders_the_new_token_is_needed(mutation, tmp_path):
         case = Case(SMALL, (300,), "cpu", window=window)
         return [case.run(SPLIT, mutant)[0] for _ in range(2)]
 
-    report = weft.check.check(main, 1, schedules=20)
+    report = weft.check.check(main, 1, schedules=schedules)
     found = {finding.kind for found in report.findings for finding in (found.finding, *found.also)}
     assert (finding in found) if finding else report.ok, str(report)
 

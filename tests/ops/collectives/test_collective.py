@@ -41,7 +41,8 @@ def interleaved(world_size, dtypes=(BF16, FP32)):
     ("world_size", "slow", "seed"),
     sampled(
         ((*ranks, seed) for ranks in ((2, {1: 20.0}), (3, None), (4, {0: 20.0})) for seed in range(4)),
-        lambda world_size, slow, seed: seed in (0, world_size - 1),
+        # Seed 0 has twice the calls.
+        lambda world_size, slow, seed: seed == world_size - 1 or seed == 0 and world_size < 4,
     ),
 )
 def test_mixed_sizes_back_to_back(world_size, slow, seed):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import weft
 from tests.layers.test_layers import joined, randomised, share
 from tests.sampled import sampled
+from weft import ops
 from weft.layers import MoE, plan_layer
 from weft.parallel.sharding import fill
 
@@ -271,5 +272,25 @@ def test_modules_that_compute_something_else_are_refused():
         ):
             with pytest.raises(ValueError, match=message):
                 MoE.from_module(randomised(module), team, "replicated")
+
+    weft.simulate(main, 1)
+
+
+def test_a_layer_s_schedules_share_an_arrival_counter(monkeypatch):
+    """One that each call makes is a launch more."""
+    module, x = randomised(block("qwen3")), torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    given, moe_schedule = [], ops.moe_schedule
+
+    def schedule(ids, experts, *, tickets):
+        given.append(tickets)
+        return moe_schedule(ids, experts, tickets=tickets)
+
+    monkeypatch.setattr(ops, "moe_schedule", schedule)
+
+    def main(team):
+        moe = MoE.from_module(module, team, "replicated")
+        plan = plan_layer(len(x), mode="replicated", team=team, fused=True)
+        assert torch.equal(moe(x, plan), moe(x, plan))
+        assert given[0] is given[1] is moe.tickets and not moe.tickets.any()
 
     weft.simulate(main, 1)

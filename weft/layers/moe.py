@@ -88,6 +88,7 @@ class MoE(nn.Module):
         self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None
         self.gate_up = empty_parameter(self.experts.count, 2 * mine, hidden_size, team=team, dtype=dtype)
         self.down = empty_parameter(self.experts.count, hidden_size, mine, team=team, dtype=dtype)
+        self.register_buffer("tickets", torch.zeros(1, dtype=torch.int32, device=team.device), persistent=False)
         self.shared_expert = None
         if shared_intermediate_size is not None:
             split_evenly(
@@ -130,7 +131,8 @@ class MoE(nn.Module):
     @property
     def weights(self) -> MoEWeights:
         shared = None if self.shared_expert is None else self.shared_expert.weights
-        return MoEWeights(self.router, self.router_bias, self.gate_up, self.down, self.experts, self.gating, shared)
+        tensors = self.router, self.router_bias, self.gate_up, self.down
+        return MoEWeights(*tensors, self.experts, self.gating, shared, self.tickets)
 
     def shards(self, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Shard]:
         """Shards of the router, of this rank's experts and of the shared one.

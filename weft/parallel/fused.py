@@ -94,7 +94,7 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
     """
     logits, gate = w.logits(ops.matmul(x, w.router))
     routing = ops.route(logits, bias=w.bias, **w.gating._asdict())
-    schedule = ops.moe_schedule(routing.ids, w.experts)
+    schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)
     y = ops.grouped_matmul(h, w.down, schedule)
     shared = None if w.shared is None else ops.matmul(ops.matmul_silu_mul(x, w.shared.gate_up), w.shared.down)

@@ -106,6 +106,7 @@ class MoEWeights(NamedTuple):
     gate_up  [experts.count, 2 N, H], the gate's rows first; down [experts.count, H, N]
     shared   this rank's features of an MLP of all tokens, its result times the sigmoid of its gate if there is one; None: there
              is no such MLP
+    tickets  int32 [1] zeros: arrival counter of ops.moe_schedule; None: each call makes its own, by a launch more
     """
 
     router: Tensor
@@ -115,6 +116,7 @@ class MoEWeights(NamedTuple):
     experts: Experts
     gating: Gating
     shared: MLPWeights | None = None
+    tickets: Tensor | None = None
 
     def logits(self, found: Tensor) -> tuple[Tensor, Tensor | None]:
         """(the experts' logits [T, E], those of the shared expert's gate [T] or None) of x @ router.T"""

@@ -241,6 +241,9 @@ def operands(team):
     number = ("x", [1])
     options = {"scale": number, "window": OPTIONAL_COUNT}
     yield ops.paged_attention, {"q": f(2, 1, 16), **shared}, {**dict.fromkeys(("q", *shared), TENSOR), **options}
+    attended = {**dict.fromkeys(("q", *shared), TENSOR), **options, **team_and}
+    yield ops.sharded_decode_attention, {"q": f(2, 1, 16), **shared, "team": team}, attended
+    yield ops.merge_attention, {"outs": f(2, 2, 1, 16), "lses": f(2, 2, 1)}, {"outs": TENSOR, "lses": TENSOR}
     weights = {"q_weight": f(16), "k_weight": f(16), "eps": 1e-6, "angles": angles}
     tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *shared), TENSOR) | {"bias": TENSOR[1:]}
     yield ops.decode_attention, {"qkv": f(2, 48), **weights, **shared}, {**tensors, "eps": number, **options}

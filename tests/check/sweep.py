@@ -172,6 +172,20 @@ def attended(team: Any, x: Callable[..., torch.Tensor], algorithm: str) -> list[
     return out
 
 
+def trained(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Dispatch, compute, combine, and all gradients, while a peer may be in its next call."""
+    tokens, experts = (team.rank + int(x(1).abs().item() * 8)) % 5, 2 * team.size
+    leaves = [x(*shape).requires_grad_() for shape in ((tokens, 16), (experts, 16), (2, 16, 16))]
+    rows, router, weight = leaves
+    routing = ops.route(ops.matmul(rows, router) if tokens else rows @ router.T, 2)
+    found = ops.moe_dispatch(rows, routing, team, experts=experts, max_tokens=5, algorithm="push")
+    schedule = ops.moe_schedule(found.routing.ids, found.experts)
+    h = ops.grouped_matmul(found.rows, weight, schedule, gather=True)
+    y = ops.grouped_matmul(h, weight, schedule)
+    ops.moe_combine(y, found, tokens, team, algorithm="push").backward(x(tokens, 16))
+    return [leaf.grad for leaf in leaves]
+
+
 # Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -226,6 +240,10 @@ OPS = [
 ]
 
 
+# Too slow for a few schedules in every run of the tests.
+SLOW = [Call("moe_dispatch and moe_combine, with gradients", trained, 2)]
+
+
 def table(world_size: int) -> list[Call]:
     """Calls for the cases of all ops at this world size."""
     chosen = [case for op in registered() for case in op.cases() if case.world_size == world_size]
@@ -263,7 +281,7 @@ class Swept:
 
 @functools.cache
 def calls(from_table: bool, world_size: int) -> list[Call]:
-    return table(world_size) if from_table else OPS
+    return table(world_size) if from_table else [*OPS, *SLOW]
 
 
 def shares(chosen: argparse.Namespace) -> Iterator[Share]:

@@ -33,11 +33,14 @@ class CombineWords:
 
 
 class Pairs(NamedTuple):
-    """y [W * tokens * k, H], ids and weights [W * tokens, k] of all ranks' tokens."""
+    """y [W * tokens * k, H], ids and weights [W * tokens, k] of all ranks' tokens.
+
+    weights  None: y has a row for each token [W * tokens, H], which is sent as it is
+    """
 
     y: torch.Tensor
     ids: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor | None
 
 
 class Lengths(NamedTuple):
@@ -58,14 +61,21 @@ def partials_at(pairs, owner, place, LENGTHS: tl.constexpr, mask, team):
     token, column = owner * LENGTHS.tokens + place // LENGTHS.width, place % LENGTHS.width
     mask = mask & (place < LENGTHS.tokens * LENGTHS.width)
     total = tl.zeros(mask.shape, tl.float32)
+    chosen = mask & (place < 0)
     # Not unrolled: the loads of all choices at once would not fit the registers.
     for j in range(LENGTHS.choices):
         pair = token.to(tl.int64) * LENGTHS.choices + j
         id = tl.load(pairs.ids + pair, mask=mask, other=-1)
         mine = (id >= 0) & (id // LENGTHS.experts == wl.rank(team))
-        weight = tl.load(pairs.weights + pair, mask=mine, other=0.0).to(tl.float32)
-        row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=mine, other=0.0).to(tl.float32)
-        total += tl.where(mine, row * weight, 0.0)
+        if pairs.weights is None:
+            chosen = chosen | mine
+        else:
+            weight = tl.load(pairs.weights + pair, mask=mine, other=0.0).to(tl.float32)
+            row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=mine, other=0.0).to(tl.float32)
+            total += tl.where(mine, row * weight, 0.0)
+    if pairs.weights is None:
+        at = pairs.y + token.to(tl.int64) * LENGTHS.width + column
+        total = tl.load(at, mask=chosen, other=0.0).to(tl.float32)
     return total
 
 
@@ -139,13 +149,13 @@ def combine_words(
     team: Team,
     y: torch.Tensor,
     ids: torch.Tensor,
-    weights: torch.Tensor,
+    weights: torch.Tensor | None,
     experts: int,
     tokens: int,
 ) -> torch.Tensor:
-    """[tokens, H] of this rank's tokens. experts: of each rank."""
+    """[tokens, H] of this rank's tokens. weights: of ``Pairs``; experts: of each rank."""
     out, lengths = y.new_empty((tokens, y.shape[1])), Lengths(len(ids) // team.size, y.shape[1], ids.shape[1], experts)
     tiles = cdiv(lengths.tokens * out.stride(0) * y.itemsize, design.row_bytes)
-    pairs = Pairs(*(tensor.contiguous() for tensor in (y, ids, weights)))
+    pairs = Pairs(y.contiguous(), ids.contiguous(), None if weights is None else weights.contiguous())
     launch(combine_words_kernel, pairs, out, tokens, tiles, team, design.push, LENGTHS=lengths)
     return out

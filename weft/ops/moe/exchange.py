@@ -82,9 +82,15 @@ class Halves:
         return cls(buffers=buffers, flags=tuple(Arrivals(arrived, entered, half, epoch) for half in filled.unbind()))
 
     def next(self) -> tuple[tuple[torch.Tensor, ...], Arrivals]:
-        """The half of the next call: its buffers and flags."""
+        """The half of the next call: its buffers and flags.
+
+        Torch counts it as a write, so a backward that has saved rows of an earlier call is refused.
+        """
         half = self.calls % 2
         self.calls += 1
+        for buffer in self.buffers:
+            if not buffer.is_inference():
+                torch.autograd.graph.increment_version(buffer)
         return tuple(buffer[half] for buffer in self.buffers), self.flags[half]
 
 
@@ -173,6 +179,31 @@ def chosen_of(ids, token, there, rank, SIZES: tl.constexpr):
     return tl.max(((id >= 0) & (id // SIZES.experts == rank)).to(tl.int32), axis=1, keep_dims=True) > 0
 
 
+@triton.jit
+def copy_chosen_kernel(rows, ids, out, tokens, team, SIZES: tl.constexpr):
+    """out[t] = rows[t] of tokens that chose an expert of this rank, 0 of others, whose rows are not read
+
+    grid: (cdiv(tokens, SIZES.chunk),). rows, out [tokens, H]; ids [tokens, k]
+    """
+    token = tl.program_id(0) * SIZES.chunk + tl.arange(0, SIZES.chunk)
+    there = token < tokens
+    wl.follow_previous_kernel()
+    chosen = chosen_of(ids, token, there, wl.rank(team), SIZES)
+    for begin in range(0, SIZES.width, SIZES.block):
+        column = begin + tl.arange(0, SIZES.block)[None, :]
+        at, inside = token.to(tl.int64)[:, None] * SIZES.width + column, column < SIZES.width
+        row = tl.load(rows + at, mask=chosen & inside, other=0.0)
+        tl.store(out + at, row, mask=there[:, None] & inside)
+
+
+def copy_chosen(design: PushRows, sizes: Sizes, team: Team, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """New tensor like ``rows`` [tokens, H], with zeros for tokens that chose no expert of this rank."""
+    out, options = torch.empty_like(rows), {"num_warps": design.num_warps, **launch_options(team.caps)}
+    launch = launch_of(team, copy_chosen_kernel, (sizes, design), lambda: {"SIZES": sizes, **options})
+    launch(cdiv(len(rows), sizes.chunk), rows, ids, out, len(rows), team.view)
+    return out
+
+
 def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:
     """``x`` [T, n] with rows of ``fill`` behind it, [tokens, n]; ``x`` itself if T = tokens."""
     return x if len(x) == tokens else torch.nn.functional.pad(x, (0, 0, 0, tokens - len(x)), value=fill)
@@ -183,7 +214,7 @@ def launch_rows(
     design: PushRows,
     sizes: Sizes,
     team: Team,
-    tensors: tuple[torch.Tensor, ...],
+    tensors: tuple[torch.Tensor | None, ...],
     T: int,
     buffers: Any,
     flags: Arrivals,
@@ -202,4 +233,5 @@ def launch_rows(
             **launch_options(team.caps),
         },
     )
-    launch(programs, *(tensor.contiguous() for tensor in tensors), T, buffers, flags, team.view)
+    dense = (None if tensor is None else tensor.contiguous() for tensor in tensors)
+    launch(programs, *dense, T, buffers, flags, team.view)

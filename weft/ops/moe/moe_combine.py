@@ -4,6 +4,9 @@
     out[t]           = sum over the ranks r of partial[r]
 
 Each sum is in fp32, rounded once. Ranks without an expert that the token chose send nothing and are left out.
+
+Backward: dout goes to the ranks that the token's row went to, by moe_dispatch; they compute dy[pair] = weight * dout[token] and
+dweight[token, j] = dout[token] . y[pair]. That of moe_dispatch is this op without weights: a row of each rank for each token.
 """
 
 from __future__ import annotations
@@ -73,10 +76,13 @@ class Partials(NamedTuple):
 
 @triton.jit
 def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team):
-    """[chunk, block] fp32: weighted sums of the results that this rank has.
+    """[chunk, block] fp32: weighted sums of the results that this rank has; rows of tokens without ``weights``.
 
     token  [chunk], numbers among all ranks' tokens
     """
+    if weights is None:
+        at = y + token.to(tl.int64)[:, None] * SIZES.width + column
+        return tl.load(at, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
     # Triton takes fields of a tuple neither as a shape nor as a bound of static_range.
     CHUNK: tl.constexpr = SIZES.chunk
     BLOCK: tl.constexpr = SIZES.block
@@ -99,7 +105,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
     grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens of each rank
 
     y [W * tokens * k, H]; ids, weights [W * tokens, k] of all ranks; out [T, H]; partials: ``Partials``; SIZES: ``Sizes``
-    An epoch is one call.
+    Without weights (None) y is [W * tokens, H] and its rows are what is summed. An epoch is one call.
 
     signals   those of ``begin_call``
               program p, to every peer s: arrived[me, c] = e, once its partial rows of chunk c of rank s lie there, also if none
@@ -164,7 +170,8 @@ def moe_combine(
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
     the same bits from run to run. "push" and "lamport" add up the ranks in their order; "sum_then_scatter" has the order of
     ``reduce_scatter``, which for more than two ranks depends on the sizes. The host reads nothing; captured in a CUDA graph it
-    replays correctly, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
+    replays correctly, after one call outside with these sizes. Gradients of y, 0 for other ranks' experts, and of
+    ``dispatched.routing.weights``; its backward is collective too. ValueError for arguments that do not fit.
     """
     op = "moe_combine"
     check_team(op, team)
@@ -184,7 +191,10 @@ def moe_combine(
 
 
 class MoeCombine(ExchangeOp):
-    """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
+    """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank.
+
+    A case with the field ``unweighted`` has a row of each rank for each token, as gradients of moe_dispatch's rows are.
+    """
 
     name, alias = "moe_combine", "moe-combine"
     designs = {"push": PushRows, "sum_then_scatter": SumThenScatter, "lamport": CombineWords}
@@ -220,17 +230,24 @@ class MoeCombine(ExchangeOp):
         team: Team,
         y: torch.Tensor,
         ids: torch.Tensor,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None,
         experts: int,
         tokens: int,
     ) -> torch.Tensor:
-        """``moe_combine`` of checked arguments. ids, weights: of all ranks' tokens."""
+        """``moe_combine`` of checked arguments. ids, weights: of all ranks' tokens.
+
+        weights  None: y has a row for each token [W * max_tokens, H], added up as it is
+        """
         self.check_design(design)
         mine = Experts.whole(experts, team.rank, team.size)
         if isinstance(design, CombineWords):
             return combine_words(design, team, y, ids, weights, mine.count, tokens)
         if isinstance(design, SumThenScatter):
-            return reduce_scatter(moe_sum(y, Routing(ids, weights), mine), team)[:tokens].contiguous()
+            if weights is None:
+                summand = y.masked_fill(~mine.chosen(ids).any(-1, keepdim=True), 0)
+            else:
+                summand = moe_sum(y, Routing(ids, weights), mine)
+            return reduce_scatter(summand, team)[:tokens].contiguous()
         (rows, k), H = ids.shape, y.shape[1]
         out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, mine.count)
         shapes = {"rows": ((team.size, sizes.tokens, H), y.dtype)}
@@ -245,7 +262,7 @@ class MoeCombine(ExchangeOp):
         self,
         y: torch.Tensor,
         ids: torch.Tensor,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None,
         experts: int,
         tokens: int,
         team: str,
@@ -258,40 +275,67 @@ class MoeCombine(ExchangeOp):
     def fake(self, y, ids, weights, experts, tokens, team, algorithm):
         return y.new_empty((tokens, y.shape[1]))
 
+    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        y, ids, weights, ctx.experts, ctx.tokens, ctx.team, _ = inputs
+        ctx.save_for_backward(y, ids, weights)
+
+    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+        y, ids, weights = ctx.saved_tensors
+        if weights is None:
+            raise RuntimeError("weft.ops.moe_dispatch has no second derivative; ask for one gradient of it")
+        team, torch_ops = find_team(ctx.team), torch.ops.weft
+        most, mine = len(ids) // team.size, Experts.whole(ctx.experts, team.rank, team.size)
+        own = slice(team.rank * most, team.rank * most + ctx.tokens)
+        sent = grad.contiguous(), ids[own], weights[own].to(grad.dtype)
+        arrived, *_ = torch_ops.moe_dispatch.default(*sent, ctx.experts, most, False, False, ctx.team, AUTO)
+        of_y, of_weights = torch_ops.moe_sum_grad.default(y, ids, weights, arrived, mine.first, mine.count)
+        return of_y, None, of_weights, None, None, None, None
+
+    def algorithm_in_rank_order(self, call: CombineCall, machine: Machine) -> str:
+        """Name of the plan's design, or of one that adds up the ranks in their order if that one may not."""
+        name = self.plan(call, machine).name
+        return "push" if name == "sum_then_scatter" and machine.world_size > 2 else name
+
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """y with NaN for pairs of other ranks' experts; ids and weights of all ranks' tokens."""
+        """y with NaN for pairs of other ranks' experts; ids, and weights unless ``unweighted``, of all."""
         most, k, experts, H = case.sizes
         of_ranks = [Draw(case, other, draw.call, draw.device) for other in range(case.world_size)]
         tokens = case.field("tokens")
         ids = torch.cat(
             [padded(draw_ids(one, T, k, experts), most, -1) for one, T in zip(of_ranks, tokens, strict=True)]
         )
+        mine = (ids >= 0) & (ids // (experts // case.world_size) == rank)
+        mine = mine.any(-1) if case.field("unweighted") else mine.flatten()
+        y = draw.own("y", (len(mine), H)).masked_fill(~mine[:, None], torch.nan)
+        if case.field("unweighted"):
+            return y, ids
         weights = torch.cat(
             [padded(one.own("weights", (T, k)), most, 0) for one, T in zip(of_ranks, tokens, strict=True)]
         )
-        mine = ((ids >= 0) & (ids // (experts // case.world_size) == rank)).flatten()
-        y = draw.own("y", (len(mine), H)).masked_fill(~mine[:, None], torch.nan)
         return y, ids, weights
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         most, k, _, H = case.sizes
-        _, ids, weights = by_rank[rank]
+        _, ids, *weights = by_rank[rank]
         total = torch.zeros((len(ids), H), dtype=torch.float64, device=ids.device)
-        for y, _, _ in by_rank:
-            total += (y.view(-1, k, H).double() * weights.double()[..., None]).nan_to_num(0.0).sum(1)
+        for y, *_ in by_rank:
+            factors = weights[0].double()[..., None] if weights else 1.0
+            total += (y.view(len(ids), -1, H).double() * factors).nan_to_num(0.0).sum(1)
         return total[rank * most :][: case.field("tokens")[rank]]
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1], partials=case.world_size)
 
     def results(
-        self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         tokens, experts = case.field("tokens")[team.rank], case.sizes[2]
         if not isinstance(case.design, str):
             return self.run(case.design, team, y, ids, weights, experts, tokens)
+        if weights is None:
+            return self.dispatch(y, ids, None, experts, tokens, team.name, case.design)
         dispatched = Dispatched(y, Routing(ids, weights), Experts.whole(experts, team.rank, team.size))
         return moe_combine(y, dispatched, tokens, team, algorithm=case.design)
 
@@ -303,15 +347,19 @@ class MoeCombine(ExchangeOp):
             for design in (PushRows(chunk=4, block=32, num_warps=4), CombineWords(row_bytes=1024, num_warps=2)):
                 fields = (("tokens", (30, 7, 30)[:w]),)
                 yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+        for w in (1, 2, 3, 4):
+            fields = (("tokens", (5, 0, 9, 3)[:w]), ("unweighted", True))
+            for design in ("push", "sum_then_scatter", "lamport"):
+                yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(9, 2, 12, 40), design=design, fields=fields)
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
                 for design in ("push", "sum_then_scatter", "lamport"):
-                    fields = (("tokens", (T, T - 1, 0, T)[:w]),)
-                    yield Case(
-                        op=self.name, world_size=w, dtype=BF16, sizes=(T, 8, 64, H), design=design, fields=fields
-                    )
+                    for more in ((), (("unweighted", True),)):
+                        fields = (("tokens", (T, T - 1, 0, T)[:w]), *more)
+                        sizes = T, 8, 64, H
+                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
 
 
 MOE_COMBINE = MoeCombine()

@@ -3,6 +3,8 @@
 Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every rank that gets it. All ranks learn all choices, so
 each computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits for
 nothing, and no token is dropped.
+
+Backward: moe_combine without weights adds up the gradients that the ranks have for a row, at the token's rank in rank order.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from weft.ops.moe.exchange import (
     await_chunk,
     begin_call,
     chosen_of,
+    copy_chosen,
     end_call,
     launch_rows,
     padded,
@@ -37,7 +40,7 @@ from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.neighbours import moved, scaled
-from weft.ops.op import register
+from weft.ops.op import find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
@@ -176,7 +179,11 @@ def moe_dispatch(
     The tensors of the result may be the team's receive buffers: they hold until this rank's next call with these sizes. So
     ranks compute and combine one layer's rows before they dispatch the next one's. Bits arrive as they were sent, or rounded to
     fp8, and are the same in every algorithm. The host reads nothing; captured in a CUDA graph, with T as it is then, it replays
-    correctly, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
+    correctly, after one call outside with these sizes. ValueError for arguments that do not fit.
+
+    Gradients of x and of the weights, not in fp8. The backward is collective too: all ranks ask for the same gradients, ranks
+    without tokens too. Where gradients are asked of x or the weights, the tensors are new ones; else a backward of what read
+    the receive buffers is refused once they have been written again.
     """
     op = "moe_dispatch"
     check_team(op, team)
@@ -194,7 +201,10 @@ def moe_dispatch(
     if x.shape[1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; rows have at least one element")
     fp8 = dtype is not None
-    rows, ids, weights, scales = MOE_DISPATCH.dispatch(x, *routing, experts, max_tokens, fp8, team.name, algorithm)
+    kept = not fp8 and torch.is_grad_enabled() and (x.requires_grad or routing.weights.requires_grad)
+    rows, ids, weights, scales = MOE_DISPATCH.dispatch(
+        x, *routing, experts, max_tokens, fp8, kept, team.name, algorithm
+    )
     return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
 
 
@@ -279,8 +289,12 @@ class MoeDispatch(ExchangeOp):
         experts: int,
         most: int,
         fp8: bool = False,
+        kept: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``. ``most``: max_tokens."""
+        """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``. ``most``: max_tokens.
+
+        kept  rows, ids and weights are new tensors, not receive buffers
+        """
         self.check_design(design)
         if fp8:
             check_e4m3(self.name, team.caps)
@@ -306,6 +320,8 @@ class MoeDispatch(ExchangeOp):
         buffers, flags = halves.next()
         launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), flags)
         arrived = [buffer.flatten(0, 1) for buffer in buffers]
+        if kept:
+            arrived[:3] = copy_chosen(design, sizes, team, *arrived[:2]), arrived[1].clone(), arrived[2].clone()
         return tuple(arrived if fp8 else [*arrived, none])
 
     def forward(
@@ -316,19 +332,41 @@ class MoeDispatch(ExchangeOp):
         experts: int,
         max_tokens: int,
         fp8: bool,
+        kept: bool,
         team: str,
         algorithm: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         members = find_team(team)
         call = DispatchCall(max_tokens, ids.shape[1], x.shape[1], x.dtype, algorithm, fp8)
         design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, x, ids, weights, experts, max_tokens, fp8)
+        return self.run(design, members, x, ids, weights, experts, max_tokens, fp8, kept)
 
-    def fake(self, x, ids, weights, experts, max_tokens, fp8, team, algorithm):
+    def fake(self, x, ids, weights, experts, max_tokens, fp8, kept, team, algorithm):
         rows, k, H = find_team(team).size * max_tokens, ids.shape[1], x.shape[1]
         scales = x.new_empty((rows, scales_of(H)) if fp8 else 0, dtype=torch.float32)
         received = x.new_empty((rows, H), dtype=E4M3 if fp8 else x.dtype)
         return received, ids.new_empty((rows, k)), weights.new_empty((rows, k)), scales
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+        x, _, _, ctx.experts, ctx.most, ctx.fp8, _, ctx.team, _ = inputs
+        _, ids, _, scales = output
+        ctx.tokens = len(x)
+        ctx.mark_non_differentiable(ids, scales)
+        ctx.save_for_backward(ids)
+
+    def backward(self, ctx: Any, of_rows: torch.Tensor, _ids: None, of_weights: torch.Tensor, _scales: None) -> tuple:
+        if ctx.fp8:
+            raise RuntimeError(f"weft.ops.{self.name} has no backward for fp8 rows; send rows of x's dtype")
+        [ids], of_x, home = ctx.saved_tensors, None, None
+        if ctx.needs_input_grad[0]:
+            combine, machine = find_op("moe_combine"), machine_of(find_team(ctx.team))
+            call = combine.call_of((ctx.most, ids.shape[1], of_rows.shape[1]), of_rows.dtype, machine)
+            algorithm = combine.algorithm_in_rank_order(call, machine)
+            of_x = combine.torch_op(of_rows, ids, None, ctx.experts, ctx.tokens, ctx.team, algorithm)
+        if ctx.needs_input_grad[2]:
+            # moe_combine gives a choice's gradient at one rank, and zeros elsewhere.
+            home = torch.ops.weft.reduce_scatter.default(of_weights, ctx.team)[: ctx.tokens]
+        return of_x, None, home, *[None] * 6
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""moe_sum: the results of each token's chosen experts, weighted and added up."""
+"""moe_sum: the results of each token's chosen experts, weighted and added up; and its gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.moe.moe_cases import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.op import register
+from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -210,18 +210,64 @@ class MoeSum(MoeOp):
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
         y, ids, weights, shared, gate = ctx.saved_tensors
-        mine = ((ids >= ctx.first) & (ids < ctx.first + ctx.count))[..., None]
-        rows, whole = y.view(*ids.shape, y.shape[1]), grad.float()
-        # Other rows of y have not been written: they are masked, not multiplied by 0.
-        of_y = torch.where(mine, whole[:, None] * weights.float()[..., None], 0.0).to(y.dtype).view(y.shape)
-        of_weights = torch.where(mine, whole[:, None] * rows.float(), 0.0).sum(-1).to(weights.dtype)
+        of_y, of_weights = torch.ops.weft.moe_sum_grad.default(y, ids, weights, grad, ctx.first, ctx.count)
         of_shared, of_gate = None if shared is None else grad, None
         if gate is not None:
-            factor = gate.float().sigmoid()
+            factor, whole = gate.float().sigmoid(), grad.float()
             of_shared = (whole * factor[:, None]).to(grad.dtype)
             of_gate = ((whole * shared.float()).sum(-1) * factor * (1 - factor)).to(gate.dtype)
         return of_y, None, of_weights, None, None, of_shared, of_gate
 
 
+@triton.jit(do_not_specialize=["first", "count"])
+def moe_sum_grad_kernel(y, ids, weights, grad, of_y, of_weights, N, first, count, K: tl.constexpr, BLOCK: tl.constexpr):
+    """of_y[p, :] = weights[t, j] * grad[t, :] and of_weights[t, j] = grad[t, :] . y[p, :] of pair p = t * K + j
+
+    grid: (T, K). Both are 0 unless first <= ids[t, j] < first + count; then grad's row t and y's row p are not read. In fp32,
+    rounded once.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    pair = token * K + tl.program_id(1)
+    wl.follow_previous_kernel()
+    expert = tl.load(ids + pair) - first
+    mine = (expert >= 0) & (expert < count)
+    weight, total = tl.load(weights + pair).to(tl.float32), tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, N, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < N
+        row = tl.load(grad + token * N + column, mask=inside & mine, other=0.0).to(tl.float32)
+        total += row * tl.load(y + pair * N + column, mask=inside & mine, other=0.0).to(tl.float32)
+        # A weight may be infinite, and 0 times it no number.
+        of_row = tl.where(mine, row * weight, 0.0)
+        tl.store(of_y + pair * N + column, of_row.to(of_y.dtype.element_ty), mask=inside)
+    tl.store(of_weights + pair, tl.sum(total, axis=0).to(of_weights.dtype.element_ty))
+
+
+class MoeSumGrad(Op):
+    """Gradients of moe_sum's y and weights; of moe_combine's, from gradients of all ranks' tokens.
+
+    Rows of ``grad`` of tokens that chose none of the experts are not read, nor are other choices' rows of y.
+    """
+
+    name = alias = "moe_sum_grad"
+
+    def forward(
+        self, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, first: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_y, of_weights = self.fake(y, ids, weights, grad, first, count)
+        (T, k), N = ids.shape, y.shape[1]
+        if of_y.numel() > 0:
+            constants = {"K": k, "BLOCK": BLOCK, **launch_options(capabilities_of(y.device))}
+            launch = launch_on(y.device, moe_sum_grad_kernel, k, lambda: constants)
+            dense = (x.contiguous() for x in (y, ids, weights, grad))
+            launch((T, k), *dense, of_y, of_weights, N, first, count)
+        return of_y, of_weights
+
+    def fake(self, y, ids, weights, grad, first, count):
+        return y.new_empty(y.shape), weights.new_empty(weights.shape)
+
+
 MOE_SUM = MoeSum()
 register(MOE_SUM)
+_GRAD = MoeSumGrad()
+define(_GRAD)

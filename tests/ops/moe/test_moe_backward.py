@@ -1,0 +1,200 @@
+"""Gradients through moe_dispatch and moe_combine: two layers over ranks against one model, planted mistakes, refusals."""
+
+import pytest
+import torch
+
+import weft
+import weft.check
+from tests.check.sweep import SLOW
+from tests.ops.checking import assert_identical
+from tests.ops.layer_cases import mutated
+from tests.ops.moe.test_moe_ops import by_torch
+from weft import ops
+from weft.ops.moe import moe_sum
+from weft.ops.moe.routing import Routing
+
+EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 2, 16, 8, 5
+NAMES = "x", "router", "gate_up", "down"
+
+
+def model(skew=False):
+    """(router, gate_up, down) in fp64. skew: tokens choose experts 1 and 7 only."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (EXPERTS, HIDDEN), (EXPERTS, 2 * FEATURES, HIDDEN), (EXPERTS, HIDDEN, FEATURES)
+    router, gate_up, down = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5 for shape in shapes
+    )
+    if skew:
+        router[:, 0] = -8.0
+        router[[1, 7], 0] = 8.0
+    return router, gate_up, down
+
+
+def tokens_of(rank):
+    """A rank's x, another number of rows on each and none on one, and the gradient of its result."""
+    generator, count = torch.Generator().manual_seed(rank), (5, 3, 0, 4)[rank]
+    x, grad = (torch.randn((count, HIDDEN), generator=generator, dtype=torch.float64) for _ in range(2))
+    x[:, 0] = 1.0
+    return x, grad
+
+
+def over_ranks(team, skew=False, dispatch="auto", combine="auto"):
+    """Gradients of this rank's tokens, the router and its experts, through two layers with residuals."""
+    share = EXPERTS // team.size
+    mine = slice(team.rank * share, (team.rank + 1) * share)
+    (x, grad), (router, gate_up, down) = tokens_of(team.rank), model(skew)
+    leaves = [w.float().requires_grad_() for w in (x, router, gate_up[mine], down[mine])]
+    x, router, gate_up, down = leaves
+    for _ in range(2):
+        routing = ops.route(x @ router.T, K)
+        found = ops.moe_dispatch(x, routing, team, experts=EXPERTS, max_tokens=MOST, algorithm=dispatch)
+        schedule = ops.moe_schedule(found.routing.ids, found.experts, start=team.rank * MOST)
+        h = ops.grouped_matmul_silu_mul(found.rows, gate_up, schedule)
+        y = ops.grouped_matmul(h, down, schedule)
+        x = x + ops.moe_combine(y, found, len(x), team, algorithm=combine)
+    x.backward(grad.float().T.contiguous().T)  # not contiguous
+    return [leaf.grad for leaf in leaves]
+
+
+def on_one(world_size, skew=False):
+    """The same of an unsharded model in fp64, of all ranks' tokens."""
+    x, grad = (torch.cat(parts) for parts in zip(*map(tokens_of, range(world_size)), strict=True))
+    leaves = [w.requires_grad_() for w in (x, *model(skew))]
+    x = leaves[0]
+    for _ in range(2):
+        x = x + by_torch(x, *leaves[1:], K)
+    x.backward(grad)
+    return [leaf.grad for leaf in leaves]
+
+
+def joined(by_rank):
+    """Tokens and experts of all ranks; the router is the same on all, so its gradient is their sum."""
+    x, router, gate_up, down = zip(*by_rank, strict=True)
+    return torch.cat(x), sum(router), torch.cat(gate_up), torch.cat(down)
+
+
+def check(by_rank, expected):
+    for name, one, other in zip(NAMES, joined(by_rank), expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+SWEEP = pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dispatch", "combine"),
+    [
+        (2, "push", "push"),
+        *(
+            pytest.param(w, *algorithms, marks=SWEEP)
+            for w in (1, 2, 3, 4)
+            for algorithms in (("push", "push"), ("auto", "auto"), ("gather", "sum_then_scatter"))
+        ),
+    ],
+)
+def test_gradients_over_ranks_are_those_of_one_model(world_size, dispatch, combine):
+    check(weft.simulate(over_ranks, world_size, args=(False, dispatch, combine)), on_one(world_size))
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=SWEEP), 3])
+def test_experts_without_rows_have_zero_gradients(world_size):
+    by_rank = weft.simulate(over_ranks, world_size, args=(True,), slow={0: 20})
+    _, _, gate_up, down = joined(by_rank)
+    assert {e for e in range(EXPERTS) if gate_up[e].any() or down[e].any()} == {1, 7}
+    check(by_rank, on_one(world_size, True))
+
+
+def returned(team, algorithm):
+    """moe_dispatch's backward by one algorithm of moe_combine, of rows that are NaN where they are not sent."""
+    ids = torch.tensor([[0, 5], [2, 4], [-1, -1], [3, 1]] * team.size, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(team.rank)
+    mine = (ids // 2 == team.rank).any(-1, keepdim=True)
+    rows = torch.randn(len(ids), 40, generator=generator).bfloat16().masked_fill(~mine, torch.nan)
+    return torch.ops.weft.moe_combine(rows, ids, None, 6, 4, team.name, algorithm)
+
+
+def test_rows_come_back_with_the_same_bits_by_every_algorithm():
+    """In rank order: three summands of which fp32 loses another one in each order."""
+
+    def main(team):
+        return [returned(team, algorithm) for algorithm in ("push", "lamport")]
+
+    for push, lamport in weft.simulate(main, 3):
+        assert_identical(push, lamport)
+        assert not push[2].any() and push[[0, 1, 3]].any(-1).all()
+
+
+@pytest.mark.parametrize(("world_size", "schedules"), [(2, 1), *(pytest.param(w, 8, marks=SWEEP) for w in (2, 3, 4))])
+def test_a_forward_and_its_backward_in_one_program_have_no_findings(world_size, schedules):
+    [call] = SLOW
+    report = weft.check.check(call, world_size, schedules=schedules, sms=call.sms)
+    assert report.ok, report
+
+
+def grad_kernel_of_a_pair(team):
+    """Gradients of two tokens' pairs, of which this rank has the experts 1 and 2; the other rows are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    y, weights, grad = (torch.randn(shape, generator=generator) for shape in ((6, 1100), (3, 2), (3, 1100)))
+    ids = torch.tensor([[1, 0], [2, 1], [3, 0]], dtype=torch.int32)
+    mine = (ids == 1) | (ids == 2)
+    y, grad = y.masked_fill(~mine.view(-1, 1), torch.nan), grad.masked_fill(~mine.any(-1, keepdim=True), torch.nan)
+    found = moe_sum.MoeSumGrad().forward(y, ids, weights, grad, 1, 2)
+    of_y = torch.where(mine[..., None], grad.double()[:, None] * weights.double()[..., None], 0.0)
+    of_weights = torch.where(mine, torch.einsum("tn,tjn->tj", grad.double(), y.view(3, 2, -1).double()), 0.0)
+    for one, other in zip(found, (of_y.flatten(0, 1), of_weights), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+MISTAKES = {
+    "nothing": ("", ""),
+    "the neighbour's weight": ("weight, total = tl.load(weights + pair)", "weight, total = tl.load(weights + token * K)"),
+    "all ranks' choices": ("(expert >= 0) & (expert < count)\n    weight, total", "expert >= -99\n    weight, total"),
+    "the neighbour's rows": ("tl.load(y + pair * N + column", "tl.load(y + token * K * N + column"),
+    "one block of columns": ("total += row * tl.load", "total = row * tl.load"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_gradients_of_a_sum_are_exact_and_a_mistake_is_seen(mistake, tmp_path, monkeypatch):
+    mutant = mutated(moe_sum, *MISTAKES[mistake], f"grad_mutant_{len(mistake)}", tmp_path)
+    monkeypatch.setattr(moe_sum, "moe_sum_grad_kernel", mutant.moe_sum_grad_kernel)
+    if mistake == "nothing":
+        weft.simulate(grad_kernel_of_a_pair, 1)
+    else:
+        with pytest.raises(AssertionError):
+            weft.simulate(grad_kernel_of_a_pair, 1)
+
+
+def test_fp8_rows_have_no_gradient():
+    def main(team):
+        x = torch.ones(2, 16, requires_grad=True)
+        routing = Routing(torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1))
+        found = ops.moe_dispatch(x, routing, team, experts=2, max_tokens=2, dtype=torch.float8_e4m3fn)
+        with pytest.raises(RuntimeError) as refused:
+            found.rows.float().sum().backward()
+        assert "moe_dispatch has no backward for fp8 rows; send rows of x's dtype" in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+    weft.simulate(main, 1)
+
+
+def test_a_backward_of_receive_buffers_that_were_written_again_is_refused():
+    """Only experts have gradients here: nothing tells moe_dispatch to keep its rows."""
+
+    def main(team, late):
+        x, weight = torch.ones(3, 16), torch.ones(1, 8, 16, requires_grad=True)
+        routing = Routing(torch.zeros(3, 1, dtype=torch.int32) + team.rank, torch.ones(3, 1))
+        named = {"experts": team.size, "max_tokens": 3, "algorithm": "push"}
+        found = ops.moe_dispatch(x, routing, team, **named)
+        schedule = ops.moe_schedule(found.routing.ids, found.experts)
+        y = ops.grouped_matmul(found.rows, weight, schedule, gather=True)[:3].sum()
+        if late:
+            ops.moe_dispatch(x, routing, team, **named)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+        else:
+            y.backward()
+            assert (weight.grad == 3).all()
+
+    for late in (False, True):
+        weft.simulate(main, 2, args=(late,))

@@ -246,7 +246,9 @@ def test_kernels_of_words_compile(arch, tmp_path):
     arguments = combine_words.Pairs(FLOATS, INTS, FLOATS), FLOATS, 100, FLOATS, INTS, a_view()
     constants = {"LENGTHS": combine_words.Lengths(128, 7168, 8, 64), "BLOCK": 128, "TRANSPORT": "lamport"}
     combining = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)
-    for kernel in (gathering, combining):
+    arguments = arguments[0]._replace(weights=None), *arguments[1:]
+    returning = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)
+    for kernel in (gathering, combining, returning):
         check_compiles(kernel, arch)
         if arch == "sm_90":
             assert stack_bytes(kernel, tmp_path) == 0

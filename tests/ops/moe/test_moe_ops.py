@@ -14,7 +14,7 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
 from weft.ops.moe import grouped, moe_schedule, moe_sum, route
-from weft.ops.moe.exchange import Arrivals, PushRows, Sizes
+from weft.ops.moe.exchange import Arrivals, PushRows, Sizes, copy_chosen_kernel
 from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.moe_combine import Partials, moe_combine_kernel
@@ -406,10 +406,15 @@ def test_kernels_that_push_rows_compile(arch, tmp_path):
     for kernel, arguments in (
         (moe_dispatch_kernel, (rows, INTS, rows, 128, Mail(rows, INTS, rows))),
         (moe_combine_kernel, (rows, INTS, rows, rows, 128, Partials(rows))),
+        (moe_combine_kernel, (rows, INTS, None, rows, 128, Partials(rows))),
     ):
         made = compiled(kernel, *arguments, *end, arch=arch, **constants)
         check_compiles(made, arch)
         assert arch != "sm_90" or stack_bytes(made, tmp_path) == 0
+    constants.pop("CHUNKS")
+    made = compiled(copy_chosen_kernel, rows, INTS, rows, 256, a_view(), arch=arch, **constants)
+    check_compiles(made, arch)
+    assert arch != "sm_90" or stack_bytes(made, tmp_path) == 0
 
 
 ROWS = torch.zeros(16, dtype=torch.bfloat16)
@@ -423,6 +428,8 @@ LOCAL = {
                      {"K": 8, "EXPERTS": 64, "CHOICES": 8, "TOKENS": 256, "BLOCK": 128}),
     "moe_sum": (moe_sum.moe_sum_kernel, (ROWS, INTS, ROWS, moe_sum.Shared(None, None, 0), ROWS, 2048, 0, 64),
                 {"K": 8, "BLOCK": 1024}),
+    "gradients of moe_sum": (moe_sum.moe_sum_grad_kernel, (ROWS, INTS, ROWS, ROWS, ROWS, ROWS, 2048, 0, 64),
+                             {"K": 8, "BLOCK": 1024}),
     "gradients of weights": (grouped.grouped_weight_grad_kernel,
                              (ROWS, ROWS, ROWS, Schedule(INTS, INTS, INTS, INTS, 8, 128), 4096, 768, 2048),
                              {"CHOICES": 8, "EXPERTS": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STEP": 32}),

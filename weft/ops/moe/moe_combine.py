@@ -76,25 +76,26 @@ class Partials(NamedTuple):
 
 @triton.jit
 def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team):
-    """[chunk, block] fp32: weighted sums of the results that this rank has; rows of tokens without ``weights``.
+    """[chunk, block] fp32: weighted sums of the results that this rank has; without weights its rows.
 
     token  [chunk], numbers among all ranks' tokens
     """
-    if weights is None:
-        at = y + token.to(tl.int64)[:, None] * SIZES.width + column
-        return tl.load(at, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
     # Triton takes fields of a tuple neither as a shape nor as a bound of static_range.
     CHUNK: tl.constexpr = SIZES.chunk
     BLOCK: tl.constexpr = SIZES.block
     CHOICES: tl.constexpr = SIZES.choices
     total = tl.zeros((CHUNK, BLOCK), tl.float32)
-    for j in tl.static_range(CHOICES):
-        pair = token.to(tl.int64)[:, None] * SIZES.choices + j
-        id = tl.load(ids + pair, mask=chosen, other=-1)
-        mine = (id >= 0) & (id // SIZES.experts == wl.rank(team))
-        weight = tl.load(weights + pair, mask=mine, other=0.0).to(tl.float32)
-        row = tl.load(y + pair * SIZES.width + column, mask=mine & (column < SIZES.width), other=0.0).to(tl.float32)
-        total += tl.where(mine, row * weight, 0.0)
+    if weights is None:
+        at = y + token.to(tl.int64)[:, None] * SIZES.width + column
+        total += tl.load(at, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
+    else:
+        for j in tl.static_range(CHOICES):
+            pair = token.to(tl.int64)[:, None] * SIZES.choices + j
+            id = tl.load(ids + pair, mask=chosen, other=-1)
+            mine = (id >= 0) & (id // SIZES.experts == wl.rank(team))
+            weight = tl.load(weights + pair, mask=mine, other=0.0).to(tl.float32)
+            row = tl.load(y + pair * SIZES.width + column, mask=mine & (column < SIZES.width), other=0.0).to(tl.float32)
+            total += tl.where(mine, row * weight, 0.0)
     return total
 
 

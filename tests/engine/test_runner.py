@@ -8,6 +8,7 @@ import torch
 
 import weft
 import weft.engine.runner as runner_module
+from weft.cli.generate import _layout
 from weft.engine.config import EngineConfig
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
@@ -345,6 +346,24 @@ def test_what_does_not_fit_is_refused():
     for page_size in (24, 0, -16):
         with pytest.raises(ValueError, match=f"page_size={page_size} is not one of 16, 32, 64, 128, 256"):
             EngineConfig(page_size=page_size)
+
+
+def test_layouts_of_experts_are_checked_before_a_model_is_made(byte_model):
+    for layout in ("whole", "slices", (2, 4), None):
+        assert EngineConfig(expert_layout=layout).expert_layout == layout
+    assert [_layout(text) for text in ("2x4", "slices", "2x", None)] == [(2, 4), "slices", "2x", None]
+    for layout, message in (
+        ("2x", "expert_layout='2x' is not one of 'whole', 'slices' or"),
+        ((2, 0), "is not \\(ep, tp\\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(expert_layout=layout)
+
+    def main(team):
+        with pytest.raises(ValueError, match="expert_layout='whole', but this model has no experts; leave it out"):
+            Qwen3ForCausalLM.from_pretrained(byte_model, team, expert_layout="whole")
+
+    weft.simulate(main, 1)
 
 
 def test_options_are_the_config_s_and_unknown_ones_are_named(byte_model):

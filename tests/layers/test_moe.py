@@ -1,5 +1,7 @@
 """MoE against the whole modules of transformers, and against a loop, in both layouts, and modules that it refuses."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,7 @@ def check(x, expected, make, world_size):
 
 
 SPLITS = [(1, "whole"), (2, "slices"), (4, "whole"), (8, "whole"), (3, "slices")]
+GROUPS = [(4, (2, 2)), (8, (2, 4)), (8, (4, 2)), (2, (2, 1)), (2, (1, 2)), (3, (1, 3))]
 
 
 # Kinds differ in how they are read and in the weights of choices, not in how ranks share the work.
@@ -73,6 +76,98 @@ SPLITS = [(1, "whole"), (2, "slices"), (4, "whole"), (8, "whole"), (3, "slices")
 def test_a_mixture_over_ranks_is_the_whole_one(kind, world_size, layout):
     module, x = randomised(block(kind)), torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
     check(x, whole(module, x), lambda team, mode: MoE.from_module(module, team, mode, layout), world_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "layout"),
+    [
+        ("qwen2", 4, (2, 2)),
+        *(pytest.param(kind, *group, marks=pytest.mark.sweep) for kind in ("qwen2", "mixtral") for group in GROUPS),
+    ],
+)
+def test_groups_of_ranks_with_slices_of_their_experts_are_the_whole_mixture(kind, world_size, layout):
+    module, x = randomised(block(kind)), torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    check(x, whole(module, x), lambda team, mode: MoE.from_module(module, team, mode, layout), world_size)
+
+
+def test_a_rank_of_a_group_holds_its_slices_of_its_experts_and_nothing_else():
+    def main(team):
+        moe = MoE(
+            **SIZES,
+            intermediate_size=48,
+            num_experts=8,
+            layout=(2, 2),
+            team=team,
+            mode="replicated",
+            dtype=torch.float32,
+        )
+        assert moe.gate_up.shape == (4, 2 * 24, 32) and moe.down.shape == (4, 32, 24)
+        return {name: (shard.dim, shard.start, tuple(shard.target.shape)) for name, shard in moe.shards().items()}
+
+    for rank, shards in enumerate(weft.simulate(main, 4)):
+        assert shards.pop("gate.weight") == (0, 0, (8, 32))
+        mine = range(rank // 2 * 4, rank // 2 * 4 + 4)
+        assert {int(name.split(".")[1]) for name in shards} == set(mine) and len(shards) == 12
+        for e in mine:
+            assert shards[f"experts.{e}.up_proj.weight"] == (0, rank % 2 * 24, (24, 32))
+            assert shards[f"experts.{e}.down_proj.weight"] == (1, rank % 2 * 24, (32, 24))
+
+
+TRAINED = [("qwen2", "replicated", False, 2, "slices"), ("qwen2", "sequence_parallel", True, 2, "whole")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "fused", "world_size", "layout"),
+    [
+        *TRAINED,
+        *(
+            pytest.param(kind, mode, fused, *split, marks=pytest.mark.sweep)
+            for kind in ("qwen2", "qwen3")
+            for mode in MODES[1:]
+            for fused in (False, True)
+            for split in ((1, "whole"), (2, "whole"), (2, "slices"), (3, "slices"), (4, (2, 2)))
+        ),
+    ],
+)
+def test_two_steps_of_sgd_are_those_of_the_whole_layer(kind, mode, fused, world_size, layout):
+    module, generator = randomised(block(kind)), torch.Generator().manual_seed(0)
+    x, grad = (torch.randn((8, 32), generator=generator) for _ in range(2))
+
+    def steps(module, loss):
+        optimizer = torch.optim.SGD(module.requires_grad_().parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+
+    trained = copy.deepcopy(module)
+    steps(trained, lambda: (whole(trained, x) * grad).sum() / 8)
+    trained.requires_grad_(False)
+
+    def main(team):
+        moe, before, expected = (MoE.from_module(one, team, mode, layout) for one in (module, module, trained))
+        plan = plan_layer(8, mode=mode, team=team, fused=fused)
+        mine, of_mine = share(x, team, mode), share(grad, team, mode)
+        summed = team.size if mode == "replicated" else 1
+        steps(moe, lambda: (moe(mine, plan) * of_mine).sum() / 8 / summed)
+        for (name, one), other, start in zip(
+            moe.named_parameters(), expected.parameters(), before.parameters(), strict=True
+        ):
+            moved = (other - start).square().mean().sqrt()
+            assert moved > 1e-4 and (one - other).square().mean().sqrt() < 1e-4 * moved, name
+        return moe.router.detach().clone()
+
+    routers = weft.simulate(main, world_size)
+    assert all(torch.equal(router, routers[0]) for router in routers)
+
+
+def test_training_by_torch_s_all_reduce_is_refused():
+    def main(team):
+        moe = MoE.from_module(randomised(block("qwen3")), team, "reference").requires_grad_()
+        with pytest.raises(RuntimeError, match="mode='reference' has no gradients; use mode='replicated'"):
+            moe(torch.zeros(2, 32))
+
+    weft.simulate(main, 1)
 
 
 SHARED_SPLITS = [("qwen2", *split) for split in SPLITS] + [("qwen2 renormalized", 2, "whole")]
@@ -238,7 +333,13 @@ def refused(message, **changes):
 def test_sizes_that_cannot_be_split_are_refused():
     refused("total=8 experts cannot be shared by world_size=3")
     refused("intermediate_size=50 is not divisible by world_size=3", layout="slices", intermediate_size=50)
-    refused("layout='rows' is not one of 'whole', 'slices'", layout="rows")
+    refused("layout='rows' is not one of 'whole', 'slices' or a tuple", layout="rows")
+    refused(r"layout=\(2, 2\) is for 4 ranks, not for world_size=3", layout=(2, 2))
+    refused("total=8 experts cannot be shared by ep=3 groups", layout=(3, 1))
+    refused(r"intermediate_size=50 is not divisible by tp=3 of layout=\(1, 3\)", layout=(1, 3), intermediate_size=50)
+    refused(r"layout=\(3, 0\) is not \(ep, tp\)", layout=(3, 0))
+    refused(r"layout=\(3,\) is not \(ep, tp\)", layout=(3,))
+    refused(r"layout=\[1, 3\] is not one of", layout=[1, 3])
     refused("num_experts_per_tok=9 is not an integer in 1 .. 8", num_experts_per_tok=9)
     refused("num_experts_per_tok=17 is not an integer in 1 .. 16", num_experts=24, num_experts_per_tok=17)
     refused("shared_intermediate_size=50 is not divisible by world_size=3", num_experts=9, shared_intermediate_size=50)

@@ -31,18 +31,18 @@ def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
     return make_checkpoint(**FAMILIES[name] | changes)
 
 
-def answers(team, directory, mode, tokens, steps, fused=False):
-    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused)
+def answers(team, directory, mode, tokens, steps, fused=False, layout=None):
+    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, expert_layout=layout)
     return in_three_ways(model, tokens, CUTS), greedy(model, tokens.tolist(), steps)
 
 
-def check(made, mode, world_size, batch=3, steps=64, fused=False):
+def check(made, mode, world_size, batch=3, steps=64, fused=False, layout=None):
     """Logits at once, in chunks and by decoding, and greedy tokens."""
     directory, reference = made
     tokens = prompt(batch, LENGTH)
     expected, expected_tokens = reference_logits(reference, tokens), reference_greedy(reference, tokens, steps)
     assert len(expected_tokens.unique()) > steps // 4  # a model that repeats itself would agree too easily
-    for logits, generated in weft.simulate(answers, world_size, args=(directory, mode, tokens, steps, fused)):
+    for logits, generated in weft.simulate(answers, world_size, args=(directory, mode, tokens, steps, fused, layout)):
         for way, found in zip(("at once", "in chunks", "by decoding"), logits, strict=True):
             assert relative_rms(found, expected) <= TOLERANCE, way
         assert torch.equal(generated.T, expected_tokens)
@@ -76,6 +76,22 @@ def test_the_recipes_agree_with_transformers(make_checkpoint, plain_ops, name, w
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_recipe_agrees_with_transformers(make_checkpoint, plain_ops, name, mode, world_size):
     check(checkpoint_of(make_checkpoint, name, world_size), mode, world_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "mode", "layout"),
+    [
+        ("qwen2-moe", 4, "gemm_ar", (2, 2)),
+        *(
+            pytest.param(name, w, mode, layout, marks=pytest.mark.sweep)
+            for name in ("qwen3-moe", "qwen2-moe-mixed", "mixtral")
+            for mode in MODES
+            for w, layout in ((2, "slices"), (4, (2, 2)), (8, (2, 4)), (8, (4, 2)))
+        ),
+    ],
+)
+def test_experts_in_groups_of_ranks_agree_with_transformers(make_checkpoint, plain_ops, name, world_size, mode, layout):
+    check(checkpoint_of(make_checkpoint, name, world_size), mode, world_size, steps=8, layout=layout)
 
 
 # One layer, which has the window where there is one.

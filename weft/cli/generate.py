@@ -50,6 +50,13 @@ class GenerateFlags:
         int | None, typer.Option(*WORLD_SIZE, help="Ranks [default: all GPUs, or 4 simulated ones]")
     ] = None
     mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = DEFAULTS["mode"]
+    expert_layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a mixture of experts: whole, slices, or EPxTP such as 2x4: 2 groups of 4 ranks "
+            "[default: whole where the ranks divide the experts, else slices]"
+        ),
+    ] = DEFAULTS["expert_layout"]
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", "--max-new-tokens", help="Of an answer [default: the checkpoint's, else 64]"),
@@ -131,6 +138,7 @@ class GenerateOptions:
         _one_of("dtype", flags.dtype, ("auto", *DTYPES))
         engine = EngineConfig(
             dtype=None if flags.dtype == "auto" else getattr(torch, DTYPES[flags.dtype]),
+            expert_layout=_layout(flags.expert_layout),
             **{name: getattr(flags, name) for name in PASSED_ON},
         )
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
@@ -165,6 +173,12 @@ def _model(flags: GenerateFlags) -> Path | DecoderConfig | None:
             "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
         )
     return DecoderConfig.named(flags.model)
+
+
+def _layout(text: str | None) -> str | tuple[int, int] | None:
+    """Layout of experts: (ep, tp) of EPxTP, any other text as it is."""
+    parts = (text or "").split("x")
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else text
 
 
 def _inputs(

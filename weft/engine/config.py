@@ -21,6 +21,7 @@ from weft.arguments import (
 if TYPE_CHECKING:
     import torch
 
+    from weft.layers.moe import Layout
     from weft.parallel.step_plan import Mode
 
 MAX_BATCH = 1 << 16
@@ -41,6 +42,8 @@ class EngineConfig:
     mode             parallel strategy: "torch", "ag_rs", "gemm_ar", or "auto", which chooses by the tokens of a forward pass
     dtype            of weights, activations and KV cache; None: the checkpoint's
     fused            True: weft.ops' kernels between the GEMMs; False: torch operations; None: kernels on GPUs only
+    expert_layout    of a mixture of experts: "whole" experts on each rank, "slices" of all, or (ep, tp): ep groups of tp ranks;
+                     None: whole where W divides their number, else slices
     max_seq_len      tokens of a prompt and its answer together; None: the model's max_position_embeddings
     max_batch        sequences that run at once; further requests wait
     page_size        tokens in a page of the KV cache: 16, 32, 64, 128 or 256
@@ -59,6 +62,7 @@ class EngineConfig:
     mode: Mode = "auto"
     dtype: torch.dtype | None = None
     fused: bool | None = None
+    expert_layout: Layout | None = None
     max_seq_len: int | None = None
     max_batch: int = 64
     page_size: int = 64
@@ -74,12 +78,14 @@ class EngineConfig:
         # Not at the top: the command line reads the defaults before it needs torch and Triton.
         import torch
 
+        from weft.layers.moe import check_layout
         from weft.parallel.step import check_page_size
         from weft.parallel.step_plan import check_mode
 
         check_mode(self.mode)
         check_optional(check_instance, "dtype", self.dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
         check_optional(check_bool, "fused", self.fused)
+        check_optional(check_layout, "expert_layout", self.expert_layout)
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
         check_bool("cuda_graph", self.cuda_graph)
         check_bool("context_parallel", self.context_parallel)

@@ -111,7 +111,7 @@ class Engine:
             self._no_text = f"{checkpoint.directory} has no tokenizer.json"
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
-        names = "mode", "dtype", "fused", "kv_cache_dtype", "context_parallel"
+        names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype", "context_parallel"
         options = {name: getattr(config, name) for name in names}
         self.model: Decoder = Decoder(sizes, team, **options)
         if checkpoint is None:

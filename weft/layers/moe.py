@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from weft.arguments import check_bool, check_int, positive, quoted
+from weft.arguments import check_bool, check_int, is_integer, positive, quoted
 from weft.layers.mlp import TPMLP
+from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS, check_routing
 from weft.ops.moe.routing import Experts
 from weft.parallel import plain
@@ -21,8 +22,35 @@ from weft.parallel.tensors import Gating, MLPWeights, MoEWeights, tensor_of
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-Layout = Literal["whole", "slices"]
+Layout = Literal["whole", "slices"] | tuple[int, int]
 LAYOUTS = ("whole", "slices")
+
+
+def check_layout(name: str, layout: Layout, world_size: int | None = None) -> None:
+    """ValueError unless ``layout`` is one of LAYOUTS or two positive integers (ep, tp), W their product if it is given."""
+    if isinstance(layout, tuple):
+        if len(layout) != 2 or not all(is_integer(one) and one >= 1 for one in layout):
+            raise ValueError(f"{name}={quoted(layout)} is not (ep, tp): ep groups of tp ranks, two positive integers")
+        ep, tp = layout
+        if world_size is not None and ep * tp != world_size:
+            raise ValueError(
+                f"{name}={layout} is for {ep * tp} ranks, not for world_size={world_size}; ep groups of tp ranks are all"
+            )
+    elif not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"{name}={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))} or a tuple (ep, tp)")
+
+
+class _SummedGradient(torch.autograd.Function):
+    """A parameter that all ranks hold: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
+        ctx.team = team
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad, ctx.team), None
 
 
 class MoE(nn.Module):
@@ -33,15 +61,20 @@ class MoE(nn.Module):
     x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
 
     layout  "whole": each rank holds num_experts / W experts (expert parallel); "slices": 1/W of the intermediate features of
-            all experts (tensor parallel), so that ranks have equal work whatever tokens choose
+            all experts (tensor parallel), so that ranks have equal work whatever tokens choose; (ep, tp): of ep groups of tp
+            neighbouring ranks each holds num_experts / ep experts, a rank 1/tp of their features
 
     scoring, norm_topk_prob, router_bias, groups, group_limit, scale
             how tokens choose by the router's logits: arguments of ``weft.ops.route``, norm_topk_prob its ``renormalize``
     shared_intermediate_size
-            features of a gated MLP of all tokens, split over the ranks in both layouts; None: there is none. With
+            features of a gated MLP of all tokens, split over the ranks in every layout; None: there is none. With
             ``shared_gate`` its result is times sigmoid(x @ shared_expert_gate.T)
 
-    No token is dropped. For inference: its weights carry no gradients. ValueError where W does not divide what it is to split.
+    No token is dropped. ValueError where W, ep or tp does not divide what it is to split.
+
+    Its weights carry no gradients before ``moe.requires_grad_()``. Then those are of the sum of all ranks' losses: where all
+    ranks have all tokens and the same loss, each divides it by W. The router's is summed over the ranks in the backward, so
+    that it stays the same on all; x.grad is that of this rank's x. Not in mode "reference": RuntimeError.
     """
 
     def __init__(
@@ -76,13 +109,23 @@ class MoE(nn.Module):
         check_routing("MoE", num_experts, *self.gating)
         if shared_gate and shared_intermediate_size is None:
             raise ValueError("shared_gate=True without shared_intermediate_size; pass both, or neither")
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
+        check_layout("layout", layout, team.size)
         self.team, self.mode, self.layout, self.features = team, mode_named(mode), layout, intermediate_size
+        # Of the slices of an expert's features.
+        self.slice, mine = 0, intermediate_size
         if layout == "whole":
-            self.experts, mine = Experts.whole(num_experts, team.rank, team.size), intermediate_size
+            self.experts = Experts.whole(num_experts, team.rank, team.size)
+        elif layout == "slices":
+            self.experts, self.slice = Experts.slices(num_experts), team.rank
+            mine = split_evenly("intermediate_size", intermediate_size, team)
         else:
-            self.experts, mine = Experts.slices(num_experts), split_evenly("intermediate_size", intermediate_size, team)
+            ep, tp = layout
+            self.experts, self.slice = Experts.grouped(num_experts, team.rank, ep, tp), team.rank % tp
+            if intermediate_size % tp:
+                raise ValueError(
+                    f"intermediate_size={intermediate_size} is not divisible by tp={tp} of layout={layout}"
+                )
+            mine = intermediate_size // tp
         # One GEMM gives the experts' logits and the gate's.
         self.router = empty_parameter(num_experts + shared_gate, hidden_size, team=team, dtype=dtype)
         self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None
@@ -149,7 +192,7 @@ class MoE(nn.Module):
             found["shared_expert_gate.weight"] = whole(gate)
         of_gate, of_up, of_down = projections
         hidden, mine = self.down.shape[1:]
-        first = 0 if self.layout == "whole" else self.team.rank * mine
+        first = self.slice * mine
         for local in range(self.experts.count):
             name = f"experts.{self.experts.first + local}"
             gate, up = self.gate_up.data[local].chunk(2)
@@ -165,7 +208,12 @@ class MoE(nn.Module):
         if plan is None:
             shards = self.team.size if self.mode == "sequence_parallel" else 1
             plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)
-        return tensor_of(plan.recipe.moe(plan.recipe.given(x), self.weights))
+        weights = self.weights
+        if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *self.parameters())):
+            if plan.mode == "reference":
+                raise RuntimeError("mode='reference' has no gradients; use mode='replicated' or 'sequence_parallel'")
+            weights = weights._replace(router=_SummedGradient.apply(self.router, self.team))
+        return tensor_of(plan.recipe.moe(plan.recipe.given(x), weights))
 
 
 def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:

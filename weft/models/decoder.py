@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from weft.arguments import quoted
 from weft.layers import TPMLP, MoE, TPAttention
+from weft.layers.moe import Layout, check_layout
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
@@ -38,7 +40,15 @@ class DecoderLayer(nn.Module):
     """One rank's share of a layer: norm, attention, norm, MLP."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, *, team: Team, mode: Mode, dtype: torch.dtype, context_parallel: bool
+        self,
+        config: DecoderConfig,
+        index: int,
+        *,
+        team: Team,
+        mode: Mode,
+        dtype: torch.dtype,
+        layout: Layout | None,
+        context_parallel: bool,
     ) -> None:
         super().__init__()
         self.names = config.family.weights
@@ -58,7 +68,7 @@ class DecoderLayer(nn.Module):
             context_parallel=context_parallel,
         )
         self.post_attention_layernorm = _norm(config, team, dtype)
-        self.mlp = _feed_forward(config, index, team=team, mode=mode, dtype=dtype)
+        self.mlp = _feed_forward(config, index, layout, team=team, mode=mode, dtype=dtype)
 
     def shards(self) -> dict[str, Shard]:
         experts = isinstance(self.mlp, MoE)
@@ -87,6 +97,7 @@ class Decoder(nn.Module):
     mode   "reference", "sequence_parallel", "replicated", or "auto", which chooses between the last two by the number of
            tokens
     fused  local work between the GEMMs in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
+    expert_layout  ``layout`` of weft.layers.MoE; None: "whole" where W divides the number of experts, else "slices"
     kv_cache_dtype  "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
@@ -105,11 +116,13 @@ class Decoder(nn.Module):
         mode: Mode = "auto",
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
+        expert_layout: Layout | None = None,
         kv_cache_dtype: str = "auto",
         context_parallel: bool = False,
     ) -> None:
         super().__init__()
         dtype = dtype or config.dtype
+        layout = _expert_layout(config, expert_layout, team)
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
@@ -124,12 +137,12 @@ class Decoder(nn.Module):
             if self.cache_dtype == E4M3:
                 check_cache_dtype(dtype, team)
         check_memory(config, team, dtype)
+        sharded = {"team": team, "mode": mode, "dtype": dtype}
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, team=team, mode=mode, dtype=dtype, context_parallel=self.context_parallel)
+            DecoderLayer(config, index, **sharded, layout=layout, context_parallel=self.context_parallel)
             for index in range(config.num_hidden_layers)
         )
         self.norm = _norm(config, team, dtype)
-        sharded = {"team": team, "mode": mode, "dtype": dtype}
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **sharded)
         self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, **sharded)
         if config.tie_word_embeddings:
@@ -284,8 +297,22 @@ def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> nn.RMSNorm:
     return norm.requires_grad_(False)
 
 
-def _feed_forward(config: DecoderConfig, index: int, *, team: Team, mode: Mode, dtype: torch.dtype) -> TPMLP | MoE:
-    """MLP of a layer, or its experts: whole ones where the ranks share them equally, else slices."""
+def _expert_layout(config: DecoderConfig, layout: Layout | None, team: Team) -> Layout | None:
+    """Layout of the experts, as asked for or by their number; None for a model without experts. ValueError if none fits."""
+    if config.experts is None:
+        if layout is not None:
+            raise ValueError(f"expert_layout={quoted(layout)}, but this model has no experts; leave it out")
+        return None
+    if layout is None:
+        return "whole" if config.experts.num_experts % team.size == 0 else "slices"
+    check_layout("expert_layout", layout, team.size)
+    return layout
+
+
+def _feed_forward(
+    config: DecoderConfig, index: int, layout: Layout | None, *, team: Team, mode: Mode, dtype: torch.dtype
+) -> TPMLP | MoE:
+    """MLP of a layer, or its experts."""
     experts, shared = config.experts, {"hidden_size": config.hidden_size, "team": team, "mode": mode, "dtype": dtype}
     if experts is None or not experts.in_layer(index):
         return TPMLP(intermediate_size=config.intermediate_size, **shared)
@@ -301,7 +328,7 @@ def _feed_forward(config: DecoderConfig, index: int, *, team: Team, mode: Mode, 
         scale=experts.scale,
         shared_intermediate_size=experts.shared_intermediate_size,
         shared_gate=experts.shared_gate,
-        layout="whole" if experts.num_experts % team.size == 0 else "slices",
+        layout=layout,
         **shared,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel.plain import attend_to_prompts
+from weft.parallel.plain import silu_mul as plain_silu_mul
 from weft.parallel.tensors import AttentionWeights, MLPWeights, MoEWeights, NormWeights, SplitK, VocabWeights, tensor_of
 
 if TYPE_CHECKING:
@@ -97,8 +98,15 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
     schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)
     y = ops.grouped_matmul(h, w.down, schedule)
-    shared = None if w.shared is None else ops.matmul(ops.matmul_silu_mul(x, w.shared.gate_up), w.shared.down)
+    shared = None if w.shared is None else ops.matmul(_shared_gated(x, w.shared), w.shared.down)
     return ops.moe_sum(y, routing, w.experts, shared=shared, gate=gate)
+
+
+def _shared_gated(x: Tensor, w: MLPWeights) -> Tensor:
+    """``gated``, by operations that have a backward if gradients are asked for."""
+    if torch.is_grad_enabled() and (x.requires_grad or w.gate_up.requires_grad):
+        return plain_silu_mul(ops.matmul(x, w.gate_up))
+    return ops.matmul_silu_mul(x, w.gate_up)
 
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:

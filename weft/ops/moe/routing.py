@@ -43,6 +43,19 @@ class Experts:
         return cls(total, rank * (total // world_size), total // world_size)
 
     @classmethod
+    def grouped(cls, total: int, rank: int, ep: int, tp: int) -> Experts:
+        """Experts of rank's group: ``ep`` groups of ``tp`` neighbouring ranks, which hold slice rank % tp of them.
+
+        ValueError unless ``ep`` divides ``total`` and rank is below ep * tp.
+        """
+        check_int("rank", rank, 0, check_int("ep", ep, 1) * check_int("tp", tp, 1) - 1)
+        if total % ep:
+            raise ValueError(
+                f"total={total} experts cannot be shared by ep={ep} groups; use a number that divides them"
+            )
+        return cls(total, rank // tp * (total // ep), total // ep)
+
+    @classmethod
     def slices(cls, total: int) -> Experts:
         """All experts, of each of which a rank holds some of its intermediate features."""
         return cls(total, 0, total)

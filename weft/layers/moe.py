@@ -27,7 +27,7 @@ LAYOUTS = ("whole", "slices")
 
 
 def check_layout(name: str, layout: Layout, world_size: int | None = None) -> None:
-    """ValueError unless ``layout`` is one of LAYOUTS or two positive integers (ep, tp), W their product if it is given."""
+    """ValueError unless ``layout`` is one of LAYOUTS, or (ep, tp) whose product is W if it is given."""
     if isinstance(layout, tuple):
         if len(layout) != 2 or not all(is_integer(one) and one >= 1 for one in layout):
             raise ValueError(f"{name}={quoted(layout)} is not (ep, tp): ep groups of tp ranks, two positive integers")

@@ -298,7 +298,10 @@ def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> nn.RMSNorm:
 
 
 def _expert_layout(config: DecoderConfig, layout: Layout | None, team: Team) -> Layout | None:
-    """Layout of the experts, as asked for or by their number; None for a model without experts. ValueError if none fits."""
+    """Layout of the experts, as asked for or by their number; None for a model without experts.
+
+    ValueError for one that does not fit.
+    """
     if config.experts is None:
         if layout is not None:
             raise ValueError(f"expert_layout={quoted(layout)}, but this model has no experts; leave it out")

@@ -221,7 +221,7 @@ class MoeSum(MoeOp):
 
 @triton.jit(do_not_specialize=["first", "count"])
 def moe_sum_grad_kernel(y, ids, weights, grad, of_y, of_weights, N, first, count, K: tl.constexpr, BLOCK: tl.constexpr):
-    """of_y[p, :] = weights[t, j] * grad[t, :] and of_weights[t, j] = grad[t, :] . y[p, :] of pair p = t * K + j
+    """of_y[p] = weights[t, j] * grad[t] and of_weights[t, j] = grad[t] . y[p] of pair p = t * K + j
 
     grid: (T, K). Both are 0 unless first <= ids[t, j] < first + count; then grad's row t and y's row p are not read. In fp32,
     rounded once.

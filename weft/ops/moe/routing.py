@@ -44,7 +44,9 @@ class Experts:
 
     @classmethod
     def grouped(cls, total: int, rank: int, ep: int, tp: int) -> Experts:
-        """Experts of rank's group: ``ep`` groups of ``tp`` neighbouring ranks, which hold slice rank % tp of them.
+        """Experts of the rank's group: one of ``ep`` groups of ``tp`` neighbouring ranks.
+
+        A rank holds slice rank % tp of each of them.
 
         ValueError unless ``ep`` divides ``total`` and rank is below ep * tp.
         """

@@ -14,7 +14,16 @@ from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel.plain import attend_to_prompts
 from weft.parallel.plain import silu_mul as plain_silu_mul
-from weft.parallel.tensors import AttentionWeights, MLPWeights, MoEWeights, NormWeights, SplitK, VocabWeights, tensor_of
+from weft.parallel.tensors import (
+    AttentionWeights,
+    ExpertRows,
+    MLPWeights,
+    MoEWeights,
+    NormWeights,
+    SplitK,
+    VocabWeights,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
@@ -93,13 +102,23 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
 
     Six launches, and two of a shared expert, three with many rows.
     """
+    return summand_of(expert_rows(x, w))
+
+
+def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
+    """``experts`` without the last two launches, the second GEMM and the sum."""
     logits, gate = w.logits(ops.matmul(x, w.router))
     routing = ops.route(logits, bias=w.bias, **w.gating._asdict())
     schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)
-    y = ops.grouped_matmul(h, w.down, schedule)
     shared = None if w.shared is None else ops.matmul(_shared_gated(x, w.shared), w.shared.down)
-    return ops.moe_sum(y, routing, w.experts, shared=shared, gate=gate)
+    return ExpertRows(h, w.down, schedule, routing, w.experts, shared, gate)
+
+
+def summand_of(x: ExpertRows) -> Tensor:
+    """This rank's summand of experts' rows: two launches."""
+    y = ops.grouped_matmul(x.h, x.down, x.schedule)
+    return ops.moe_sum(y, x.routing, x.experts, shared=x.shared, gate=x.gate)
 
 
 def _shared_gated(x: Tensor, w: MLPWeights) -> Tensor:

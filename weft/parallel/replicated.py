@@ -19,6 +19,7 @@ from weft.parallel import fused
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
+    ExpertRows,
     LayerWeights,
     MLPWeights,
     MoEWeights,
@@ -57,7 +58,10 @@ class FusedNorm(Recipe):
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
         behind = replace(self, deferred_scale=False) if isinstance(w.mlp, MoEWeights) else self
         normed, residual = behind.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm
-        return self.feed_forward(normed, w.mlp), residual
+        if isinstance(w.mlp, MoEWeights):
+            # matmul, route, moe_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
+            return PartialSum(fused.expert_rows(normed, w.mlp)), residual
+        return self.mlp(normed, w.mlp), residual
 
     def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
         qkv = fused.project(x, w, step)  # matmul_parts
@@ -78,6 +82,8 @@ class FusedNorm(Recipe):
         self, x: PartialSum, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
     ) -> Tensor:
         if rows is not None:
+            if isinstance(x.summand, ExpertRows):
+                x = PartialSum(fused.summand_of(x.summand))  # grouped_matmul, moe_sum
             x, residual = x.rows(rows), residual[rows]
         normed, _ = self.all_reduce_norm(x, residual, norm)  # all_reduce_rms_norm
         return fused.logits(normed, head)  # matmul
@@ -92,7 +98,12 @@ class FusedNorm(Recipe):
     def all_reduce_norm(
         self, x: PartialSum, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """(normed, hidden): hidden = the sum of x over the ranks + residual."""
+        """(normed, hidden): hidden = the sum of x over the ranks + residual. Of experts' rows two launches, or three."""
+        if isinstance(x.summand, ExpertRows):
+            # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
+            mine, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}
+            given = mine.h, mine.down, mine.schedule, mine.routing, mine.experts, residual, norm.weight, norm.eps
+            return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside, factored=self.deferred_scale)
         summand = tensor_of(x)
         residual = torch.zeros_like(summand) if residual is None else residual
         return ops.all_reduce_rms_norm(

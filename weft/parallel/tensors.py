@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from weft.ops.moe.routing import Experts
+from weft.ops.moe.routing import Experts, Routing, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,26 @@ class SplitK:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialSum:
-    """This rank's summand of a sum over all ranks, [M, N], or the split-K partials of it."""
+class ExpertRows:
+    """Rows h of this rank's experts before their second GEMM: its kernel and the next norm's make the summand of them.
 
-    summand: Tensor | SplitK
+    shared, gate  of ``weft.ops.moe_sum``
+    """
+
+    h: Tensor
+    down: Tensor
+    schedule: Schedule
+    routing: Routing
+    experts: Experts
+    shared: Tensor | None
+    gate: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """This rank's summand of a sum over all ranks, [M, N], the split-K partials of it, or the experts' rows for it."""
+
+    summand: Tensor | SplitK | ExpertRows
 
     def rows(self, rows: Tensor) -> PartialSum:
         """The summand of these rows of the sum."""

@@ -23,6 +23,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.pair_sums import PairSum, sum_of_pairs
 from weft.kernels.partial_sums import rounded_sum
 from weft.kernels.rms_norm import norm as rms_norm
 from weft.kernels.rms_norm import squares_of
@@ -70,16 +71,18 @@ ONE_SHOT_LIMIT = all_reduce.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 
 class Summands(NamedTuple):
-    """Summands of this rank's x, added up in order; passed to the kernel as the argument ``x``.
+    """Summands of this rank's x, added up in order; passed to the kernel as the argument ``x``, where a PairSum may stand.
 
     first   [n, WIDTH]; fp32 if there are several
     stride  elements from one summand to the next
     count   of summands, a compile-time constant
+    ids     None: the choices of a PairSum
     """
 
     first: torch.Tensor
     stride: int
     count: tl.constexpr
+    ids: None = None
 
 
 class Norm(NamedTuple):
@@ -126,8 +129,20 @@ def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr
 
 
 @triton.jit
+def summed(x, row, column, there, exists, WIDTH: tl.constexpr, dtype: tl.constexpr, UNROLLED: tl.constexpr):
+    """Elements of this rank's x, ``Summands`` or ``PairSum``, at ``row`` (int64) and ``column``, rounded to ``dtype``.
+
+    there, exists: masks of elements, of rows
+    """
+    if x.ids is None:
+        return rounded_sum(x.first + row * WIDTH + column, there, x.stride, x.count, dtype)
+    else:
+        return sum_of_pairs(x, row, column, there, exists, WIDTH, dtype, UNROLLED)
+
+
+@triton.jit
 def all_reduce_rms_norm_kernel(
-    x,  # Summands
+    x,  # Summands or PairSum
     normed,  # [n, WIDTH]
     n,
     buffer,  # Slots, in hidden's dtype
@@ -176,13 +191,14 @@ def all_reduce_rms_norm_kernel(
             first = tl.cast(tile, tl.int64) * world
             rest = tl.cast(n - first, tl.int32)
             to_peer = send_order(team, ROWS)[:, None]
-            there = is_sent(team, ROWS) & (to_peer < rest) & inside[None, :]
-            asked = x.first + (first + to_peer) * WIDTH + columns[None, :]
-            rows = rounded_sum(asked, there, x.stride, x.count, dtype)
+            asked = is_sent(team, ROWS) & (to_peer < rest)
+            there = asked & inside[None, :]
+            rows = summed(x, first + to_peer, columns[None, :], there, asked, WIDTH, dtype, False)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
-            own = rounded_sum(x.first + mine, exists, x.stride, x.count, dtype)
+            here = wl.rank(team) < rest
+            own = summed(x, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False)
             before = tl.load(norm.residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
@@ -205,7 +221,7 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = rounded_sum(x.first + place, inside, x.stride, x.count, dtype)
+            own = summed(x, tl.cast(row, tl.int64), columns, inside, row < n, WIDTH, dtype, True)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
@@ -336,7 +352,7 @@ class AllReduceRMSNorm(Op):
         self,
         design: OneShot | TwoShot,
         team: Team,
-        x: torch.Tensor,
+        x: torch.Tensor | PairSum,
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
@@ -360,10 +376,12 @@ class AllReduceRMSNorm(Op):
                 sums = squares, squares
             else:
                 sums = _sums(team, plan, itemsize, next_power_of_2(team.size) if two_shot else 1, parts)
-            summands = tl.constexpr(x.shape[0] if x.dim() > residual.dim() else 1)
+            if isinstance(x, torch.Tensor):
+                count = tl.constexpr(x.shape[0] if x.dim() > residual.dim() else 1)
+                x = Summands(x.contiguous(), residual.numel(), count)
             launch(
                 all_reduce_rms_norm_kernel,
-                Summands(x.contiguous(), residual.numel(), summands),
+                x,
                 normed,
                 rows,
                 min(tiles * parts, programs),

@@ -96,15 +96,22 @@ def moe_sum(
     check_shape(op, "ids", routing.ids, ("T", "k"))
     check_shape(op, "weights", routing.weights, routing.ids.shape)
     check_shape(op, "y", y, (routing.ids.numel(), "N"))
+    check_shared(op, y, (len(routing.ids), y.shape[1]), shared, gate)
+    return MOE_SUM.dispatch(y, *routing, experts.first, experts.count, shared, gate)
+
+
+def check_shared(
+    op: str, y: torch.Tensor, shape: tuple[int, int], shared: torch.Tensor | None, gate: torch.Tensor | None
+) -> None:
+    """ValueError unless a shared summand and its gate, if any, fit results [T, N] of y's dtype and device."""
     if shared is not None:
         check_like(op, "shared", shared, y.device, (y.dtype,))
-        check_shape(op, "shared", shared, (len(routing.ids), y.shape[1]))
+        check_shape(op, "shared", shared, shape)
     if gate is not None:
         if shared is None:
             raise ValueError(f"{op}: gate is that of shared, which is None; pass both or shared alone")
         check_like(op, "gate", gate, y.device, (y.dtype,))
-        check_shape(op, "gate", gate, (len(routing.ids),))
-    return MOE_SUM.dispatch(y, *routing, experts.first, experts.count, shared, gate)
+        check_shape(op, "gate", gate, shape[:1])
 
 
 class MoeSum(MoeOp):

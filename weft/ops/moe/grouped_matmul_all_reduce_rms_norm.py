@@ -1,0 +1,380 @@
+"""grouped_matmul_all_reduce_rms_norm: the experts' second GEMM, sums over choices and ranks, residual and norm; for decode.
+
+    y[p]      = x[i] @ weight[e].T                  for the i-th pair p = (t, j) of the schedule, of expert e
+    hidden[t] = sum over ranks of (sum over j of routing.weights[t, j] * y[t, j] + shared[t]) + residual[t]
+    normed[t] = RMSNorm(hidden[t]) * norm
+
+in_norm     grouped GEMM | all-reduce + norm, which adds up the pairs as it loads them
+sequential  grouped GEMM | moe_sum | all-reduce + norm
+
+All ranks have the same tokens and choices, and each some experts, slices of all, or slices of some. Both designs give the same
+bits: each sum is in fp32 in the order of the choices, rounded once, and what is sent is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from weft.arguments import check_int, quoted
+from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.pair_sums import PairSum
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_row
+from weft.ops.local import check_shape
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
+from weft.ops.moe.grouped_op import check_grouped
+from weft.ops.moe.moe_cases import draw_ids, experts_of
+from weft.ops.moe.moe_dispatch import check_routing
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.moe_schedule import moe_schedule
+from weft.ops.moe.moe_sum import check_shared, moe_sum
+from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.op import register
+from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar, check_tensor
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.codec import exchangeable
+from weft.runtime.team.team import find_team
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumInNorm:
+    """Two kernels: the all-reduce + norm adds up the pairs as it loads them. norm: algorithm of all_reduce_rms_norm."""
+
+    norm: str = AUTO
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumThenNorm:
+    """Three kernels: moe_sum between the two. norm: algorithm of all_reduce_rms_norm."""
+
+    norm: str = AUTO
+
+
+class PairsCall(NamedTuple):
+    """Sizes that the plan depends on. width: of a row of the result."""
+
+    tokens: int
+    choices: int
+    width: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+    @property
+    def norm(self) -> NormCall:
+        """Call of the all-reduce + norm."""
+        row_bytes = self.width * self.dtype.itemsize
+        return NormCall(self.tokens * row_bytes, row_bytes, self.dtype)
+
+
+def grouped_matmul_all_reduce_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    schedule: Schedule,
+    routing: Routing,
+    experts: Experts,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    team: Team,
+    *,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    factored: bool = False,
+    algorithm: str = "auto",
+) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+    """(RMSNorm(hidden) * ``norm``, hidden), hidden = sum over ranks of their experts' weighted results + ``residual``.
+
+    x          [T * k, K], row i of the i-th pair of the schedule, as ``grouped_matmul_silu_mul`` gives it; fp16, bf16 or fp32
+    weight     [experts.count, H, K] of x's dtype: of whole experts or slices of them, K the features that this rank holds
+    schedule   of ``moe_schedule(routing.ids, experts)``
+    routing    of all T tokens, the same on all ranks: ids int32 [T, k], weights [T, k] of any of these dtypes
+    experts    this rank's
+    residual   [T, H] of x's dtype, the same on all ranks; norm [H] of that dtype; eps is added to the mean square
+    shared     [T, H] of x's dtype, added to this rank's sums; gate [T] of that dtype, strided or not: shared[t] is multiplied
+               by sigmoid(gate[t])
+    factored   return a DeferredNorm in place of the normed rows, as all_reduce_rms_norm does
+    algorithm  "auto", "in_norm" (the norm's kernel adds up the pairs) or "sequential" (moe_sum does): the same bits
+
+    New contiguous tensors [T, H], bitwise equal on all ranks and from run to run. Collective: all ranks call it, in the same
+    order, on one stream. Captured in a CUDA graph it replays correctly, after one call outside. No backward. ValueError for
+    shapes, dtypes or devices that do not fit.
+    """
+    op = "grouped_matmul_all_reduce_rms_norm"
+    check_tensor(op, "x", x, team, FLOATS)
+    check_grouped(op, x, weight, schedule, None, gather=False, gated=False)
+    check_routing(op, routing, team)
+    check_tensor(op, "weights", routing.weights, team, FLOATS)
+    tokens, H = len(routing.ids), weight.shape[1]
+    if not isinstance(experts, Experts) or experts.count != len(weight):
+        raise ValueError(f"{op}: experts={quoted(experts)} is not an Experts of the {len(weight)} that weight has")
+    if schedule.pairs.shape[1] != tokens or schedule.choices != routing.ids.shape[1]:
+        raise ValueError(
+            f"{op}: schedule has {schedule.pairs.shape[1]} tokens with {schedule.choices} choices and ids shape "
+            f"{tuple(routing.ids.shape)}; pass the schedule of these ids"
+        )
+    for name, tensor, shape in (("residual", residual, (tokens, H)), ("norm", norm, (H,))):
+        check_tensor(op, name, tensor, team, (x.dtype,))
+        check_shape(op, name, tensor, shape)
+    check_shared(op, x, (tokens, H), shared, gate)
+    check_row(H, x.itemsize)
+    check_scalar(op, "eps", eps)
+    check_flag(op, "factored", factored)
+    check_choice(op, "algorithm", algorithm, GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.algorithms)
+    normed, hidden, squares = GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.dispatch(
+        x, weight, *schedule, *routing, experts.first, shared, gate, residual, norm, eps, factored, team.name, algorithm
+    )
+    return (DeferredNorm(normed, squares, eps) if factored else normed), hidden
+
+
+class GroupedMatmulAllReduceRMSNorm(MoeOp):
+    """sizes of a case: T, k, experts in all, H, K. Its field ``held`` says how many whole experts a rank has, else slices."""
+
+    name, alias = "grouped_matmul_all_reduce_rms_norm", "moe-ar-rms-norm"
+    designs = {"in_norm": SumInNorm, "sequential": SumThenNorm}
+    sizes = ("T", "k", "H")
+    dtypes = FLOATS
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PairsCall:
+        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
+        return PairsCall(*checked, dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> PairsCall:
+        T, k, _, H, _ = case.sizes
+        return self.call_of((T, k, H), case.dtype, machine, case.design)
+
+    def rule(self, call: PairsCall, machine: Machine) -> tuple[str, str]:
+        """By hops; not measured. With two a program loads a row of each rank, too many for all choices at once."""
+        if ALL_REDUCE_RMS_NORM.plan(call.norm, machine).name == "one_shot":
+            return (
+                "in_norm",
+                "one hop: the norm's kernel loads all choices of a row at once, and moe_sum is not launched",
+            )
+        return "sequential", "two hops: the loads of all choices would not fit the registers"
+
+    def default(self, name: str, call: PairsCall, machine: Machine) -> Any:
+        return self.designs[name]()
+
+    def table_key(self, call: PairsCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.tokens, call.choices, call.width), machine.world_size
+
+    def tuned(self, call: PairsCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        return found if found is None or found.row.shape[1:] == (call.choices, call.width) else None
+
+    def space(self, call: PairsCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        for algorithm in ALL_REDUCE_RMS_NORM.algorithms:
+            yield from (SumInNorm(norm=algorithm), SumThenNorm(norm=algorithm))
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        design: SumInNorm | SumThenNorm,
+        team: Team,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        schedule: Schedule,
+        routing: Routing,
+        experts: Experts,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        shared: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+        deferred: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """(normed, hidden), or if ``deferred`` (scaled, hidden, squares), of checked arguments."""
+        self.check_design(design)
+        y = GROUPED_MATMUL.forward(x, weight, *schedule, False, None)
+        summed: torch.Tensor | PairSum
+        if isinstance(design, SumThenNorm):
+            summed = moe_sum(y, routing, experts, shared=shared, gate=gate)
+        else:
+            ids, weights = (tensor.contiguous() for tensor in routing)
+            rows, stride = None if shared is None else shared.contiguous(), 0 if gate is None else gate.stride(0)
+            mine = experts.count, 2 * experts.first + 3
+            summed = PairSum(y, tl.constexpr(ids.shape[1]), ids, weights, *mine, rows, gate, stride)
+        by = ALL_REDUCE_RMS_NORM.plan_of(residual, team, design.norm)
+        return ALL_REDUCE_RMS_NORM.run(by, team, summed, residual, norm, eps, deferred)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        pairs: torch.Tensor,
+        counts: torch.Tensor,
+        tiles: torch.Tensor,
+        tile_count: torch.Tensor,
+        choices: int,
+        block: int,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        first: int,
+        shared: torch.Tensor | None,
+        gate: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        deferred: bool,
+        team: str,
+        algorithm: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        members, experts = find_team(team), Experts(first + len(weight), first, len(weight))
+        call = PairsCall(len(ids), choices, weight.shape[1], x.dtype, algorithm)
+        found = self.run(
+            self.plan(call, machine_of(members)).design,
+            members,
+            x,
+            weight,
+            Schedule(pairs, counts, tiles, tile_count, choices, block),
+            Routing(ids, weights),
+            experts,
+            residual,
+            norm,
+            eps,
+            shared,
+            gate,
+            deferred,
+        )
+        normed, hidden, *squares = found
+        return normed, hidden, squares[0] if deferred else x.new_empty(0, dtype=torch.float32)
+
+    def fake(
+        self, x, weight, pairs, counts, tiles, tile_count, choices, block, ids, weights, first, shared, gate,
+        residual, norm, eps, deferred, team, algorithm,
+    ):  # fmt: skip
+        normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+        members, call = find_team(team), PairsCall(len(ids), choices, weight.shape[1], x.dtype, algorithm)
+        design = self.plan(call, machine_of(members)).design
+        by = ALL_REDUCE_RMS_NORM.plan_of(residual, members, design.norm)
+        parts = cdiv(residual.shape[-1] * residual.itemsize, by.push.row_bytes)
+        return normed, hidden, x.new_empty((len(residual), parts) if deferred else 0, dtype=torch.float32)
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """ids, weights, x, this rank's experts, residual, norm; then shared and gate, if any."""
+        T, k, total, H, K = case.sizes
+        same = Draw(case, 0, draw.call, draw.device)
+        ids, weights = draw_ids(same, T, k, total), same.own("weights", (T, k)).abs()
+        x, weight = draw.own("x", (T * k, K)), draw.own("weight", (experts_of(case, total, rank).count, H, K), K**-0.5)
+        found = ids, weights, x, weight, draw.shared("residual", (T, H)), 1 + draw.shared("norm", (H,)) / 8
+        if case.field("shared"):
+            found += (draw.own("shared", (T, H)),)
+        if case.field("shared") == "gated":
+            # A column of a wider matrix, as a router has it.
+            found += (draw.shared("gate", (T, 3), 2.0)[:, 2],)
+        return found
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        """[2, T, H]: normed and hidden."""
+        T, k, total, H, _ = case.sizes
+        ids, weights, _, _, residual, norm, *_ = by_rank[rank]
+        hidden, flat = residual.double(), ids.flatten()
+        for source, (_, _, x, weight, _, _, *shared) in enumerate(by_rank):
+            experts, y = experts_of(case, total, source), torch.zeros((T * k, H), dtype=torch.float64, device=x.device)
+            place = 0
+            for e in range(experts.count):
+                pairs = (flat == experts.first + e).nonzero().flatten()
+                y[pairs] = x[place : place + len(pairs)].double() @ weight[e].double().T
+                place += len(pairs)
+            hidden = hidden + (y.view(T, k, H) * weights.double()[..., None]).sum(1)
+            if shared:
+                row, factors = shared[0].double(), [gate.double().sigmoid()[:, None] for gate in shared[1:]]
+                hidden = hidden + (row * factors[0] if factors else row)
+        rounded = hidden.to(case.dtype).double()
+        normed = rounded * (rounded.square().mean(-1, keepdim=True) + CASES_EPS).rsqrt() * norm.double()
+        return torch.stack((normed, hidden))
+
+    def accuracy(self, case: Case) -> Accuracy:
+        _, k, _, H, K = case.sizes
+        return Accuracy(terms=K + k + case.world_size + 2 + H, partials=1, replicated=True)
+
+    def arguments(self, case: Case, team: Team, ids: torch.Tensor, weights: torch.Tensor, *tensors: Any) -> tuple:
+        """Positional arguments of the function up to norm, then shared and gate, if any."""
+        x, weight, residual, norm, *shared = tensors
+        experts = experts_of(case, case.sizes[2], team.rank)
+        return x, weight, moe_schedule(ids, experts), Routing(ids, weights), experts, residual, norm, *shared
+
+    def results(self, case: Case, team: Team, *arguments: Any) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+        *given, residual, norm = arguments[:7]
+        beside = dict(zip(("shared", "gate"), arguments[7:], strict=False))
+        deferred, given = bool(case.field("deferred")), (*given, residual, norm, CASES_EPS)
+        if isinstance(case.design, str):
+            named = {"factored": deferred, "algorithm": case.design}
+            return grouped_matmul_all_reduce_rms_norm(*given, team, **beside, **named)
+        normed, hidden, *squares = self.run(case.design, team, *given, **beside, deferred=deferred)
+        return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
+
+    def defined(self, case: Case, team: Team, out: tuple, *tensors: torch.Tensor) -> torch.Tensor:
+        normed, hidden = out
+        return torch.stack((normed.normed() if isinstance(normed, DeferredNorm) else normed, hidden))
+
+    def cases(self) -> Iterator[Case]:
+        def case(w: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
+            named = tuple(fields.items())
+            return Case(op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=named)
+
+        for design in ("in_norm", "sequential"):
+            yield case(2, BF16, 5, 3, 4, 72, 24, design=design, held=2)
+            yield case(3, FP32, 3, 2, 5, 36, 16, design=design, shared="gated", deferred=True)
+        for w in (1, 4):
+            yield case(w, BF16, 3, 2, 2 * w, 40, 16, design="in_norm", held=2)
+        for skew in ("last expert", "some", "none"):
+            yield case(2, FP16, 4, 2, 4, 40, 16, design="in_norm", held=2, skew=skew)
+        # A row of several programs, each of which loads part of every choice's.
+        yield case(2, FP16, 2, 2, 4, 640, 16, design="in_norm", shared="ungated")
+        for w, design, deferred in (
+            (2, SumInNorm(norm="two_shot"), False),
+            (2, SumThenNorm(norm="two_shot"), True),
+            (3, SumInNorm(norm="two_shot"), True),
+        ):
+            yield case(w, BF16, 5, 2, w, 304, 16, design=design, held=1, deferred=deferred, shared="gated")
+        yield case(2, BF16, 0, 2, 4, 48, 16, held=2)
+        yield case(8, BF16, 2, 8, 16, 48, 16, held=2)
+
+    def large_cases(self) -> Iterator[Case]:
+        for w in (2, 4):
+            for T in (1, 7, 128, 700):
+                for design in ("in_norm", "sequential"):
+                    fields = (("held", 128 // w), ("deferred", T == 7))
+                    sizes = T, 8, 128, 2048, 768
+                    yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts, shape.hidden, shape.features
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        shape = MoeShape(*sizes)
+        return int(2 * shape.pairs * shape.hidden * shape.features)
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Only experts that are chosen are read."""
+        shape = MoeShape(*sizes)
+        rows = shape.pairs * (shape.features + 2 * shape.hidden) + 3 * shape.tokens * shape.hidden
+        return int((shape.active * shape.hidden * shape.features + rows) * dtype.itemsize)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        shape = MoeShape(*sizes)
+        return 2 * shape.tokens * shape.hidden * dtype.itemsize * (world_size - 1) // world_size
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        shape = MoeShape(*sizes)
+        return shape.tokens * shape.hidden * dtype.itemsize
+
+
+GROUPED_MATMUL_ALL_REDUCE_RMS_NORM = GroupedMatmulAllReduceRMSNorm()
+register(GROUPED_MATMUL_ALL_REDUCE_RMS_NORM)

@@ -186,6 +186,18 @@ def trained(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return [leaf.grad for leaf in leaves]
 
 
+def normed_pairs(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the op behind the kernels that make its rows, choices and weights, which may still run."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 2 * team.size, generator=generator).bfloat16()
+    routing, experts = ops.route(logits, 2), ops.Experts.whole(2 * team.size, team.rank, team.size)
+    schedule = ops.moe_schedule(routing.ids, experts)
+    h = ops.grouped_matmul(x(3, 16), x(2, 16, 16), schedule, gather=True)
+    ones = torch.ones(3, 48).bfloat16(), torch.ones(48).bfloat16()
+    given = h, x(2, 48, 16), schedule, routing, experts, *ones, 1e-6, team
+    return ops.grouped_matmul_all_reduce_rms_norm(*given, algorithm="in_norm")
+
+
 # Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -226,6 +238,7 @@ OPS = [
     Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),
     Call("sharded_decode_attention one_kernel", functools.partial(attended, algorithm="one_kernel"), 1),
     Call("sharded_decode_attention two_kernels", functools.partial(attended, algorithm="two_kernels"), 1),
+    Call("grouped_matmul_all_reduce_rms_norm", normed_pairs, 2),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),

@@ -1,4 +1,4 @@
-"""Weighted sums of the results of each token's experts, as moe_sum adds them up, for a kernel that reads them anyway."""
+"""Weighted sums of the results of each token's experts, as of moe_sum, for kernels that read them."""
 
 from __future__ import annotations
 

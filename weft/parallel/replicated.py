@@ -98,7 +98,7 @@ class FusedNorm(Recipe):
     def all_reduce_norm(
         self, x: PartialSum, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """(normed, hidden): hidden = the sum of x over the ranks + residual. Of experts' rows two launches, or three."""
+        """(normed, hidden): hidden = the sum of x over the ranks + residual."""
         if isinstance(x.summand, ExpertRows):
             # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
             mine, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}

@@ -22,7 +22,7 @@ class SplitK:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Rows h of this rank's experts before their second GEMM: its kernel and the next norm's make the summand of them.
+    """Rows h of this rank's experts before their second GEMM, which the next norm's op computes.
 
     shared, gate  of ``weft.ops.moe_sum``
     """
@@ -38,7 +38,7 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """This rank's summand of a sum over all ranks, [M, N], the split-K partials of it, or the experts' rows for it."""
+    """This rank's summand of a sum over all ranks, [M, N], or what the next kernels make it of."""
 
     summand: Tensor | SplitK | ExpertRows
 

@@ -71,7 +71,9 @@ ONE_SHOT_LIMIT = all_reduce.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 
 class Summands(NamedTuple):
-    """Summands of this rank's x, added up in order; passed to the kernel as the argument ``x``, where a PairSum may stand.
+    """Summands of this rank's x, added up in order; passed to the kernel as the argument ``x``.
+
+    A PairSum may take its place.
 
     first   [n, WIDTH]; fp32 if there are several
     stride  elements from one summand to the next
@@ -130,9 +132,9 @@ def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr
 
 @triton.jit
 def summed(x, row, column, there, exists, WIDTH: tl.constexpr, dtype: tl.constexpr, UNROLLED: tl.constexpr):
-    """Elements of this rank's x, ``Summands`` or ``PairSum``, at ``row`` (int64) and ``column``, rounded to ``dtype``.
+    """Elements of this rank's x at ``row`` (int64) and ``column``, rounded to ``dtype``.
 
-    there, exists: masks of elements, of rows
+    x  ``Summands`` or ``PairSum``; there, exists: masks of elements, of rows
     """
     if x.ids is None:
         return rounded_sum(x.first + row * WIDTH + column, there, x.stride, x.count, dtype)

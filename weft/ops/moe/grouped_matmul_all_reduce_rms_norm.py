@@ -1,4 +1,4 @@
-"""grouped_matmul_all_reduce_rms_norm: the experts' second GEMM, sums over choices and ranks, residual and norm; for decode.
+"""grouped_matmul_all_reduce_rms_norm: the second GEMM of experts with all sums and the norm behind it.
 
     y[p]      = x[i] @ weight[e].T                  for the i-th pair p = (t, j) of the schedule, of expert e
     hidden[t] = sum over ranks of (sum over j of routing.weights[t, j] * y[t, j] + shared[t]) + residual[t]
@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumInNorm:
-    """Two kernels: the all-reduce + norm adds up the pairs as it loads them. norm: algorithm of all_reduce_rms_norm."""
+    """Two kernels: the all-reduce + norm adds up the pairs as it loads them.
+
+    norm  algorithm of all_reduce_rms_norm
+    """
 
     norm: str = AUTO
 
@@ -93,7 +96,9 @@ def grouped_matmul_all_reduce_rms_norm(
     factored: bool = False,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
-    """(RMSNorm(hidden) * ``norm``, hidden), hidden = sum over ranks of their experts' weighted results + ``residual``.
+    """(RMSNorm(hidden) * ``norm``, hidden), hidden = the experts' sum over all ranks + ``residual``.
+
+    That sum is of all choices' results, weighted, of all ranks' shares of them.
 
     x          [T * k, K], row i of the i-th pair of the schedule, as ``grouped_matmul_silu_mul`` gives it; fp16, bf16 or fp32
     weight     [experts.count, H, K] of x's dtype: of whole experts or slices of them, K the features that this rank holds
@@ -138,7 +143,10 @@ def grouped_matmul_all_reduce_rms_norm(
 
 
 class GroupedMatmulAllReduceRMSNorm(MoeOp):
-    """sizes of a case: T, k, experts in all, H, K. Its field ``held`` says how many whole experts a rank has, else slices."""
+    """sizes of a case: T, k, experts in all, H, K.
+
+    Its field ``held`` has the number of whole experts of a rank; without it a rank has slices of all.
+    """
 
     name, alias = "grouped_matmul_all_reduce_rms_norm", "moe-ar-rms-norm"
     designs = {"in_norm": SumInNorm, "sequential": SumThenNorm}
@@ -156,7 +164,10 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return self.call_of((T, k, H), case.dtype, machine, case.design)
 
     def rule(self, call: PairsCall, machine: Machine) -> tuple[str, str]:
-        """By hops; not measured. With two a program loads a row of each rank, too many for all choices at once."""
+        """By hops; not measured.
+
+        With two a program loads a row of each rank, too many for all choices at once.
+        """
         if ALL_REDUCE_RMS_NORM.plan(call.norm, machine).name == "one_shot":
             return (
                 "in_norm",

@@ -283,6 +283,16 @@ def operands_of_experts(team):
     yield ops.grouped_matmul, rows, {**grouped, "gather": FLAG}
     summed = {"y": TENSOR, "routing": (None, ids, LONG), "experts": (4, None, LONG)}
     yield ops.moe_sum, {"y": torch.ones(6, 8), "routing": routing, "experts": experts}, summed
+    normed = {"residual": torch.ones(3, 4), "norm": torch.ones(4), "eps": 1e-6, "team": team}
+    yield (
+        ops.grouped_matmul_all_reduce_rms_norm,
+        {**rows, "routing": routing, "experts": experts, **normed},
+        {
+            **dict.fromkeys(("x", "weight", "residual", "norm"), TENSOR), **dict.fromkeys(("shared", "gate"), TENSOR[1:]),
+            "schedule": grouped["schedule"], "routing": summed["routing"], "experts": summed["experts"],
+            "eps": ("x", None, [1]), "team": TEAM, "factored": FLAG, "algorithm": (*CHOICE, "fused"),
+        },
+    )  # fmt: skip
     sizes = {"experts": COUNT, "max_tokens": (*COUNT, 2), "team": TEAM, "algorithm": (*CHOICE, "pull")}
     tokens = {"x": x, "routing": routing, "team": team, "experts": 4, "max_tokens": 3}
     wrong = {"routing": (None, ids, LONG), "dtype": (torch.float16, "fp8", 8, LONG)}

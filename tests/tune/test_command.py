@@ -28,6 +28,7 @@ SMALL = {
     "heads-to-sequence": "96",
     "gathered-prefill-attention": "9,4,2,16",
     **dict.fromkeys(("grouped-gemm", "grouped-gemm-silu", "moe-dispatch", "moe-combine"), "6,2,8,4,32,48"),
+    "moe-ar-rms-norm": "6,2,8,4,32,48",
 }
 
 

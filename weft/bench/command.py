@@ -115,8 +115,8 @@ def bench(
             metavar="OP[@SHAPES]...",
             help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
             "gemm-ar, sequence-to-heads, heads-to-sequence, paged-attention, decode-attention, paged-prefill-attention, "
-            "gathered-prefill-attention, route, moe-schedule, grouped-gemm-silu, "
-            "grouped-gemm, moe-sum, moe-dispatch, moe-dispatch+fp8, moe-combine; a layer: mlp, attn; a step of a model: "
+            "gathered-prefill-attention, route, moe-schedule, grouped-gemm-silu, grouped-gemm, moe-sum, moe-dispatch, "
+            "moe-dispatch+fp8, moe-combine, moe-ar-rms-norm; a layer: mlp, attn; a step of a model: "
             "model; complete generations: generate. Several are measured in one launch, as in all-reduce "
             "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
         ),

@@ -319,9 +319,9 @@ def registered() -> Iterator[Op]:
 
 
 def find_op(name: str) -> Op:
-    """Op of this name or alias. ValueError, with all names, if there is none."""
+    """Op of this name or alias. ValueError, with all aliases, if there is none."""
     wanted = name.replace("-", "_") if isinstance(name, str) else ""
     for op in _OPS.values():
         if wanted in (op.name, op.alias.replace("-", "_")):
             return op
-    raise ValueError(f"op={quoted(name)} is not one of {', '.join(_OPS)}")
+    raise ValueError(f"op={quoted(name)} is not one of {', '.join(op.alias for op in _OPS.values())}")

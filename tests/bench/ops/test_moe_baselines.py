@@ -25,6 +25,10 @@ class Library:
         out.copy_(torch.cat(group.team.exchange(x)))
 
     @staticmethod
+    def all_reduce(x, group):
+        x.copy_(group.team.library.all_reduce(x))
+
+    @staticmethod
     def reduce_scatter_tensor(out, x, group):
         out.copy_(group.team.library.reduce_scatter(x))
 

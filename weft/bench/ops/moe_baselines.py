@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
-from weft.bench.ops.normed import copy_into
+from weft.bench.ops.normed import add_norm, copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.ops.gemm.cublas import matmul
 from weft.ops.moe.fp8_rows import by_torch
@@ -304,6 +304,26 @@ def nccl_reduce_scatter(problem: OpProblem) -> Prepared:
     return Prepared(run=run, prepare=written(problem, buffers))
 
 
+def grouped_all_reduce(problem: OpProblem) -> Prepared:
+    """torch's grouped GEMM, the weighted sum, NCCL's all-reduce, addition and norm; sum and norm by torch.compile."""
+    group, experts = group_of(problem), mine(problem)
+    add, norm = (torch.compile(function, dynamic=False) for function in (weighted_sum, add_norm))
+    found = [sorted_pairs(ids, experts) for _, _, ids, *_ in problem.sets]
+    pairs = [order.pairs[: int(order.ends[-1])] for order in found]
+    buffers = [x.clone() for x, *_ in problem.sets]
+
+    def run(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weight, ids, weights, residual, scale = problem.sets[number]
+        x, own = buffers[number], pairs[number]
+        y = x.new_empty((len(x), weight.shape[1]))
+        y[own] = torch._grouped_mm(x[: len(own)], weight.transpose(1, 2), offs=found[number].ends)
+        summand = add(y, ids, weights, experts)
+        dist.all_reduce(summand, group=group)
+        return norm(summand, residual, scale)
+
+    return Prepared(run=run, prepare=written(problem, buffers))
+
+
 def vdev_2d(problem: OpProblem) -> Prepared:
     """torch.ops.symm_mem.all_to_all_vdev_2d, where it runs: nowhere that this harness does."""
     group_of(problem)
@@ -336,5 +356,6 @@ MOE_BASELINES = (
     _provider("moe-dispatch+fp8", "nccl.all_gather", nccl_gather),
     _provider("moe-combine", "nccl", nccl_combine),
     _provider("moe-combine", "nccl.reduce_scatter", nccl_reduce_scatter),
+    _provider("moe-ar-rms-norm", "torch.grouped+nccl", grouped_all_reduce),
     *(_provider(op, "torch.all_to_all_vdev_2d", vdev_2d) for op in ("moe-dispatch", "moe-combine")),
 )

@@ -277,12 +277,12 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """ids, weights, x, this rank's experts, residual, norm; then shared and gate, if any."""
+        """x, this rank's experts, ids, weights, residual, norm; then shared and gate, if any."""
         T, k, total, H, K = case.sizes
         same = Draw(case, 0, draw.call, draw.device)
         ids, weights = draw_ids(same, T, k, total), same.own("weights", (T, k)).abs()
         x, weight = draw.own("x", (T * k, K)), draw.own("weight", (experts_of(case, total, rank).count, H, K), K**-0.5)
-        found = ids, weights, x, weight, draw.shared("residual", (T, H)), 1 + draw.shared("norm", (H,)) / 8
+        found = x, weight, ids, weights, draw.shared("residual", (T, H)), 1 + draw.shared("norm", (H,)) / 8
         if case.field("shared"):
             found += (draw.own("shared", (T, H)),)
         if case.field("shared") == "gated":
@@ -293,9 +293,9 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """[2, T, H]: normed and hidden."""
         T, k, total, H, _ = case.sizes
-        ids, weights, _, _, residual, norm, *_ = by_rank[rank]
+        _, _, ids, weights, residual, norm, *_ = by_rank[rank]
         hidden, flat = residual.double(), ids.flatten()
-        for source, (_, _, x, weight, _, _, *shared) in enumerate(by_rank):
+        for source, (x, weight, _, _, _, _, *shared) in enumerate(by_rank):
             experts, y = experts_of(case, total, source), torch.zeros((T * k, H), dtype=torch.float64, device=x.device)
             place = 0
             for e in range(experts.count):
@@ -314,9 +314,9 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         _, k, _, H, K = case.sizes
         return Accuracy(terms=K + k + case.world_size + 2 + H, partials=1, replicated=True)
 
-    def arguments(self, case: Case, team: Team, ids: torch.Tensor, weights: torch.Tensor, *tensors: Any) -> tuple:
+    def arguments(self, case: Case, team: Team, x: torch.Tensor, weight: torch.Tensor, *tensors: Any) -> tuple:
         """Positional arguments of the function up to norm, then shared and gate, if any."""
-        x, weight, residual, norm, *shared = tensors
+        ids, weights, residual, norm, *shared = tensors
         experts = experts_of(case, case.sizes[2], team.rank)
         return x, weight, moe_schedule(ids, experts), Routing(ids, weights), experts, residual, norm, *shared
 

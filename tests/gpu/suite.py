@@ -10,6 +10,7 @@ long          large all-reduces in a row, all the same: for errors of one exchan
 back-to-back  200 calls without a host barrier, random delays on random ranks, every result checked
 load          2,000 calls of each op, other data each time, random delays on random ranks, the bits of the first call of
               the same data; and the same in CUDA graphs of 100 calls, delays among them (only with --load)
+gradients     two layers of experts over the ranks, forward and backward, against one model in fp64; up to 4 ranks
 compile       torch.compile(fullgraph=True) of a function of several ops
 
 ``--share-gpus``: more ranks than GPUs (``weft.launch``).
@@ -39,6 +40,7 @@ import weft
 from tests.gpu.attempts import Attempts, Desynchronised, Suite
 from tests.ops import checking
 from tests.ops.checking import assert_close, assert_identical, bits, call_op, everyone_of
+from tests.ops.moe import trained
 from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.case import BF16, Case, Inputs
@@ -260,6 +262,21 @@ def compiled(team: Any) -> Attempts:
     yield "several ops in one function", launch, verify
 
 
+def gradients(team: Any) -> Attempts:
+    for algorithms in (("push", "push"), ("gather", "sum_then_scatter"), ("lamport", "lamport"), ("auto", "auto")):
+
+        def launch(algorithms=algorithms):
+            return [trained.over_ranks(team, False, *algorithms) for _ in range(2)]
+
+        def verify(calls):
+            for one, other in zip(*calls, strict=True):
+                assert_identical(one, other)
+            by_rank = team.exchange([tensor.cpu() for tensor in calls[0]])
+            trained.check(by_rank, trained.on_one(team.size))
+
+        yield " and ".join(algorithms), launch, verify
+
+
 # --- what runs -------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +318,8 @@ def groups_for(team: Any, with_load: bool, chosen: list[Op]) -> dict[str, Callab
         "compile": lambda: compiled(team),
         "long": lambda: long_runs(team),
     }
+    if team.size <= 4:
+        groups["gradients"] = lambda: gradients(team)
     if on_gpu:
         groups["graph"] = lambda: graphs(team, plain)
         groups["large"] = lambda: table(team, large, again=False)

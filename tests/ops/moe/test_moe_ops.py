@@ -10,6 +10,7 @@ import weft
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical, check, inputs_of
 from tests.ops.layer_cases import DEVICES, changed, check_refused, everywhere, mutated
+from tests.ops.moe.trained import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
@@ -127,19 +128,6 @@ def test_gradients_of_the_weights_are_torch_s(scoring, renormalize):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
     weft.simulate(main, 1)
-
-
-def by_torch(x, router, gate_up, down, k):
-    """A whole layer in torch's operations."""
-    scores = (x @ router.T).softmax(-1)
-    weights, ids = scores.topk(k)
-    weights = weights / weights.sum(-1, keepdim=True)
-    total = torch.zeros_like(x)
-    for e in range(len(router)):
-        gate, up = (x @ gate_up[e].T).chunk(2, dim=-1)
-        share = torch.where(ids == e, weights, 0.0).sum(-1, keepdim=True)
-        total = total + (torch.nn.functional.silu(gate) * up) @ down[e].T * share
-    return total
 
 
 @pytest.mark.parametrize("block", [16, 128])

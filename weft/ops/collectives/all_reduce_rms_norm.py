@@ -131,13 +131,13 @@ def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr
 
 
 @triton.jit
-def summed(x, row, column, there, exists, WIDTH: tl.constexpr, dtype: tl.constexpr, UNROLLED: tl.constexpr):
+def summed(x, place, row, column, there, exists, WIDTH: tl.constexpr, dtype: tl.constexpr, UNROLLED: tl.constexpr):
     """Elements of this rank's x at ``row`` (int64) and ``column``, rounded to ``dtype``.
 
-    x  ``Summands`` or ``PairSum``; there, exists: masks of elements, of rows
+    x  ``Summands`` or ``PairSum``; place: row * WIDTH + column; there, exists: masks of elements, of rows
     """
     if x.ids is None:
-        return rounded_sum(x.first + row * WIDTH + column, there, x.stride, x.count, dtype)
+        return rounded_sum(x.first + place, there, x.stride, x.count, dtype)
     else:
         return sum_of_pairs(x, row, column, there, exists, WIDTH, dtype, UNROLLED)
 
@@ -195,12 +195,13 @@ def all_reduce_rms_norm_kernel(
             to_peer = send_order(team, ROWS)[:, None]
             asked = is_sent(team, ROWS) & (to_peer < rest)
             there = asked & inside[None, :]
-            rows = summed(x, first + to_peer, columns[None, :], there, asked, WIDTH, dtype, False)
+            place = (first + to_peer) * WIDTH + columns[None, :]
+            rows = summed(x, place, first + to_peer, columns[None, :], there, asked, WIDTH, dtype, False)
             send(rows, slot, epoch, team, TRANSPORT, PART)
             mine = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
             here = wl.rank(team) < rest
-            own = summed(x, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False)
+            own = summed(x, mine, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False)
             before = tl.load(norm.residual + mine, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
@@ -223,7 +224,7 @@ def all_reduce_rms_norm_kernel(
         ordered = clears_in_order(slot, tl.cdiv(n, groups), PART)
         for row in range(group, n, groups):
             place = tl.cast(row, tl.int64) * WIDTH + columns
-            own = summed(x, tl.cast(row, tl.int64), columns, inside, row < n, WIDTH, dtype, True)
+            own = summed(x, place, tl.cast(row, tl.int64), columns, inside, row < n, WIDTH, dtype, True)
             send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, PART)
             before = tl.load(norm.residual + place, mask=inside, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)

@@ -188,13 +188,10 @@ def trained(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
 
 def normed_pairs(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op behind the kernels that make its rows, choices and weights, which may still run."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 2 * team.size, generator=generator).bfloat16()
-    routing, experts = ops.route(logits, 2), ops.Experts.whole(2 * team.size, team.rank, team.size)
-    schedule = ops.moe_schedule(routing.ids, experts)
-    h = ops.grouped_matmul(x(3, 16), x(2, 16, 16), schedule, gather=True)
-    ones = torch.ones(3, 48).bfloat16(), torch.ones(48).bfloat16()
-    given = h, x(2, 48, 16), schedule, routing, experts, *ones, 1e-6, team
+    logits = torch.randn(2, team.size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    routing, experts = ops.route(logits, 2), ops.Experts.whole(team.size, team.rank, team.size)
+    ones = torch.ones(2, 48).bfloat16(), torch.ones(48).bfloat16()
+    given = x(4, 16), x(1, 48, 16), ops.moe_schedule(routing.ids, experts), routing, experts, *ones, 1e-6, team
     return ops.grouped_matmul_all_reduce_rms_norm(*given, algorithm="in_norm")
 
 

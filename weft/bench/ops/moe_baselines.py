@@ -305,7 +305,7 @@ def nccl_reduce_scatter(problem: OpProblem) -> Prepared:
 
 
 def grouped_all_reduce(problem: OpProblem) -> Prepared:
-    """torch's grouped GEMM, the weighted sum, NCCL's all-reduce, addition and norm; sum and norm by torch.compile."""
+    """torch's grouped GEMM, NCCL's all-reduce, and by torch.compile the weighted sum and the norm."""
     group, experts = group_of(problem), mine(problem)
     add, norm = (torch.compile(function, dynamic=False) for function in (weighted_sum, add_norm))
     found = [sorted_pairs(ids, experts) for _, _, ids, *_ in problem.sets]

@@ -2,7 +2,7 @@
 # Tables of the mixture of experts on two GPUs, from a clean tree: sh benchmarks/moe.sh FOLDER [STEP…]
 #
 # FOLDER is one of benchmarks/results, such as h200-x2-moe. Steps, all of them by default but tune:
-#   exchange   moe_dispatch and moe_combine beside NCCL
+#   exchange   moe_dispatch, moe_combine, and the second GEMM with the all-reduce and norm behind it, beside NCCL
 #   local      route, moe_schedule, the grouped GEMMs and moe_sum beside torch, with cuBLAS's dense GEMMs as ceilings
 #   layer      the whole layer of Qwen3-30B-A3B, in all modes, beside torch's grouped GEMM and NCCL
 #   model      steps of the whole model
@@ -17,12 +17,14 @@ shift
 qwen=qwen3-30b-a3b
 sent=$qwen:1,8,32,128,1024,4096,$qwen/zipf:128,4096,deepseek-v3:8,128,4096,deepseek-v3/zipf:128,mixtral-8x7b:128,4096,kraken-a2a
 seen=$qwen:1,4,8,32,128,1024,4096,8192,$qwen/zipf:32,4096,qwen3-235b-a22b:4096,mixtral-8x7b:32,4096,deepseek-v3:128,4096
+decoded=$qwen:1,8,32,128,256,$qwen/zipf:32
 few=$qwen:1,32,128,4096,8192
 
 for step in "$@"; do
     case $step in
     exchange)
-        python -m weft bench "moe-dispatch+fp8@$sent" "moe-dispatch@$sent" "moe-combine@$sent" --world-size 2 --out "$out"
+        python -m weft bench "moe-dispatch+fp8@$sent" "moe-dispatch@$sent" "moe-combine@$sent" \
+            "moe-ar-rms-norm@$decoded" --world-size 2 --out "$out"
         ;;
     local)
         # The last three are slices of all experts, half of the features each, as decoding may hold them.

@@ -6,7 +6,7 @@ ranks: an entry is a page of each rank's cache, and W * page_size tokens. Query 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,6 @@ from weft import ops
 from weft.parallel.tensors import AttentionWeights
 
 if TYPE_CHECKING:
-    from weft.parallel.step import Step
     from weft.runtime.team.team import Team
 
 Cache = tuple[Tensor, ...]
@@ -39,8 +38,8 @@ class SpreadPages:
         first = rank * w.heads // group
         return slice(first, first + max(1, w.heads // group))
 
-    def exchange(self, w: AttentionWeights, step: Step, cache: Cache) -> tuple[Cache, Step]:
-        """(keys and values of all ranks' pages of this pass, of my KV heads; the step with their page table).
+    def exchange(self, w: AttentionWeights, cache: Cache) -> tuple[Cache, Tensor]:
+        """(keys and values of all ranks' pages of this pass, of my KV heads; their page table).
 
         One all_to_all: rank r gets the KV heads that its query heads attend to.
         """
@@ -51,7 +50,7 @@ class SpreadPages:
         page = torch.arange(n * W, device=mine.device)
         row = torch.arange(B, device=mine.device)[:, None]
         pages = (page % W * (B * n) + row * n + page // W).to(torch.int32)
-        return (keys, values), replace(step, pages=pages)
+        return (keys, values), pages
 
     def all_queries(self, q: Tensor) -> Tensor:
         """Queries of all heads [T, W * heads, head_dim] of this rank's [T, heads, head_dim]."""

@@ -81,9 +81,10 @@ def attend(qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step,
         if spread is not None and not step.is_prefill:
             places = *cache, step.pages, step.lengths, spread.team
             return ops.sharded_decode_attention(spread.all_queries(q), *places, **scales).flatten(1)
+        pages = step.pages
         if spread is not None:
-            cache, step = spread.exchange(w, step, cache)
-        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
+            cache, pages = spread.exchange(w, cache)
+        attended = ops.paged_prefill_attention(q, *cache, pages, step.spans, window=w.window, **scales)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 

@@ -5,6 +5,7 @@ The functions are those of weft.parallel.fused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +57,8 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ..
     keys[page, :, offset], values[page, :, offset] = as_cached(k, k_scale), as_cached(v, v_scale)
     q = apply_rotary(norm_of_heads(q, w.q_norm, w.eps), angles)
     if spread is not None:
-        (keys, values), step = spread.exchange(w, step, (keys, values))
+        (keys, values), pages = spread.exchange(w, cache)
+        step = replace(step, pages=pages)
         k, v = (x[:, spread.heads(w)] for x in (k, v))
     if step.is_prefill:
         attended = attend_to_prompts(q, k, v.flatten(1), step, (keys, values, *scales), w.window)

@@ -273,7 +273,9 @@ def sharded_decode_attention(
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
     if window is not None:
-        raise ValueError(f"{op}: window={quoted(window)} is not supported; a window's tokens fit one rank: use paged_attention")
+        raise ValueError(
+            f"{op}: window={quoted(window)} is not supported; a window's tokens fit one rank: use paged_attention"
+        )
     if scale is not None:
         check_scalar(op, "scale", scale)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)

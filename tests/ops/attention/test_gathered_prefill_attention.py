@@ -17,10 +17,9 @@ from weft.kernels.paged_cache import CacheSizes, PagedCache
 from weft.ops.attention.gathered_prefill_attention import (
     GATHERED_PREFILL_ATTENTION,
     Gathered,
-    Stripes,
     Ulysses,
-    gathered_prefill_attention_kernel,
 )
+from weft.ops.attention.stripes import Stripes, gathered_prefill_attention_kernel
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.team.channel import ChannelView

@@ -15,18 +15,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-import weft.language as wl
-from weft.kernels.online_softmax import PrefillTile, over_keys
-from weft.kernels.paged_cache import CacheSizes, PagedCache
+from weft.kernels.paged_cache import PagedCache
 from weft.kernels.tile_schedule import buffer_of
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, MAX_GROUP
+from weft.ops.attention.attention_op import MAX_GROUP
 from weft.ops.attention.paged_prefill_attention import KeyBlocks, PrefillCall, key_blocks_for
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.attention.sequence_ranges import default_block_m
+from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges, ZigzagShards
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.heads_to_sequence import HEADS_TO_SEQUENCE
@@ -37,9 +34,7 @@ from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
-from weft.runtime.launching import launch_of
 from weft.runtime.team.team import find_team
 from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
@@ -47,7 +42,6 @@ from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Tokens of a rank up to which the gathered design's copies and flags take as long as they hide; not measured.
 FEW_TOKENS = 2048
 # Bytes of a chunk at least: shorter copies do not fill a link (H200, W=2: 1 MiB 200 GB/s, 4 MiB 308).
@@ -88,144 +82,6 @@ class GatheredCall(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     design: str = AUTO
-
-
-class Stripes(NamedTuple):
-    """Keys and values of the stripes (ZigzagRanges), the argument ``keys`` of the kernel.
-
-    own, others  ``PagedCache`` without pages: this rank's [T, heads, D], and receive buffers [W - 1, room, heads, D], where
-                 rank me + 1 + d (mod W) has panel d
-    table        ZigzagRanges.stripes
-    batch        sequences
-    room, chunk  rows of a panel, and of a chunk of it
-    """
-
-    own: PagedCache
-    others: PagedCache
-    table: torch.Tensor
-    batch: int
-    room: int
-    chunk: int
-
-
-@triton.jit
-def over_stripe(
-    x, position, cache, row, first, end, seen, head, scale, largest, total, acc, SIZES: tl.constexpr, TILE: tl.constexpr
-):
-    """The online softmax of rows ``x`` over keys at positions first .. end - 1 more.
-
-    row   of ``cache``, where the first of them lies
-    seen  all rows see the keys before this position; ``first`` is one of them, or the state is of earlier keys
-    """
-    BLOCK_N: tl.constexpr = TILE.block_n
-    shift = row.to(tl.int64) - first
-    whole = first + tl.maximum(tl.minimum(seen, end) - first, 0) // BLOCK_N * BLOCK_N
-    state = largest, total, acc
-    state = over_keys(x, position, cache, shift, head, first, whole, scale, state, False, SIZES, TILE)
-    # Rows behind the stripe see all of it, and no more.
-    position = tl.minimum(position, end - 1)
-    return over_keys(x, position, cache, shift, head, whole, end, scale, state, True, SIZES, TILE)
-
-
-@triton.jit
-def gathered_prefill_attention_kernel(
-    q,
-    keys,
-    out,
-    lse,
-    ranges,
-    tiles,
-    landed,
-    scale,
-    team,
-    SIZES: tl.constexpr,
-    TILE: tl.constexpr,
-    GATHERED: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-):
-    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values
-
-    grid: (N * heads,)
-
-    q, out    [T, heads * group, D]: this rank's tokens, or with GATHERED False all ranks' one after the other
-    lse       fp32 [T, heads * group]: log of the sum of exp(score * scale); unused unless WITH_LSE
-    keys      ``Stripes``; with GATHERED False all keys are in ``own``
-    ranges    int32 [segments, 3]: (first token, length, position of the first) of each segment; segments of GATHERED are
-              (half, sequence), else (rank, half, sequence)
-    tiles     int32 [N, 2]: (segment, tile of its rows) of program i * heads + KV head
-
-    signals   copy engine of rank s, behind each chunk of its keys and values: chunk c of the channel ``landed``
-    waits     before the first load of a chunk: chunk c of rank s. No chunk is awaited that rank s does not send: a stripe
-              behind the queries has no keys for them
-    order     own stripe, the other own one, then those of ranks me + 1, me + 2, … (mod W), each from its first key on: the
-              same bits every run, whatever arrives first. Every row sees the first key of its own stripe, so no maximum is
-              -inf after the first step
-    reuse     of ``others``: CopyChannel
-    progress  programs wait for copy engines only, which wait for begin_kernel, so they need not all be resident
-
-    copy  | s1 chunk 0 | s1 chunk 1 | s2 chunk 0 | ..
-    attn  | s0 | s1 chunk 0 | s1 chunk 1 | s2 chunk 0 | ..                                           rank 0
-    """
-    D: tl.constexpr = SIZES.dim
-    GROUP: tl.constexpr = TILE.group
-    BLOCK_M: tl.constexpr = TILE.block_m
-    world: tl.constexpr = wl.num_ranks(team)
-    wl.follow_previous_kernel()
-    me = wl.rank(team)
-    head = tl.program_id(0) % SIZES.heads
-    tiles += 2 * (tl.program_id(0) // SIZES.heads)
-    segment, tile = tl.load(tiles), tl.load(tiles + 1)
-    ranges += 3 * segment
-    first_token, length, before = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2)
-    sequence = segment % keys.batch
-    owner = me if GATHERED else segment // (2 * keys.batch)
-    is_second = segment // keys.batch % 2
-    stripe = tl.where(is_second == 1, 2 * world - 1 - owner, owner)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = row // GROUP
-    exists = row < length * GROUP
-    # Heads of a row, in q and lse.
-    of_row = (first_token.to(tl.int64) + token) * (SIZES.heads * GROUP) + head * GROUP + row % GROUP
-    at = of_row[:, None] * D + tl.arange(0, D)[None, :]
-    position = before + token
-    seen = before + tile * BLOCK_M // GROUP + 1
-    end = before + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length)
-    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
-    x = tl.load(q + at, mask=exists[:, None], other=0.0)
-    largest, total, acc = over_stripe(
-        x, position, keys.own, first_token, before, end, seen, head, scale, largest, total, acc, SIZES, TILE
-    )
-    # Before this stripe come others in memory of this rank: its first one, or all.
-    begin = me if GATHERED else 0
-    for other in range(begin, tl.where(is_second == 1, me + 1, begin) if GATHERED else stripe):
-        table = keys.table + (other * keys.batch + sequence) * 4
-        there = tl.load(table) if GATHERED else tl.load(table + 1)
-        largest, total, acc = over_stripe(
-            x, position, keys.own, there, tl.load(table + 2), tl.load(table + 3), seen, head, scale, largest, total, acc,
-            SIZES, TILE,
-        )  # fmt: skip
-    if GATHERED:
-        call = wl.current_call(landed)
-        for place in range(2, 2 * world):
-            source = (me + place // 2) % world
-            other = tl.where(place % 2 == 0, source, 2 * world - 1 - source)
-            table = keys.table + (other * keys.batch + sequence) * 4
-            there, first = tl.load(table), tl.load(table + 2)
-            behind = there + tl.where(other < stripe, tl.load(table + 3) - first, 0)
-            last_chunk = tl.where(behind > there, tl.cdiv(behind, keys.chunk), 0)
-            panel = buffer_of(source, me, world).to(tl.int64) * keys.room
-            for chunk in range(there // keys.chunk, last_chunk):
-                wl.chunk_wait(call, source, chunk, team)
-                low, high = tl.maximum(there, chunk * keys.chunk), tl.minimum(behind, (chunk + 1) * keys.chunk)
-                largest, total, acc = over_stripe(
-                    x, position, keys.others, panel + low, first + low - there, first + high - there, seen, head, scale,
-                    largest, total, acc, SIZES, TILE,
-                )  # fmt: skip
-    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists[:, None])
-    if WITH_LSE:
-        tl.store(lse + of_row, (largest + tl.log2(total)) * LN_2, mask=exists)
 
 
 def gathered_prefill_attention(
@@ -585,36 +441,6 @@ class GatheredPrefillAttention(Op):
 
 GATHERED_PREFILL_ATTENTION = GatheredPrefillAttention()
 register(GATHERED_PREFILL_ATTENTION)
-
-
-def attend(
-    blocks: KeyBlocks,
-    team: Team,
-    q: torch.Tensor,
-    keys: Stripes,
-    tables: Sequence[torch.Tensor],
-    block_m: int,
-    scale: float,
-    return_lse: bool,
-    channel: CopyChannel | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel on the rows of ``tables``: (ranges, tiles). channel: None, if all keys are here."""
-    (T, q_heads, D), heads = q.shape, keys.own.key_pages.shape[1]
-    out, lse = torch.empty_like(q), q.new_empty((T, q_heads) if return_lse else 0, dtype=torch.float32)
-    sizes, tile = CacheSizes(heads, 0, D), PrefillTile(q_heads // heads, block_m, blocks.block_n)
-    ranges, tiles = tables
-
-    def constants() -> dict[str, Any]:
-        compiled = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **launch_options(team.caps)}
-        return {"SIZES": sizes, "TILE": tile, "GATHERED": channel is not None, "WITH_LSE": return_lse, **compiled}
-
-    programs = tiles.shape[0] * heads
-    if programs:
-        key = blocks, sizes, tile, channel is not None, return_lse
-        launch = launch_of(team, gathered_prefill_attention_kernel, key, constants)
-        landed = keys.table if channel is None else channel.landed.view  # unused without one
-        launch(programs, q, keys, out, lse, ranges, tiles, landed, scale * LOG2_E, team.view)
-    return out, lse
 
 
 def sample_of(count: int) -> torch.Tensor:
